@@ -1,0 +1,5 @@
+"""Tree attention: one definition of correctness, several back-ends."""
+
+from mcore_prefix_tree.attention.api import BACKENDS, check_backend, tree_attention
+
+__all__ = ["BACKENDS", "check_backend", "tree_attention"]

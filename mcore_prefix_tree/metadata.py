@@ -1,0 +1,199 @@
+"""TreeMetadata: what attention and rotary embeddings need to know of a folded micro-batch.
+
+Legend: P padded size, N nodes, G segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mcore_prefix_tree.layout import FlatLayout
+
+Int32Array = npt.NDArray[np.int32]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Segments:
+    """The maximal chains of nodes without branching, in depth-first pre-order, padding last as one-token segments.
+
+    Attributes:
+        cu_lens: int32 ``[G + 1]``, segment g holds the flat tokens ``cu_lens[g]:cu_lens[g + 1]``.
+        parent: int32 ``[G]``, -1 for a root.
+        depth: int32 ``[G]``, position of the segment's first token.
+    """
+
+    cu_lens: Int32Array
+    parent: Int32Array
+    depth: Int32Array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TreeMetadata:
+    """The shape of one folded micro-batch. Node arrays stay on the host; token arrays move to the device once.
+
+    Query i sees key j exactly if ``j <= i < subtree_end[j]``: one int32 per token is the whole attention mask.
+
+    Attributes:
+        cu_node_lens: int32 NumPy ``[N + 1]``, flat borders of the nodes, in depth-first pre-order.
+        node_parent: int32 NumPy ``[N]``, -1 for a root. A parent comes before its children.
+        node_depth: int32 NumPy ``[N]``, position of each node's first token on its path.
+        padded_size: P, tokens in the micro-batch; those past ``cu_node_lens[-1]`` are padding.
+        tree_position_ids: int32 tensor ``[P]``, depth of each token on its own path; 0 for padding.
+        subtree_end: int32 tensor ``[P]``, exclusive flat end of the subtree under the token's node.
+        max_path_len: length of the longest path; the rotary table has to reach it.
+        cache: plans derived by attention back-ends, shared by all layers, recompute and every forward of a step.
+
+    Build it with :meth:`from_layout` or :meth:`from_nodes`; both validate on the host.
+    """
+
+    cu_node_lens: Int32Array
+    node_parent: Int32Array
+    node_depth: Int32Array
+    padded_size: int
+    tree_position_ids: torch.Tensor
+    subtree_end: torch.Tensor
+    max_path_len: int
+    cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_layout(cls, layout: FlatLayout, *, device: torch.device | str = "cpu") -> TreeMetadata:
+        """Metadata of a layout made by :func:`mcore_prefix_tree.fold`."""
+        return cls(
+            cu_node_lens=layout.cu_node_lens,
+            node_parent=layout.node_parent,
+            node_depth=layout.node_depth,
+            padded_size=layout.padded_size,
+            tree_position_ids=torch.from_numpy(layout.position_ids).to(device),
+            subtree_end=torch.from_numpy(layout.subtree_end).to(device),
+            max_path_len=layout.max_path_len,
+        )
+
+    @classmethod
+    def from_nodes(
+        cls,
+        cu_node_lens: npt.ArrayLike,
+        node_parent: npt.ArrayLike,
+        *,
+        padded_size: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> TreeMetadata:
+        """Metadata of a forest that another system already laid out in depth-first pre-order.
+
+        Args:
+            cu_node_lens: ``[N + 1]`` flat borders of the nodes, from 0, never decreasing (a node may be empty).
+            node_parent: ``[N]`` parent of each node, -1 for a root.
+            padded_size: size with padding; the nodes' end by default.
+            device: where the token tensors go.
+
+        Raises:
+            ValueError: if the arrays do not describe a forest in depth-first pre-order; names the array and the node.
+        """
+        borders = np.asarray(cu_node_lens, dtype=np.int64)
+        parent = np.asarray(node_parent, dtype=np.int64)
+        depth, subtree_end = _check_forest(borders, parent)
+        tokens = int(borders[-1])
+        size = tokens if padded_size is None else padded_size
+        if size < max(tokens, 1):
+            raise ValueError(f"padded_size={size} cannot hold the {tokens} tokens of cu_node_lens")
+        lens = np.diff(borders)
+        index = np.arange(size, dtype=np.int64)
+        position_ids = np.zeros(size, dtype=np.int32)
+        position_ids[:tokens] = index[:tokens] - np.repeat(borders[:-1] - depth, lens)
+        token_end = (index + 1).astype(np.int32)
+        token_end[:tokens] = np.repeat(subtree_end, lens)
+        return cls(
+            cu_node_lens=borders.astype(np.int32),
+            node_parent=parent.astype(np.int32),
+            node_depth=depth.astype(np.int32),
+            padded_size=size,
+            tree_position_ids=torch.from_numpy(position_ids).to(device),
+            subtree_end=torch.from_numpy(token_end).to(device),
+            max_path_len=int(position_ids.max()) + 1,
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.node_parent)
+
+    @property
+    def num_tokens(self) -> int:
+        """Physical tokens, before padding."""
+        return int(self.cu_node_lens[-1])
+
+    def to(self, device: torch.device | str) -> TreeMetadata:
+        """The same metadata with its token tensors on ``device`` and an empty cache; itself if they are there."""
+        if self.subtree_end.device == torch.device(device):
+            return self
+        return TreeMetadata(
+            cu_node_lens=self.cu_node_lens,
+            node_parent=self.node_parent,
+            node_depth=self.node_depth,
+            padded_size=self.padded_size,
+            tree_position_ids=self.tree_position_ids.to(device, non_blocking=True),
+            subtree_end=self.subtree_end.to(device, non_blocking=True),
+            max_path_len=self.max_path_len,
+        )
+
+    def derived(self, name: str, build: Callable[[TreeMetadata], T]) -> T:
+        """The plan called ``name``, built on first use and kept in :attr:`cache`."""
+        if name not in self.cache:
+            self.cache[name] = build(self)
+        plan: T = self.cache[name]
+        return plan
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The forest without the node borders that do not branch: what attention works on."""
+        parent = self.node_parent.astype(np.int64)
+        has_parent = parent >= 0
+        children = np.bincount(parent[has_parent], minlength=self.num_nodes)
+        # Only children continue their parent's segment. In pre-order such a chain of nodes is contiguous.
+        head = ~has_parent
+        head[has_parent] = children[parent[has_parent]] > 1
+        segment_of_node = np.cumsum(head) - 1
+        heads = np.flatnonzero(head)
+        segment_parent = np.where(parent[heads] >= 0, segment_of_node[parent[heads]], -1)
+
+        padding = np.arange(self.num_tokens, self.padded_size + 1)
+        return Segments(
+            cu_lens=np.concatenate([self.cu_node_lens[:-1][heads], padding]).astype(np.int32),
+            parent=np.concatenate([segment_parent, np.full(len(padding) - 1, -1)]).astype(np.int32),
+            depth=np.concatenate([self.node_depth[heads], np.zeros(len(padding) - 1)]).astype(np.int32),
+        )
+
+
+def _check_forest(
+    borders: npt.NDArray[np.int64], parent: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Depth of every node's first token and flat end of its subtree, or a ValueError that says what is not a forest."""
+    if borders.ndim != 1 or parent.ndim != 1 or len(borders) != len(parent) + 1:
+        raise ValueError(
+            f"cu_node_lens {borders.shape} must be one-dimensional and one longer than node_parent {parent.shape}"
+        )
+    if borders[0] != 0 or (np.diff(borders) < 0).any():
+        raise ValueError("cu_node_lens must begin at 0 and never decrease")
+    depth = np.zeros(len(parent), dtype=np.int64)
+    end = np.empty(len(parent), dtype=np.int64)
+    stack: list[int] = []
+    for node, above in enumerate(parent.tolist()):
+        while stack and stack[-1] != above:
+            end[stack.pop()] = borders[node]
+        if above >= 0:
+            if not stack:
+                raise ValueError(
+                    f"node_parent[{node}] = {above} is not on the path to node {node}; "
+                    "nodes must be in depth-first pre-order"
+                )
+            depth[node] = depth[above] + borders[above + 1] - borders[above]
+        stack.append(node)
+    end[stack] = borders[-1]
+    return depth, end

@@ -1,0 +1,100 @@
+"""A sample: one token sequence, which of its tokens are scored, and what must be equal to share with another."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+INT32_MAX = np.iinfo(np.int32).max
+
+
+class SampleError(ValueError):
+    """A sample that cannot be trained on. The message names where it came from and the field at fault."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One training sequence.
+
+    Two samples share the leading tokens that are equal in both, if their ``merge_key`` is equal too. Everything else
+    here is per sample and may differ between samples that share tokens.
+
+    Attributes:
+        tokens: int32 ``[n]``, n >= 1, token ids >= 0.
+        loss_mask: float32 ``[n]``, finite and >= 0. ``loss_mask[t]`` weighs the loss of predicting ``tokens[t]`` from
+            ``tokens[:t]``; 0 leaves the token unscored. ``loss_mask[0]`` has no effect: nothing predicts the first token.
+        merge_key: what has to be equal, besides the tokens, for two samples to share (temperature, adapter or policy
+            version, ...).
+        source: where the sample came from (``file:line``, ``file:line turn 3``), for messages.
+
+    Raises:
+        SampleError: on construction, if a field is malformed; names ``source`` and the field.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.float32]
+    merge_key: Hashable = None
+    source: str = "sample"
+
+    def __init__(
+        self,
+        *,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        loss_mask: Sequence[float] | npt.NDArray[np.floating | np.integer | np.bool_] | None = None,
+        merge_key: Hashable = None,
+        source: str = "sample",
+    ) -> None:
+        """``loss_mask=None`` scores every token that has a predictor."""
+        checked_tokens = _token_array(tokens, source)
+        if loss_mask is None:
+            checked_mask = np.ones(len(checked_tokens), dtype=np.float32)
+        else:
+            checked_mask = _mask_array(loss_mask, len(checked_tokens), source)
+        checked_tokens.flags.writeable = False
+        checked_mask.flags.writeable = False
+        object.__setattr__(self, "tokens", checked_tokens)
+        object.__setattr__(self, "loss_mask", checked_mask)
+        object.__setattr__(self, "merge_key", merge_key)
+        object.__setattr__(self, "source", source)
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+
+def _token_array(tokens: object, source: str) -> npt.NDArray[np.int32]:
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # a ragged list
+        raise SampleError(f"{source}: field 'tokens' must be a flat list of integers") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise SampleError(f"{source}: field 'tokens' must be a flat list of integers")
+    if array.size == 0:
+        raise SampleError(f"{source}: field 'tokens' is empty; a sample needs at least one token")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > INT32_MAX:
+        at = int(np.argmax((array < 0) | (array > INT32_MAX)))
+        raise SampleError(f"{source}: field 'tokens' has {array[at]} at index {at}; token ids are 0 to {INT32_MAX}")
+    return array.astype(np.int32)
+
+
+def _mask_array(mask: object, length: int, source: str) -> npt.NDArray[np.float32]:
+    try:
+        array = np.asarray(mask)
+    except ValueError:
+        raise SampleError(f"{source}: field 'loss_mask' must be a flat list of numbers") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iufb"):
+        raise SampleError(f"{source}: field 'loss_mask' must be a flat list of numbers")
+    if len(array) != length:
+        raise SampleError(
+            f"{source}: field 'loss_mask' has {len(array)} entries but 'tokens' has {length}; they must match"
+        )
+    weights = array.astype(np.float32)
+    bad = ~np.isfinite(weights) | (weights < 0)
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise SampleError(f"{source}: field 'loss_mask' has {array[at]} at index {at}; weights are finite and >= 0")
+    return weights
