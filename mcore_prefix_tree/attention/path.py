@@ -131,7 +131,10 @@ class _PathAttention(torch.autograd.Function):
         grad_value[plan.num_tokens :] = padding.unflatten(1, (key.shape[1], -1)).sum(dim=2)
         path_key = key.new_empty(plan.max_path_len, *key.shape[1:])
         path_value = value.new_empty(plan.max_path_len, *value.shape[1:])
-        path_grad_key, path_grad_value = torch.zeros_like(path_key), torch.zeros_like(path_value)
+        # Many blocks add to one key's gradient: bf16 and fp16 would lose the small ones.
+        sum_dtype = torch.promote_types(key.dtype, torch.float32)
+        path_grad_key = torch.zeros_like(path_key, dtype=sum_dtype)
+        path_grad_value = torch.zeros_like(path_value, dtype=sum_dtype)
         bias = _causal_bias(plan, query)
 
         def close(segment: _Segment) -> None:
@@ -172,8 +175,7 @@ def path_attention(
 ) -> torch.Tensor:
     """Tree attention over each segment's own path; arguments and result as ``reference_attention``.
 
-    Saves query, key and value for backward, nothing per pair. Low-precision gradients of shared keys are summed in
-    the input's dtype.
+    Saves query, key and value for backward, nothing per pair. Gradients of shared keys are summed in fp32 or better.
     """
     plan = metadata.derived("path", _build_plan)
     out: torch.Tensor = _PathAttention.apply(query, key, value, plan, softmax_scale)

@@ -3,11 +3,8 @@
 Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its source, even where the code itself
 would run anywhere. This file answers those calls with the CPU. Nothing in megatron is edited or replaced: what changes,
 while the emulation is on, is a short list of ``torch`` functions, each named below with the megatron call site that
-needs it, and each put back on exit.
-
-The factories (``torch.zeros`` and friends) are replaced as functions instead of being caught by a
-``torch.overrides.TorchFunctionMode``. Both work; a mode is asked about *every* torch call of a step, a replaced factory
-only about its own.
+needs it, and each put back on exit. ``torch.cuda.is_available()`` stays false, so that code which asks takes its CPU
+path by itself.
 
 This is a tool for tests and for the quickstart. It refuses to start where there is a GPU.
 """
@@ -23,8 +20,9 @@ from unittest import mock
 
 import torch
 
-# Every factory to which megatron-core passes a device. The `_like` ones inherit a CPU device and need no entry.
-_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros")
+# The factories to which megatron-core passes a GPU. They are replaced as functions; a TorchFunctionMode would do the
+# same but is asked about every torch call of a step (measured: 1 to 2 us each, 10 % of a tiny GPT's step).
+_FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros")
 
 _active = False
 
@@ -38,134 +36,100 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(factory)
+def _on_cpu(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
+    """Wrap a function so that a GPU in ``device=``, or as the positional argument at ``position``, means the CPU."""
+
+    @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs["device"] = "cpu"
-        return factory(*args, **kwargs)
+        if "device" in kwargs:
+            if _is_cuda(kwargs["device"]):
+                kwargs["device"] = "cpu"
+        elif position is not None and len(args) > position and _is_cuda(args[position]):
+            args = (*args[:position], "cpu", *args[position + 1 :])
+        return function(*args, **kwargs)
 
     return wrapper
 
 
-_tensor_to = torch.Tensor.to
-_tensor_type = torch.Tensor.type
-_module_to = torch.nn.Module.to
+def _gpu_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Tensor.type`` so that ``x.type()`` names the GPU tensor type; conversions pass through."""
+
+    @functools.wraps(original)
+    def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    return wrapper
 
 
-def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if "device" in kwargs and _is_cuda(kwargs["device"]):
-        kwargs["device"] = "cpu"
-    elif args and _is_cuda(args[0]):
-        args = ("cpu", *args[1:])
-    return _tensor_to(self, *args, **kwargs)
+def _returns(value: object) -> Callable[..., Any]:
+    # A new function at each call: Dynamo refuses one function under two torch names.
+    return lambda *args, **kwargs: value
 
 
-def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    if dtype is not None:
-        return _tensor_type(self, dtype, non_blocking, **kwargs)
-    return str(_tensor_type(self)).replace("torch.", "torch.cuda.", 1)
-
-
-def _module_to_cpu(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    if "device" in kwargs and _is_cuda(kwargs["device"]):
-        kwargs["device"] = "cpu"
-    elif args and _is_cuda(args[0]):
-        args = ("cpu", *args[1:])
-    return _module_to(self, *args, **kwargs)
+def _itself() -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: self
 
 
 class _Stream:
-    """A stream that is always drained: CPU work is finished when the call returns."""
+    """A stream that is always drained: work on the CPU is finished when the call returns."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def wait_stream(self, stream: object) -> None: ...
 
-    def wait_event(self, event: object) -> None: ...
 
-    def record_event(self, event: object = None) -> object:
-        return event if event is not None else _Event()
-
-    def synchronize(self) -> None: ...
-
-
-class _Event:
-    """An event that has always happened."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    def record(self, stream: object = None) -> None: ...
-
-    def wait(self, stream: object = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-
-def _cpu_rng_state(device: object = "cuda") -> torch.Tensor:
+def _get_rng_state(device: object = "cuda") -> torch.Tensor:
     return torch.default_generator.get_state()
 
 
-def _set_cpu_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
+def _set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
     torch.default_generator.set_state(new_state)
 
 
-def _cpu_manual_seed(seed: int) -> None:
+def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    return None
-
-
-def _zero(*args: object, **kwargs: object) -> int:
-    return 0
-
-
-def _cuda_patches() -> list[tuple[object, str, object]]:
-    """Return ``(owner, attribute, replacement)`` for everything but the factories, with the reason for each."""
+def _replacements() -> list[tuple[object, str, object]]:
+    """Return ``(owner, attribute, replacement)`` for everything, with the reason for each."""
     stream = _Stream()
     return [
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
         # `device=torch.cuda.current_device()` in tensor_parallel/{layers,mappings}.py, p2p_communication.py,
-        # param_and_grad_buffer.py, the optimizers. An index, as upstream; the factories map it to the CPU.
-        (torch.cuda, "current_device", _zero),
-        # tensor_parallel/random.py sets the state inside `_lazy_call(cb)`, which only queues `cb` until CUDA is up.
-        (torch.cuda, "is_initialized", lambda: True),
-        # `_lazy_init()` in tensor_parallel/random.py (imported from torch.cuda, which reads this flag).
+        # param_and_grad_buffer.py, gpt_model.py. An index, as upstream: the factories above map it to the CPU.
+        (torch.cuda, "current_device", _returns(0)),
+        # tensor_parallel/random.py sets the RNG state inside `torch.cuda._lazy_call(cb)`, which only queues `cb` until
+        # CUDA is initialised; its `_lazy_init()` would try to do that.
         (torch.cuda, "_initialized", True),
         # The RNG of "the GPU" is the CPU's default generator, because that is what dropout and initialisation draw
         # from here: CudaRNGStatesTracker.fork() and recompute then save and restore the stream that matters.
-        (torch.cuda, "get_rng_state", _cpu_rng_state),
-        (torch.cuda.random, "get_rng_state", _cpu_rng_state),
-        (torch.cuda, "set_rng_state", _set_cpu_rng_state),
-        (torch.cuda.random, "set_rng_state", _set_cpu_rng_state),
-        (torch.cuda, "manual_seed", _cpu_manual_seed),
-        (torch.cuda.random, "manual_seed", _cpu_manual_seed),
+        (torch.cuda, "get_rng_state", _get_rng_state),
+        (torch.cuda.random, "get_rng_state", _get_rng_state),
+        (torch.cuda, "manual_seed", _manual_seed),
         (torch.cuda, "default_generators", (torch.default_generator,)),
-        # p2p_communication.py, DistributedDataParallel, timers.py.
-        (torch.cuda, "synchronize", _nothing),
+        (torch.cuda, "synchronize", _returns(None)),
         (torch.cuda, "Stream", _Stream),
-        (torch.cuda, "Event", _Event),
-        (torch.cuda, "current_stream", lambda device=None: stream),
-        (torch.cuda, "default_stream", lambda device=None: stream),
+        (torch.cuda, "current_stream", _returns(stream)),
+        (torch.cuda, "default_stream", _returns(stream)),
         (torch.cuda, "stream", lambda stream: nullcontext()),
-        (torch.cuda, "set_device", _nothing),
-        # training logs and model_parallel memory reports.
-        (torch.cuda, "memory_allocated", _zero),
-        (torch.cuda, "max_memory_allocated", _zero),
-        (torch.cuda, "memory_reserved", _zero),
-        (torch.cuda, "max_memory_reserved", _zero),
-        (torch.cuda, "reset_peak_memory_stats", _nothing),
-        (torch.cuda.nvtx, "range_push", _nothing),
-        (torch.cuda.nvtx, "range_pop", _nothing),
-        (torch.Tensor, "to", _to),
-        (torch.Tensor, "type", _type),
-        (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
-        (torch.nn.Module, "to", _module_to_cpu),
-        (torch.nn.Module, "cuda", lambda self, *args, **kwargs: self),
+        (torch.cuda, "set_device", _returns(None)),
+        (torch.cuda, "memory_allocated", _returns(0)),
+        (torch.cuda, "max_memory_allocated", _returns(0)),
+        (torch.cuda, "memory_reserved", _returns(0)),
+        (torch.cuda, "max_memory_reserved", _returns(0)),
+        (torch.cuda, "reset_peak_memory_stats", _returns(None)),
+        (torch.cuda, "empty_cache", _returns(None)),
+        (torch.cuda.nvtx, "range_push", _returns(None)),
+        (torch.cuda.nvtx, "range_pop", _returns(None)),
+        (torch.Tensor, "to", _on_cpu(torch.Tensor.to, position=1)),
+        (torch.Tensor, "cuda", _itself()),
+        # `param.type() in ['torch.cuda.HalfTensor', ...]` decides in optimizer.py and distrib_optimizer.py which
+        # parameters get an fp32 master copy, and clip_grads.py asserts 'torch.cuda.FloatTensor'.
+        (torch.Tensor, "type", _gpu_type_name(torch.Tensor.type)),
+        (torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, position=1)),
+        (torch.nn.Module, "cuda", _itself()),
     ]
 
 
@@ -190,16 +154,14 @@ def cpu_emulation(*, force: bool = False) -> Iterator[None]:
             "The CPU emulation of torch.cuda is for machines without a GPU, and this one has one: run Megatron on it "
             "directly, or pass force=True to use the CPU all the same."
         )
-    # Megatron first, while the functions are still the real ones: it must not bind a replacement that outlives the
-    # block, and the `torch.compile` decorators in it make Dynamo file every `torch` function, once, under one rule.
+    # Megatron first, while the functions are still the real ones: it must not bind one that outlives the block.
     importlib.import_module("megatron.core")
-
     with ExitStack() as stack:
-        # `@jit_fuser` is torch.compile: minutes of C++ compilation for nothing that a test measures.
+        # Megatron's `@jit_fuser` is torch.compile: minutes of C++ compilation for nothing that a CPU run measures.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for name in _FACTORIES:
-            stack.enter_context(mock.patch.object(torch, name, _on_cpu(getattr(torch, name))))
-        for owner, name, replacement in _cuda_patches():
+        # Dynamo files every torch function by identity when something is first decorated; make it forget ours.
+        stack.callback(torch._dynamo.trace_rules.clear_lru_cache)
+        for owner, name, replacement in _replacements():
             stack.enter_context(mock.patch.object(owner, name, replacement))
         _active = True
         try:

@@ -1,0 +1,145 @@
+"""Log-probability of every edge (predictor, token) from vocabulary-parallel logits, each row of logits read once.
+
+A token is scored by its predictor. At a branch point several tokens have the same predictor, so one row of logits serves
+several edges and its gradient is their sum:
+
+    log p(e)         = logits[predictor(e), token(e)] - logsumexp(logits[predictor(e)])
+    d / d logits[i]  = sum over e with predictor i of g(e) * (onehot(token(e)) - softmax(logits[i]))
+
+and for the entropy H_i = logsumexp_i - sum_v p_iv logits_iv of a row:  d H_i / d logits_iv = -p_iv (log p_iv + H_i).
+
+Legend: P padded tokens, E edges, V vocabulary, Vl its part on this tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_prefix_tree.layout import FlatLayout
+
+# Rows of logits in fp32 at a time: bounds the temporary memory at ROWS * Vl.
+ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Edges:
+    """The edges of a layout, in the order of their predictors.
+
+    Attributes:
+        predictor: int64 tensor ``[E]``, flat index of the token that predicts.
+        token: int64 tensor ``[E]``, flat index of the token that is predicted.
+        token_id: int64 tensor ``[E]``, its id in the vocabulary.
+        padded_size: P.
+        block_edges: for every block of ``ROWS`` rows, the slice of the edges that its rows predict.
+    """
+
+    predictor: torch.Tensor
+    token: torch.Tensor
+    token_id: torch.Tensor
+    padded_size: int
+    block_edges: list[slice]
+
+    @classmethod
+    def from_layout(cls, layout: FlatLayout, *, device: torch.device | str = "cpu") -> Edges:
+        """Every physical token that is not the first of a root."""
+        token = np.flatnonzero(layout.predictor >= 0)
+        token = token[np.argsort(layout.predictor[token], kind="stable")]
+        borders = np.searchsorted(layout.predictor[token], np.arange(0, layout.padded_size + ROWS, ROWS)).tolist()
+        return cls(
+            predictor=torch.from_numpy(layout.predictor[token].astype(np.int64)).to(device),
+            token=torch.from_numpy(token).to(device),
+            token_id=torch.from_numpy(layout.input_ids[token]).to(device),
+            padded_size=layout.padded_size,
+            block_edges=[slice(start, end) for start, end in zip(borders[:-1], borders[1:], strict=True)],
+        )
+
+
+def _row_blocks(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Blocks of rows in fp32, or in the logits' own dtype if that is wider."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    for start in range(0, logits.shape[0], ROWS):
+        rows = slice(start, min(start + ROWS, logits.shape[0]))
+        yield rows, logits[rows].to(dtype)
+
+
+class _EdgeLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, edges: Edges, vocab_start: int, group: dist.ProcessGroup | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        row_max = logits.amax(dim=1).to(dtype)
+        if group is not None:
+            dist.all_reduce(row_max, op=dist.ReduceOp.MAX, group=group)
+        # Row 0: sum of exp; row 1: sum of exp * (logit - max). One pass over the logits, one collective.
+        sums = logits.new_empty(2, logits.shape[0], dtype=dtype)
+        for rows, block in _row_blocks(logits):
+            shifted = block - row_max[rows, None]
+            exp = shifted.exp()
+            sums[0, rows] = exp.sum(dim=1)
+            sums[1, rows] = torch.linalg.vecdot(exp, shifted)
+        here, column = _on_this_rank(edges, vocab_start, logits.shape[1])
+        target = torch.where(here, logits[edges.predictor, column].to(dtype) - row_max[edges.predictor], 0)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(target, group=group)
+        log_sum = sums[0].log()
+        entropy = log_sum - sums[1] / sums[0]
+        ctx.save_for_backward(logits, row_max + log_sum, entropy)
+        ctx.edges, ctx.vocab_start = edges, vocab_start
+        return target - log_sum[edges.predictor], entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_logprob, grad_entropy = grad_outputs
+        logits, logsumexp, entropy = ctx.saved_tensors
+        edges: Edges = ctx.edges
+        per_row = torch.zeros_like(logsumexp).index_add_(0, edges.predictor, grad_logprob)
+        here, column = _on_this_rank(edges, ctx.vocab_start, logits.shape[1])
+        at_target = torch.where(here, grad_logprob, 0)
+        grad = torch.empty_like(logits)
+        for (rows, block), owned in zip(_row_blocks(logits), edges.block_edges, strict=True):
+            log_prob = block - logsumexp[rows, None]
+            weight = per_row[rows, None] + grad_entropy[rows, None] * (log_prob + entropy[rows, None])
+            block_grad = log_prob.exp_().mul_(weight).neg_()
+            # In the block's own precision: what one target loses to rounding would not come back.
+            place = (edges.predictor[owned] - rows.start, column[owned])
+            grad[rows] = block_grad.index_put_(place, at_target[owned], accumulate=True)
+        return grad, None, None, None
+
+
+def _on_this_rank(edges: Edges, vocab_start: int, local_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each edge's token is in this rank's part of the vocabulary, and its column there (clamped if not)."""
+    column = edges.token_id - vocab_start
+    return (column >= 0) & (column < local_size), column.clamp(0, local_size - 1)
+
+
+def edge_logprobs(
+    logits: torch.Tensor, edges: Edges, *, vocab_start: int = 0, group: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of every token given its path, and the entropy of every token's prediction.
+
+    Args:
+        logits: ``[P, Vl]``, this rank's columns, in any floating dtype; reductions are in fp32 or better.
+        edges: of the layout that the logits come from.
+        vocab_start: id of the first column.
+        group: tensor-parallel group over which the vocabulary is split, None if it is not.
+
+    Returns:
+        ``logprob`` ``[P]``, at each token's own flat index, 0 where nothing predicts the token; and ``entropy`` ``[P]``
+        in nats, of the distribution that each token predicts. Both equal on all ranks of the group, fp32 or better.
+
+    Raises:
+        ValueError: if the logits are not ``[padded_size, Vl]``.
+    """
+    if logits.ndim != 2 or logits.shape[0] != edges.padded_size:
+        raise ValueError(f"logits must be [{edges.padded_size}, vocabulary], not {list(logits.shape)}")
+    per_edge, entropy = _EdgeLogprobs.apply(logits, edges, vocab_start, group)
+    logprob = per_edge.new_zeros(edges.padded_size).index_put((edges.token,), per_edge)
+    return logprob, entropy

@@ -1,0 +1,130 @@
+"""Subclasses of Megatron-Core's attention that follow the tree when a micro-batch carries one.
+
+Both are mixed into whatever class a layer spec names. Without tree metadata they only call that class.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mcore_prefix_tree.attention import tree_attention
+from mcore_prefix_tree.mcore.packed_seq_params import tree_params_of
+from mcore_prefix_tree.mcore.validation import check_config
+from mcore_prefix_tree.metadata import TreeMetadata
+
+
+class TreeSelfAttentionMixin:
+    """Gives every token the rotary embedding of its position on its own path."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the base class; ``rotary_pos_emb`` is a table by position ``[max_path_len, 1, 1, dim]``, or two of them."""
+        tree = tree_params_of(packed_seq_params)
+        if tree is not None and rotary_pos_emb is not None:
+            assert tree.tree_metadata is not None
+            rotary_pos_emb = _gather_rotary(rotary_pos_emb, tree.tree_metadata)
+        return super().forward(  # type: ignore[misc]
+            hidden_states,
+            attention_mask,
+            *args,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **kwargs,
+        )
+
+
+def _gather_rotary(table: Any, metadata: TreeMetadata) -> Any:
+    """The rows of the rotary table at each token's position; gathered once per micro-batch and table."""
+    gathered = metadata.cache.get("rotary")
+    if gathered is None or gathered[0] is not table:
+        tables = table if isinstance(table, tuple) else (table,)
+        for one in tables:
+            if one.shape[0] < metadata.max_path_len:
+                raise ValueError(
+                    f"the rotary table has {one.shape[0]} positions but the longest path has {metadata.max_path_len} "
+                    "tokens; build packed_seq_params with TreePackedSeqParams.from_metadata"
+                )
+        rows = tuple(one.index_select(0, metadata.tree_position_ids) for one in tables)
+        # The table is kept beside its rows, so that the comparison above can never meet a recycled object.
+        gathered = metadata.cache["rotary"] = (table, rows if isinstance(table, tuple) else rows[0])
+    return gathered[1]
+
+
+class TreeCoreAttentionMixin:
+    """Attends along the tree when the micro-batch carries one."""
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, softmax_scale: float | None = None, **kwargs: Any):
+        """Refuses what :func:`check_config` refuses, then builds the base class."""
+        check_config(config)
+        if kwargs.get("attention_dropout"):
+            raise NotImplementedError(
+                f"prefix-tree training does not support attention_dropout={kwargs['attention_dropout']} of layer "
+                f"{layer_number}: samples that share a token would share its dropout; set attention_dropout=0"
+            )
+        super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
+        # With apply_query_key_layer_scaling upstream divides here and multiplies in its softmax: the product is this.
+        self.tree_softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As the base class: ``[P, 1, heads, head_dim]`` inputs to ``[P, 1, heads * head_dim]``.
+
+        Raises:
+            ValueError: if a folded micro-batch comes with a mask or a bias, or with a batch size other than one.
+        """
+        tree = tree_params_of(packed_seq_params)
+        if tree is None:
+            out: torch.Tensor = super().forward(  # type: ignore[misc]
+                query,
+                key,
+                value,
+                attention_mask,
+                *args,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+            return out
+        if attention_mask is not None or attention_bias is not None:
+            name = "attention_bias" if attention_mask is None else "attention_mask"
+            raise ValueError(f"{name} must be None with a folded micro-batch: the tree says who sees whom")
+        if query.shape[1] != 1:
+            raise ValueError(f"a folded micro-batch has batch size 1, not {query.shape[1]}; set micro_batch_size=1")
+        assert tree.tree_metadata is not None
+        folded = tree_attention(
+            query.squeeze(1),
+            key.squeeze(1),
+            value.squeeze(1),
+            tree.tree_metadata,
+            softmax_scale=self.tree_softmax_scale,
+            backend=tree.attention_backend,
+        )
+        return folded.reshape(folded.shape[0], 1, -1)
+
+
+@lru_cache(maxsize=None)
+def tree_class(mixin: type, base: type) -> type:
+    """The class that follows the tree where ``base`` does not; one per base, state-dict keys unchanged."""
+    if issubclass(base, mixin):
+        return base
+    return type(f"Tree{base.__name__}", (mixin, base), {"__module__": __name__, "__doc__": mixin.__doc__})

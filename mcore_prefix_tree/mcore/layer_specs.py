@@ -1,0 +1,138 @@
+"""Any GPT layer or block spec in, a tree-capable one out; and ready specs for Megatron-LM's ``--spec``.
+
+``--spec mcore_prefix_tree.mcore.layer_specs gpt_layer_local`` (Megatron-LM reads the name from this module) takes one
+of ``gpt_layer_local``, ``gpt_layer_local_qk_layernorm``, ``gpt_layer_te``, ``gpt_layer_te_qk_layernorm``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
+
+from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+
+Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
+
+
+def with_prefix_tree(spec: Spec) -> Spec:
+    """A spec whose self-attention follows the tree of a micro-batch that carries one, and is unchanged without.
+
+    Args:
+        spec: a ``ModuleSpec`` of a transformer layer or block, or ``TransformerBlockSubmodules``; local,
+            TransformerEngine, MoE or heterogeneous. It is not modified.
+
+    Returns:
+        A spec of the same kind. Models built from it have the state-dict keys of models built from ``spec``.
+
+    Raises:
+        NotImplementedError: for layers whose tokens mix in other ways than self-attention (MLA, cross-attention, Mamba,
+            multi-token prediction); names the module.
+        TypeError: if ``spec`` is not such a spec.
+    """
+    if isinstance(spec, TransformerBlockSubmodules):
+        return dataclasses.replace(spec, layer_specs=[_layer(layer) for layer in spec.layer_specs])
+    if not isinstance(spec, ModuleSpec):
+        raise TypeError(f"with_prefix_tree takes a ModuleSpec or TransformerBlockSubmodules, not {type(spec).__name__}")
+    if isinstance(spec.submodules, TransformerBlockSubmodules):
+        return dataclasses.replace(spec, submodules=with_prefix_tree(spec.submodules))
+    return _layer(spec)
+
+
+def _layer(spec: ModuleSpec) -> ModuleSpec:
+    module = get_module(spec)
+    if not (isinstance(module, type) and issubclass(module, TransformerLayer)):
+        raise NotImplementedError(
+            f"prefix-tree training does not support layers of class {_name(module)}: only self-attention knows the tree"
+        )
+    cross = spec.submodules.cross_attention
+    if get_module(cross) is not IdentityOp:
+        raise NotImplementedError(f"prefix-tree training does not support cross-attention ({_name(get_module(cross))})")
+    self_attention = spec.submodules.self_attention
+    submodules = dataclasses.replace(spec.submodules, self_attention=_self_attention(self_attention))
+    return dataclasses.replace(spec, submodules=submodules)
+
+
+def _self_attention(spec: Any) -> Any:
+    module = get_module(spec)
+    if isinstance(module, type) and issubclass(module, MultiLatentAttention):
+        raise NotImplementedError(
+            f"prefix-tree training does not support multi-latent attention ({_name(module)}) yet: it applies rotary "
+            "embeddings inside its own projection; use multi_latent_attention=False"
+        )
+    if isinstance(module, type) and issubclass(module, SelfAttention):
+        submodules = dataclasses.replace(spec.submodules, core_attention=_core_attention(spec.submodules.core_attention))
+        return dataclasses.replace(spec, module=tree_class(TreeSelfAttentionMixin, module), submodules=submodules)
+    if module is IdentityOp or getattr(spec, "params", {}).get("tp_comm_buffer_name") == "linear_attn":
+        return spec  # a heterogeneous layer without attention works on each token by itself
+    raise NotImplementedError(
+        f"prefix-tree training does not support {_name(module)} as self-attention: it is not a SelfAttention"
+    )
+
+
+def _core_attention(spec: Any) -> Any:
+    module = get_module(spec)
+    if not isinstance(module, type):
+        raise NotImplementedError(f"prefix-tree training needs a class as core_attention, not {_name(module)}")
+    tree_module = tree_class(TreeCoreAttentionMixin, module)
+    return dataclasses.replace(spec, module=tree_module) if isinstance(spec, ModuleSpec) else tree_module
+
+
+def _name(module: Any) -> str:
+    return str(getattr(module, "__name__", module))
+
+
+def local_layer_spec(**options: Any) -> ModuleSpec:
+    """``get_gpt_layer_local_spec(**options)`` of megatron-core, tree-capable."""
+    return with_prefix_tree(get_gpt_layer_local_spec(**options))
+
+
+def te_layer_spec(**options: Any) -> ModuleSpec:
+    """``get_gpt_layer_with_transformer_engine_spec(**options)`` of megatron-core, tree-capable.
+
+    Raises:
+        ImportError: if TransformerEngine is not installed.
+    """
+    if not _have_te():
+        raise ImportError(_TE_MISSING)
+    return with_prefix_tree(get_gpt_layer_with_transformer_engine_spec(**options))
+
+
+_TE_MISSING = (
+    "this layer spec needs TransformerEngine, which is not installed; pip install transformer-engine[pytorch], or use "
+    "the local specs (gpt_layer_local)"
+)
+
+
+def _have_te() -> bool:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return bool(HAVE_TE)
+
+
+class TransformerEngineMissing(BaseTransformerLayer):  # type: ignore[misc]
+    """Stands in for the TransformerEngine layers where that is not installed, and says so when a model is built."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ImportError(_TE_MISSING)
+
+
+def _te_spec(**options: Any) -> ModuleSpec:
+    # --spec reads a name of this module: it has to exist without TransformerEngine too, for its error to be readable.
+    return te_layer_spec(**options) if _have_te() else ModuleSpec(module=TransformerEngineMissing)
+
+
+gpt_layer_local = local_layer_spec()
+gpt_layer_local_qk_layernorm = local_layer_spec(qk_layernorm=True)
+gpt_layer_te = _te_spec()
+gpt_layer_te_qk_layernorm = _te_spec(qk_layernorm=True)

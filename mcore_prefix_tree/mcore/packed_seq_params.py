@@ -1,0 +1,51 @@
+"""TreeMetadata's seat in Megatron-Core: a PackedSeqParams that reaches every layer of every pipeline stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from mcore_prefix_tree.attention import check_backend
+from mcore_prefix_tree.metadata import TreeMetadata
+
+
+@dataclass
+class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
+    """Says that a micro-batch is folded, how, and which back-end attends to it.
+
+    A subclass, because ``TEDotProductAttention`` hands every field of the base class to TransformerEngine as a keyword.
+    ``qkv_format`` stays ``'sbhd'``: a ``'thd'`` one would restart rotary positions at each sequence. ``max_seqlen_*`` is
+    the longest path, from which the model sizes its rotary table.
+
+    Attributes:
+        tree_metadata: of the micro-batch, on the device of the hidden states.
+        attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`.
+    """
+
+    tree_metadata: TreeMetadata | None = None
+    attention_backend: str = "path"
+
+    @classmethod
+    def from_metadata(cls, metadata: TreeMetadata, *, attention_backend: str = "path") -> TreePackedSeqParams:
+        """The parameters to pass as ``packed_seq_params`` to ``GPTModel.forward``.
+
+        Raises:
+            ValueError: if there is no such back-end.
+        """
+        check_backend(attention_backend)
+        return cls(
+            qkv_format="sbhd",
+            max_seqlen_q=metadata.max_path_len,
+            max_seqlen_kv=metadata.max_path_len,
+            tree_metadata=metadata,
+            attention_backend=attention_backend,
+        )
+
+
+def tree_params_of(packed_seq_params: Any) -> TreePackedSeqParams | None:
+    """``packed_seq_params`` if it carries a tree, else None."""
+    if isinstance(packed_seq_params, TreePackedSeqParams) and packed_seq_params.tree_metadata is not None:
+        return packed_seq_params
+    return None

@@ -1,0 +1,150 @@
+"""What folding cannot do exactly, refused by the name of the setting before the first forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+
+def _refusals(config: Any) -> list[tuple[bool, str]]:
+    """(whether it applies, sentence) for every setting of a TransformerConfig that folding does not support."""
+    balancing = config.moe_router_load_balancing_type
+    moe = config.num_moe_experts is not None
+    return [
+        (
+            config.context_parallel_size > 1,
+            f"context_parallel_size={config.context_parallel_size}: a tree is not split over context-parallel ranks; "
+            "set context_parallel_size=1 and use tensor, sequence or pipeline parallelism",
+        ),
+        (
+            config.attention_dropout > 0,
+            f"attention_dropout={config.attention_dropout}: samples that share a token would share its dropout; "
+            "set attention_dropout=0",
+        ),
+        (
+            config.hidden_dropout > 0,
+            f"hidden_dropout={config.hidden_dropout}: samples that share a token would share its dropout; "
+            "set hidden_dropout=0",
+        ),
+        (
+            config.multi_latent_attention,
+            "multi_latent_attention=True: MLA applies rotary embeddings inside its own projection, which is not "
+            "gathered by position yet; use multi_latent_attention=False",
+        ),
+        (
+            bool(config.mtp_num_layers),
+            f"mtp_num_layers={config.mtp_num_layers}: multi-token prediction rolls labels along the flat layout, which "
+            "crosses branches; set mtp_num_layers=None",
+        ),
+        (
+            config.window_size is not None,
+            f"window_size={config.window_size}: no attention back-end has sliding windows over path positions yet; "
+            "set window_size=None",
+        ),
+        (
+            config.softmax_type != "vanilla",
+            f"softmax_type={config.softmax_type!r}: no attention back-end has attention sinks yet; "
+            "set softmax_type='vanilla'",
+        ),
+        (
+            config.fused_single_qkv_rope,
+            "fused_single_qkv_rope=True: that kernel takes no packed_seq_params; set fused_single_qkv_rope=False",
+        ),
+        (
+            config.qk_clip or config.log_max_attention_logit,
+            "qk_clip or log_max_attention_logit: tree attention does not report its largest logit; turn both off",
+        ),
+        (
+            bool(config.fp8 or config.fp4),
+            "fp8 or fp4: not proven exact under folding yet; use bf16",
+        ),
+        (
+            config.cuda_graph_impl != "none",
+            f"cuda_graph_impl={config.cuda_graph_impl!r}: the shape of a tree changes with every micro-batch; "
+            "set cuda_graph_impl='none'",
+        ),
+        (
+            config.overlap_moe_expert_parallel_comm,
+            "overlap_moe_expert_parallel_comm=True: its schedule plan does not go through the layer's forward; turn it "
+            "off",
+        ),
+        (
+            moe and "sinkhorn" in balancing,
+            "moe_router_load_balancing_type='sinkhorn': it routes a token by what else is in the batch; "
+            "set moe_router_load_balancing_type='none'",
+        ),
+        (
+            moe and bool(np.any(config.moe_aux_loss_coeff)),
+            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff}: the auxiliary loss would count a shared token once instead "
+            "of once per sample; set moe_aux_loss_coeff=0",
+        ),
+        (
+            moe and bool(config.moe_z_loss_coeff),
+            f"moe_z_loss_coeff={config.moe_z_loss_coeff}: the z-loss would count a shared token once instead of once "
+            "per sample; set moe_z_loss_coeff=None",
+        ),
+        (
+            moe and config.moe_expert_capacity_factor is not None,
+            f"moe_expert_capacity_factor={config.moe_expert_capacity_factor}: which tokens are dropped depends on the "
+            "batch; set moe_expert_capacity_factor=None",
+        ),
+        (
+            moe and config.moe_input_jitter_eps is not None,
+            f"moe_input_jitter_eps={config.moe_input_jitter_eps}: samples that share a token would share its noise; "
+            "set moe_input_jitter_eps=None",
+        ),
+        (
+            moe and config.moe_router_enable_expert_bias,
+            "moe_router_enable_expert_bias=True: the bias update would count a shared token once instead of once per "
+            "sample; set moe_router_enable_expert_bias=False",
+        ),
+    ]
+
+
+def check_config(config: Any) -> None:
+    """Refuse what folding cannot do exactly.
+
+    Args:
+        config: a megatron-core ``TransformerConfig``.
+
+    Raises:
+        NotImplementedError: one sentence for every setting at fault, with the way out.
+    """
+    found = [sentence for applies, sentence in _refusals(config) if applies]
+    if found:
+        raise NotImplementedError("prefix-tree training does not support " + "; nor ".join(found))
+
+
+def check_model(model: Any) -> None:
+    """Refuse models whose positions folding cannot give.
+
+    Args:
+        model: a ``GPTModel``, without its DDP and mixed-precision wrappers.
+
+    Raises:
+        NotImplementedError: as :func:`check_config`, and for ``position_embedding_type='mrope'``.
+    """
+    check_config(model.config)
+    if model.position_embedding_type == "mrope":
+        raise NotImplementedError(
+            "prefix-tree training does not support position_embedding_type='mrope': its positions are three-dimensional; "
+            "use 'rope', 'yarn', 'learned_absolute' or 'none'"
+        )
+
+
+def check_positions(model: Any, max_path_len: int) -> None:
+    """Refuse a micro-batch whose longest path does not fit the model's table of learned positions.
+
+    Host integers only: no device synchronisation.
+
+    Raises:
+        ValueError: names ``max_position_embeddings`` and the length of the path.
+    """
+    if model.position_embedding_type == "learned_absolute" and max_path_len > model.max_sequence_length:
+        raise ValueError(
+            f"a path of {max_path_len} tokens does not fit the learned absolute positions of this model "
+            f"(max_position_embeddings={model.max_sequence_length}); shorten the samples or use "
+            "position_embedding_type='rope'"
+        )

@@ -1,0 +1,158 @@
+"""The same weights in every layout, and tensors put back together from every layout.
+
+Which part of a whole parameter a rank holds is asked of Megatron itself: ``sharded_state_dict()`` is what its
+checkpoints are built on, and it knows about pipeline stages and virtual chunks, the vocabulary, query groups, the
+``[gate; up]`` halves of a gated MLP (each cut over the tensor-parallel ranks by itself), experts and tied embeddings.
+On top of that an entry's value depends on nothing but the parameter's global name and the entry's global index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.utils import unwrap_model
+
+U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of a parameter-shaped tensor: where it lies in the whole, and its values.
+
+    Attributes:
+        name: the parameter's name in a model that is not cut (layers counted over the whole model).
+        shape: of the whole.
+        offset: of this part's first entry in the whole.
+        data: the part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    data: torch.Tensor
+
+
+def pieces(chunks: Sequence[torch.nn.Module]) -> list[Piece]:
+    """Return the parameters of this rank's model chunks; each ``data`` is a view, writing to it changes the parameter.
+
+    Args:
+        chunks: GPT models, bare or wrapped in DistributedDataParallel.
+    """
+    from megatron.core import parallel_state
+
+    metadata = {
+        "non_homogeneous_layers": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    found = []
+    for chunk in chunks:
+        state: dict[str, Any] = unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        apply_factories(state)
+        for value in nested_values(state):
+            if not isinstance(value, ShardedTensor):
+                continue  # e.g. the empty `_extra_state` of a layer
+            assert value.prepend_axis_num == 0, value
+            assert value.data is not None, value
+            found.append(
+                Piece(name=value.key, shape=value.global_shape, offset=value.global_offset, data=value.data.detach())
+            )
+    return found
+
+
+def _mix(x: U64) -> U64:
+    # The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits in which every input bit counts.
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform(name: str, shape: Sequence[int], offset: Sequence[int], *, seed: int) -> torch.Tensor:
+    """Return values in [-1, 1) that depend on the seed, the name and each entry's global index only.
+
+    Args:
+        name: of the whole tensor.
+        shape: of the part to make.
+        offset: of the part's first entry in the whole, one per dimension.
+        seed: another seed, other values.
+
+    Returns:
+        float64 ``[*shape]``.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    state = np.full((1,) * len(shape), int.from_bytes(digest[:8], "little"), dtype=np.uint64)
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    for axis, (length, start) in enumerate(zip(shape, offset, strict=True)):
+        index = np.arange(start + 1, start + 1 + length, dtype=np.uint64)
+        index = index.reshape([-1 if a == axis else 1 for a in range(len(shape))])
+        state = _mix(state + golden * index)
+    return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0)
+
+
+def fill(chunks: Sequence[torch.nn.Module], *, seed: int = 0, std: float = 0.05) -> None:
+    """Give this rank's chunks their part of the one set of weights that belongs to ``seed``.
+
+    Call it before an optimizer is made: an optimizer with an fp32 master copy takes that copy when it is built.
+    Matrices get standard deviation ``std``; vectors get 0.1, around one for the weights of norms and around zero for
+    biases, so that no gradient is trivially right.
+    """
+    with torch.no_grad():
+        for piece in pieces(chunks):
+            values = uniform(piece.name, piece.data.shape, piece.offset, seed=seed) * 3**0.5
+            if piece.data.dim() > 1:
+                values *= std
+            else:
+                values *= 0.1
+                values += float(piece.name.endswith("norm.weight"))
+            piece.data.copy_(values)
+
+
+def local_parts(
+    chunks: Sequence[torch.nn.Module], values_of: Callable[[torch.nn.Parameter], torch.Tensor]
+) -> list[Piece]:
+    """Return this rank's parts of a parameter-shaped quantity, such as the gradients, ready to be sent and assembled.
+
+    Args:
+        chunks: GPT models, bare or wrapped in DistributedDataParallel.
+        values_of: maps a parameter to a tensor of its shape, e.g. ``lambda p: p.main_grad``.
+    """
+    parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}
+    with ExitStack() as stack:
+        # `pieces` cuts what the parameters hold, so let them hold the other values for a moment.
+        for parameter in parameters:
+            stack.callback(setattr, parameter, "data", parameter.data)
+            parameter.data = values_of(parameter).detach()
+        return [
+            Piece(name=p.name, shape=p.shape, offset=p.offset, data=p.data.clone()) for p in pieces(chunks)
+        ]
+
+
+def assemble(parts: Iterable[Piece]) -> dict[str, torch.Tensor]:
+    """Put the parts of all ranks together, by parameter name. Replicas must agree to the bit; the last one is kept.
+
+    Raises:
+        ValueError: some entries of a tensor are covered by no part, or replicas differ.
+    """
+    whole: dict[str, torch.Tensor] = {}
+    covered: dict[str, torch.Tensor] = {}
+    for part in parts:
+        tensor = whole.setdefault(part.name, torch.zeros(part.shape, dtype=part.data.dtype))
+        seen = covered.setdefault(part.name, torch.zeros(part.shape, dtype=torch.bool))
+        index = tuple(slice(o, o + n) for o, n in zip(part.offset, part.data.shape, strict=True))
+        if not torch.equal(tensor[index][seen[index]], part.data[seen[index]]):
+            raise ValueError(f"replicas of {part.name} differ by {(tensor[index] - part.data).abs().max().item():.3e}")
+        tensor[index] = part.data
+        seen[index] = True
+    for name, seen in covered.items():
+        if not seen.all():
+            raise ValueError(f"{int((~seen).sum())} entries of {name} are held by no rank that was given")
+    return whole
