@@ -181,6 +181,9 @@ def _check_forest(
         )
     if borders[0] != 0 or (np.diff(borders) < 0).any():
         raise ValueError("cu_node_lens must begin at 0 and never decrease")
+    if (parent < -1).any():
+        node = int(np.argmax(parent < -1))
+        raise ValueError(f"node_parent[{node}] = {parent[node]} is neither a node nor -1, the mark of a root")
     depth = np.zeros(len(parent), dtype=np.int64)
     end = np.empty(len(parent), dtype=np.int64)
     stack: list[int] = []

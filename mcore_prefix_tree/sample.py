@@ -92,7 +92,8 @@ def _mask_array(mask: object, length: int, source: str) -> npt.NDArray[np.float3
         raise SampleError(
             f"{source}: field 'loss_mask' has {len(array)} entries but 'tokens' has {length}; they must match"
         )
-    weights = array.astype(np.float32)
+    with np.errstate(over="ignore"):  # becomes inf, which is refused by name below
+        weights = array.astype(np.float32)
     bad = ~np.isfinite(weights) | (weights < 0)
     if bad.any():
         at = int(np.argmax(bad))

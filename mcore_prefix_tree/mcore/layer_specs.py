@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
@@ -42,6 +43,11 @@ def with_prefix_tree(spec: Spec) -> Spec:
     """
     if isinstance(spec, TransformerBlockSubmodules):
         return dataclasses.replace(spec, layer_specs=[_layer(layer) for layer in spec.layer_specs])
+    if isinstance(spec, MultiTokenPredictionBlockSubmodules):
+        raise NotImplementedError(
+            "prefix-tree training does not support multi-token prediction: it rolls labels along the flat layout, which "
+            "crosses branches; set mtp_num_layers=None"
+        )
     if not isinstance(spec, ModuleSpec):
         raise TypeError(f"with_prefix_tree takes a ModuleSpec or TransformerBlockSubmodules, not {type(spec).__name__}")
     if isinstance(spec.submodules, TransformerBlockSubmodules):

@@ -6,7 +6,8 @@
 
 calls ``train(data)`` in four processes, in which torch.distributed and ``megatron.core.parallel_state`` are up, and
 returns what each returned. The processes are forked from one server that has imported torch and megatron once, so a
-world costs about a second to start and a call a few hundredths of one.
+world costs about a second to start and a call some tenths of one. As with every use of multiprocessing, a script that
+does this keeps its own code under ``if __name__ == "__main__"``.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import functools
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -29,6 +31,7 @@ from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 
 from mcore_prefix_tree.testing.emulation import cpu_emulation, enable
 
@@ -95,7 +98,7 @@ def parallel_state(layout: Layout, *, seed: int = SEED) -> Iterator[None]:
 
 
 @contextmanager
-def _process_group(store: torch.distributed.Store, rank: int, size: int, timeout_s: float) -> Iterator[None]:
+def _process_group(store: c10d.Store, rank: int, size: int, timeout_s: float) -> Iterator[None]:
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
@@ -110,7 +113,7 @@ def single_process(*, seed: int = SEED) -> Iterator[None]:
     """Emulate the GPU, join a world of one and initialise megatron's parallel state, for the ``with`` block."""
     with (
         cpu_emulation(),
-        _process_group(torch.distributed.HashStore(), 0, 1, timeout_s=60),
+        _process_group(c10d.HashStore(), 0, 1, timeout_s=60),
         parallel_state(Layout(), seed=seed),
     ):
         yield
@@ -133,26 +136,34 @@ class _Reply:
 
     value: bytes = b""
     error: str | None = None
+    time: float = 0.0  # of the error; the clock is the machine's
 
 
 class WorkerError(RuntimeError):
     """A function raised in a process of a world; the message holds that process's traceback."""
 
 
-def _execute(call: _Call, rank: int, size: int) -> bytes:
+def _execute(call: _Call, rank: int, size: int) -> _Reply:
     sys.path[:] = call.path
     function, args = pickle.loads(call.payload)
-    store = torch.distributed.FileStore(call.store_file, size)
+    store = c10d.FileStore(call.store_file, size)
     # A group of its own for each call: nothing that an earlier call left undelivered can reach a later one.
     with _process_group(store, rank, size, call.timeout_s), parallel_state(call.layout):
-        value = function(*args)
-        # Leave together, so that no rank closes its sockets while another still reads from them.
-        torch.distributed.barrier()
-    return pickle.dumps(value)
+        try:
+            value = function(*args)
+            # Leave together, so that no rank closes its sockets while another still reads from them.
+            torch.distributed.barrier()
+        except Exception:
+            # Now, not after the group is gone, whose end makes the other ranks fail too.
+            return _Reply(error=traceback.format_exc(), time=time.monotonic())
+    return _Reply(value=pickle.dumps(value))
 
 
 def _serve(connection: Connection, rank: int, size: int) -> None:
     """Answer calls until the parent hangs up, which also happens when it dies."""
+    # A process group of its own: Ctrl-C is for the parent to handle, and close() finds what megatron started here (its
+    # checkpoint writer forks, which also is why these processes cannot be daemons).
+    os.setsid()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     enable()
@@ -162,9 +173,9 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
         except EOFError:
             return
         try:
-            reply = _Reply(value=_execute(call, rank, size))
-        except BaseException:
-            reply = _Reply(error=traceback.format_exc())
+            reply = _execute(call, rank, size)
+        except Exception:
+            reply = _Reply(error=traceback.format_exc(), time=time.monotonic())
         connection.send(reply)
 
 
@@ -220,13 +231,17 @@ class World:
             raise
 
     def close(self) -> None:
-        """End the processes. The next :meth:`run` starts new ones."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        """End the processes and whatever they started. The next :meth:`run` starts new ones."""
         for connection in self._connections:
             connection.close()
+        patience = time.monotonic() + 0.5
+        for process in self._processes:
+            process.join(max(0.0, patience - time.monotonic()))
+        for process in self._processes:
+            assert process.pid is not None
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
@@ -234,7 +249,7 @@ class World:
         context.set_forkserver_preload([__name__, "megatron.core"])
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.size), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self.size))
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -243,20 +258,27 @@ class World:
     def _replies(self, deadline: float) -> list[_Reply]:
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         replies: dict[int, _Reply] = {}
+        errors: dict[int, _Reply] = {}
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise TimeoutError(f"ranks {sorted(waiting.values())} of a world of {self.size} did not answer in time")
+                break
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    reply: _Reply = connection.recv()
+                    replies[rank] = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    raise WorkerError(f"rank {rank} of a world of {self.size} died without a word") from None
-                if reply.error is not None:
-                    raise WorkerError(f"rank {rank} of a world of {self.size} raised:\n{reply.error}")
-                replies[rank] = reply
+                    replies[rank] = _Reply(error="(the process died without a word)")
+                if replies[rank].error is not None:
+                    errors[rank] = replies[rank]
+                    # An error in one rank makes others fail, and theirs may arrive first: hear them, but not for long.
+                    deadline = min(deadline, time.monotonic() + 0.2)
+        if errors:
+            rank, first = min(errors.items(), key=lambda item: item[1].time)
+            raise WorkerError(f"rank {rank} of a world of {self.size} raised:\n{first.error}")
+        if waiting:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} of a world of {self.size} did not answer in time")
         return [replies[rank] for rank in range(self.size)]
 
 

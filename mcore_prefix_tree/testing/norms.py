@@ -36,7 +36,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """``torch.nn.LayerNorm`` with the arguments that Megatron gives to a norm; parameters of ``config.params_dtype``."""
+    """``torch.nn.LayerNorm`` with the arguments that Megatron gives to a norm; its dtype is ``config.params_dtype``."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -100,6 +100,4 @@ def sequence_parallel_block_spec(
     if isinstance(spec.submodules, TransformerBlockSubmodules):
         return with_sequence_parallel_norms(spec.submodules)
     layer = with_sequence_parallel_norms(spec)
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=Norm
-    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=Norm)

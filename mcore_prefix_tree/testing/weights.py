@@ -30,7 +30,8 @@ class Piece:
     """A part of a parameter-shaped tensor: where it lies in the whole, and its values.
 
     Attributes:
-        name: the parameter's name in a model that is not cut (layers counted over the whole model).
+        name: the parameter's key in a checkpoint: layers are counted over the whole model, and norms may be named as
+            TransformerEngine's fused layers name them (``linear_qkv.layer_norm_weight``).
         shape: of the whole.
         offset: of this part's first entry in the whole.
         data: the part.
@@ -54,6 +55,8 @@ def pieces(chunks: Sequence[torch.nn.Module]) -> list[Piece]:
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+    # Not everything in a state is a parameter: a router may keep a bias that is trained by other means.
+    storages = {p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters()}
     found = []
     for chunk in chunks:
         state: dict[str, Any] = unwrap_model(chunk).sharded_state_dict(metadata=metadata)
@@ -61,11 +64,12 @@ def pieces(chunks: Sequence[torch.nn.Module]) -> list[Piece]:
         for value in nested_values(state):
             if not isinstance(value, ShardedTensor):
                 continue  # e.g. the empty `_extra_state` of a layer
-            assert value.prepend_axis_num == 0, value
             assert value.data is not None, value
-            found.append(
-                Piece(name=value.key, shape=value.global_shape, offset=value.global_offset, data=value.data.detach())
-            )
+            if value.data.untyped_storage().data_ptr() not in storages:
+                continue
+            # The experts of a layer are one tensor to a checkpoint, with an axis in front that the parameter lacks.
+            data = value.data.detach()[(None,) * value.prepend_axis_num]
+            found.append(Piece(name=value.key, shape=value.global_shape, offset=value.global_offset, data=data))
     return found
 
 
@@ -73,7 +77,8 @@ def _mix(x: U64) -> U64:
     # The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits in which every input bit counts.
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def uniform(name: str, shape: Sequence[int], offset: Sequence[int], *, seed: int) -> torch.Tensor:
@@ -89,10 +94,10 @@ def uniform(name: str, shape: Sequence[int], offset: Sequence[int], *, seed: int
         float64 ``[*shape]``.
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    state = np.full((1,) * len(shape), int.from_bytes(digest[:8], "little"), dtype=np.uint64)
+    state: U64 = np.full((1,) * len(shape), int.from_bytes(digest[:8], "little"), dtype=np.uint64)
     golden = np.uint64(0x9E3779B97F4A7C15)
     for axis, (length, start) in enumerate(zip(shape, offset, strict=True)):
-        index = np.arange(start + 1, start + 1 + length, dtype=np.uint64)
+        index: U64 = np.arange(start + 1, start + 1 + length, dtype=np.uint64)
         index = index.reshape([-1 if a == axis else 1 for a in range(len(shape))])
         state = _mix(state + golden * index)
     return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0)
@@ -102,17 +107,15 @@ def fill(chunks: Sequence[torch.nn.Module], *, seed: int = 0, std: float = 0.05)
     """Give this rank's chunks their part of the one set of weights that belongs to ``seed``.
 
     Call it before an optimizer is made: an optimizer with an fp32 master copy takes that copy when it is built.
-    Matrices get standard deviation ``std``; vectors get 0.1, around one for the weights of norms and around zero for
-    biases, so that no gradient is trivially right.
+    Weights get standard deviation ``std``; biases and the weights of norms get 0.1, around zero and one, so that no
+    gradient is trivially right.
     """
     with torch.no_grad():
         for piece in pieces(chunks):
             values = uniform(piece.name, piece.data.shape, piece.offset, seed=seed) * 3**0.5
-            if piece.data.dim() > 1:
-                values *= std
-            else:
-                values *= 0.1
-                values += float(piece.name.endswith("norm.weight"))
+            is_norm = piece.name.endswith(("norm.weight", "norm_weight"))
+            values *= 0.1 if is_norm or piece.name.endswith("bias") else std
+            values += float(is_norm)
             piece.data.copy_(values)
 
 
@@ -131,9 +134,7 @@ def local_parts(
         for parameter in parameters:
             stack.callback(setattr, parameter, "data", parameter.data)
             parameter.data = values_of(parameter).detach()
-        return [
-            Piece(name=p.name, shape=p.shape, offset=p.offset, data=p.data.clone()) for p in pieces(chunks)
-        ]
+        return [Piece(name=p.name, shape=p.shape, offset=p.offset, data=p.data.clone()) for p in pieces(chunks)]
 
 
 def assemble(parts: Iterable[Piece]) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 """Samples to a trie: which tokens are shared, and by whom."""
 
-from mcore_prefix_tree.trie.trie import Trie, build_trie
+from mcore_prefix_tree.trie.trie import Trie, build_trie, sort_samples
 
-__all__ = ["Trie", "build_trie"]
+__all__ = ["Trie", "build_trie", "sort_samples"]

@@ -1,0 +1,19 @@
+"""Samples from JSONL files: token rows as they are, chat messages through a tokenizer's own chat format."""
+
+from mcore_prefix_tree.data.chat import ChatError, ChatMessage, ChatTokenizer, EncodedTurn, ToolCall, parse_messages
+from mcore_prefix_tree.data.jsonl import iter_sample_groups, read_samples, resolve_paths
+from mcore_prefix_tree.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
+
+__all__ = [
+    "DEFAULT_TOKENIZER",
+    "ChatError",
+    "ChatMessage",
+    "ChatTokenizer",
+    "EncodedTurn",
+    "ToolCall",
+    "iter_sample_groups",
+    "load_tokenizer",
+    "parse_messages",
+    "read_samples",
+    "resolve_paths",
+]

@@ -1,0 +1,188 @@
+"""Chat conversations: the messages of one JSONL line, and what a tokenizer makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class ChatError(ValueError):
+    """A conversation that cannot be parsed or encoded. The message names the field; the reader adds file and line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """One call the assistant made.
+
+    Attributes:
+        id: pairs the call with the ``tool`` message that answers it.
+        name: the function called.
+        arguments: JSON text (or whatever text the model produced in its place).
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatMessage:
+    """One message.
+
+    Attributes:
+        role: one of ``ROLES``.
+        content: the text; empty for an assistant message that only calls tools.
+        tool_calls: the calls of an assistant message.
+        tool_call_id: of a ``tool`` message: the call it answers.
+        name: of a ``tool`` message: the function that answered, if the data says so.
+    """
+
+    role: str
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EncodedTurn:
+    """An assistant turn behind its whole history, as the model saw and continued it.
+
+    Attributes:
+        tokens: int32 ``[n]``. ``tokens[:start]`` is what the model was given; ``tokens[start:]`` is what it generated:
+            its text, its tool calls and the end-of-turn token.
+        start: index of the first generated token, ``0 < start < n``.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    start: int
+
+
+class ChatTokenizer(Protocol):
+    """A tokenizer together with its chat format."""
+
+    @property
+    def name(self) -> str:
+        """What ``load_tokenizer`` was given; for messages."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
+        """Encode every assistant turn, in order; messages after the last one are not encoded.
+
+        The turns of one conversation usually are prefixes of each other, but need not be: some chat formats rewrite
+        the history as the conversation goes on.
+
+        Args:
+            messages: a conversation with at least one assistant message, as ``parse_messages`` returns it.
+
+        Raises:
+            ChatError: if the chat format cannot express the conversation.
+        """
+
+
+def parse_messages(value: object) -> list[ChatMessage]:
+    """Check the ``messages`` of a JSONL line and fill in what training data commonly leaves out.
+
+    Tool calls come as ``{"name", "arguments"}`` or in OpenAI's shape ``{"id", "type", "function": {"name",
+    "arguments"}}``; arguments as JSON text or as an object. A call without an id gets its ordinal in the conversation
+    as the id (``call00001``, nine alphanumerics, which is what Mistral's formats want), so that rollouts which begin
+    alike keep beginning alike. A tool result without ``tool_call_id`` answers the oldest open call (of its name, where
+    it has one). Unknown keys are ignored.
+
+    Raises:
+        ChatError: names the field, such as ``messages[3].tool_calls[0].name``.
+    """
+    if not isinstance(value, list) or not value:
+        raise ChatError("field 'messages' must be a list of at least one chat message")
+    messages: list[ChatMessage] = []
+    open_calls: list[ToolCall] = []
+    calls_seen = 0
+    for index, entry in enumerate(value):
+        field = f"messages[{index}]"
+        if not isinstance(entry, dict):
+            raise ChatError(f"field '{field}' must be an object with 'role' and 'content', not {_kind(entry)}")
+        role = entry.get("role")
+        if role not in ROLES:
+            raise ChatError(f"field '{field}.role' is {json.dumps(role)}; roles are {', '.join(ROLES)}")
+        tool_calls = _tool_calls(entry.get("tool_calls"), f"{field}.tool_calls", calls_seen)
+        if tool_calls and role != "assistant":
+            raise ChatError(f"field '{field}.tool_calls' belongs to an assistant message, not to role '{role}'")
+        calls_seen += len(tool_calls)
+        open_calls += tool_calls
+        content = entry.get("content")
+        if content is None and tool_calls:
+            content = ""
+        content = _text(content, f"{field}.content")
+        if role == "assistant" and not content and not tool_calls:
+            raise ChatError(f"field '{field}' is an assistant message with neither content nor tool_calls; remove it")
+        if role == "tool":
+            answered = _answered_call(entry, field, open_calls)
+            open_calls.remove(answered)
+            messages.append(ChatMessage(role=role, content=content, tool_call_id=answered.id, name=entry.get("name")))
+        else:
+            messages.append(ChatMessage(role=role, content=content, tool_calls=tool_calls))
+    if not any(message.role == "assistant" for message in messages):
+        raise ChatError("field 'messages' has no assistant message, so no token of it would be scored")
+    return messages
+
+
+def _tool_calls(value: object, field: str, calls_seen: int) -> tuple[ToolCall, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise ChatError(f"field '{field}' must be a list, not {_kind(value)}")
+    calls = []
+    for index, entry in enumerate(value):
+        function = entry.get("function", entry) if isinstance(entry, dict) else None
+        if not isinstance(function, dict):
+            raise ChatError(f"field '{field}[{index}]' must be an object with 'name' and 'arguments'")
+        name = _text(function.get("name"), f"{field}[{index}].name")
+        arguments = function.get("arguments")
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = _text(arguments, f"{field}[{index}].arguments", expected="an object or its JSON text")
+        call_id = entry.get("id")
+        call_id = f"call{calls_seen + index + 1:05d}" if call_id is None else _text(call_id, f"{field}[{index}].id")
+        calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
+    return tuple(calls)
+
+
+def _answered_call(entry: dict[str, object], field: str, open_calls: list[ToolCall]) -> ToolCall:
+    call_id, name = entry.get("tool_call_id"), entry.get("name")
+    described = ""
+    if call_id is not None:
+        described += f" with id '{_text(call_id, f'{field}.tool_call_id')}'"
+    if name is not None:
+        described += f" of '{_text(name, f'{field}.name')}'"
+    for call in open_calls:
+        if call_id == call.id or (call_id is None and name in (None, call.name)):
+            return call
+    raise ChatError(f"field '{field}' is a tool result, but no assistant message before it has an open call{described}")
+
+
+def _text(value: object, field: str, expected: str = "a string") -> str:
+    if not isinstance(value, str):
+        raise ChatError(f"field '{field}' must be {expected}, not {_kind(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ChatError(
+            f"field '{field}' has half of a surrogate pair at character {error.start}, which is no text; remove it"
+        ) from None
+    return value
+
+
+def _kind(value: object) -> str:
+    """How JSON calls the type of ``value``."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,120 @@
+"""Mistral's chat formats, with the tokenizers that the ``mistral-common`` wheel carries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.resources import as_file, files
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mistral_common.exceptions import MistralCommonException
+from mistral_common.protocol.instruct import messages as mistral
+from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from mistral_common.protocol.instruct.tool_calls import FunctionCall
+from mistral_common.protocol.instruct.tool_calls import ToolCall as MistralToolCall
+from mistral_common.protocol.instruct.validator import ValidationMode
+from mistral_common.tokens.tokenizers.base import SpecialTokens, TokenizerVersion
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn
+
+# v1 and v2 are left out: v1 knows no tools and no control tokens, v2 drops the tool calls of earlier turns.
+FILES = {
+    "mistral-v3": "mistral_instruct_tokenizer_240323.model.v3",
+    "mistral-v3-tekken": "tekken_240718.json",
+    "mistral-v7": "mistral_instruct_tokenizer_241114.model.v7",
+}
+
+_CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
+class MistralChatTokenizer:
+    """Encodes with mistral-common's own ``encode_chat_completion`` in its fine-tuning mode.
+
+    A turn is a run of consecutive assistant messages, because the format merges such a run into one message. A line
+    that mistral-common's validator refuses (a call nobody answered in the middle of a conversation, a system message
+    behind an answer, ...) is refused here with its words: a model served through that format cannot have seen it.
+    Call ids that are not nine alphanumerics are replaced by ordinals, which the format requires.
+
+    v7 writes each message independently of the others, so one encoding of the whole conversation holds every turn.
+    v3 moves the system prompt into the last user message, so the history changes with every user message and each
+    turn is encoded by itself.
+    """
+
+    def __init__(self, name: str) -> None:
+        """``name``: a key of ``FILES``."""
+        self._name = name
+        with as_file(files("mistral_common") / "data" / FILES[name]) as path:
+            self._tokenizer: Any = MistralTokenizer.from_file(str(path), mode=ValidationMode.finetuning)
+        text_tokenizer = self._tokenizer.instruct_tokenizer.tokenizer
+        self._vocab_size = int(text_tokenizer.n_words)
+        self._end_of_turn = int(text_tokenizer.eos_id)
+        self._history_is_stable = bool(text_tokenizer.version >= TokenizerVersion.v7)
+        before_turn = [SpecialTokens.bos, SpecialTokens.end_inst, SpecialTokens.end_tool_results]
+        if self._history_is_stable:  # earlier vocabularies lack the token and would answer with <unk>
+            before_turn.append(SpecialTokens.end_system)
+        self._before_turn = [int(text_tokenizer.get_special_token(token.value)) for token in before_turn]
+
+    @property
+    def name(self) -> str:
+        """What ``load_tokenizer`` was given."""
+        return self._name
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._vocab_size
+
+    def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
+        """See ``ChatTokenizer.encode_turns``."""
+        is_assistant = [message.role == "assistant" for message in messages] + [False]
+        turn_ends = [i + 1 for i in range(len(messages)) if is_assistant[i] and not is_assistant[i + 1]]
+        converted = self._convert(messages)
+        if not self._history_is_stable:
+            return [self._turns(self._encode(converted[:end]))[-1] for end in turn_ends]
+        turns = self._turns(self._encode(converted[: turn_ends[-1]]))
+        assert len(turns) == len(turn_ends)
+        return turns
+
+    def _turns(self, tokens: npt.NDArray[np.int32]) -> list[EncodedTurn]:
+        """Cut at the control tokens. Text cannot forge them: it is never encoded to a control token's id."""
+        ends = np.flatnonzero(tokens == self._end_of_turn) + 1
+        openings = np.flatnonzero(np.isin(tokens, self._before_turn)) + 1
+        starts = openings[np.searchsorted(openings, ends) - 1]
+        return [EncodedTurn(tokens=tokens[:end], start=int(start)) for start, end in zip(starts, ends, strict=True)]
+
+    def _encode(self, messages: list[Any]) -> npt.NDArray[np.int32]:
+        try:
+            encoded = self._tokenizer.encode_chat_completion(ChatCompletionRequest(messages=messages))
+        except (MistralCommonException, ValueError) as error:
+            reason = str(error).splitlines()[0][:200]
+            raise ChatError(
+                f"field 'messages' does not fit the chat format of tokenizer '{self._name}': {reason}"
+            ) from error
+        return np.array(encoded.tokens, dtype=np.int32)
+
+    def _convert(self, messages: Sequence[ChatMessage]) -> list[Any]:
+        keep_ids = all(_CALL_ID.fullmatch(call.id) for message in messages for call in message.tool_calls)
+        renamed: dict[str, str] = {}
+        calls_seen = 0
+        converted: list[Any] = []
+        for message in messages:
+            calls = []
+            for call in message.tool_calls:
+                calls_seen += 1
+                renamed[call.id] = call.id if keep_ids else f"call{calls_seen:05d}"
+                function = FunctionCall(name=call.name, arguments=call.arguments)
+                calls.append(MistralToolCall(id=renamed[call.id], function=function))
+            if message.role == "system":
+                converted.append(mistral.SystemMessage(content=message.content))
+            elif message.role == "user":
+                converted.append(mistral.UserMessage(content=message.content))
+            elif message.role == "assistant":
+                converted.append(mistral.AssistantMessage(content=message.content or None, tool_calls=calls or None))
+            else:
+                assert message.tool_call_id is not None
+                call_id = renamed[message.tool_call_id]
+                converted.append(mistral.ToolMessage(content=message.content, tool_call_id=call_id, name=message.name))
+        return converted

@@ -1,0 +1,44 @@
+"""Tokenizers by name."""
+
+from __future__ import annotations
+
+import os
+
+from mcore_prefix_tree.data.chat import ChatTokenizer
+
+# v7 leaves the history alone from turn to turn, so the turns of a rollout share it, and has the small vocabulary.
+DEFAULT_TOKENIZER = "mistral-v7"
+
+
+def load_tokenizer(name_or_path: str = DEFAULT_TOKENIZER) -> ChatTokenizer:
+    """Load a tokenizer with its chat format; nothing is downloaded.
+
+    Args:
+        name_or_path: ``mistral-v7`` (32,768 tokens), ``mistral-v3`` (32,768) or ``mistral-v3-tekken`` (131,072), which
+            the mistral-common wheel carries; or the path of a folder with a Hugging Face tokenizer.
+
+    Raises:
+        ValueError: for a name that is neither, or a folder that holds no tokenizer with a chat template.
+        ImportError: for a folder when transformers is not installed.
+    """
+    # Both libraries take their time to import, and data that is already tokens needs neither.
+    if os.path.isdir(name_or_path):
+        try:
+            import transformers  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                f"tokenizer '{name_or_path}' is a Hugging Face folder, which needs transformers: "
+                "pip install mcore-prefix-tree[hf]"
+            ) from error
+        from mcore_prefix_tree.data.huggingface import HuggingFaceChatTokenizer
+
+        return HuggingFaceChatTokenizer(name_or_path)
+
+    from mcore_prefix_tree.data.mistral import FILES, MistralChatTokenizer
+
+    if name_or_path not in FILES:
+        raise ValueError(
+            f"tokenizer '{name_or_path}' is neither a folder nor one of {', '.join(sorted(FILES))}; "
+            "for a Hugging Face tokenizer give the path of its local folder"
+        )
+    return MistralChatTokenizer(name_or_path)

@@ -1,0 +1,1 @@
+"""The training job: a recipe in, a trained Megatron-Core GPT out."""

@@ -1,0 +1,122 @@
+"""Checkpoints in Megatron's own distributed format and folder layout.
+
+``FOLDER/iter_0000010`` holds one checkpoint, ``FOLDER/latest_checkpointed_iteration.txt`` names the last complete one. The
+name is written after everything else, so a run killed while it saves resumes from the checkpoint before. Model keys are
+those of the stock model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+
+from mcore_prefix_tree.recipe import RecipeError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is, and what must not change for it to go on the same way.
+
+    Attributes:
+        iteration: steps done.
+        consumed_samples: logical samples trained on.
+        global_batch_size: of the recipe.
+        seed: of the recipe.
+        samples_per_epoch: in the data.
+    """
+
+    iteration: int
+    consumed_samples: int
+    global_batch_size: int
+    seed: int
+    samples_per_epoch: int
+
+
+def latest_iteration(folder: str | Path) -> int | None:
+    """The last complete checkpoint's iteration, or None if there is none.
+
+    Raises:
+        RecipeError: the tracker file does not hold a number.
+    """
+    tracker = Path(folder) / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit():
+        raise RecipeError(f"{tracker} holds {text!r} instead of an iteration; write the last complete one there")
+    return int(text)
+
+
+def iteration_folder(folder: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies; Megatron-LM's name for it."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def save(folder: str | Path, chunks: Sequence[Any], optimizer: Any, scheduler: Any, progress: Progress) -> None:
+    """Write a checkpoint; all ranks together."""
+    target = iteration_folder(folder, progress.iteration)
+    if dist.get_rank() == 0:
+        # What a killed save of the same iteration left behind.
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(
+        _state(chunks, optimizer, is_loading=False)
+        | {"opt_param_scheduler": scheduler.state_dict(), "progress": vars(progress)},
+        str(target),
+    )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        tracker = Path(folder) / TRACKER
+        unfinished = tracker.with_suffix(".tmp")
+        unfinished.write_text(str(progress.iteration))
+        os.replace(unfinished, tracker)
+    dist.barrier()
+
+
+def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> Progress:
+    """Read a checkpoint into model, optimizer and scheduler; any parallel layout may have written it.
+
+    Raises:
+        RecipeError: the checkpoint is missing or does not fit the model; names the folder.
+    """
+    source = iteration_folder(folder, iteration)
+    if not source.is_dir():
+        raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
+    try:
+        loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(source))
+    except (dist_checkpointing.core.CheckpointingException, KeyError, ValueError) as error:
+        raise RecipeError(f"checkpoint {source} does not fit this recipe's model: {error}") from error
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[_model_key(index, len(chunks))])
+    optimizer.load_state_dict(loaded["optimizer"])
+    scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    return Progress(**loaded["progress"])
+
+
+def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    # Megatron's defaults for torch_dist; the optimizer's shards can be read by any number of data-parallel ranks.
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model = {
+        _model_key(index, len(chunks)): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
+    }
+    return {**model, "optimizer": optimizer.sharded_state_dict(dict(model), is_loading=is_loading, metadata=metadata)}
+
+
+def _model_key(index: int, count: int) -> str:
+    """Megatron-LM's names of the model chunks."""
+    return "model" if count == 1 else f"model{index}"
+

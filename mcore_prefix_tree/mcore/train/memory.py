@@ -1,0 +1,39 @@
+"""Peak memory of a stretch of work: the GPU's allocator, or this process's resident set on the CPU."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """Peak above what was held when it was made.
+
+    On the CPU it reads Linux's high-water mark of the resident set, which only Linux lets a process reset.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        gc.collect()
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._held = torch.cuda.memory_allocated(device)
+        elif _CLEAR.exists():
+            _CLEAR.write_text("5")  # see proc(5): resets VmHWM to the current resident set
+            self._held = _status_bytes("VmRSS")
+
+    def bytes(self) -> int | None:
+        """Bytes at the peak so far, beyond those held at the start; None where it cannot be known."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._held
+        return _status_bytes("VmHWM") - self._held if _CLEAR.exists() else None
+
+
+def _status_bytes(key: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,147 @@
+"""A recipe's model, built from megatron-core's own pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
+from mcore_prefix_tree.mcore.validation import check_model
+from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
+from mcore_prefix_tree.testing.norms import sequence_parallel_block_spec
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
+    """The ``TransformerConfig`` of a recipe.
+
+    Raises:
+        RecipeError: ``model.transformer`` has a key that the class lacks, or megatron-core refuses the combination.
+    """
+    model, parallel = recipe.model, recipe.parallel
+    known = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
+    unknown = sorted(set(model.transformer) - known)
+    if unknown:
+        raise RecipeError(
+            f"model.transformer.{unknown[0]}: megatron-core's TransformerConfig has no such field; see its documentation"
+        )
+    dtype = DTYPES[model.dtype]
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    settings: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "kv_channels": model.kv_channels,
+        "normalization": model.normalization,
+        "gated_linear_unit": model.swiglu,
+        "activation_func": torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        "add_bias_linear": model.add_bias_linear,
+        "qk_layernorm": model.qk_layernorm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "calculate_per_token_loss": True,
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+        # Micro-batches differ in length; upstream lets stages exchange lengths with every dispatcher but allgather.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        # Without overlap the interleaved schedule of two stages has two messages in flight between the same ranks.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "use_cpu_initialization": not on_gpu,
+        "masked_softmax_fusion": False,
+    }
+    settings |= model.transformer
+    try:
+        return TransformerConfig(**settings)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise RecipeError(f"megatron-core refuses this model or parallel layout: {error}") from error
+
+
+def padded_vocab_size(model: ModelConfig, tokenizer_size: int | None, tp_size: int) -> int:
+    """The vocabulary that the embedding has: the recipe's or the tokenizer's, up to a multiple of the tensor-parallel size.
+
+    Raises:
+        RecipeError: neither says, or the recipe's is smaller than the tokenizer's.
+    """
+    size = model.vocab_size or tokenizer_size
+    if size is None:
+        raise RecipeError("model.vocab_size is missing; set it, or name a data.tokenizer to take it from")
+    if tokenizer_size is not None and size < tokenizer_size:
+        raise RecipeError(f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or leave it out")
+    return -(-size // tp_size) * tp_size
+
+
+def build_chunks(recipe: Recipe, config: TransformerConfig, *, vocab_size: int) -> list[torch.nn.Module]:
+    """This rank's model chunks, tree-capable, without gradients' buffers: one, or one per virtual pipeline stage.
+
+    Args:
+        recipe: the job's.
+        config: its parallel degrees are those of ``parallel_state``.
+        vocab_size: padded.
+
+    Returns:
+        ``GPTModel``\\ s, inside ``Float16Module`` in half precision.
+
+    Raises:
+        NotImplementedError: see :func:`check_model`.
+        RecipeError: the recipe wants TransformerEngine and it is not installed.
+    """
+    vpp = config.virtual_pipeline_model_parallel_size
+    chunks: list[torch.nn.Module] = []
+    for vp_stage in [None] if vpp is None else range(vpp):
+        model = GPTModel(
+            config,
+            _block_spec(recipe.model, config, vp_stage),
+            vocab_size=vocab_size,
+            max_sequence_length=recipe.model.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=not recipe.model.untie_embeddings_and_output_weights,
+            position_embedding_type=recipe.model.position_embedding_type,
+            rotary_base=recipe.model.rotary_base,
+            rotary_percent=recipe.model.rotary_percent,
+            vp_stage=vp_stage,
+        )
+        check_model(model)
+        # Torch's norms start in the default dtype, whatever params_dtype says.
+        model = model.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
+        chunks.append(Float16Module(config, model) if config.bf16 else model)
+    return chunks
+
+
+def _block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> Any:
+    use_te = model.transformer_impl == "transformer_engine"
+    if use_te:
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+
+        if not HAVE_TE:
+            raise RecipeError(
+                "model.transformer_impl=transformer_engine, but TransformerEngine is not installed; "
+                "pip install transformer-engine[pytorch] or set model.transformer_impl=local"
+            )
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=use_te, normalization=config.normalization, vp_stage=vp_stage
+    )
+    if config.sequence_parallel and not use_te and config.use_cpu_initialization:
+        # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism: the emulation brings one.
+        block = sequence_parallel_block_spec(block, config, vp_stage)
+    return with_prefix_tree(block)

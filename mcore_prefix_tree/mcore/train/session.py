@@ -1,0 +1,112 @@
+"""Join the job: devices, process groups and Megatron's parallel state for the length of a ``with`` block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from mcore_prefix_tree.mcore.train.model import transformer_config
+from mcore_prefix_tree.mcore.validation import check_config
+from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.testing.emulation import cpu_emulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """This process's place in the job.
+
+    Attributes:
+        config: the recipe's ``TransformerConfig``.
+        device: of all tensors.
+        rank: of the world.
+        dp_rank: data-parallel rank.
+        dp_size: data-parallel size.
+    """
+
+    config: Any
+    device: torch.device
+    rank: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.rank == 0
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether this rank holds the losses of its data-parallel replica: last stage, first tensor-parallel rank."""
+        return bool(
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+
+
+@contextmanager
+def session(recipe: Recipe) -> Iterator[Session]:
+    """Set up what ``torchrun`` started, or a world of one, and take it down again.
+
+    Raises:
+        NotImplementedError: the recipe asks for what folding cannot do; see :func:`check_config`.
+        RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, or it wants a GPU and there is
+            none.
+    """
+    on_gpu = recipe.device != "cpu" and torch.cuda.is_available()
+    if recipe.device == "cuda" and not on_gpu:
+        raise RecipeError("device=cuda, but torch sees no GPU; set device=auto or device=cpu")
+    with ExitStack() as stack:
+        if not on_gpu:
+            stack.enter_context(cpu_emulation(force=recipe.device == "cpu"))
+        config = transformer_config(recipe, on_gpu=on_gpu)
+        check_config(config)
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if on_gpu:
+            torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+        _init_process_group("nccl" if on_gpu else "gloo")
+        stack.callback(dist.destroy_process_group)
+        _init_parallel_state(recipe)
+        stack.callback(parallel_state.destroy_model_parallel)
+        # Stages draw different weights, tensor-parallel ranks cut the same ones: Megatron-LM's offset.
+        seed = recipe.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        yield Session(
+            config=config,
+            device=device,
+            rank=dist.get_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+        )
+
+
+def _init_process_group(backend: str) -> None:
+    if "RANK" in os.environ:  # torchrun's environment
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _init_parallel_state(recipe: Recipe) -> None:
+    parallel = recipe.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if dist.get_world_size() % (tp * pp):
+        raise RecipeError(
+            f"parallel.tensor_model_parallel_size={tp} and parallel.pipeline_model_parallel_size={pp} need a multiple of "
+            f"{tp * pp} ranks, but this job has {dist.get_world_size()}; start it with "
+            f"torchrun --nproc-per-node {tp * pp} -m mcore_prefix_tree ..."
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+    )

@@ -1,0 +1,323 @@
+"""The training loop: Megatron's DDP, optimizer, schedule and checkpoints around folded micro-batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mcore_prefix_tree.attention import check_backend
+from mcore_prefix_tree.data import iter_sample_groups, load_tokenizer
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.mcore.forward_step import sft_forward_step
+from mcore_prefix_tree.mcore.train import checkpoint
+from mcore_prefix_tree.mcore.train.compare import Comparison, compare
+from mcore_prefix_tree.mcore.train.model import build_chunks, padded_vocab_size
+from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule
+from mcore_prefix_tree.mcore.train.session import Session, session
+from mcore_prefix_tree.mcore.train.verify import VerifyReport, verify
+from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.sample import Sample, SampleError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One step.
+
+    Attributes:
+        iteration: from 1.
+        loss: mean negative log-likelihood of the step's supervised tokens, in nats.
+        grad_norm: before clipping; None where Megatron does not compute it.
+        lr: learning rate of the step.
+        samples: logical samples.
+        logical_tokens: of these.
+        physical_tokens: computed, over all ranks, without padding.
+        plan_seconds: on the host, for planning and folding; part of ``seconds``.
+        seconds: of the whole step.
+    """
+
+    iteration: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    samples: int
+    logical_tokens: int
+    physical_tokens: int
+    plan_seconds: float
+    seconds: float
+
+    @property
+    def fold_ratio(self) -> float:
+        """Logical over physical tokens."""
+        return self.logical_tokens / self.physical_tokens
+
+
+class Reporter(Protocol):
+    """What a training run tells; called on the main rank only."""
+
+    def message(self, text: str) -> None:
+        """Something worth a line."""
+
+    def verified(self, report: VerifyReport) -> None:
+        """The first batch was compared."""
+
+    def started(self, first: int, last: int) -> None:
+        """Steps ``first`` to ``last`` follow."""
+
+    def step(self, report: StepReport) -> None:
+        """A step is done."""
+
+    def compared(self, comparison: Comparison) -> None:
+        """The last batch was run folded and unfolded."""
+
+
+class VerificationError(RuntimeError):
+    """Folded and unfolded runs differ by more than the tolerance."""
+
+
+def read_data(recipe: Recipe, place: Session) -> tuple[list[list[Sample]], int]:
+    """The samples of every line, and the padded vocabulary they fit into.
+
+    Standard input reaches one process only: the main rank reads it for all.
+
+    Raises:
+        SampleError: bad data; names file, line and field.
+        RecipeError: the vocabulary is not known or too small.
+    """
+    data = recipe.data
+    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    vocab_size = padded_vocab_size(
+        recipe.model,
+        None if tokenizer is None else tokenizer.vocab_size,
+        recipe.parallel.tensor_model_parallel_size,
+    )
+
+    def read() -> list[list[Sample]]:
+        return list(
+            iter_sample_groups(
+                data.path,
+                tokenizer=tokenizer,
+                expand_turns=data.expand_turns,
+                vocab_size=recipe.model.vocab_size or vocab_size,
+                max_length=recipe.batch.max_tokens,
+            )
+        )
+
+    paths = [data.path] if isinstance(data.path, str) else data.path
+    if "-" not in paths or dist.get_world_size() == 1:
+        return read(), vocab_size
+    outcome: list[Any] = [None]
+    if place.is_main:
+        try:
+            outcome = [read()]
+        except SampleError as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], SampleError):
+        raise outcome[0]
+    return outcome[0], vocab_size
+
+
+def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
+    """``mcore-prefix-tree verify``: compare the recipe's first batch, and say whether this is the main rank."""
+    check_backend(recipe.attention_backend)
+    with session(recipe) as place:
+        groups, vocab_size = read_data(recipe, place)
+        chunks = build_chunks(recipe, place.config, vocab_size=vocab_size)
+        return verify(chunks, _order(recipe, groups).take(0, recipe.batch.global_batch_size), recipe, place), place.is_main
+
+
+def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> None:
+    """``mcore-prefix-tree train``.
+
+    Args:
+        recipe: the job's.
+        reporter: is told on the main rank.
+        resume: continue from the last complete checkpoint in ``checkpoint.save``, if there is one.
+
+    Raises:
+        VerificationError: folded and unfolded differ on the first batch; nothing was trained.
+        RecipeError, SampleError, NotImplementedError: see what raises them.
+    """
+    check_backend(recipe.attention_backend)
+    _check_trainable(recipe)
+    saved = None if recipe.checkpoint.save is None else checkpoint.latest_iteration(recipe.checkpoint.save)
+    if resume and recipe.checkpoint.save is None:
+        raise RecipeError("--resume needs checkpoint.save, the folder to resume from")
+    if saved is not None and not resume:
+        raise RecipeError(
+            f"checkpoint.save={recipe.checkpoint.save} already holds iteration {saved}; continue it with --resume or "
+            "choose another folder"
+        )
+    with session(recipe) as place:
+        groups, vocab_size = read_data(recipe, place)
+        order = _order(recipe, groups)
+        chunks = build_chunks(recipe, place.config, vocab_size=vocab_size)
+        if recipe.verify.enabled and saved is None:
+            report = verify(chunks, order.take(0, recipe.batch.global_batch_size), recipe, place)
+            if place.is_main:
+                reporter.verified(report)
+            if not report.passed:
+                raise VerificationError("folded and unfolded runs differ; nothing was trained")
+        _Run(recipe, place, order, chunks, reporter).train(saved)
+
+
+def _order(recipe: Recipe, groups: Sequence[Sequence[Sample]]) -> SampleOrder:
+    return SampleOrder(groups, seed=recipe.seed, shuffle=recipe.data.shuffle)
+
+
+def _check_trainable(recipe: Recipe) -> None:
+    """What Megatron's optimizer would refuse after the model is built."""
+    if recipe.model.dtype == "float64":
+        if recipe.optimizer.clip_grad > 0:
+            raise RecipeError("optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64")
+        if recipe.optimizer.use_distributed_optimizer:
+            raise RecipeError("optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off")
+    if recipe.optimizer.lr_warmup_steps >= recipe.train_iters:
+        raise RecipeError(
+            f"optimizer.lr_warmup_steps={recipe.optimizer.lr_warmup_steps} must be below train_iters={recipe.train_iters}"
+        )
+    if recipe.optimizer.min_lr > recipe.optimizer.lr:
+        raise RecipeError(f"optimizer.min_lr={recipe.optimizer.min_lr} is above optimizer.lr={recipe.optimizer.lr}")
+
+
+class _Run:
+    """One process's part of a training run."""
+
+    def __init__(
+        self, recipe: Recipe, place: Session, order: SampleOrder, chunks: list[torch.nn.Module], reporter: Reporter
+    ) -> None:
+        self._recipe, self._place, self._order, self._reporter = recipe, place, order, reporter
+        options = recipe.optimizer
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=place.config.bf16, use_distributed_optimizer=options.use_distributed_optimizer
+        )
+        self._chunks = [DistributedDataParallel(place.config, ddp_config, chunk) for chunk in chunks]
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=options.lr,
+                min_lr=options.min_lr,
+                weight_decay=options.weight_decay,
+                adam_beta1=options.adam_beta1,
+                adam_beta2=options.adam_beta2,
+                clip_grad=options.clip_grad,
+                bf16=place.config.bf16,
+                params_dtype=place.config.params_dtype,
+                use_distributed_optimizer=options.use_distributed_optimizer,
+            ),
+            self._chunks,
+        )
+        place.config.finalize_model_grads_func = finalize_model_grads
+        place.config.grad_scale_func = self._optimizer.scale_loss
+        batch = recipe.batch.global_batch_size
+        # As in Megatron-LM the schedule counts samples. What the recipe says now wins over what a checkpoint says.
+        self._scheduler = OptimizerParamScheduler(
+            self._optimizer,
+            init_lr=0.0,
+            max_lr=options.lr,
+            min_lr=options.min_lr,
+            lr_warmup_steps=options.lr_warmup_steps * batch,
+            lr_decay_steps=recipe.train_iters * batch,
+            lr_decay_style=options.lr_decay_style,
+            start_wd=options.weight_decay,
+            end_wd=options.weight_decay,
+            wd_incr_steps=recipe.train_iters * batch,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )
+
+    def train(self, saved: int | None) -> None:
+        recipe = self._recipe
+        done = 0 if saved is None else self._resume(saved)
+        if self._place.is_main:
+            self._reporter.started(done + 1, recipe.train_iters)
+        for iteration in range(done + 1, recipe.train_iters + 1):
+            report = self._step(iteration)
+            if self._place.is_main:
+                self._reporter.step(report)
+            if recipe.checkpoint.save is not None and (
+                iteration % recipe.checkpoint.save_interval == 0 or iteration == recipe.train_iters
+            ):
+                checkpoint.save(
+                    recipe.checkpoint.save, self._chunks, self._optimizer, self._scheduler, self._progress(iteration)
+                )
+        if recipe.compare:
+            comparison = compare(self._chunks, self._samples(max(recipe.train_iters, 1)), recipe, self._place)
+            if self._place.is_main:
+                self._reporter.compared(comparison)
+
+    def _samples(self, iteration: int) -> list[Sample]:
+        batch = self._recipe.batch.global_batch_size
+        return self._order.take((iteration - 1) * batch, batch)
+
+    def _progress(self, iteration: int) -> checkpoint.Progress:
+        batch = self._recipe.batch.global_batch_size
+        return checkpoint.Progress(
+            iteration=iteration,
+            consumed_samples=iteration * batch,
+            global_batch_size=batch,
+            seed=self._recipe.seed,
+            samples_per_epoch=self._order.samples_per_epoch,
+        )
+
+    def _resume(self, saved: int) -> int:
+        folder = self._recipe.checkpoint.save
+        assert folder is not None
+        progress = checkpoint.load(folder, saved, self._chunks, self._optimizer, self._scheduler)
+        expected = self._progress(saved)
+        for name, now in vars(expected).items():
+            before = getattr(progress, name)
+            if before != now:
+                raise RecipeError(
+                    f"checkpoint {checkpoint.iteration_folder(folder, saved)} was written with {name}={before}, this run "
+                    f"has {name}={now}; the data would not continue where it stopped"
+                )
+        if self._place.is_main:
+            self._reporter.message(f"resumed from {checkpoint.iteration_folder(folder, saved)}")
+        return saved
+
+    def _step(self, iteration: int) -> StepReport:
+        started = time.perf_counter()
+        samples = self._samples(iteration)
+        folded = plan_folded(samples, self._recipe, self._place).micro_batches
+        planned = time.perf_counter() - started
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        reported = run_schedule(self._chunks, folded, sft_forward_step)
+        lr = self._optimizer.param_groups[0]["lr"]
+        succeeded, grad_norm, _ = self._optimizer.step()
+        assert succeeded, "only loss scaling skips steps, and there is none"
+        self._scheduler.step(increment=len(samples))
+        loss, physical = self._totals(reported, folded)
+        return StepReport(
+            iteration=iteration,
+            loss=loss,
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            lr=float(lr),
+            samples=len(samples),
+            logical_tokens=sum(len(sample) for sample in samples),
+            physical_tokens=physical,
+            plan_seconds=planned,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _totals(self, reported: list[Any], folded: list[Any]) -> tuple[float, int]:
+        """The step's mean loss and physical tokens, known to every rank after one collective."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self._place.device)
+        if self._place.has_logits:
+            totals[0] = sum(float(entry["loss_sum"]) for entry in reported)
+            totals[1] = sum(int(entry["num_tokens"]) for entry in reported)
+            totals[2] = sum(batch.layout.physical_tokens for batch in folded)
+        dist.all_reduce(totals)
+        loss_sum, num_tokens, physical = totals.tolist()
+        return loss_sum / max(num_tokens, 1), int(physical)

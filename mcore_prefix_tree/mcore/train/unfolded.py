@@ -1,0 +1,119 @@
+"""The other side of every comparison: each sample by itself through the stock forward, no tree anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+from mcore_prefix_tree.mcore.forward_step import LossOutput
+from mcore_prefix_tree.mcore.train.schedule import sequence_multiple
+from mcore_prefix_tree.mcore.train.session import Session
+from mcore_prefix_tree.recipe import Recipe
+from mcore_prefix_tree.sample import Sample
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StockBatch:
+    """One sample as stock Megatron takes it, padded at its end where sequence parallelism wants that.
+
+    Attributes:
+        input_ids: int64 ``[1, n]``.
+        position_ids: int64 ``[1, n]``.
+        labels: int64 ``[1, n]``, the next token; 0 at the end.
+        loss_mask: float32 ``[n]``, of the label; 0 at the end.
+        length: of the sample, without padding; 0 for a batch of padding alone.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    length: int
+
+    @classmethod
+    def from_sample(cls, sample: Sample | None, *, multiple: int, device: torch.device) -> StockBatch:
+        """``None`` gives a batch of padding, for a rank with fewer samples than the others."""
+        length = 0 if sample is None else len(sample)
+        size = -(-max(length, 1) // multiple) * multiple
+        tokens = np.zeros(size + 1, dtype=np.int64)
+        mask = np.zeros(size + 1, dtype=np.float32)
+        if sample is not None:
+            tokens[:length], mask[:length] = sample.tokens, sample.loss_mask
+        return cls(
+            input_ids=torch.from_numpy(tokens[:-1]).to(device).unsqueeze(0),
+            position_ids=torch.arange(size, device=device).unsqueeze(0),
+            labels=torch.from_numpy(tokens[1:].copy()).to(device).unsqueeze(0),
+            loss_mask=torch.from_numpy(mask[1:].copy()).to(device),
+            length=length,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnfoldedStep:
+    """One rank's part of a step, sample by sample.
+
+    Attributes:
+        sample_index: for each micro-batch, the index of its sample in the step's list, or nothing for padding.
+        micro_batches: on the device.
+    """
+
+    sample_index: tuple[tuple[int, ...], ...]
+    micro_batches: list[StockBatch]
+
+
+def plan_unfolded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> UnfoldedStep:
+    """Deal the samples to the data-parallel ranks in turn, one a micro-batch."""
+    multiple = recipe.parallel.pipeline_model_parallel_size
+    rounds = -(-len(samples) // place.dp_size)
+    rounds = -(-rounds // multiple) * multiple if recipe.parallel.virtual_pipeline_model_parallel_size else rounds
+    mine = tuple(
+        (index,) if index < len(samples) else ()
+        for index in range(place.dp_rank, rounds * place.dp_size, place.dp_size)
+    )
+    return UnfoldedStep(
+        sample_index=mine,
+        micro_batches=[
+            StockBatch.from_sample(
+                samples[indices[0]] if indices else None, multiple=sequence_multiple(recipe), device=place.device
+            )
+            for indices in mine
+        ],
+    )
+
+
+def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = None) -> torch.Tensor:
+    """The stock forward: causal by itself, no mask, no packed sequences."""
+    output: torch.Tensor = model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, labels=labels
+    )
+    return output
+
+
+def stock_forward_step(
+    data_iterator: Iterator[StockBatch], model: Any
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
+    """Supervised training as ``pretrain_gpt.py`` does it, with Megatron's own cross-entropy."""
+    batch = next(data_iterator)
+    return stock_forward(model, batch, batch.labels), partial(_stock_loss, batch)
+
+
+def _stock_loss(batch: StockBatch, losses: torch.Tensor) -> LossOutput:
+    loss = torch.dot(losses.squeeze(0).float(), batch.loss_mask)
+    num_tokens = batch.loss_mask.count_nonzero().to(torch.int)
+    return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
+
+
+def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each label and entropy of each prediction, ``[n]`` each, in plain torch over the whole vocabulary.
+
+    Megatron's cross-entropy computes in fp32; this keeps fp64, which the comparison needs.
+    """
+    whole = gather_from_tensor_model_parallel_region(logits.squeeze(0))
+    logprobs = torch.log_softmax(whole.to(torch.promote_types(whole.dtype, torch.float32)), dim=-1)
+    return logprobs.gather(1, batch.labels.T).squeeze(1), -(logprobs.exp() * logprobs).sum(dim=1)

@@ -1,0 +1,306 @@
+"""Folded against unfolded, on the user's own model, parallel layout and data: what changed but the cost?
+
+Both runs use the same weights and the same Megatron schedule. The unfolded one gives every sample to the stock forward
+by itself and scores it with plain ``log_softmax``: it shares nothing with the code it judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_prefix_tree.logprob import restore
+from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.train.model import build_chunks
+from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule
+from mcore_prefix_tree.mcore.train.session import Session
+from mcore_prefix_tree.mcore.train.unfolded import StockBatch, plan_unfolded, stock_forward, stock_logprobs
+from mcore_prefix_tree.objectives import sft_loss
+from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.sample import Sample
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """Largest relative errors, ``|a - b| / |b|`` in the Euclidean norm.
+
+    Attributes:
+        logprob_error: over samples, of the vector of its log-probabilities.
+        entropy_error: over samples, of the vector of its entropies.
+        loss_error: of the step's loss.
+        gradient_error: over parameters and ranks, of the whole gradient of one parameter (its shard on one rank).
+        worst_parameter: which one that is.
+        tolerance: what each of them may be.
+        reference: what they are measured against.
+        unfolded_errors: in half precision, the same four figures of the unfolded run; they are the tolerance.
+        samples: in the batch.
+        logical_tokens: of these.
+        physical_tokens: computed, over all micro-batches and ranks.
+        parameters: tensors compared, over all ranks.
+        dtype: of the model.
+    """
+
+    logprob_error: float
+    entropy_error: float
+    loss_error: float
+    gradient_error: float
+    worst_parameter: str
+    tolerance: float
+    reference: str
+    unfolded_errors: dict[str, float] | None
+    samples: int
+    logical_tokens: int
+    physical_tokens: int
+    parameters: int
+    dtype: str
+
+    @property
+    def checks(self) -> dict[str, tuple[float, float]]:
+        """Each figure's error and what it may be."""
+        names = ("logprob_error", "entropy_error", "loss_error", "gradient_error")
+        limits = self.unfolded_errors or {}
+        return {name: (getattr(self, name), max(self.tolerance, limits.get(name, 0.0))) for name in names}
+
+    @property
+    def passed(self) -> bool:
+        """Whether every figure is within its limit; a NaN is not."""
+        return all(error <= limit for error, limit in self.checks.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and ``passed``."""
+        return asdict(self) | {"passed": self.passed}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Outcome:
+    """What one run gave: rows by sample index (of all ranks), the summed loss, and this rank's gradients by name."""
+
+    logprobs: dict[int, np.ndarray]
+    entropies: dict[int, np.ndarray]
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def verify(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session) -> VerifyReport:
+    """Run a batch folded and unfolded and compare.
+
+    Args:
+        chunks: bare model chunks, before Megatron's DDP; weights and gradients are left as they were.
+        samples: the whole batch, the same on every rank.
+        recipe: the job's.
+        place: this rank's.
+
+    Returns:
+        The same report on every rank.
+
+    Raises:
+        RecipeError: ``gradient_accumulation_fusion`` is on; its kernel writes only into DDP's buffers.
+    """
+    if place.config.gradient_accumulation_fusion:
+        raise RecipeError(
+            "verify compares plain gradients, which model.transformer.gradient_accumulation_fusion=true does not give; "
+            "turn it off, or set verify.enabled=false"
+        )
+    folded = _run_folded(chunks, samples, recipe, place)
+    unfolded = _run_unfolded(chunks, samples, recipe, place)
+    half = recipe.model.dtype == "bfloat16"
+    reference = _run_reference(chunks, samples, recipe, place) if half else unfolded
+    errors, worst, count = _compare(folded, reference)
+    physical = torch.tensor(
+        sum(batch.layout.physical_tokens for batch in plan_folded(samples, recipe, place).micro_batches), device=place.device
+    )
+    dist.all_reduce(physical, group=parallel_state.get_data_parallel_group())
+    return VerifyReport(
+        **errors,
+        worst_parameter=worst,
+        tolerance=recipe.verify.tolerance or (0.0 if half else TOLERANCE[recipe.model.dtype]),
+        reference="the same weights in float32, unfolded" if half else "unfolded",
+        unfolded_errors=_compare(unfolded, reference)[0] if half else None,
+        samples=len(samples),
+        logical_tokens=sum(len(sample) for sample in samples),
+        physical_tokens=int(physical),
+        parameters=count,
+        dtype=recipe.model.dtype,
+    )
+
+
+def _run_folded(
+    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
+) -> _Outcome:
+    step = plan_folded(samples, recipe, place)
+
+    def score(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        logprob, entropy = tree_logprobs(logits, batch)
+        rows = zip(restore(logprob, batch.layout), restore(entropy, batch.layout), strict=True)
+        # Row t of a sample scores token t; its last entropy is of a prediction that no sample needs.
+        return sft_loss(logprob, batch.loss_weight), [(scores[1:], spread[:-1]) for scores, spread in rows]
+
+    return _run(chunks, step.micro_batches, step.sample_index, tree_forward, score, place)
+
+
+def _run_unfolded(
+    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
+) -> _Outcome:
+    step = plan_unfolded(samples, recipe, place)
+
+    def score(batch: StockBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        logprob, entropy = stock_logprobs(logits, batch)
+        scored = max(batch.length - 1, 0)
+        rows = [(logprob[:scored], entropy[:scored])] if batch.length else []
+        return -torch.dot(logprob, batch.loss_mask.to(logprob.dtype)), rows
+
+    return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, place)
+
+
+def _run_reference(
+    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
+) -> _Outcome:
+    """The unfolded run of the same weights in float32."""
+    config = replace(
+        place.config, bf16=False, params_dtype=torch.float32, pipeline_dtype=torch.float32, autocast_dtype=torch.float32
+    )
+    embedding = next((weight for name, weight in chunks[0].named_parameters() if "word_embeddings" in name), None)
+    sizes = [0] if embedding is None else [embedding.shape[0] * place.config.tensor_model_parallel_size]
+    sizes = _everyone(sizes)
+    wide = build_chunks(recipe, config, vocab_size=max(size for rank in sizes for size in rank))
+    for target, source in zip(wide, chunks, strict=True):
+        target.load_state_dict({name: value for name, value in source.module.state_dict().items() if value is not None})
+    return _run_unfolded(wide, samples, recipe, replace(place, config=config))
+
+
+def _run(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[Any],
+    sample_index: Sequence[tuple[int, ...]],
+    forward: Callable[[Any, Any], torch.Tensor],
+    score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]],
+    place: Session,
+) -> _Outcome:
+    rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    losses: list[float] = []
+    indices = iter(sample_index)
+
+    def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch = next(data_iterator)
+
+        def loss_func(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            loss, scored = score(batch, logits)
+            losses.append(float(loss.detach()))
+            for index, (logprob, entropy) in zip(next(indices), scored, strict=True):
+                rows[index] = (logprob.detach().double().cpu().numpy(), entropy.detach().double().cpu().numpy())
+            return loss, torch.zeros((), dtype=torch.int, device=logits.device), None
+
+        return forward(model, batch), loss_func
+
+    with _gradient_sums(chunks, place) as gradients:
+        run_schedule(chunks, micro_batches, forward_step)
+        _reduce(chunks, gradients)
+    # Tensor-parallel ranks all know the rows of their replica; one of them speaks for it.
+    everyone = _everyone((rows, sum(losses)) if place.has_logits else ({}, 0.0))
+    together = {index: row for rank_rows, _ in everyone for index, row in rank_rows.items()}
+    return _Outcome(
+        logprobs={index: logprob for index, (logprob, _) in together.items()},
+        entropies={index: entropy for index, (_, entropy) in together.items()},
+        loss=sum(loss for _, loss in everyone),
+        gradients=gradients,
+    )
+
+
+@contextmanager
+def _gradient_sums(chunks: Sequence[torch.nn.Module], place: Session) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect gradients over micro-batches in fp32 or better, as DDP's buffers do, and leave no trace on the model."""
+    finalize, place.config.finalize_model_grads_func = place.config.finalize_model_grads_func, None
+    sums: dict[str, torch.Tensor] = {}
+    hooks = []
+    for name, parameter in _named_parameters(chunks):
+        sums[name] = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+        def collect(parameter: torch.Tensor, total: torch.Tensor = sums[name]) -> None:
+            assert parameter.grad is not None
+            total += parameter.grad
+            parameter.grad = None
+
+        hooks.append(parameter.register_post_accumulate_grad_hook(collect))
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
+        place.config.finalize_model_grads_func = finalize
+
+
+def _named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Trainable parameters, by a name that is unique on this rank."""
+    for index, chunk in enumerate(chunks):
+        bare = getattr(chunk, "module", chunk)
+        for name, parameter in bare.named_parameters():
+            if parameter.requires_grad:
+                yield (f"chunk {index}: {name}" if len(chunks) > 1 else name), parameter
+
+
+def _reduce(chunks: Sequence[torch.nn.Module], gradients: dict[str, torch.Tensor]) -> None:
+    """The sums that Megatron's ``finalize_model_grads`` takes: data parallel, sequence parallel, tied embeddings."""
+    for name, parameter in _named_parameters(chunks):
+        dist.all_reduce(gradients[name], group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(gradients[name], group=parallel_state.get_tensor_model_parallel_group())
+        if getattr(parameter, "shared_embedding", False) and parallel_state.is_rank_in_embedding_group():
+            dist.all_reduce(gradients[name], group=parallel_state.get_embedding_group())
+
+
+def _compare(run: _Outcome, reference: _Outcome) -> tuple[dict[str, float], str, int]:
+    """The four errors, the worst parameter over all ranks, and how many tensors were compared."""
+    by_parameter = [
+        (_relative_error(run.gradients[name].double(), gradient.double()), name)
+        for name, gradient in reference.gradients.items()
+    ]
+    everyone = _everyone((max(by_parameter, default=(0.0, "none"), key=_nan_first), len(by_parameter)))
+    worst = max(range(len(everyone)), key=lambda rank: _nan_first(everyone[rank][0]))
+    gradient_error, name = everyone[worst][0]
+    errors = {
+        "logprob_error": _worst_row(run.logprobs, reference.logprobs),
+        "entropy_error": _worst_row(run.entropies, reference.entropies),
+        "loss_error": _relative_error(_scalar(run.loss), _scalar(reference.loss)),
+        "gradient_error": gradient_error,
+    }
+    return errors, f"{name} (rank {worst})", sum(count for _, count in everyone)
+
+
+def _nan_first(entry: tuple[float, str]) -> float:
+    """Sort key under which a NaN is the worst of all."""
+    return float("inf") if entry[0] != entry[0] else entry[0]
+
+
+def _worst_row(run: dict[int, np.ndarray], reference: dict[int, np.ndarray]) -> float:
+    assert run.keys() == reference.keys(), "both runs see the same samples"
+    errors = [
+        (_relative_error(torch.from_numpy(run[index]), torch.from_numpy(row)), "") for index, row in reference.items()
+    ]
+    return max(errors, default=(0.0, ""), key=_nan_first)[0]
+
+
+def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """``|a - b| / |b|``; the absolute error where the reference is zero."""
+    scale = torch.linalg.vector_norm(reference)
+    return float(torch.linalg.vector_norm(value - reference) / (scale if scale > 0 else torch.ones_like(scale)))
+
+
+def _scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _everyone(value: Any) -> list[Any]:
+    """The value of every rank of the job."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

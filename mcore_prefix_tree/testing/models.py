@@ -1,0 +1,217 @@
+"""A tiny real GPT, built and trained by stock megatron-core in any layout, for tests and the CPU quickstart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_prefix_tree.testing.launcher import Layout
+from mcore_prefix_tree.testing.norms import sequence_parallel_block_spec
+from mcore_prefix_tree.testing.weights import fill
+
+Spec: TypeAlias = "ModuleSpec | TransformerBlockSubmodules"
+SpecFor: TypeAlias = Callable[[TransformerConfig, int | None], Spec]
+# What Megatron's schedules call: (data iterator, model chunk) -> (output, loss function).
+ForwardStep: TypeAlias = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
+
+
+def tiny_gpt_config(*, layout: Layout, dtype: torch.dtype = torch.float64, **changes: Any) -> TransformerConfig:
+    """Return a configuration that uses what current models use: grouped queries, RoPE, SwiGLU, RMSNorm, no biases.
+
+    Args:
+        layout: degrees of parallelism; they must be those of ``parallel_state``.
+        dtype: of parameters, activations and pipeline messages. float64 stays float64 all the way through.
+        **changes: fields of ``TransformerConfig`` to set otherwise.
+    """
+    settings: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 96,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "autocast_dtype": dtype,
+        "calculate_per_token_loss": True,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": 1 if layout.ep > 1 else None,
+        "sequence_parallel": layout.sequence_parallel,
+        # Stages tell each other how long the next micro-batch is; the default MoE dispatcher refuses that.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # With two stages, the interleaved schedule without overlap sends two messages at once to the same rank, forward
+        # and backward, which only their order could tell apart. Megatron-LM's arguments refuse it too.
+        "overlap_p2p_comm": layout.vpp is not None,
+        "batch_p2p_comm": layout.vpp is None,
+    }
+    return TransformerConfig(**(settings | changes))
+
+
+def build_chunks(
+    config: TransformerConfig,
+    spec: Spec | SpecFor | None = None,
+    *,
+    vocab_size: int = 128,
+    max_sequence_length: int = 256,
+    share_embeddings: bool = False,
+    seed: int = 0,
+) -> list[GPTModel]:
+    """Build this rank's model chunks (several under virtual pipelining), with the weights that belong to ``seed``.
+
+    Args:
+        config: its parallel degrees must be those of ``parallel_state``.
+        spec: a layer's spec, a block's, or a function of the configuration and the virtual stage that makes one;
+            Megatron's local layer by default. Under sequence parallelism its norms are exchanged for ours.
+        vocab_size: the padded one, divisible by the tensor-parallel degree.
+        max_sequence_length: as in ``GPTModel``.
+        share_embeddings: tie the output layer to the word embeddings.
+        seed: of the weights, which are the same in every layout: see :mod:`mcore_prefix_tree.testing.weights`.
+    """
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    last_pp_rank = config.pipeline_model_parallel_size - 1
+    vpp = config.virtual_pipeline_model_parallel_size
+    stages: list[int | None] = [None] if vpp is None else list(range(vpp))
+    chunks = []
+    for stage in stages:
+        chosen = spec if spec is not None else get_gpt_layer_local_spec(normalization=config.normalization)
+        if not isinstance(chosen, ModuleSpec | TransformerBlockSubmodules):
+            chosen = chosen(config, stage)
+        if config.sequence_parallel:
+            chosen = sequence_parallel_block_spec(chosen, config, stage)
+        chunk = GPTModel(
+            config,
+            chosen,
+            vocab_size=vocab_size,
+            max_sequence_length=max_sequence_length,
+            pre_process=pp_rank == 0 and stage in (None, 0),
+            post_process=pp_rank == last_pp_rank and (stage is None or stage == stages[-1]),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=share_embeddings,
+            vp_stage=stage,
+        )
+        # The norms of PyTorch start in the default dtype, whatever params_dtype says.
+        chunks.append(chunk.to(config.params_dtype))
+    fill(chunks, seed=seed)
+    return chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """Megatron's own training loop around this rank's chunks: DDP, optimizer, pipeline schedule, gradient finalising.
+
+    Attributes:
+        config: of the model.
+        chunks: wrapped in ``DistributedDataParallel``.
+        optimizer: a ``MegatronOptimizer``.
+    """
+
+    config: TransformerConfig
+    chunks: list[DistributedDataParallel]
+    optimizer: Any
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Sequence[GPTModel],
+        *,
+        lr: float = 1e-2,
+        distributed_optimizer: bool = False,
+        **optimizer_changes: Any,
+    ) -> Trainer:
+        """Wrap bare chunks. Gradients stay in the parameters' dtype, except for bf16, where they are float32.
+
+        Args:
+            chunks: from :func:`build_chunks`.
+            lr: constant learning rate of AdamW.
+            distributed_optimizer: shard the optimizer's state over the data-parallel ranks. Megatron's takes no
+                float64 parameters.
+            **optimizer_changes: fields of ``OptimizerConfig``. Clipping is off by default, because Megatron's asserts
+                that gradients are float32.
+        """
+        config = chunks[0].config
+        half = config.params_dtype is torch.bfloat16
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=half, use_distributed_optimizer=distributed_optimizer
+        )
+        wrapped = [
+            DistributedDataParallel(config, ddp_config, Float16Module(config, chunk) if half else chunk)
+            for chunk in chunks
+        ]
+        settings: dict[str, Any] = {
+            "optimizer": "adam",
+            "lr": lr,
+            "weight_decay": 0.01,
+            "clip_grad": 0.0,
+            "bf16": half,
+            "params_dtype": config.params_dtype,
+            "use_distributed_optimizer": distributed_optimizer,
+        }
+        optimizer = get_megatron_optimizer(OptimizerConfig(**(settings | optimizer_changes)), wrapped)
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = optimizer.scale_loss
+        return cls(config=config, chunks=wrapped, optimizer=optimizer)
+
+    def backward(
+        self, forward_step: ForwardStep, microbatches: Sequence[Any], *, seq_length: int, forward_only: bool = False
+    ) -> list[Any]:
+        """Run the schedule over this rank's micro-batches; the gradients are in ``main_grad``, reduced and scaled.
+
+        Args:
+            forward_step: as Megatron's schedules call it.
+            microbatches: what the data iterator of each chunk yields; the same number on every rank.
+            seq_length: what the schedule believes, where messages do not carry their own length.
+            forward_only: no gradients.
+
+        Returns:
+            What the loss functions reported, on the last pipeline stage; elsewhere an empty list.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        iterators = [iter(microbatches) for _ in self.chunks]
+        return list(
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(microbatches),
+                seq_length=seq_length,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        )
+
+    def step(self, forward_step: ForwardStep, microbatches: Sequence[Any], *, seq_length: int) -> list[Any]:
+        """Do :meth:`backward` and one optimizer step; return what the loss functions reported."""
+        reported = self.backward(forward_step, microbatches, seq_length=seq_length)
+        success, _, _ = self.optimizer.step()
+        assert success, "the optimizer skipped a step"
+        return reported

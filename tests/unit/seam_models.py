@@ -1,0 +1,117 @@
+"""Small stock GPT models, their tree-capable twins, and the forest that both have to agree on."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.mcore import with_prefix_tree
+
+VOCAB = 61
+LAYERS = 3
+
+
+def tiny_config(dtype: torch.dtype = torch.float64, **changes: Any) -> TransformerConfig:
+    """Grouped queries, SwiGLU, RMSNorm, no biases; ``yarn_*`` are attributes, as Megatron-LM's arguments set them."""
+    settings: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 48,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "params_dtype": dtype,
+        "calculate_per_token_loss": True,
+        "attention_softmax_in_fp32": False,
+    } | changes
+    attributes = {name: settings.pop(name) for name in list(settings) if name.startswith("yarn_")}
+    cls = HeterogeneousTransformerConfig if "heterogeneous_layers_config_encoded_json" in settings else TransformerConfig
+    config = cls(**settings)
+    for name, value in attributes.items():
+        setattr(config, name, value)
+    return config
+
+
+def local_spec(config: TransformerConfig, **options: Any) -> Any:
+    """Megatron's own spec for the configuration."""
+    if isinstance(config, HeterogeneousTransformerConfig):
+        return get_gpt_heterogeneous_layer_spec(config)
+    return get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+        **options,
+    )
+
+
+def build(config: TransformerConfig, spec: Any, **model: Any) -> GPTModel:
+    """Every parameter gets some noise, so that no norm is one, no bias is zero and no gradient is right by accident."""
+    settings = {"vocab_size": VOCAB, "max_sequence_length": 64, "position_embedding_type": "rope"} | model
+    built = GPTModel(config, spec, **settings).to(config.params_dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.1 * noise.to(parameter.dtype))
+    return built
+
+
+def twins(config: TransformerConfig, spec: Any = None, **model: Any) -> tuple[GPTModel, GPTModel]:
+    """A stock model and a tree-capable one with the same weights."""
+    spec = local_spec(config) if spec is None else spec
+    stock, tree = build(config, spec, **model), build(config, with_prefix_tree(spec), **model)
+    tree.load_state_dict(stock.state_dict(), strict=True)
+    return stock, tree
+
+
+def branching_samples() -> list[Sample]:
+    """A tree that branches at every one of four levels, two more roots, and every edge case of DESIGN.md section 5."""
+    rng = random.Random(0)
+
+    def run(length: int) -> list[int]:
+        return [rng.randrange(VOCAB) for _ in range(length)]
+
+    paths = [run(3)]
+    leaves: list[list[int]] = []
+    for level, fan_out in enumerate((2, 3, 2, 2)):
+        paths = [path + run(rng.randint(1, 3)) for path in paths for _ in range(fan_out)]
+        kept = paths[: 2 if level else 1]
+        leaves += kept  # samples that end where others go on: strict prefixes
+        paths = paths if level < 2 else paths[::2]
+    leaves += paths
+    leaves += [leaves[-1], run(9), [5], [leaves[0][0], 60]]  # a duplicate, a lone path, a single token, an early fork
+
+    def mask(tokens: list[int]) -> list[float]:
+        return [rng.choice([0.0, 1.0, 1.0, 0.5]) for _ in tokens]
+
+    samples = [Sample(tokens=tokens, loss_mask=mask(tokens)) for tokens in leaves]
+    samples.append(Sample(tokens=leaves[-5], merge_key="other policy"))
+    samples.append(Sample(tokens=leaves[3], loss_mask=[0.0] * len(leaves[3])))
+    return samples
+
+
+def heterogeneous_json() -> str:
+    """A normal layer, one without attention, one with a linear in its place."""
+
+    def block(**attention: Any) -> dict[str, Any]:
+        attention = {"n_heads_in_group": None, "no_op": False, "replace_with_linear": False} | attention
+        return {"attention": attention, "ffn": {"ffn_mult": 1.5, "no_op": False, "replace_with_linear": False}}
+
+    blocks = [block(n_heads_in_group=2), block(no_op=True), block(replace_with_linear=True)]
+    return json.dumps({"block_configs": blocks})

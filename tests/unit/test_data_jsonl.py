@@ -1,0 +1,329 @@
+"""Reading JSONL: what comes out, and that every kind of bad data is named by file, line and field."""
+
+import gzip
+import io
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_prefix_tree.data import ChatMessage, EncodedTurn, iter_sample_groups, read_samples
+from mcore_prefix_tree.data.chat import ChatError
+from mcore_prefix_tree.sample import INT32_MAX, SampleError
+
+
+class CharacterTokenizer:
+    """One token a character: ``<role letter>content`` for each message, 0 as the end of a turn."""
+
+    name = "characters"
+    vocab_size = 128
+
+    def encode_turns(self, messages):
+        if any(message.content == "unspeakable" for message in messages):
+            raise ChatError("field 'messages' does not fit")
+        tokens, turns = [], []
+        for message in messages:
+            tokens.append(ord(message.role[0].upper()))
+            start = len(tokens)
+            tokens += [ord(character) for character in message.content]
+            if message.role == "assistant":
+                tokens.append(0)
+                turns.append(EncodedTurn(tokens=np.array(tokens, dtype=np.int32), start=start))
+        return turns
+
+
+class ForgetfulTokenizer(CharacterTokenizer):
+    """Shows only the last user message and what follows, so the history changes."""
+
+    name = "forgetful"
+
+    def encode_turns(self, messages):
+        turns = []
+        for end, message in enumerate(messages, start=1):
+            if message.role == "assistant":
+                history = messages[:end]
+                last_user = max(i for i, earlier in enumerate(history) if earlier.role == "user")
+                turns.append(super().encode_turns(history[last_user:])[-1])
+        return turns
+
+
+def message(role, content, **rest):
+    return {"role": role, "content": content, **rest}
+
+
+CHAT = [
+    message("user", "hi"),
+    message("assistant", "yo"),
+    message("user", "ok"),
+    message("assistant", "a"),
+    message("user", "?"),
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_lines(*lines, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(b"".join((x if isinstance(x, bytes) else encode(x)) + b"\n" for x in lines))
+        return str(path)
+
+    return write_lines
+
+
+def encode(line):
+    return (line if isinstance(line, str) else json.dumps(line)).encode("utf-8")
+
+
+def text_of(sample):
+    return "".join(chr(token) for token in sample.tokens)
+
+
+def scored_text(sample):
+    return "".join(chr(token) for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight)
+
+
+def test_token_lines(write):
+    path = write(
+        {"tokens": [3, 1, 4], "loss_mask": [0, 1, 0.5], "merge_key": "policy-7", "reward": 1.0},
+        "",
+        "  \t ",
+        {"tokens": [0]},
+    )
+    first, second = read_samples(path)
+    assert first.tokens.tolist() == [3, 1, 4]
+    assert first.loss_mask.tolist() == [0.0, 1.0, 0.5]
+    assert first.merge_key == "policy-7"
+    assert first.source == f"{path}:1"
+    assert (second.tokens.tolist(), second.loss_mask.tolist(), second.merge_key) == ([0], [1.0], None)
+    assert second.source == f"{path}:4"  # blank lines count
+
+
+@given(st.lists(st.lists(st.integers(0, INT32_MAX), min_size=1, max_size=20), min_size=1, max_size=5))
+def test_tokens_survive_unchanged(rows):
+    stdin = io.TextIOWrapper(io.BytesIO(b"\n".join(encode({"tokens": row}) for row in rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", stdin)
+        samples = read_samples("-")
+    assert [sample.tokens.tolist() for sample in samples] == rows
+    assert [sample.source for sample in samples] == [f"<stdin>:{number}" for number in range(1, len(rows) + 1)]
+
+
+@pytest.mark.parametrize("key", ["adapter-a", 3, 0.7, True, None])
+def test_merge_key_is_any_scalar(write, key):
+    (sample,) = read_samples(write({"tokens": [1], "merge_key": key}))
+    assert sample.merge_key == key
+    assert {sample.merge_key: 1}  # hashable
+
+
+def test_last_line_needs_no_newline(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"tokens": [1]}\r\n{"tokens": [2]}')
+    assert [s.tokens.tolist() for s in read_samples(tmp_path / "a.jsonl")] == [[1], [2]]
+
+
+def test_unicode_line_separators_do_not_split_lines(write):
+    path = write('{"tokens": [1], "note": "a\u2028b\u0085c"}', {"tokens": [2]})
+    assert [sample.source for sample in read_samples(path)] == [f"{path}:1", f"{path}:2"]
+
+
+def test_glob_is_sorted_and_lists_keep_their_order(tmp_path, write):
+    for number in (2, 10, 1):
+        write({"tokens": [number]}, name=f"shard-{number:02d}.jsonl")
+    extra = write({"tokens": [99]}, name="extra.jsonl")
+    (tmp_path / "shard-dir.jsonl").mkdir()
+    samples = read_samples([extra, str(tmp_path / "shard-*.jsonl")])
+    assert [sample.tokens[0] for sample in samples] == [99, 1, 2, 10]
+
+
+def test_a_file_whose_name_looks_like_a_glob(write):
+    path = write({"tokens": [5]}, name="a[1].jsonl")
+    assert [sample.tokens.tolist() for sample in read_samples(path)] == [[5]]
+
+
+def test_gzip(tmp_path):
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"tokens": [7, 8]}\n'))
+    (sample,) = read_samples(path)
+    assert (sample.tokens.tolist(), sample.source) == ([7, 8], f"{path}:1")
+
+
+def test_conversation_is_one_sample_with_every_turn_scored(write):
+    path = write({"messages": CHAT})
+    (sample,) = read_samples(path, tokenizer=CharacterTokenizer())
+    assert text_of(sample) == "UhiAyo\0UokAa\0"  # what follows the last assistant turn is left out
+    assert scored_text(sample) == "yo\0a\0"
+    assert sample.source == f"{path}:1"
+
+
+def test_expanded_turns_branch_where_the_conversations_do(write):
+    other = [*CHAT[:3], message("assistant", "b")]
+    path = write({"messages": CHAT, "merge_key": 1}, {"tokens": [1, 2]}, {"messages": other})
+    groups = list(iter_sample_groups(path, tokenizer=CharacterTokenizer(), expand_turns=True))
+    assert [[text_of(s) for s in group] for group in groups] == [
+        ["UhiAyo\0", "UhiAyo\0UokAa\0"],
+        ["\1\2"],
+        ["UhiAyo\0", "UhiAyo\0UokAb\0"],
+    ]
+    assert [[scored_text(s) for s in group] for group in groups] == [["yo\0", "a\0"], ["\1\2"], ["yo\0", "b\0"]]
+    assert [s.source for s in groups[0]] == [f"{path}:1 turn 0", f"{path}:1 turn 1"]
+    assert [s.merge_key for s in groups[0]] == [1, 1]
+    assert groups[1][0].source == f"{path}:2"
+
+
+def test_rewritten_history_only_allows_expanded_turns(write):
+    path = write({"messages": CHAT})
+    tokenizer = ForgetfulTokenizer()
+    with pytest.raises(SampleError) as caught:
+        read_samples(path, tokenizer=tokenizer)
+    assert str(caught.value) == (
+        f"{path}:1: field 'messages' is no single sample, because the chat format of tokenizer 'forgetful' rewrites "
+        "the history after turn 0; set expand_turns, or use a tokenizer that keeps it, such as mistral-v7"
+    )
+    expanded = read_samples(path, tokenizer=tokenizer, expand_turns=True)
+    assert [text_of(s) for s in expanded] == ["UhiAyo\0", "UokAa\0"]
+
+
+BAD_LINES = {
+    "malformed": ('{"tokens": [1}', "not valid JSON"),
+    "truncated": ('{"tokens"', "not valid JSON"),
+    "deep": ("[" * 100_000, "not valid JSON"),
+    "too many digits": ('{"tokens": [' + "9" * 5000 + "]}", "not valid JSON"),
+    "no object": ("[1, 2]", "each line must be one JSON object"),
+    "neither": ('{"input_ids": [1]}', "neither of the fields 'tokens' and 'messages'"),
+    "both": ('{"tokens": [1], "messages": []}', "both of the fields 'tokens' and 'messages'"),
+    "empty": ('{"tokens": []}', "field 'tokens' is empty"),
+    "text": ('{"tokens": "abc"}', "field 'tokens' must be a flat list of integers"),
+    "null": ('{"tokens": null}', "field 'tokens' must be a flat list of integers"),
+    "nested": ('{"tokens": [[1], [2]]}', "field 'tokens' must be a flat list of integers, but index 0 is [1]"),
+    "boolean": ('{"tokens": [1, true]}', "field 'tokens' must be a flat list of integers, but index 1 is true"),
+    "float": ('{"tokens": [1, 2.0]}', "field 'tokens' must be a flat list of integers, but index 1 is 2.0"),
+    "nan": ('{"tokens": [1, NaN]}', "field 'tokens' must be a flat list of integers, but index 1 is NaN"),
+    "negative": ('{"tokens": [1, 2, -3]}', "field 'tokens' has -3 at index 2; token ids are 0 to 2147483647"),
+    "int32": ('{"tokens": [2147483648]}', "field 'tokens' has 2147483648 at index 0"),
+    "huge": ('{"tokens": [1, ' + "9" * 60 + "]}", f"field 'tokens' has {'9' * 37}... at index 1"),
+    "vocabulary": ('{"tokens": [1, 100]}', "field 'tokens' has 100 at index 1, outside the model's vocabulary of 100"),
+    "too long": ('{"tokens": [1,2,3,4,5,6,7,8,9]}', "the sample has 9 tokens, but batch.max_tokens is 8"),
+    "mask length": ('{"tokens": [1, 2], "loss_mask": [1]}', "field 'loss_mask' has 1 entries but 'tokens' has 2"),
+    "mask nan": ('{"tokens": [1, 2], "loss_mask": [1, NaN]}', "field 'loss_mask' has nan at index 1"),
+    "mask infinite": ('{"tokens": [1], "loss_mask": [Infinity]}', "field 'loss_mask' has inf at index 0"),
+    "mask negative": ('{"tokens": [1], "loss_mask": [-1]}', "field 'loss_mask' has -1 at index 0"),
+    "mask type": ('{"tokens": [1], "loss_mask": 1}', "field 'loss_mask' must be a flat list of numbers"),
+    "mask text": ('{"tokens": [1], "loss_mask": ["1"]}', "field 'loss_mask' must be a flat list of numbers"),
+    "mask null": ('{"tokens": [1], "loss_mask": [null]}', "field 'loss_mask' must be a flat list of numbers"),
+    "mask ragged": ('{"tokens": [1, 2], "loss_mask": [1, [2]]}', "field 'loss_mask' must be a flat list of numbers"),
+    "key list": ('{"tokens": [1], "merge_key": [1]}', "field 'merge_key' must be a string, a number"),
+    "key object": ('{"tokens": [1], "merge_key": {}}', "field 'merge_key' must be a string, a number"),
+    "key nan": ('{"tokens": [1], "merge_key": NaN}', "field 'merge_key' must be a string, a number"),
+    "chat mask": ('{"messages": [], "loss_mask": []}', "field 'loss_mask' goes with 'tokens'"),
+    "chat role": ('{"messages": [{"role": "bot", "content": ""}]}', "field 'messages[0].role' is \"bot\""),
+    "chat format": (
+        '{"messages": [{"role": "assistant", "content": "unspeakable"}]}',
+        "field 'messages' does not fit",
+    ),
+    "chat too long": (
+        '{"messages": [{"role": "assistant", "content": "12345678"}]}',
+        "the sample has 10 tokens, but batch.max_tokens is 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_bad_lines_name_file_line_and_field(write, case):
+    line, reason = BAD_LINES[case]
+    path = write({"tokens": [1]}, "", line, {"tokens": [1]})
+    with pytest.raises(SampleError) as caught:
+        read_samples(path, tokenizer=CharacterTokenizer(), vocab_size=100, max_length=8)
+    assert str(caught.value).startswith(
+        f"{path}:3: {reason}" if not reason.startswith(("both", "neither")) else f"{path}:3: has"
+    )
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_lines_before_a_bad_one_are_delivered(write):
+    groups = iter_sample_groups(write({"tokens": [1]}, "{"))
+    assert next(groups)[0].tokens.tolist() == [1]
+    with pytest.raises(SampleError, match=r":2: not valid JSON"):
+        next(groups)
+
+
+def test_an_expanded_turn_that_is_too_long_is_named(write):
+    path = write({"messages": CHAT})
+    with pytest.raises(SampleError) as caught:
+        read_samples(path, tokenizer=CharacterTokenizer(), expand_turns=True, max_length=8)
+    assert str(caught.value) == (
+        f"{path}:1 turn 1: the sample has 13 tokens, but batch.max_tokens is 8; raise batch.max_tokens or shorten the "
+        "sample"
+    )
+
+
+def test_messages_without_a_tokenizer(write):
+    path = write({"messages": CHAT})
+    with pytest.raises(SampleError) as caught:
+        read_samples(path)
+    assert str(caught.value) == f"{path}:1: field 'messages' needs a tokenizer; set one, or give 'tokens'"
+
+
+def test_not_utf8(write):
+    path = write({"tokens": [1]}, b'{"note": "caf\xe9", "tokens": [1]}')
+    with pytest.raises(SampleError) as caught:
+        read_samples(path)
+    assert str(caught.value) == f"{path}:2: byte 14 of the line is not UTF-8; convert the file to UTF-8"
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(SampleError, match=r"nothing\.jsonl: no such file in .*; check the path"):
+        read_samples(tmp_path / "nothing.jsonl")
+
+
+def test_glob_that_matches_nothing(tmp_path):
+    with pytest.raises(SampleError, match=r"\*\.jsonl: this glob matches no file in .*; check the pattern"):
+        read_samples(str(tmp_path / "*.jsonl"))
+
+
+def test_folder(tmp_path):
+    with pytest.raises(SampleError) as caught:
+        read_samples(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: is a folder; name its files, for example '{tmp_path / '*.jsonl'}'"
+
+
+def test_no_paths():
+    with pytest.raises(SampleError, match="no data paths; give at least one file"):
+        read_samples([])
+
+
+def test_no_samples(write):
+    path = write("", "   ")
+    with pytest.raises(SampleError) as caught:
+        read_samples(path)
+    assert str(caught.value) == f"{path}: no samples; every line is blank"
+
+
+def test_damaged_gzip(tmp_path):
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"tokens": [7, 8]}\n')[:-6])
+    with pytest.raises(SampleError, match=r"cut\.jsonl\.gz: cannot be read after line \d+: "):
+        read_samples(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_unreadable_file(write):
+    path = write({"tokens": [1]})
+    os.chmod(path, 0)
+    with pytest.raises(SampleError, match=r"data\.jsonl: cannot be read after line 0: .*Permission denied"):
+        read_samples(path)
+
+
+def test_tokenizer_sees_parsed_messages(write):
+    seen = []
+
+    class Recorder(CharacterTokenizer):
+        def encode_turns(self, messages):
+            seen.extend(messages)
+            return super().encode_turns(messages)
+
+    read_samples(write({"messages": CHAT[:2]}), tokenizer=Recorder())
+    assert seen == [ChatMessage(role="user", content="hi"), ChatMessage(role="assistant", content="yo")]

@@ -1,0 +1,235 @@
+"""The Mistral tokenizers against mistral-common's own encodings of every history and every answered history."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mistral_common.protocol.instruct import messages as mistral
+from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from mistral_common.protocol.instruct.tool_calls import FunctionCall
+from mistral_common.protocol.instruct.tool_calls import ToolCall as MistralToolCall
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+from mcore_prefix_tree.data import DEFAULT_TOKENIZER, ChatError, load_tokenizer, parse_messages, read_samples
+from mcore_prefix_tree.sample import SampleError
+
+TAU = Path(__file__).resolve().parents[3] / "shared" / "data" / "tau_bench_airline_gpt4o.jsonl"
+
+OFFICIAL = {
+    "mistral-v3": MistralTokenizer.v3,
+    "mistral-v3-tekken": lambda: MistralTokenizer.v3(is_tekken=True),
+    "mistral-v7": MistralTokenizer.v7,
+}
+
+ROLLOUT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is the weather in Oslo and in Bergen?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"name": "weather", "arguments": '{"city":"Oslo"}'}]},
+    {"role": "tool", "content": '{"sky":"grey"}', "name": "weather"},
+    {"role": "assistant", "content": None, "tool_calls": [{"name": "weather", "arguments": {"city": "Bergen"}}]},
+    {"role": "tool", "content": "", "name": "weather"},
+    {"role": "assistant", "content": "Oslo is grey; for Bergen there is no report."},
+    {"role": "user", "content": "Thanks!"},
+    {"role": "assistant", "content": "You are welcome."},
+    {"role": "user", "content": "Bye"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def official():
+    return {name: load() for name, load in OFFICIAL.items()}
+
+
+def official_tokens(tokenizer, messages):
+    """What mistral-common makes of ``messages``, written independently of the code under test."""
+    converted = []
+    for message in messages:
+        if message.role == "system":
+            converted.append(mistral.SystemMessage(content=message.content))
+        elif message.role == "user":
+            converted.append(mistral.UserMessage(content=message.content))
+        elif message.role == "tool":
+            converted.append(
+                mistral.ToolMessage(content=message.content, tool_call_id=message.tool_call_id, name=message.name)
+            )
+        else:
+            calls = [
+                MistralToolCall(id=c.id, function=FunctionCall(name=c.name, arguments=c.arguments))
+                for c in message.tool_calls
+            ]
+            converted.append(mistral.AssistantMessage(content=message.content or None, tool_calls=calls or None))
+    # Below validation: in serving mode a request must not end with an answer, in fine-tuning mode it must.
+    normalized = tokenizer._instruct_request_normalizer.from_chat_completion_request(
+        ChatCompletionRequest(messages=converted)
+    )
+    return tokenizer.instruct_tokenizer.encode_instruct(normalized).tokens
+
+
+def check_against_official(tokenizer, official, messages):
+    turns = tokenizer.encode_turns(messages)
+    is_assistant = [message.role == "assistant" for message in messages]
+    starts = [i for i, here in enumerate(is_assistant) if here and not (i and is_assistant[i - 1])]
+    ends = [i + 1 for i, here in enumerate(is_assistant) if here and not (is_assistant + [False])[i + 1]]
+    assert len(turns) == len(starts)
+    for turn, start, end in zip(turns, starts, ends, strict=True):
+        assert turn.tokens.tolist() == official_tokens(official, messages[:end])
+        assert turn.tokens[: turn.start].tolist() == official_tokens(official, messages[:start])
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_every_turn_is_the_official_encoding(name, official):
+    check_against_official(load_tokenizer(name), official[name], parse_messages(ROLLOUT))
+
+
+def test_content_beside_a_call_and_parallel_calls(tokenizer, official):
+    rows = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "Looking.", "tool_calls": [call("a"), call("b")]},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "user", "content": "and"},
+        {"role": "user", "content": "now?"},
+        {"role": "assistant", "content": "Done"},
+        {"role": "assistant", "content": "indeed."},
+    ]
+    messages = parse_messages(rows)
+    check_against_official(tokenizer, official["mistral-v7"], messages)
+    assert len(tokenizer.encode_turns(messages)) == 2  # the format merges the last two messages into one turn
+
+
+TEXT = st.text(max_size=30) | st.sampled_from(
+    ["[/INST]", "</s>", "<s>[INST] hi [/INST]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[/SYSTEM_PROMPT]", "<unk>", "  "]
+)
+
+
+def call(name):
+    return {"name": name, "arguments": "{}"}
+
+
+@st.composite
+def conversations(draw):
+    rows = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        rows.append({"role": "user", "content": draw(TEXT)})
+        for _ in range(draw(st.integers(0, 2))):
+            rows.append({"role": "assistant", "content": draw(TEXT), "tool_calls": [call(draw(st.sampled_from("ab")))]})
+            rows.append({"role": "tool", "content": draw(TEXT)})
+        rows.append({"role": "assistant", "content": draw(TEXT.filter(bool))})
+    return parse_messages(rows)
+
+
+@settings(deadline=None, max_examples=60)
+@given(messages=conversations())
+def test_text_that_imitates_control_tokens_does_not_move_the_turns(tokenizer, official, messages):
+    check_against_official(tokenizer, official["mistral-v7"], messages)
+
+
+def test_scored_tokens_decode_to_what_the_assistant_wrote(tokenizer, official, tmp_path):
+    path = tmp_path / "rollout.jsonl"
+    path.write_text(json.dumps({"messages": ROLLOUT}))
+    decode = official["mistral-v7"].decode
+    end_of_turn = official["mistral-v7"].instruct_tokenizer.tokenizer.eos_id
+    expanded = read_samples(path, tokenizer=tokenizer, expand_turns=True)
+    turns = []
+    for sample in expanded:
+        scored = sample.tokens[sample.loss_mask > 0].tolist()
+        assert scored[-1] == end_of_turn
+        assert sample.tokens[-len(scored) :].tolist() == scored
+        turns.append(decode(scored))
+    assert turns == [
+        '[{"name": "weather", "arguments": {"city": "Oslo"}, "id": "call00001"}]',
+        '[{"name": "weather", "arguments": {"city": "Bergen"}, "id": "call00002"}]',
+        "Oslo is grey; for Bergen there is no report.",
+        "You are welcome.",
+    ]
+    (whole,) = read_samples(path, tokenizer=tokenizer)
+    assert whole.tokens.tolist() == expanded[-1].tokens.tolist()
+    assert whole.tokens[whole.loss_mask > 0].tolist() == [t for s in expanded for t in s.tokens[s.loss_mask > 0]]
+    assert decode(whole.tokens.tolist()).endswith("You are welcome.")  # no trace of the last user message
+
+
+def test_call_ids_the_format_allows_are_kept_and_others_replaced(tokenizer, official):
+    def rollout(first, second):
+        rows = [{"role": "user", "content": "go"}]
+        for call_id in (first, second):
+            rows.append({"role": "assistant", "content": None, "tool_calls": [{"id": call_id, **call("f")}]})
+            rows.append({"role": "tool", "content": "ok", "tool_call_id": call_id})
+        return parse_messages([*rows, {"role": "assistant", "content": "done"}])
+
+    def decoded(messages):
+        return official["mistral-v7"].decode(tokenizer.encode_turns(messages)[-1].tokens.tolist())
+
+    assert decoded(rollout("AbCdEf123", "zyxwvu987")).count("AbCdEf123") == 2  # the call and its result
+    renamed = decoded(rollout("toolu_01", "toolu_01"))  # some frameworks use one id again and again
+    assert (renamed.count("call00001"), renamed.count("call00002"), renamed.count("toolu")) == (2, 2, 0)
+
+
+def test_v3_rewrites_the_history_and_says_so(tmp_path):
+    path = tmp_path / "rollout.jsonl"
+    path.write_text(json.dumps({"messages": ROLLOUT}))
+    tokenizer = load_tokenizer("mistral-v3")
+    assert len(read_samples(path, tokenizer=tokenizer, expand_turns=True)) == 4
+    with pytest.raises(SampleError) as caught:
+        read_samples(path, tokenizer=tokenizer)
+    assert str(caught.value).startswith(f"{path}:1: field 'messages' is no single sample")
+    assert "'mistral-v3' rewrites the history after turn 0; set expand_turns" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (
+            [
+                {"role": "user", "content": "go"},
+                {"role": "assistant", "content": None, "tool_calls": [call("f")]},
+                {"role": "user", "content": "never mind"},
+                {"role": "assistant", "content": "ok"},
+            ],
+            "Not the same number of function calls and responses",
+        ),
+        (
+            [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call("a b")]}],
+            "Function name was a b",
+        ),
+    ],
+)
+def test_what_the_format_refuses(tokenizer, rows, reason):
+    with pytest.raises(ChatError) as caught:
+        tokenizer.encode_turns(parse_messages(rows))
+    assert str(caught.value).startswith("field 'messages' does not fit the chat format of tokenizer 'mistral-v7': ")
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "size"), [("mistral-v3", 32768), ("mistral-v7", 32768)])
+def test_names_and_sizes(name, size):
+    tokenizer = load_tokenizer(name)
+    assert (tokenizer.name, tokenizer.vocab_size) == (name, size)
+
+
+def test_the_default_is_the_one_that_keeps_the_history(tokenizer):
+    assert tokenizer.name == DEFAULT_TOKENIZER == "mistral-v7"
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="'gpt-5' is neither a folder nor one of mistral-v3, mistral-v3-tekken, "):
+        load_tokenizer("gpt-5")
+
+
+@pytest.mark.skipif(not TAU.exists(), reason="shared/data is not present")
+def test_real_rollouts_are_the_official_encoding(tokenizer, official, tmp_path):
+    path = tmp_path / "tau.jsonl"
+    lines = TAU.read_text(encoding="utf-8").splitlines()[::25]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    samples = read_samples(path, tokenizer=tokenizer)
+    for line, sample in zip(lines, samples, strict=True):
+        messages = parse_messages(json.loads(line)["messages"])
+        last = max(i for i, message in enumerate(messages) if message.role == "assistant")
+        assert sample.tokens.tolist() == official_tokens(official["mistral-v7"], messages[: last + 1])
+    check_against_official(tokenizer, official["mistral-v7"], parse_messages(json.loads(lines[0])["messages"]))

@@ -1,0 +1,77 @@
+"""The rollouts that ship with the project: reproducible, small, and worth folding."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mcore_prefix_tree.data import iter_sample_groups, load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLLOUTS = ROOT / "recipes" / "data" / "quickstart_rollouts.jsonl"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [json.loads(line) for line in ROLLOUTS.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def groups():
+    return list(iter_sample_groups(ROLLOUTS, tokenizer=load_tokenizer(), expand_turns=True, vocab_size=32768))
+
+
+def fold_ratio(samples):
+    """Logical over physical tokens, counting every distinct prefix once."""
+    prefixes, logical = set(), 0
+    for sample in samples:
+        rolling = 0
+        for token in sample.tokens.tolist():
+            rolling = hash((rolling, token))
+            prefixes.add(rolling)
+        logical += len(sample)
+    return logical / len(prefixes)
+
+
+def test_the_script_reproduces_the_file(tmp_path):
+    output = tmp_path / "again.jsonl"
+    script = ROOT / "scripts" / "make_quickstart_rollouts.py"
+    subprocess.run([sys.executable, str(script), str(output)], check=True, capture_output=True)
+    assert output.read_bytes() == ROLLOUTS.read_bytes()
+
+
+def test_every_task_has_good_and_bad_rollouts_and_no_two_are_equal(rows):
+    assert Counter(row["task_id"] for row in rows) == dict.fromkeys(range(8), 6)
+    for task_id in range(8):
+        assert {row["reward"] for row in rows if row["task_id"] == task_id} == {0.0, 1.0}
+    assert len({json.dumps(row["messages"]) for row in rows}) == len(rows) == 48
+    assert len({row["messages"][0]["content"] for row in rows}) == 1  # one policy prompt for all
+
+
+def test_conversations_are_short_enough_for_a_cpu(groups):
+    assert 4 <= min(map(len, groups)) <= max(map(len, groups)) <= 8
+    assert 400 <= min(len(group[-1]) for group in groups)
+    assert max(len(group[-1]) for group in groups) <= 1000
+
+
+def test_the_turns_of_a_task_fold_well(groups):
+    for task in range(8):
+        turns = [sample for group in groups[6 * task : 6 * task + 6] for sample in group]
+        assert 28 <= len(turns) <= 48
+        assert fold_ratio(turns) >= 8
+    assert fold_ratio([sample for group in groups for sample in group]) >= 12
+
+
+def test_rollouts_of_a_task_part_at_different_depths(groups):
+    for task in range(8):
+        prompts_of_turn = [
+            len({group[turn].tokens[: int(group[turn].loss_mask.argmax())].tobytes() for group in rollouts})
+            for rollouts in [groups[6 * task : 6 * task + 6]]
+            for turn in range(5)
+        ]
+        assert prompts_of_turn[:2] == [1, 1]  # the first turn is common to all
+        assert prompts_of_turn == sorted(prompts_of_turn)
+        assert len(set(prompts_of_turn)) >= 3

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import comb, flat_paths, parent_path, paths_of, sample_lists, samples_through
+
+from mcore_prefix_tree import Sample, fold
+
+padded = st.sampled_from([{}, {"pad_to_multiple_of": 4}, {"padded_size": 200, "pad_token": 3}])
+
+
+@given(sample_lists(), padded)
+def test_tokens_positions_predictors_and_weights(samples, padding):
+    layout = fold(samples, **padding)
+    paths = flat_paths(samples, layout)
+    flat_of = {path: flat for flat, path in enumerate(paths)}
+    through = samples_through(samples)
+    assert len(flat_of) == len(paths) == len(through)
+
+    for flat, path in enumerate(paths):
+        depth = len(path[1]) - 1
+        above = flat_of.get(parent_path(path), -1)
+        weight = sum(float(samples[s].loss_mask[depth]) for s in through[path]) if depth else 0.0
+        assert layout.input_ids[flat] == path[1][-1]
+        assert layout.position_ids[flat] == depth
+        assert layout.predictor[flat] == above
+        assert layout.loss_weight[flat] == weight
+    assert layout.num_supervised == sum(np.count_nonzero(s.loss_mask[1:]) for s in samples)
+
+
+@given(sample_lists(), padded)
+def test_visibility_is_being_on_the_path(samples, padding):
+    layout = fold(samples, **padding)
+    paths = flat_paths(samples, layout)
+    ends = layout.subtree_end
+    pairs = 0
+    for i, query in enumerate(paths):
+        for j, key in enumerate(paths):
+            on_path = query[0] == key[0] and query[1][: len(key[1])] == key[1]
+            assert (j <= i < ends[j]) == on_path
+            pairs += on_path
+    assert layout.visible_pairs == pairs
+    assert layout.unfolded_pairs == sum(len(s) * (len(s) + 1) // 2 for s in samples)
+    assert layout.pair_ratio == (layout.unfolded_pairs / pairs if pairs else 1.0)
+
+
+@given(sample_lists(), padded)
+def test_padding_sees_itself_and_reaches_no_loss(samples, padding):
+    layout = fold(samples, **padding)
+    tail = np.arange(layout.physical_tokens, layout.padded_size)
+    assert layout.subtree_end[tail].tolist() == (tail + 1).tolist()
+    assert (layout.subtree_end[: layout.physical_tokens] <= layout.physical_tokens).all()
+    assert (layout.position_ids[tail] == 0).all()
+    assert (layout.predictor[tail] == -1).all()
+    assert (layout.loss_weight[tail] == 0).all()
+    assert (layout.input_ids[tail] == padding.get("pad_token", 0)).all()
+    multiple = padding.get("pad_to_multiple_of", 1)
+    needed = max(1, -(-layout.physical_tokens // multiple)) * multiple
+    assert layout.padded_size == padding.get("padded_size", needed)
+
+
+@given(sample_lists())
+def test_nodes_of_samples(samples):
+    layout = fold(samples)
+    through = samples_through(samples)
+    paths = flat_paths(samples, layout)
+    borders = layout.cu_node_lens.tolist()
+    assert borders[0] == 0
+    assert (np.diff(borders) > 0).all()
+    for node, (start, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+        assert all(through[path] == through[paths[start]] for path in paths[start:end])
+        above = layout.node_parent[node]
+        assert parent_path(paths[start]) == (paths[borders[above + 1] - 1] if above >= 0 else (paths[start][0], ()))
+        assert layout.node_depth[node] == len(paths[start][1]) - 1
+        if above >= 0:  # maximal: its samples are not all of its parent's
+            assert through[paths[start]] != through[paths[borders[above]]]
+    for sample, node in enumerate(layout.sample_node.tolist()):
+        assert paths[borders[node + 1] - 1] == paths_of(samples[sample])[-1]
+    assert layout.num_trees == len({(s.merge_key, int(s.tokens[0])) for s in samples})
+    assert layout.max_path_len == max((len(s) for s in samples), default=1)
+
+
+@given(sample_lists(), st.randoms(use_true_random=False))
+def test_the_layout_does_not_depend_on_the_order_of_the_samples(samples, random):
+    order = list(range(len(samples)))
+    random.shuffle(order)
+    layout, shuffled = fold(samples), fold([samples[i] for i in order])
+    for name in (
+        "input_ids",
+        "position_ids",
+        "subtree_end",
+        "predictor",
+        "loss_weight",
+        "cu_node_lens",
+        "node_parent",
+        "node_depth",
+    ):
+        np.testing.assert_array_equal(getattr(layout, name), getattr(shuffled, name), err_msg=name)
+    assert layout.num_supervised == shuffled.num_supervised
+    for place, index in enumerate(order):
+        np.testing.assert_array_equal(shuffled.sample_tokens(place), layout.sample_tokens(index))
+        assert shuffled.sample_node[place] == layout.sample_node[index]
+
+
+def test_a_forest_without_sharing_is_the_samples_one_after_another():
+    samples = [Sample(tokens=[t, t + 1, t + 2]) for t in (0, 10, 20)]
+    layout = fold(samples)
+    assert layout.fold_ratio == layout.pair_ratio == 1.0
+    assert layout.num_nodes == layout.num_trees == 3
+    assert layout.input_ids.tolist() == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    assert layout.predictor.tolist() == [-1, 0, 1, -1, 3, 4, -1, 6, 7]
+
+
+def test_duplicates_cost_nothing_and_weigh_double():
+    layout = fold([Sample(tokens=[1, 2, 3], loss_mask=[1, 0, 0.5])] * 4)
+    assert layout.physical_tokens == 3
+    assert layout.fold_ratio == 4.0
+    assert layout.loss_weight.tolist() == [0, 0, 2.0]
+    assert layout.num_supervised == 4
+    assert layout.num_nodes == 1
+
+
+def test_first_tokens_of_all_branches_have_one_predictor():
+    layout = fold([Sample(tokens=[5, 6, t]) for t in (1, 2, 3)])
+    assert layout.predictor.tolist() == [-1, 0, 1, 1, 1]
+    assert layout.loss_weight.tolist() == [0, 3, 1, 1, 1]
+
+
+def test_single_tokens_are_never_scored():
+    layout = fold([Sample(tokens=[4]), Sample(tokens=[4]), Sample(tokens=[9])])
+    assert layout.input_ids.tolist() == [4, 9]
+    assert layout.loss_weight.tolist() == [0, 0]
+    assert layout.num_supervised == 0
+
+
+def test_zero_masks_supervise_nothing():
+    layout = fold([Sample(tokens=[1, 2, t], loss_mask=[0, 0, 0]) for t in (1, 2)])
+    assert layout.num_supervised == 0
+    assert not layout.loss_weight.any()
+
+
+def test_no_samples_give_padding_alone():
+    layout = fold([], pad_to_multiple_of=8, pad_token=2)
+    assert layout.padded_size == 8
+    assert layout.physical_tokens == layout.logical_tokens == layout.num_nodes == layout.num_samples == 0
+    assert layout.fold_ratio == layout.pair_ratio == 1.0
+    assert layout.max_path_len == 1
+    assert layout.input_ids.tolist() == [2] * 8
+    assert layout.subtree_end.tolist() == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"padded_size": 4}, "padded_size=4 cannot hold the 5 unique tokens"),
+        ({"padded_size": 0}, "padded_size=0 cannot hold"),
+        ({"padded_size": 9, "pad_to_multiple_of": 4}, "padded_size=9 is not a multiple of pad_to_multiple_of=4"),
+    ],
+)
+def test_impossible_padding_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        fold([Sample(tokens=[1, 2, 3, 4, 5])], **options)
+
+
+def test_an_empty_layout_still_needs_a_token():
+    with pytest.raises(ValueError, match="padded_size=0"):
+        fold([], padded_size=0)
+
+
+def test_exact_padding_is_none():
+    layout = fold([Sample(tokens=[1, 2, 3, 4])], padded_size=4, pad_to_multiple_of=2)
+    assert layout.padded_size == layout.physical_tokens == 4
+
+
+def test_dtypes_are_those_of_the_docstring():
+    layout = fold([Sample(tokens=[1, 2]), Sample(tokens=[1, 3])], padded_size=4)
+    kinds = {
+        np.int64: ("input_ids", "cu_sample_lens"),
+        np.float32: ("loss_weight",),
+        np.int32: (
+            "position_ids", "subtree_end", "predictor", "cu_node_lens", "node_parent", "node_depth", "sample_map",
+            "sample_node",
+        ),
+    }  # fmt: skip
+    for dtype, names in kinds.items():
+        for name in names:
+            assert getattr(layout, name).dtype == dtype, name
+
+
+def test_deep_and_wide_forests_are_folded_in_linear_time():
+    """A comb of 5,000 levels and a star of 20,000 leaves: recursion or a walk per token and level would not end."""
+    depth, leaves = 5_000, 20_000
+    samples = comb(depth)
+    samples += [Sample(tokens=[2, leaf]) for leaf in range(leaves)]
+    started = time.perf_counter()
+    layout = fold(samples)
+    elapsed = time.perf_counter() - started
+    assert layout.physical_tokens == 2 * depth + leaves + 1
+    assert layout.max_path_len == depth + 1
+    assert layout.subtree_end[0] == 2 * depth
+    np.testing.assert_array_equal(layout.input_ids[layout.sample_tokens(depth - 1)], samples[depth - 1].tokens)
+    assert elapsed < 15

@@ -1,0 +1,345 @@
+"""What folding cannot do exactly is refused by name; and with_prefix_tree changes nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from seam_models import build, local_spec, tiny_config, twins
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.mcore import TreePackedSeqParams, layer_specs, local_layer_spec, te_layer_spec, with_prefix_tree
+from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+from mcore_prefix_tree.mcore.forward_step import tree_forward
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.packed_seq_params import tree_params_of
+from mcore_prefix_tree.mcore.validation import _refusals, check_config, check_model, check_positions
+from mcore_prefix_tree.testing.emulation import cpu_emulation
+from mcore_prefix_tree.testing.launcher import single_process
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_on_the_cpu():
+    with cpu_emulation(force=True), single_process():
+        yield
+
+
+def config_with(**changes):
+    """Set past ``__post_init__``, which has opinions of its own about some of these."""
+    config = tiny_config()
+    for name, value in changes.items():
+        assert hasattr(config, name), name
+        setattr(config, name, value)
+    return config
+
+
+def batch(*lengths: int, **options) -> MicroBatch:
+    samples = [Sample(tokens=[1, 2, *([3 + index] * (length - 2))]) for index, length in enumerate(lengths or (4, 6))]
+    return MicroBatch.from_layout(fold(samples), **options)
+
+
+SETTINGS = [
+    {"context_parallel_size": 2},
+    {"attention_dropout": 0.1},
+    {"hidden_dropout": 0.1},
+    {"multi_latent_attention": True},
+    {"mtp_num_layers": 1},
+    {"window_size": (128, 0)},
+    {"softmax_type": "learnable"},
+    {"softmax_type": "off-by-one"},
+    {"fused_single_qkv_rope": True},
+    {"qk_clip": True},
+    {"log_max_attention_logit": True},
+    {"fp8": "hybrid"},
+    {"fp4": "e2m1"},
+    {"cuda_graph_impl": "local"},
+    {"overlap_moe_expert_parallel_comm": True},
+]
+MOE_SETTINGS = [
+    {"moe_router_load_balancing_type": "sinkhorn"},
+    {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+    {"moe_aux_loss_coeff": 0.01},
+    {"moe_aux_loss_coeff": [0.0, 0.01]},
+    {"moe_z_loss_coeff": 0.001},
+    {"moe_expert_capacity_factor": 1.25},
+    {"moe_input_jitter_eps": 0.01},
+    {"moe_router_enable_expert_bias": True},
+]
+
+
+def ids_of(settings):
+    return [f"{name}={value}" for setting in settings for name, value in setting.items()]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=ids_of(SETTINGS))
+def test_settings_are_refused_by_name(setting):
+    (name,) = setting
+    with pytest.raises(NotImplementedError, match=f"does not support .*{name}") as raised:
+        check_config(config_with(**setting))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("setting", MOE_SETTINGS, ids=ids_of(MOE_SETTINGS))
+def test_settings_of_experts_are_refused_by_name_where_there_are_experts(setting):
+    (name,) = setting
+    check_config(config_with(**setting))
+    with pytest.raises(NotImplementedError, match=f"does not support .*{name}"):
+        check_config(config_with(num_moe_experts=4, **setting))
+
+
+def test_every_refusal_is_tested_here():
+    triggered = set()
+    for setting in SETTINGS + MOE_SETTINGS:
+        refusals = _refusals(config_with(num_moe_experts=4, **setting))
+        hits = [index for index, (applies, _) in enumerate(refusals) if applies]
+        assert len(hits) == 1, setting
+        triggered.update(hits)
+    assert triggered == set(range(len(refusals)))
+
+
+def test_several_refusals_come_in_one_message():
+    with pytest.raises(NotImplementedError, match=r"attention_dropout=0\.1.*; nor hidden_dropout=0\.2"):
+        check_config(config_with(attention_dropout=0.1, hidden_dropout=0.2))
+
+
+def test_what_is_supported_is_not_refused():
+    check_config(tiny_config())
+    check_config(config_with(num_moe_experts=4, moe_router_load_balancing_type="none"))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"attention_dropout": 0.1}, {"hidden_dropout": 0.1}, {"window_size": (4, 0)}, {"softmax_type": "learnable"}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_building_a_model_refuses_before_any_forward(setting):
+    config = config_with(**setting)
+    build(config, local_spec(config))  # stock has no objection
+    with pytest.raises(NotImplementedError, match=next(iter(setting))):
+        build(config, with_prefix_tree(local_spec(config)))
+
+
+def test_dropout_that_only_a_layer_asks_for_is_refused():
+    core = tree_class(TreeCoreAttentionMixin, DotProductAttention)
+    with pytest.raises(NotImplementedError, match=r"attention_dropout=0\.25 of layer 3"):
+        core(tiny_config(), 3, AttnMaskType.causal, "self", attention_dropout=0.25)
+    assert core(tiny_config(), 3, AttnMaskType.causal, "self", attention_dropout=0.0).layer_number == 3
+
+
+# What a forward refuses.
+
+
+def test_a_mask_with_a_tree_is_refused():
+    _, tree = twins(tiny_config())
+    folded = batch()
+    mask = torch.zeros(1, 1, folded.layout.padded_size, folded.layout.padded_size, dtype=torch.bool)
+    with pytest.raises(ValueError, match="attention_mask must be None with a folded micro-batch"):
+        tree(folded.input_ids, folded.position_ids, mask, packed_seq_params=folded.packed_seq_params)
+
+
+def layer_and_hidden(batch_size: int = 1):
+    _, tree = twins(tiny_config(), position_embedding_type="none")
+    folded = batch()
+    hidden = torch.zeros(folded.layout.padded_size, batch_size, tree.config.hidden_size, dtype=torch.float64)
+    return tree.decoder.layers[0].self_attention, hidden, folded.packed_seq_params
+
+
+def test_a_bias_with_a_tree_is_refused():
+    attention, hidden, params = layer_and_hidden()
+    bias = torch.zeros(1, 1, len(hidden), len(hidden), dtype=torch.float64)
+    with pytest.raises(ValueError, match="attention_bias must be None with a folded micro-batch"):
+        attention(hidden, None, attention_bias=bias, packed_seq_params=params)
+
+
+def test_a_batch_of_two_with_a_tree_is_refused():
+    attention, hidden, params = layer_and_hidden(batch_size=2)
+    with pytest.raises(ValueError, match="has batch size 1, not 2; set micro_batch_size=1"):
+        attention(hidden, None, packed_seq_params=params)
+
+
+def test_a_rotary_table_shorter_than_the_longest_path_is_refused():
+    _, tree = twins(tiny_config())
+    folded = batch(6, 9)
+    params = dataclasses.replace(folded.packed_seq_params, max_seqlen_q=5, max_seqlen_kv=5)
+    with pytest.raises(ValueError, match="rotary table has 5 positions but the longest path has 9 tokens"):
+        tree(folded.input_ids, folded.position_ids, None, packed_seq_params=params)
+
+
+def test_learned_positions_past_the_table_are_refused_on_the_host():
+    config = tiny_config()
+    model = {"position_embedding_type": "learned_absolute", "max_sequence_length": 8}
+    _, tree = twins(config, **model)
+    assert tree_forward(tree, batch(8, 8)).shape == (1, 14, 61)  # longer than the table, but no path is
+    with pytest.raises(ValueError, match=r"a path of 9 tokens .*max_position_embeddings=8"):
+        tree_forward(tree, batch(9, 3))
+
+
+def test_check_positions_leaves_other_embeddings_alone():
+    rope = SimpleNamespace(position_embedding_type="rope", max_sequence_length=8)
+    check_positions(rope, 1000)
+
+
+def test_three_dimensional_positions_are_refused():
+    config = config_with(mrope_section=[1, 1, 2])
+    model = build(config, with_prefix_tree(local_spec(config)), position_embedding_type="mrope")
+    with pytest.raises(NotImplementedError, match="position_embedding_type='mrope'"):
+        check_model(model)
+
+
+def test_check_model_also_checks_the_config():
+    model = build(tiny_config(), with_prefix_tree(local_spec(tiny_config())))
+    check_model(model)
+    model.config.hidden_dropout = 0.3
+    with pytest.raises(NotImplementedError, match=r"hidden_dropout=0\.3"):
+        check_model(model)
+
+
+def test_an_unknown_attention_backend_is_refused_when_the_batch_is_made():
+    with pytest.raises(ValueError, match="attention backend 'flash' does not exist"):
+        batch(attention_backend="flash")
+
+
+def test_only_params_with_a_tree_are_a_tree():
+    params = batch().packed_seq_params
+    assert tree_params_of(params) is params
+    assert tree_params_of(None) is None
+    assert tree_params_of(PackedSeqParams(qkv_format="sbhd")) is None
+    assert tree_params_of(TreePackedSeqParams()) is None
+    assert params.qkv_format == "sbhd"
+    assert params.max_seqlen_q == params.max_seqlen_kv == 6
+    assert isinstance(params, PackedSeqParams)
+
+
+# Specs.
+
+
+def attention_of(spec: ModuleSpec):
+    return spec.submodules.self_attention
+
+
+def test_with_prefix_tree_changes_two_classes_and_not_its_input():
+    spec = get_gpt_layer_local_spec(qk_layernorm=True)
+    before = repr(spec)
+    tree = with_prefix_tree(spec)
+    assert repr(spec) == before
+    assert attention_of(spec).module is SelfAttention
+    assert issubclass(attention_of(tree).module, TreeSelfAttentionMixin)
+    assert issubclass(attention_of(tree).module, SelfAttention)
+    assert issubclass(attention_of(tree).submodules.core_attention, TreeCoreAttentionMixin)
+    assert issubclass(attention_of(tree).submodules.core_attention, DotProductAttention)
+    assert attention_of(tree).params == attention_of(spec).params
+    for name in (field.name for field in dataclasses.fields(spec.submodules) if field.name != "self_attention"):
+        assert getattr(tree.submodules, name) is getattr(spec.submodules, name), name
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_applying_it_twice_is_harmless(block):
+    spec = get_gpt_layer_local_spec()
+    spec = TransformerBlockSubmodules(layer_specs=[spec] * 2) if block else spec
+    once = with_prefix_tree(spec)
+    assert with_prefix_tree(once) == once
+    assert once != spec
+
+
+def test_equal_bases_give_the_same_class():
+    first, second = (attention_of(with_prefix_tree(get_gpt_layer_local_spec())) for _ in range(2))
+    assert first.module is second.module
+    assert first.module.__name__ == "TreeSelfAttention"
+
+
+def test_subclasses_of_attention_are_followed():
+    class MySelfAttention(SelfAttention):
+        pass
+
+    class MyCore(DotProductAttention):
+        pass
+
+    spec = get_gpt_layer_local_spec()
+    attention_of(spec).module = MySelfAttention
+    attention_of(spec).submodules.core_attention = ModuleSpec(module=MyCore, params={"cp_comm_type": "p2p"})
+    tree = attention_of(with_prefix_tree(spec))
+    assert issubclass(tree.module, MySelfAttention)
+    assert issubclass(tree.submodules.core_attention.module, MyCore)
+    assert tree.submodules.core_attention.params == {"cp_comm_type": "p2p"}
+
+
+def test_multi_latent_attention_is_refused():
+    with pytest.raises(NotImplementedError, match=r"\(MLASelfAttention\).*multi_latent_attention=False"):
+        with_prefix_tree(get_gpt_layer_local_spec(multi_latent_attention=True))
+
+
+def test_multi_token_prediction_is_refused():
+    spec = get_gpt_mtp_block_spec(
+        tiny_config(mtp_num_layers=1), get_gpt_layer_local_spec(), use_transformer_engine=False
+    )
+    with pytest.raises(NotImplementedError, match="mtp_num_layers=None"):
+        with_prefix_tree(spec)
+
+
+def test_cross_attention_is_refused():
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.cross_attention = ModuleSpec(module=CrossAttention)
+    with pytest.raises(NotImplementedError, match=r"cross-attention \(CrossAttention\)"):
+        with_prefix_tree(spec)
+
+
+def test_self_attention_that_is_none_is_refused():
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention = ModuleSpec(module=CrossAttention)
+    with pytest.raises(NotImplementedError, match="does not support CrossAttention as self-attention"):
+        with_prefix_tree(spec)
+
+
+def test_core_attention_that_is_no_class_is_refused():
+    spec = get_gpt_layer_local_spec()
+    attention_of(spec).submodules.core_attention = batch
+    with pytest.raises(NotImplementedError, match="needs a class as core_attention, not batch"):
+        with_prefix_tree(spec)
+
+
+def test_layers_that_are_no_transformer_layers_are_refused():
+    with pytest.raises(NotImplementedError, match="layers of class IdentityOp"):
+        with_prefix_tree(ModuleSpec(module=IdentityOp))
+    blocks = TransformerBlockSubmodules(layer_specs=[get_gpt_layer_local_spec(), ModuleSpec(module=IdentityOp)])
+    with pytest.raises(NotImplementedError, match="layers of class IdentityOp"):
+        with_prefix_tree(blocks)
+
+
+@pytest.mark.parametrize("spec", [None, SelfAttention, "gpt_layer_local"])
+def test_what_is_no_spec_is_a_type_error(spec):
+    with pytest.raises(TypeError, match="with_prefix_tree takes a ModuleSpec"):
+        with_prefix_tree(spec)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_layer_local", "gpt_layer_local_qk_layernorm", "gpt_layer_te", "gpt_layer_te_qk_layernorm"]
+)
+def test_specs_for_the_command_line_are_names_of_the_module(name):
+    """Megatron-LM reads ``vars(module)[name]``."""
+    assert isinstance(vars(layer_specs)[name], ModuleSpec)
+
+
+def test_the_local_specs_are_megatrons():
+    assert layer_specs.gpt_layer_local == with_prefix_tree(get_gpt_layer_local_spec())
+    assert layer_specs.gpt_layer_local_qk_layernorm == with_prefix_tree(get_gpt_layer_local_spec(qk_layernorm=True))
+    assert local_layer_spec(normalization="RMSNorm") == with_prefix_tree(get_gpt_layer_local_spec(normalization="RMSNorm"))
+
+
+def test_transformer_engine_specs_without_transformer_engine_say_so(monkeypatch):
+    monkeypatch.setattr(layer_specs, "_have_te", lambda: False)
+    with pytest.raises(ImportError, match="needs TransformerEngine, which is not installed.*gpt_layer_local"):
+        te_layer_spec(qk_layernorm=True)
+    with pytest.raises(ImportError, match="needs TransformerEngine, which is not installed"):
+        build(tiny_config(), layer_specs._te_spec())

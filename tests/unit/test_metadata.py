@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import metadata_of, random_forest, sample_lists
+
+from mcore_prefix_tree import TreeMetadata, fold
+
+forests = st.tuples(st.integers(0, 10_000), st.integers(0, 25), st.sampled_from([(1, 2, 5), (0, 1, 3), (0,)]))
+
+
+def naive(node_lens, node_parent, padding):
+    """Positions and subtree ends token by token, climbing from every node."""
+    ancestors = []
+    for node, parent in enumerate(node_parent):
+        ancestors.append([node] + (ancestors[parent] if parent >= 0 else []))
+    node_of = [node for node, length in enumerate(node_lens) for _ in range(length)]
+    starts = np.concatenate([[0], np.cumsum(node_lens)])
+    positions, ends = [], []
+    for flat, node in enumerate(node_of):
+        positions.append(flat - starts[node] + sum(node_lens[above] for above in ancestors[node][1:]))
+        below = [other for other in range(flat, len(node_of)) if node in ancestors[node_of[other]]]
+        ends.append(below[-1] + 1)
+    tail = range(len(node_of), len(node_of) + padding)
+    return positions + [0] * padding, ends + [flat + 1 for flat in tail]
+
+
+@given(sample_lists(), st.integers(0, 5))
+def test_from_layout_and_from_nodes_agree(samples, padding):
+    layout = fold(samples, padded_size=max(1, len({tuple(s.tokens) for s in samples}) * 20 + padding))
+    one = TreeMetadata.from_layout(layout)
+    other = TreeMetadata.from_nodes(layout.cu_node_lens, layout.node_parent, padded_size=layout.padded_size)
+    for name in ("cu_node_lens", "node_parent", "node_depth"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        assert getattr(one, name).dtype == getattr(other, name).dtype == np.int32
+    for name in ("tree_position_ids", "subtree_end"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+        assert getattr(one, name).dtype == getattr(other, name).dtype == torch.int32
+    assert (one.padded_size, one.max_path_len) == (other.padded_size, other.max_path_len)
+    assert (one.num_nodes, one.num_tokens) == (layout.num_nodes, layout.physical_tokens)
+
+
+@given(forests, st.integers(1, 4))
+def test_from_nodes_against_climbing_every_path(forest, padding):
+    seed, nodes, lens = forest
+    node_lens, node_parent = random_forest(seed, nodes=nodes, node_lens=lens, root_rate=0.2)
+    metadata = metadata_of(node_lens, node_parent, padding=padding)
+    positions, ends = naive(node_lens, node_parent, padding)
+    assert metadata.tree_position_ids.tolist() == positions
+    assert metadata.subtree_end.tolist() == ends
+    assert metadata.max_path_len == max(positions) + 1
+    assert metadata.num_tokens == sum(node_lens)
+    assert metadata.padded_size == sum(node_lens) + padding
+
+
+@given(forests, st.integers(1, 3))
+def test_segments_are_maximal_chains(forest, padding):
+    seed, nodes, lens = forest
+    node_lens, node_parent = random_forest(seed, nodes=nodes, node_lens=lens, root_rate=0.2)
+    chains: list[list[int]] = []
+    chain_of: dict[int, int] = {}
+    for node, parent in enumerate(node_parent):
+        if parent >= 0 and node_parent.count(parent) == 1:
+            chain_of[node] = chain_of[parent]
+            chains[chain_of[node]].append(node)
+        else:
+            chain_of[node] = len(chains)
+            chains.append([node])
+    metadata = metadata_of(node_lens, node_parent, padding=padding)
+    segments = metadata.segments
+    lengths = [sum(node_lens[node] for node in chain) for chain in chains] + [1] * padding
+    parents = [chain_of.get(node_parent[chain[0]], -1) for chain in chains] + [-1] * padding
+    depths = [int(metadata.node_depth[chain[0]]) for chain in chains] + [0] * padding
+    assert np.diff(segments.cu_lens).tolist() == lengths
+    assert segments.cu_lens[0] == 0
+    assert segments.parent.tolist() == parents
+    assert segments.depth.tolist() == depths
+    assert segments.cu_lens.dtype == segments.parent.dtype == segments.depth.dtype == np.int32
+
+
+def test_segments_of_a_per_turn_rollout():
+    """A chain of turns is many nodes and one segment; a sample that ends inside a path adds none."""
+    metadata = metadata_of([3] * 50, list(range(-1, 49)))
+    assert metadata.num_nodes == 50
+    assert metadata.segments.cu_lens.tolist() == [0, 150]
+    assert metadata.segments is metadata.segments
+
+
+def test_zero_length_nodes_and_several_roots():
+    metadata = metadata_of([2, 0, 1, 0, 3, 0], [-1, 0, 1, 1, -1, 4])
+    assert metadata.tree_position_ids.tolist() == [0, 1, 2, 0, 1, 2]
+    assert metadata.subtree_end.tolist() == [3, 3, 3, 6, 6, 6]
+    assert metadata.node_depth.tolist() == [0, 2, 2, 2, 0, 3]
+
+
+def test_no_nodes_are_padding_alone():
+    metadata = TreeMetadata.from_nodes([0], [], padded_size=3)
+    assert metadata.num_nodes == metadata.num_tokens == 0
+    assert metadata.subtree_end.tolist() == [1, 2, 3]
+    assert metadata.segments.cu_lens.tolist() == [0, 1, 2, 3]
+    assert metadata.max_path_len == 1
+
+
+@pytest.mark.parametrize(
+    ("borders", "parent", "options", "says"),
+    [
+        ([0, 2], [-1, 0], {}, r"cu_node_lens \(2,\) must be one-dimensional and one longer than node_parent \(2,\)"),
+        ([[0, 2]], [-1], {}, r"cu_node_lens \(1, 2\)"),
+        ([0, 2], [[-1]], {}, r"node_parent \(1, 1\)"),
+        ([], [], {}, r"cu_node_lens \(0,\)"),
+        ([1, 2], [-1], {}, "cu_node_lens must begin at 0"),
+        ([0, 3, 2], [-1, 0], {}, "cu_node_lens must begin at 0 and never decrease"),
+        ([0, 1, 2], [0, -1], {}, r"node_parent\[0\] = 0 is not on the path"),
+        ([0, 1, 2], [-1, 2], {}, r"node_parent\[1\] = 2 is not on the path"),
+        ([0, 1, 2], [-1, 1], {}, r"node_parent\[1\] = 1 is not on the path"),
+        ([0, 1, 2, 3, 4], [-1, 0, 0, 1], {}, r"node_parent\[3\] = 1 is not on the path to node 3.*pre-order"),
+        ([0, 1, 2, 3], [-1, -1, 0], {}, r"node_parent\[2\] = 0 is not on the path"),
+        ([0, 1, 2], [-1, -2], {}, r"node_parent\[1\] = -2 is neither"),
+        ([0, 4], [-1], {"padded_size": 3}, "padded_size=3 cannot hold the 4 tokens"),
+        ([0], [], {}, "padded_size=0 cannot hold"),
+    ],
+)
+def test_arrays_that_are_no_forest_are_refused(borders, parent, options, says):
+    with pytest.raises(ValueError, match=says):
+        TreeMetadata.from_nodes(borders, parent, **options)
+
+
+def test_to_moves_the_token_tensors_and_starts_an_empty_cache():
+    metadata = metadata_of([3, 2, 2], [-1, 0, 0])
+    metadata.derived("plan", lambda _: object())
+    assert metadata.to("cpu") is metadata
+    assert metadata.to(torch.device("cpu")) is metadata
+    moved = metadata.to("meta")
+    assert moved is not metadata
+    assert moved.subtree_end.device.type == moved.tree_position_ids.device.type == "meta"
+    assert moved.cache == {}
+    assert moved.node_parent is metadata.node_parent
+    assert (moved.padded_size, moved.max_path_len) == (metadata.padded_size, metadata.max_path_len)
+    built = TreeMetadata.from_nodes([0, 2], [-1], device="meta")
+    assert built.subtree_end.device.type == "meta"
+
+
+def test_derived_plans_are_built_once():
+    metadata = metadata_of([3, 2], [-1, 0])
+    calls = []
+
+    def build(of):
+        assert of is metadata
+        calls.append(of)
+        return None  # a plan may be falsy and still is a plan
+
+    assert metadata.derived("a", build) is None
+    assert metadata.derived("a", build) is None
+    assert len(calls) == 1
+    metadata.derived("b", build)
+    assert len(calls) == 2
+
+
+def test_memory_and_time_are_linear():
+    """A million tokens in 100,001 nodes, one long comb: a square of anything would need terabytes."""
+    nodes = 100_001
+    node_parent = np.arange(nodes) - 1
+    node_parent[2::2] -= 1  # even nodes hang below the last even one: a spine with a leaf at every level
+    borders = np.arange(nodes + 1) * 10
+    tracemalloc.start()
+    started = time.perf_counter()
+    metadata = TreeMetadata.from_nodes(borders, node_parent)
+    segments = metadata.segments
+    elapsed = time.perf_counter() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(segments.parent) == nodes
+    assert metadata.max_path_len == 10 * (nodes // 2 + 1)
+    assert peak < 100 * metadata.num_tokens
+    assert elapsed < 5

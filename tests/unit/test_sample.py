@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_prefix_tree import Sample, SampleError
+from mcore_prefix_tree.sample import INT32_MAX
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "says"),
+    [
+        ({"tokens": []}, "tokens", "is empty"),
+        ({"tokens": [[1, 2], [3, 4]]}, "tokens", "flat list of integers"),
+        ({"tokens": [[1, 2], [3]]}, "tokens", "flat list of integers"),
+        ({"tokens": 7}, "tokens", "flat list of integers"),
+        ({"tokens": [1.0, 2.0]}, "tokens", "flat list of integers"),
+        ({"tokens": ["1"]}, "tokens", "flat list of integers"),
+        ({"tokens": [True, False]}, "tokens", "flat list of integers"),
+        ({"tokens": [None]}, "tokens", "flat list of integers"),
+        ({"tokens": [10**30]}, "tokens", "flat list of integers"),
+        ({"tokens": [5, -3, -4]}, "tokens", "-3 at index 1"),
+        ({"tokens": [5, 1, INT32_MAX + 1]}, "tokens", f"{INT32_MAX + 1} at index 2"),
+        ({"tokens": np.array([2**63], dtype=np.uint64)}, "tokens", f"{2**63} at index 0"),
+        ({"tokens": [1, 2], "loss_mask": [1]}, "loss_mask", "1 entries but 'tokens' has 2"),
+        ({"tokens": [1, 2], "loss_mask": []}, "loss_mask", "0 entries but 'tokens' has 2"),
+        ({"tokens": [1, 2], "loss_mask": [[1, 1]]}, "loss_mask", "flat list of numbers"),
+        ({"tokens": [1, 2], "loss_mask": [[1], [1, 2]]}, "loss_mask", "flat list of numbers"),
+        ({"tokens": [1, 2], "loss_mask": ["a", "b"]}, "loss_mask", "flat list of numbers"),
+        ({"tokens": [1, 2], "loss_mask": [1, None]}, "loss_mask", "flat list of numbers"),
+        ({"tokens": [1, 2], "loss_mask": [1, -0.5]}, "loss_mask", "-0.5 at index 1"),
+        ({"tokens": [1, 2], "loss_mask": [float("nan"), 1]}, "loss_mask", "nan at index 0"),
+        ({"tokens": [1, 2], "loss_mask": [0, float("inf")]}, "loss_mask", "inf at index 1"),
+        ({"tokens": [1, 2], "loss_mask": [0, 1e300]}, "loss_mask", "1e+300 at index 1"),
+    ],
+)
+def test_a_malformed_field_is_named_with_its_source(fields, field, says):
+    with pytest.raises(SampleError) as raised:
+        Sample(**fields, source="rollouts.jsonl:12 turn 3")
+    message = str(raised.value)
+    assert message.startswith(f"rollouts.jsonl:12 turn 3: field '{field}'")
+    assert says in message
+    assert "\n" not in message
+
+
+def test_sample_error_is_a_value_error():
+    with pytest.raises(ValueError, match="sample: field 'tokens'"):
+        Sample(tokens=[])
+
+
+def test_without_a_mask_every_token_is_scored():
+    sample = Sample(tokens=[3, 1, 4])
+    assert sample.loss_mask.dtype == np.float32
+    assert sample.loss_mask.tolist() == [1, 1, 1]
+    assert len(sample) == 3
+
+
+@pytest.mark.parametrize("tokens", [[0, INT32_MAX], np.array([0, INT32_MAX], dtype=np.uint64), (0, INT32_MAX)])
+def test_tokens_become_int32(tokens):
+    sample = Sample(tokens=tokens)
+    assert sample.tokens.dtype == np.int32
+    assert sample.tokens.tolist() == [0, INT32_MAX]
+
+
+def test_boolean_masks_are_weights():
+    assert Sample(tokens=[1, 2], loss_mask=np.array([False, True])).loss_mask.tolist() == [0.0, 1.0]
+
+
+def test_a_sample_neither_changes_nor_follows_the_arrays_it_was_given():
+    tokens, mask = np.array([1, 2, 3], dtype=np.int32), np.array([0, 1, 1], dtype=np.float32)
+    sample = Sample(tokens=tokens, loss_mask=mask)
+    tokens[0] = 9
+    mask[0] = 9
+    assert sample.tokens.tolist() == [1, 2, 3]
+    assert sample.loss_mask.tolist() == [0, 1, 1]
+    assert tokens.flags.writeable
+    assert mask.flags.writeable
+    for array in (sample.tokens, sample.loss_mask):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+    with pytest.raises(AttributeError):
+        sample.source = "elsewhere"
