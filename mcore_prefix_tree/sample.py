@@ -25,7 +25,7 @@ class Sample:
     Attributes:
         tokens: int32 ``[n]``, n >= 1, token ids >= 0.
         loss_mask: float32 ``[n]``, finite and >= 0. ``loss_mask[t]`` weighs the loss of predicting ``tokens[t]`` from
-            ``tokens[:t]``; 0 leaves the token unscored. ``loss_mask[0]`` has no effect: nothing predicts the first token.
+            ``tokens[:t]``; 0 leaves it unscored. ``loss_mask[0]`` has no effect: nothing predicts the first token.
         merge_key: what has to be equal, besides the tokens, for two samples to share (temperature, adapter or policy
             version, ...).
         source: where the sample came from (``file:line``, ``file:line turn 3``), for messages.

@@ -22,7 +22,8 @@ class Backend(Protocol):
         metadata: TreeMetadata,
         *,
         softmax_scale: float,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """See ``reference_attention``."""
 
 
 BACKENDS: dict[str, Backend] = {"path": path_attention, "reference": reference_attention}

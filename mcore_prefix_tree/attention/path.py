@@ -155,13 +155,15 @@ class _PathAttention(torch.autograd.Function):
             path_key[depth : depth + end - start] = key[start:end]
             path_value[depth : depth + end - start] = value[start:end]
             for block in _blocks(segment):
-                inputs = [
+                block_query, block_key, block_value = (
                     rows.detach().requires_grad_()
                     for rows in (query[block.start : block.end], path_key[: block.keys], path_value[: block.keys])
-                ]
+                )
                 with torch.enable_grad():
-                    out = _attend(*inputs, block, bias, ctx.scale)
-                grads = torch.autograd.grad(out, inputs, grad_out[block.start : block.end])
+                    out = _attend(block_query, block_key, block_value, block, bias, ctx.scale)
+                grads = torch.autograd.grad(
+                    out, (block_query, block_key, block_value), grad_out[block.start : block.end]
+                )
                 grad_query[block.start : block.end] = grads[0]
                 path_grad_key[: block.keys] += grads[1]
                 path_grad_value[: block.keys] += grads[2]
@@ -178,5 +180,7 @@ def path_attention(
     Saves query, key and value for backward, nothing per pair. Gradients of shared keys are summed in fp32 or better.
     """
     plan = metadata.derived("path", _build_plan)
-    out: torch.Tensor = _PathAttention.apply(query, key, value, plan, softmax_scale)
+    out: torch.Tensor = _PathAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, plan, softmax_scale
+    )
     return out

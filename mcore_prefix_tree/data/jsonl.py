@@ -100,7 +100,7 @@ def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
-        raise SampleError("no data paths; give at least one file, glob or '-' for standard input")
+        raise SampleError("no data paths; give data.path at least one file, glob or '-' for standard input")
     resolved: list[str] = []
     for path in [os.fspath(path) for path in given]:
         if os.path.isdir(path):
@@ -204,7 +204,7 @@ def _chat_samples(row: dict[str, Any], merge_key: Hashable, source: str, options
             f"{source}: field 'loss_mask' goes with 'tokens'; with 'messages' it follows from the assistant turns"
         )
     if options.tokenizer is None:
-        raise SampleError(f"{source}: field 'messages' needs a tokenizer; set one, or give 'tokens'")
+        raise SampleError(f"{source}: field 'messages' needs a tokenizer; set data.tokenizer, or give 'tokens'")
     try:
         turns = options.tokenizer.encode_turns(parse_messages(row["messages"]))
     except ChatError as error:
@@ -224,7 +224,7 @@ def _chat_samples(row: dict[str, Any], merge_key: Hashable, source: str, options
         if not np.array_equal(whole[: len(turn.tokens)], turn.tokens):
             raise SampleError(
                 f"{source}: field 'messages' is no single sample, because the chat format of tokenizer "
-                f"'{options.tokenizer.name}' rewrites the history after turn {number}; set expand_turns, or use a "
+                f"'{options.tokenizer.name}' rewrites the history after turn {number}; set data.expand_turns, or use a "
                 "tokenizer that keeps it, such as mistral-v7"
             )
     spans = [(turn.start, len(turn.tokens)) for turn in turns]

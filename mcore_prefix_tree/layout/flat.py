@@ -23,8 +23,8 @@ Int64Array = npt.NDArray[np.int64]
 class FlatLayout:
     """One micro-batch of folded samples.
 
-    Query token i sees key token j exactly if ``j <= i < subtree_end[j]``. Tokens from T to P are padding: roots of their
-    own that see only themselves and are never scored.
+    Query token i sees key token j exactly if ``j <= i < subtree_end[j]``. Tokens from T to P are padding: roots
+    of their own that see only themselves and are never scored.
 
     Attributes:
         input_ids: int64 ``[P]``.
@@ -32,11 +32,11 @@ class FlatLayout:
         subtree_end: int32 ``[P]``, exclusive flat end of the subtree under the token's node.
         predictor: int32 ``[P]``, flat index of the token's predecessor on its path; -1 where nothing predicts the
             token (first in a root, padding).
-        loss_weight: float32 ``[P]``, the loss masks of all samples through a token, summed; 0 where nothing predicts it.
+        loss_weight: float32 ``[P]``, the loss masks of all samples through a token, summed; 0 without a predictor.
         cu_node_lens: int32 ``[N + 1]``, node n holds flat tokens ``cu_node_lens[n]:cu_node_lens[n + 1]``.
         node_parent: int32 ``[N]``, -1 for a root.
         node_depth: int32 ``[N]``, position of the node's first token on its path.
-        sample_map: int32 ``[L]``, the flat indices of every sample's tokens, samples concatenated in the caller's order.
+        sample_map: int32 ``[L]``, flat indices of the samples' tokens, one sample after another, in the caller's order.
         cu_sample_lens: int64 ``[S + 1]``, sample s is ``sample_map[cu_sample_lens[s]:cu_sample_lens[s + 1]]``.
         sample_node: int32 ``[S]``, the node in which each sample ends.
         num_supervised: logical tokens that have a predictor and a non-zero loss mask.
@@ -129,8 +129,8 @@ def fold(
         pad_token: id of the padding tokens; any id inside the vocabulary.
 
     Returns:
-        The layout. It depends on the samples only, not on their order, apart from ``sample_map``, ``cu_sample_lens`` and
-        ``sample_node``, which follow the caller's order.
+        The layout. It depends on the samples only, not on their order, apart from ``sample_map``, ``cu_sample_lens``
+        and ``sample_node``, which follow the caller's order.
 
     Raises:
         ValueError: if ``padded_size`` cannot hold the tokens or is not a multiple of ``pad_to_multiple_of``.

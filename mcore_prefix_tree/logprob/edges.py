@@ -1,7 +1,7 @@
 """Log-probability of every edge (predictor, token) from vocabulary-parallel logits, each row of logits read once.
 
-A token is scored by its predictor. At a branch point several tokens have the same predictor, so one row of logits serves
-several edges and its gradient is their sum:
+A token is scored by its predictor. At a branch point several tokens have the same predictor, so one row of logits
+serves several edges and its gradient is their sum:
 
     log p(e)         = logits[predictor(e), token(e)] - logsumexp(logits[predictor(e)])
     d / d logits[i]  = sum over e with predictor i of g(e) * (onehot(token(e)) - softmax(logits[i]))
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from mcore_prefix_tree.layout import FlatLayout
 
 # Rows of logits in fp32 at a time: bounds the temporary memory at ROWS * Vl.
-ROWS = 1024
+ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,47 +71,78 @@ def _row_blocks(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
 class _EdgeLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, edges: Edges, vocab_start: int, group: dist.ProcessGroup | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any,
+        logits: torch.Tensor,
+        edges: Edges,
+        vocab_start: int,
+        group: dist.ProcessGroup | None,
+        with_entropy: bool,
+        in_place: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        row_max = logits.amax(dim=1).to(dtype)
-        if group is not None:
-            dist.all_reduce(row_max, op=dist.ReduceOp.MAX, group=group)
-        # Row 0: sum of exp; row 1: sum of exp * (logit - max). One pass over the logits, one collective.
-        sums = logits.new_empty(2, logits.shape[0], dtype=dtype)
+        logsumexp = logits.new_empty(logits.shape[0], dtype=dtype)
+        entropy = torch.empty_like(logsumexp) if with_entropy else None
         for rows, block in _row_blocks(logits):
-            shifted = block - row_max[rows, None]
-            exp = shifted.exp()
-            sums[0, rows] = exp.sum(dim=1)
-            sums[1, rows] = torch.linalg.vecdot(exp, shifted)
+            if entropy is None:
+                logsumexp[rows] = torch.logsumexp(block, dim=1)
+            else:
+                # Relative to the maximum, not to the logsumexp: a near-certain row keeps the digits of its entropy.
+                row_max = block.amax(dim=1)
+                shifted = block - row_max[:, None]
+                exp = shifted.exp()
+                total = exp.sum(dim=1)
+                logsumexp[rows] = row_max + total.log()
+                entropy[rows] = total.log() - torch.linalg.vecdot(exp, shifted) / total
         here, column = _on_this_rank(edges, vocab_start, logits.shape[1])
-        target = torch.where(here, logits[edges.predictor, column].to(dtype) - row_max[edges.predictor], 0)
+        target = torch.where(here, logits[edges.predictor, column].to(dtype), 0)
         if group is not None:
-            dist.all_reduce(sums, group=group)
+            logsumexp, entropy = _over_ranks(logsumexp, entropy, group)
             dist.all_reduce(target, group=group)
-        log_sum = sums[0].log()
-        entropy = log_sum - sums[1] / sums[0]
-        ctx.save_for_backward(logits, row_max + log_sum, entropy)
-        ctx.edges, ctx.vocab_start = edges, vocab_start
-        return target - log_sum[edges.predictor], entropy
+        ctx.save_for_backward(logits, logsumexp, entropy)
+        ctx.edges, ctx.vocab_start, ctx.in_place = edges, vocab_start, in_place
+        return target - logsumexp[edges.predictor], entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_logprob, grad_entropy = grad_outputs
         logits, logsumexp, entropy = ctx.saved_tensors
         edges: Edges = ctx.edges
-        per_row = torch.zeros_like(logsumexp).index_add_(0, edges.predictor, grad_logprob)
+        per_row = torch.zeros_like(logsumexp).index_add_(0, edges.predictor, grad_logprob).neg_()
         here, column = _on_this_rank(edges, ctx.vocab_start, logits.shape[1])
         at_target = torch.where(here, grad_logprob, 0)
-        grad = torch.empty_like(logits)
+        grad = logits if ctx.in_place else torch.empty_like(logits)
         for (rows, block), owned in zip(_row_blocks(logits), edges.block_edges, strict=True):
-            log_prob = block - logsumexp[rows, None]
-            weight = per_row[rows, None] + grad_entropy[rows, None] * (log_prob + entropy[rows, None])
-            block_grad = log_prob.exp_().mul_(weight).neg_()
-            # In the block's own precision: what one target loses to rounding would not come back.
+            # In the block's own precision, which is the gradient's or wider: what a target loses to rounding stays lost.
+            block_grad = grad[rows] if grad.dtype == block.dtype else torch.empty_like(block)
+            log_prob = torch.sub(block, logsumexp[rows, None], out=block_grad)
+            if entropy is None:
+                log_prob.exp_().mul_(per_row[rows, None])
+            else:
+                weight = per_row[rows, None] - grad_entropy[rows, None] * (log_prob + entropy[rows, None])
+                log_prob.exp_().mul_(weight)
             place = (edges.predictor[owned] - rows.start, column[owned])
-            grad[rows] = block_grad.index_put_(place, at_target[owned], accumulate=True)
-        return grad, None, None, None
+            block_grad.index_put_(place, at_target[owned], accumulate=True)
+            if block_grad.dtype != grad.dtype:
+                grad[rows] = block_grad
+        return grad, None, None, None, None, None
+
+
+def _over_ranks(
+    logsumexp: torch.Tensor, entropy: torch.Tensor | None, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Join what each rank knows of its own columns.
+
+    Rank r holds the share ``w_r = exp(logsumexp_r - logsumexp)`` of a row's probability, and the row's entropy is
+    ``sum_r w_r (H_r + logsumexp - logsumexp_r)``.
+    """
+    largest = logsumexp.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    relative = logsumexp - largest
+    share = relative.exp()
+    sums = torch.stack([share] if entropy is None else [share, share * (entropy - relative)])
+    dist.all_reduce(sums, group=group)
+    log_sum = sums[0].log()
+    return largest + log_sum, None if entropy is None else sums[1] / sums[0] + log_sum
 
 
 def _on_this_rank(edges: Edges, vocab_start: int, local_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,25 +152,55 @@ def _on_this_rank(edges: Edges, vocab_start: int, local_size: int) -> tuple[torc
 
 
 def edge_logprobs(
-    logits: torch.Tensor, edges: Edges, *, vocab_start: int = 0, group: dist.ProcessGroup | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of every token given its path, and the entropy of every token's prediction.
+    logits: torch.Tensor,
+    edges: Edges,
+    *,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """Log-probability of every token given its path.
 
     Args:
         logits: ``[P, Vl]``, this rank's columns, in any floating dtype; reductions are in fp32 or better.
         edges: of the layout that the logits come from.
         vocab_start: id of the first column.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
+        in_place: let backward put the gradient where the logits are, which halves the peak. For logits that nobody
+            reads afterwards; autograd refuses a second backward.
 
     Returns:
-        ``logprob`` ``[P]``, at each token's own flat index, 0 where nothing predicts the token; and ``entropy`` ``[P]``
-        in nats, of the distribution that each token predicts. Both equal on all ranks of the group, fp32 or better.
+        ``[P]`` in nats, at each token's own flat index; 0 where nothing predicts the token. Equal on all ranks of the
+        group, fp32 or better.
 
     Raises:
         ValueError: if the logits are not ``[padded_size, Vl]``.
     """
+    logprob, _ = _score(logits, edges, vocab_start, group, with_entropy=False, in_place=in_place)
+    return logprob
+
+
+def edge_logprobs_and_entropy(
+    logits: torch.Tensor, edges: Edges, *, vocab_start: int = 0, group: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`edge_logprobs`, and the entropy ``[P]`` in nats of the distribution that each token predicts."""
+    logprob, entropy = _score(logits, edges, vocab_start, group, with_entropy=True, in_place=False)
+    assert entropy is not None
+    return logprob, entropy
+
+
+def _score(
+    logits: torch.Tensor,
+    edges: Edges,
+    vocab_start: int,
+    group: dist.ProcessGroup | None,
+    *,
+    with_entropy: bool,
+    in_place: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if logits.ndim != 2 or logits.shape[0] != edges.padded_size:
         raise ValueError(f"logits must be [{edges.padded_size}, vocabulary], not {list(logits.shape)}")
-    per_edge, entropy = _EdgeLogprobs.apply(logits, edges, vocab_start, group)
-    logprob = per_edge.new_zeros(edges.padded_size).index_put((edges.token,), per_edge)
-    return logprob, entropy
+    per_edge, entropy = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, edges, vocab_start, group, with_entropy, in_place
+    )
+    return per_edge.new_zeros(edges.padded_size).index_put((edges.token,), per_edge), entropy

@@ -29,7 +29,7 @@ class TreeSelfAttentionMixin:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As the base class; ``rotary_pos_emb`` is a table by position ``[max_path_len, 1, 1, dim]``, or two of them."""
+        """As the base class; ``rotary_pos_emb`` is a table by position ``[max_path_len, 1, 1, dim]`` or two."""
         tree = tree_params_of(packed_seq_params)
         if tree is not None and rotary_pos_emb is not None:
             assert tree.tree_metadata is not None

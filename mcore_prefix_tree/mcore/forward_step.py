@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from mcore_prefix_tree.logprob import edge_logprobs
+from mcore_prefix_tree.logprob import edge_logprobs, edge_logprobs_and_entropy
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.validation import check_positions
 from mcore_prefix_tree.objectives import sft_loss
@@ -38,16 +38,22 @@ def tree_forward(model: Any, batch: MicroBatch) -> torch.Tensor:
     return output
 
 
-def tree_logprobs(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def tree_logprobs(logits: torch.Tensor, batch: MicroBatch, *, in_place: bool = False) -> torch.Tensor:
     """:func:`edge_logprobs` over the tensor-parallel group, from the last stage's output ``[1, P, V / tp]``."""
-    local = logits.squeeze(0)
+    return edge_logprobs(logits.squeeze(0), batch.edges, in_place=in_place, **_vocabulary_split(logits))
+
+
+def tree_logprobs_and_entropy(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`edge_logprobs_and_entropy` over the tensor-parallel group, from the last stage's output."""
+    return edge_logprobs_and_entropy(logits.squeeze(0), batch.edges, **_vocabulary_split(logits))
+
+
+def _vocabulary_split(logits: torch.Tensor) -> dict[str, Any]:
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
-    return edge_logprobs(
-        local,
-        batch.edges,
-        vocab_start=parallel_state.get_tensor_model_parallel_rank() * local.shape[1],
-        group=parallel_state.get_tensor_model_parallel_group() if parallel else None,
-    )
+    return {
+        "vocab_start": parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1],
+        "group": parallel_state.get_tensor_model_parallel_group() if parallel else None,
+    }
 
 
 def sft_forward_step(
@@ -62,7 +68,7 @@ def sft_forward_step(
 
 
 def _sft_loss(batch: MicroBatch, logits: torch.Tensor) -> LossOutput:
-    logprob, _ = tree_logprobs(logits, batch)
+    logprob = tree_logprobs(logits, batch, in_place=True)
     loss = sft_loss(logprob, batch.loss_weight)
     num_tokens = torch.tensor(batch.layout.num_supervised, dtype=torch.int, device=logits.device)
     return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}

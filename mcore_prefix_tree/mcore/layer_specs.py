@@ -77,7 +77,9 @@ def _self_attention(spec: Any) -> Any:
             "embeddings inside its own projection; use multi_latent_attention=False"
         )
     if isinstance(module, type) and issubclass(module, SelfAttention):
-        submodules = dataclasses.replace(spec.submodules, core_attention=_core_attention(spec.submodules.core_attention))
+        submodules = dataclasses.replace(
+            spec.submodules, core_attention=_core_attention(spec.submodules.core_attention)
+        )
         return dataclasses.replace(spec, module=tree_class(TreeSelfAttentionMixin, module), submodules=submodules)
     if module is IdentityOp or getattr(spec, "params", {}).get("tp_comm_buffer_name") == "linear_attn":
         return spec  # a heterogeneous layer without attention works on each token by itself

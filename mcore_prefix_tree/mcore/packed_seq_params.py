@@ -16,8 +16,8 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     """Says that a micro-batch is folded, how, and which back-end attends to it.
 
     A subclass, because ``TEDotProductAttention`` hands every field of the base class to TransformerEngine as a keyword.
-    ``qkv_format`` stays ``'sbhd'``: a ``'thd'`` one would restart rotary positions at each sequence. ``max_seqlen_*`` is
-    the longest path, from which the model sizes its rotary table.
+    ``qkv_format`` stays ``'sbhd'``: a ``'thd'`` one would restart rotary positions at each sequence. ``max_seqlen_*``
+    is the longest path, from which the model sizes its rotary table.
 
     Attributes:
         tree_metadata: of the micro-batch, on the device of the hidden states.

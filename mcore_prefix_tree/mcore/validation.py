@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 
-
 def _refusals(config: Any) -> list[tuple[bool, str]]:
     """(whether it applies, sentence) for every setting of a TransformerConfig that folding does not support."""
     balancing = config.moe_router_load_balancing_type
@@ -77,8 +76,8 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         (
             moe and bool(np.any(config.moe_aux_loss_coeff)),
-            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff}: the auxiliary loss would count a shared token once instead "
-            "of once per sample; set moe_aux_loss_coeff=0",
+            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff}: the auxiliary loss would count a shared token once "
+            "instead of once per sample; set moe_aux_loss_coeff=0",
         ),
         (
             moe and bool(config.moe_z_loss_coeff),
@@ -129,8 +128,8 @@ def check_model(model: Any) -> None:
     check_config(model.config)
     if model.position_embedding_type == "mrope":
         raise NotImplementedError(
-            "prefix-tree training does not support position_embedding_type='mrope': its positions are three-dimensional; "
-            "use 'rope', 'yarn', 'learned_absolute' or 'none'"
+            "prefix-tree training does not support position_embedding_type='mrope': its positions are three-dimensional; use "
+            " 'rope', 'yarn', 'learned_absolute' or 'none'"
         )
 
 

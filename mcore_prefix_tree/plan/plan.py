@@ -60,8 +60,8 @@ def plan_step(
     for sample in samples:
         if len(sample) > max_tokens:
             raise BudgetError(
-                f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of batch.max_tokens={max_tokens}; raise "
-                "batch.max_tokens or shorten the sample"
+                f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of batch.max_tokens={max_tokens}; "
+                "raise batch.max_tokens or shorten the sample"
             )
     order, shared = sort_samples(samples)
     fresh = np.asarray([len(samples[index]) for index in order.tolist()], dtype=np.int64) - shared

@@ -113,7 +113,7 @@ def single_process(*, seed: int = SEED) -> Iterator[None]:
     """Emulate the GPU, join a world of one and initialise megatron's parallel state, for the ``with`` block."""
     with (
         cpu_emulation(),
-        _process_group(c10d.HashStore(), 0, 1, timeout_s=60),
+        _process_group(torch.distributed.HashStore(), 0, 1, timeout_s=60),  # type: ignore[attr-defined]
         parallel_state(Layout(), seed=seed),
     ):
         yield
@@ -146,7 +146,7 @@ class WorkerError(RuntimeError):
 def _execute(call: _Call, rank: int, size: int) -> _Reply:
     sys.path[:] = call.path
     function, args = pickle.loads(call.payload)
-    store = c10d.FileStore(call.store_file, size)
+    store = torch.distributed.FileStore(call.store_file, size)  # type: ignore[attr-defined]
     # A group of its own for each call: nothing that an earlier call left undelivered can reach a later one.
     with _process_group(store, rank, size, call.timeout_s), parallel_state(call.layout):
         try:
@@ -227,20 +227,25 @@ class World:
             return [pickle.loads(reply.value) for reply in self._replies(time.monotonic() + timeout_s)]
         except BaseException:
             # The other ranks may be waiting inside a collective for the one that failed.
-            self.close()
+            self.close(patience_s=0.2)
             raise
 
-    def close(self) -> None:
-        """End the processes and whatever they started. The next :meth:`run` starts new ones."""
+    def close(self, *, patience_s: float = 5.0) -> None:
+        """End the processes and whatever they started. The next :meth:`run` starts new ones.
+
+        Args:
+            patience_s: how long they may take to end by themselves before they are killed.
+        """
         for connection in self._connections:
             connection.close()
-        patience = time.monotonic() + 0.5
+        deadline = time.monotonic() + patience_s
         for process in self._processes:
-            process.join(max(0.0, patience - time.monotonic()))
+            process.join(max(0.0, deadline - time.monotonic()))
         for process in self._processes:
             assert process.pid is not None
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # one that was not yet as far as to lead a process group
             process.join()
         self._processes, self._connections = [], []
 

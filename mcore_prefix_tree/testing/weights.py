@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,34 +42,50 @@ class Piece:
     data: torch.Tensor
 
 
-def pieces(chunks: Sequence[torch.nn.Module]) -> list[Piece]:
-    """Return the parameters of this rank's model chunks; each ``data`` is a view, writing to it changes the parameter.
+def _owner(view: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> torch.nn.Parameter | None:
+    """Return the parameter into which a tensor is a view; several may share one storage, as in DDP's buffers."""
+    for parameter in parameters:
+        start = view.storage_offset() - parameter.storage_offset()
+        same = view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        if same and 0 <= start < parameter.numel():
+            assert parameter.is_contiguous()
+            return parameter
+    return None
 
-    Args:
-        chunks: GPT models, bare or wrapped in DistributedDataParallel.
-    """
+
+def _owned_pieces(chunks: Sequence[torch.nn.Module]) -> list[tuple[Piece, torch.nn.Parameter]]:
     from megatron.core import parallel_state
 
     metadata = {
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    # Not everything in a state is a parameter: a router may keep a bias that is trained by other means.
-    storages = {p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters()}
     found = []
     for chunk in chunks:
+        parameters = list(chunk.parameters())
         state: dict[str, Any] = unwrap_model(chunk).sharded_state_dict(metadata=metadata)
         apply_factories(state)
         for value in nested_values(state):
             if not isinstance(value, ShardedTensor):
                 continue  # e.g. the empty `_extra_state` of a layer
             assert value.data is not None, value
-            if value.data.untyped_storage().data_ptr() not in storages:
-                continue
+            owner = _owner(value.data, parameters)
+            if owner is None:
+                continue  # not everything in a state is a parameter: a router may keep a bias trained by other means
             # The experts of a layer are one tensor to a checkpoint, with an axis in front that the parameter lacks.
             data = value.data.detach()[(None,) * value.prepend_axis_num]
-            found.append(Piece(name=value.key, shape=value.global_shape, offset=value.global_offset, data=data))
+            piece = Piece(name=value.key, shape=value.global_shape, offset=value.global_offset, data=data)
+            found.append((piece, owner))
     return found
+
+
+def pieces(chunks: Sequence[torch.nn.Module]) -> list[Piece]:
+    """Return the parameters of this rank's model chunks; each ``data`` is a view, writing to it changes the parameter.
+
+    Args:
+        chunks: GPT models, bare or wrapped in DistributedDataParallel.
+    """
+    return [piece for piece, _ in _owned_pieces(chunks)]
 
 
 def _mix(x: U64) -> U64:
@@ -128,13 +143,15 @@ def local_parts(
         chunks: GPT models, bare or wrapped in DistributedDataParallel.
         values_of: maps a parameter to a tensor of its shape, e.g. ``lambda p: p.main_grad``.
     """
-    parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}
-    with ExitStack() as stack:
-        # `pieces` cuts what the parameters hold, so let them hold the other values for a moment.
-        for parameter in parameters:
-            stack.callback(setattr, parameter, "data", parameter.data)
-            parameter.data = values_of(parameter).detach()
-        return [Piece(name=p.name, shape=p.shape, offset=p.offset, data=p.data.clone()) for p in pieces(chunks)]
+    parts = []
+    for piece, owner in _owned_pieces(chunks):
+        values = values_of(owner).detach()
+        assert values.shape == owner.shape
+        assert values.is_contiguous()
+        start = values.storage_offset() + piece.data.storage_offset() - owner.storage_offset()
+        part = values.as_strided(piece.data.shape, piece.data.stride(), start)
+        parts.append(replace(piece, data=part.clone()))
+    return parts
 
 
 def assemble(parts: Iterable[Piece]) -> dict[str, torch.Tensor]:

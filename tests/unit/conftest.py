@@ -1,4 +1,8 @@
+import torch
 from hypothesis import settings
+
+# Tensors here are small, and more threads than free cores make them slower by an order of magnitude.
+torch.set_num_threads(1)
 
 # Machines that run tests are busy; a slow example is not a failure. Time limits are in the tests that are about time.
 settings.register_profile("unit", deadline=None, print_blob=True)

@@ -41,8 +41,8 @@ def tiny_config(dtype: torch.dtype = torch.float64, **changes: Any) -> Transform
         "attention_softmax_in_fp32": False,
     } | changes
     attributes = {name: settings.pop(name) for name in list(settings) if name.startswith("yarn_")}
-    cls = HeterogeneousTransformerConfig if "heterogeneous_layers_config_encoded_json" in settings else TransformerConfig
-    config = cls(**settings)
+    heterogeneous = "heterogeneous_layers_config_encoded_json" in settings
+    config = (HeterogeneousTransformerConfig if heterogeneous else TransformerConfig)(**settings)
     for name, value in attributes.items():
         setattr(config, name, value)
     return config

@@ -159,7 +159,7 @@ def test_path_in_float32(seed):
 
 
 # Both sides round to bf16 at other places, so their errors are two draws of the same size and not equal. Measured on
-# these forests: out and dq within 1 %; dk and dv clearly below, since path sums a shared key's gradient before rounding.
+# these forests, path over unfolded: out and dq 0.998 to 1.0001, dk and dv 0.88 to 0.98.
 BF16_FACTOR = 1.05
 
 

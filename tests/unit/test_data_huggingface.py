@@ -2,15 +2,14 @@
 
 import json
 import sys
+from importlib.util import find_spec
 
 import pytest
 
 from mcore_prefix_tree.data import ChatError, load_tokenizer, parse_messages, read_samples
 from mcore_prefix_tree.sample import SampleError
 
-needs_transformers = pytest.mark.skipif(
-    __import__("importlib.util").util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -136,6 +135,21 @@ def test_scored_tokens_decode_to_what_the_assistant_wrote(tmp_path):
 
 
 @needs_transformers
+@pytest.mark.parametrize("arguments", ['{"id": 7', "[7]"], ids=["malformed", "no object"])
+def test_arguments_that_are_no_object_stay_the_text_the_model_wrote(tmp_path, arguments):
+    folder = make_folder(tmp_path / "tokenizer", CHATML)
+    rows = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "find", "arguments": arguments}]},
+        {"role": "tool", "content": "what?"},
+        {"role": "assistant", "content": "oh"},
+    ]
+    first, _ = load_tokenizer(folder).encode_turns(parse_messages(rows))
+    written = official(folder).decode(first.tokens[first.start :])
+    assert written == f"<tool_call>find {json.dumps(arguments)}</tool_call><|im_end|>"
+
+
+@needs_transformers
 def test_without_an_end_of_turn_token_the_newline_ends_the_turn(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     tokenizer, reference = load_tokenizer(folder), official(folder)
@@ -157,7 +171,7 @@ def test_a_template_that_removes_reasoning(tmp_path):
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=tokenizer)
     assert str(caught.value).startswith(f"{path}:1: field 'messages' is no single sample")
-    assert "rewrites the history after turn 0; set expand_turns" in str(caught.value)
+    assert "rewrites the history after turn 0; set data.expand_turns" in str(caught.value)
 
 
 @needs_transformers
@@ -179,7 +193,7 @@ def test_a_template_that_refuses(tmp_path):
 @needs_transformers
 def test_a_folder_without_a_chat_template(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", None)
-    with pytest.raises(ValueError, match="has no chat template; add chat_template.jinja"):
+    with pytest.raises(ValueError, match=r"has no chat template; add chat_template\.jinja"):
         load_tokenizer(folder)
 
 

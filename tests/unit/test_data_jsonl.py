@@ -180,7 +180,7 @@ def test_rewritten_history_only_allows_expanded_turns(write):
         read_samples(path, tokenizer=tokenizer)
     assert str(caught.value) == (
         f"{path}:1: field 'messages' is no single sample, because the chat format of tokenizer 'forgetful' rewrites "
-        "the history after turn 0; set expand_turns, or use a tokenizer that keeps it, such as mistral-v7"
+        "the history after turn 0; set data.expand_turns, or use a tokenizer that keeps it, such as mistral-v7"
     )
     expanded = read_samples(path, tokenizer=tokenizer, expand_turns=True)
     assert [text_of(s) for s in expanded] == ["UhiAyo\0", "UokAa\0"]
@@ -264,7 +264,7 @@ def test_messages_without_a_tokenizer(write):
     path = write({"messages": CHAT})
     with pytest.raises(SampleError) as caught:
         read_samples(path)
-    assert str(caught.value) == f"{path}:1: field 'messages' needs a tokenizer; set one, or give 'tokens'"
+    assert str(caught.value) == f"{path}:1: field 'messages' needs a tokenizer; set data.tokenizer, or give 'tokens'"
 
 
 def test_not_utf8(write):
@@ -291,7 +291,7 @@ def test_folder(tmp_path):
 
 
 def test_no_paths():
-    with pytest.raises(SampleError, match="no data paths; give at least one file"):
+    with pytest.raises(SampleError, match=r"no data paths; give data\.path at least one file"):
         read_samples([])
 
 

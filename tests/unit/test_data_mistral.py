@@ -74,9 +74,9 @@ def official_tokens(tokenizer, messages):
 
 def check_against_official(tokenizer, official, messages):
     turns = tokenizer.encode_turns(messages)
-    is_assistant = [message.role == "assistant" for message in messages]
-    starts = [i for i, here in enumerate(is_assistant) if here and not (i and is_assistant[i - 1])]
-    ends = [i + 1 for i, here in enumerate(is_assistant) if here and not (is_assistant + [False])[i + 1]]
+    roles = ["", *(message.role for message in messages), ""]
+    starts = [i for i in range(len(messages)) if roles[i] != "assistant" and roles[i + 1] == "assistant"]
+    ends = [i + 1 for i in range(len(messages)) if roles[i + 1] == "assistant" and roles[i + 2] != "assistant"]
     assert len(turns) == len(starts)
     for turn, start, end in zip(turns, starts, ends, strict=True):
         assert turn.tokens.tolist() == official_tokens(official, messages[:end])
@@ -179,7 +179,7 @@ def test_v3_rewrites_the_history_and_says_so(tmp_path):
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=tokenizer)
     assert str(caught.value).startswith(f"{path}:1: field 'messages' is no single sample")
-    assert "'mistral-v3' rewrites the history after turn 0; set expand_turns" in str(caught.value)
+    assert "'mistral-v3' rewrites the history after turn 0; set data.expand_turns" in str(caught.value)
 
 
 @pytest.mark.parametrize(

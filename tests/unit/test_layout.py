@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_nodes_of_samples(samples):
     borders = layout.cu_node_lens.tolist()
     assert borders[0] == 0
     assert (np.diff(borders) > 0).all()
-    for node, (start, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+    for node, (start, end) in enumerate(pairwise(borders)):
         assert all(through[path] == through[paths[start]] for path in paths[start:end])
         above = layout.node_parent[node]
         assert parent_path(paths[start]) == (paths[borders[above + 1] - 1] if above >= 0 else (paths[start][0], ()))

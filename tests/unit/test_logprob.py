@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracles import sample_lists, worst
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.logprob import Edges, edge_logprobs, edges, restore
+from mcore_prefix_tree.logprob import Edges, edge_logprobs_and_entropy, edges, restore
 from mcore_prefix_tree.objectives import sft_loss
 
 VOCAB = 41
@@ -53,7 +53,7 @@ def check_against_naive(layout, logits, *, limit):
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(2, layout.padded_size, generator=generator, dtype=torch.float64)
     results = []
-    for logprob, entropy in (edge_logprobs(logits, Edges.from_layout(layout)), naive(logits, layout)):
+    for logprob, entropy in (edge_logprobs_and_entropy(logits, Edges.from_layout(layout)), naive(logits, layout)):
         (grad,) = torch.autograd.grad((logprob * weights[0] + entropy * weights[1]).sum(), logits)
         results.append((logprob, entropy, grad))
     for actual, expected in zip(*results, strict=True):
@@ -86,7 +86,7 @@ def test_gradcheck():
     layout = fold(FORKED, pad_to_multiple_of=5)
     of_layout = Edges.from_layout(layout)
     small = random_logits(layout, scale=1.0)
-    assert torch.autograd.gradcheck(lambda logits: edge_logprobs(logits, of_layout), (small,))
+    assert torch.autograd.gradcheck(lambda logits: edge_logprobs_and_entropy(logits, of_layout), (small,))
 
 
 def test_edges_are_all_tokens_but_the_first_of_each_root():
@@ -112,7 +112,7 @@ def test_equal_tokens_under_one_predictor_add_up(rows):
         block_edges=plain.block_edges,
     )
     logits = random_logits(layout)
-    logprob, _ = edge_logprobs(logits, doubled)
+    logprob, _ = edge_logprobs_and_entropy(logits, doubled)
     weights = torch.tensor([0.0, 1.0, 10.0, 100.0], dtype=torch.float64)
     (grad,) = torch.autograd.grad((logprob * weights).sum(), logits)
     single = torch.log_softmax(logits[0], dim=0)[5]
@@ -125,7 +125,7 @@ def test_only_logprob_or_only_entropy_may_be_used():
     layout = fold(FORKED)
     for index in (0, 1):
         logits = random_logits(layout)
-        (grad,) = torch.autograd.grad(edge_logprobs(logits, Edges.from_layout(layout))[index].sum(), logits)
+        (grad,) = torch.autograd.grad(edge_logprobs_and_entropy(logits, Edges.from_layout(layout))[index].sum(), logits)
         (expected,) = torch.autograd.grad(naive(logits, layout)[index].sum(), logits)
         assert worst(grad, expected) < 1e-12
 
@@ -139,7 +139,7 @@ def test_half_precision_gradients_are_the_fp32_ones_rounded_once(dtype, rows):
     weights = torch.linspace(0.1, 2.0, layout.padded_size)
     results = []
     for logits in (half, single):
-        logprob, entropy = edge_logprobs(logits, Edges.from_layout(layout))
+        logprob, entropy = edge_logprobs_and_entropy(logits, Edges.from_layout(layout))
         assert logprob.dtype == entropy.dtype == torch.float32
         (grad,) = torch.autograd.grad((logprob * weights + 0.1 * entropy).sum(), logits)
         results.append((logprob, entropy, grad))
@@ -154,7 +154,7 @@ def test_float32_is_close_to_float64():
     layout = fold(FORKED, pad_to_multiple_of=8)
     double = random_logits(layout, dtype=torch.float32).detach().double()
     for actual, expected in zip(
-        edge_logprobs(double.float(), Edges.from_layout(layout)), naive(double, layout), strict=True
+        edge_logprobs_and_entropy(double.float(), Edges.from_layout(layout)), naive(double, layout), strict=True
     ):
         assert actual.dtype == torch.float32
         assert worst(actual, expected) < 1e-6
@@ -165,7 +165,7 @@ def test_the_same_bits_twice():
     results = []
     for _ in range(2):
         logits = random_logits(layout, dtype=torch.float32)
-        logprob, entropy = edge_logprobs(logits, Edges.from_layout(layout))
+        logprob, entropy = edge_logprobs_and_entropy(logits, Edges.from_layout(layout))
         (grad,) = torch.autograd.grad((logprob + entropy).sum(), logits)
         results.append((logprob, entropy, grad))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -175,13 +175,13 @@ def test_the_same_bits_twice():
 def test_wrong_logits_are_refused(shape):
     layout = fold([Sample(tokens=[1, 2, 3, 4])])
     with pytest.raises(ValueError, match=r"logits must be \[4, vocabulary\], not \[\d"):
-        edge_logprobs(torch.zeros(shape), Edges.from_layout(layout))
+        edge_logprobs_and_entropy(torch.zeros(shape), Edges.from_layout(layout))
 
 
 def test_a_layout_of_padding_alone():
     layout = fold([], pad_to_multiple_of=4)
     logits = random_logits(layout)
-    logprob, _ = edge_logprobs(logits, Edges.from_layout(layout))
+    logprob, _ = edge_logprobs_and_entropy(logits, Edges.from_layout(layout))
     (grad,) = torch.autograd.grad(logprob.sum(), logits)
     assert not logprob.any()
     assert not grad.any()
@@ -213,7 +213,7 @@ def test_restore_adds_the_gradients_of_shared_tokens():
 def test_sft_loss_is_the_sum_over_the_samples(samples):
     layout = fold(samples, pad_to_multiple_of=4)
     logits = random_logits(layout)
-    logprob, _ = edge_logprobs(logits, Edges.from_layout(layout))
+    logprob, _ = edge_logprobs_and_entropy(logits, Edges.from_layout(layout))
     loss = sft_loss(logprob, torch.from_numpy(layout.loss_weight))
     expected = torch.zeros((), dtype=torch.float64)
     for index, sample in enumerate(samples):

@@ -334,12 +334,13 @@ def test_specs_for_the_command_line_are_names_of_the_module(name):
 def test_the_local_specs_are_megatrons():
     assert layer_specs.gpt_layer_local == with_prefix_tree(get_gpt_layer_local_spec())
     assert layer_specs.gpt_layer_local_qk_layernorm == with_prefix_tree(get_gpt_layer_local_spec(qk_layernorm=True))
-    assert local_layer_spec(normalization="RMSNorm") == with_prefix_tree(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    rms_norm = {"normalization": "RMSNorm"}
+    assert local_layer_spec(**rms_norm) == with_prefix_tree(get_gpt_layer_local_spec(**rms_norm))
 
 
 def test_transformer_engine_specs_without_transformer_engine_say_so(monkeypatch):
     monkeypatch.setattr(layer_specs, "_have_te", lambda: False)
-    with pytest.raises(ImportError, match="needs TransformerEngine, which is not installed.*gpt_layer_local"):
+    with pytest.raises(ImportError, match=r"needs TransformerEngine, which is not installed.*gpt_layer_local"):
         te_layer_spec(qk_layernorm=True)
     with pytest.raises(ImportError, match="needs TransformerEngine, which is not installed"):
         build(tiny_config(), layer_specs._te_spec())

@@ -150,10 +150,9 @@ def test_derived_plans_are_built_once():
     metadata = metadata_of([3, 2], [-1, 0])
     calls = []
 
-    def build(of):
+    def build(of):  # a plan may be falsy and still is a plan
         assert of is metadata
         calls.append(of)
-        return None  # a plan may be falsy and still is a plan
 
     assert metadata.derived("a", build) is None
     assert metadata.derived("a", build) is None

@@ -1,7 +1,7 @@
 """Checkpoints in Megatron's own distributed format and folder layout.
 
-``FOLDER/iter_0000010`` holds one checkpoint, ``FOLDER/latest_checkpointed_iteration.txt`` names the last complete one. The
-name is written after everything else, so a run killed while it saves resumes from the checkpoint before. Model keys are
+``FOLDER/iter_0000010`` holds one checkpoint, ``FOLDER/latest_checkpointed_iteration.txt`` names the last complete one.
+The name is written after everything else, so a run killed while it saves resumes from the checkpoint before. Model keys are
 those of the stock model.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.utils import unwrap_model
 
 from mcore_prefix_tree.recipe import RecipeError
 
@@ -97,7 +98,7 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
     except (dist_checkpointing.core.CheckpointingException, KeyError, ValueError) as error:
         raise RecipeError(f"checkpoint {source} does not fit this recipe's model: {error}") from error
     for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[_model_key(index, len(chunks))])
+        unwrap_model(chunk).load_state_dict(loaded[_model_key(index, len(chunks))])
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     return Progress(**loaded["progress"])
@@ -111,7 +112,8 @@ def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[s
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     model = {
-        _model_key(index, len(chunks)): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
+        _model_key(index, len(chunks)): unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(chunks)
     }
     return {**model, "optimizer": optimizer.sharded_state_dict(dict(model), is_loading=is_loading, metadata=metadata)}
 
@@ -119,4 +121,3 @@ def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[s
 def _model_key(index: int, count: int) -> str:
     """Megatron-LM's names of the model chunks."""
     return "model" if count == 1 else f"model{index}"
-

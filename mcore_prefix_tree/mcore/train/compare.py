@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Comparison:
 
 
 def compare(
-    chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int = 3
+    chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int = 2
 ) -> Comparison:
     """Measure forward and backward; no optimizer step. The gradient buffers of ``chunks`` are left empty.
 
@@ -84,8 +85,12 @@ def compare(
 
     return Comparison(
         folded=run("folded", physical, lambda: plan_folded(samples, recipe, place).micro_batches, sft_forward_step),
-        packed=run("unfolded, packed", logical, lambda: plan_folded(alone, recipe, place).micro_batches, sft_forward_step),
-        stock=run("unfolded, stock", logical, lambda: plan_unfolded(samples, recipe, place).micro_batches, stock_forward_step),
+        packed=run(
+            "unfolded, packed", logical, lambda: plan_folded(alone, recipe, place).micro_batches, sft_forward_step
+        ),
+        stock=run(
+            "unfolded, stock", logical, lambda: plan_unfolded(samples, recipe, place).micro_batches, stock_forward_step
+        ),
         logical_tokens=logical,
         fold_ratio=logical / physical,
     )
@@ -120,7 +125,7 @@ def _measure(
         times.append(time.perf_counter() - started)
         for chunk in chunks:
             chunk.zero_grad_buffer()
-    median = sorted(times[1:])[repeats // 2]
+    median = statistics.median(times[1:])
     # Every rank waits for the slowest in a real step, and the job needs what the hungriest rank needs.
     worst = torch.tensor([median, float(peak.bytes() or 0)], dtype=torch.float64, device=place.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)

@@ -30,9 +30,7 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
     known = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
     unknown = sorted(set(model.transformer) - known)
     if unknown:
-        raise RecipeError(
-            f"model.transformer.{unknown[0]}: megatron-core's TransformerConfig has no such field; see its documentation"
-        )
+        raise RecipeError(f"model.transformer.{unknown[0]}: megatron-core's TransformerConfig has no such field")
     dtype = DTYPES[model.dtype]
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     settings: dict[str, Any] = {
@@ -77,7 +75,7 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
 
 
 def padded_vocab_size(model: ModelConfig, tokenizer_size: int | None, tp_size: int) -> int:
-    """The vocabulary that the embedding has: the recipe's or the tokenizer's, up to a multiple of the tensor-parallel size.
+    """The embedding's vocabulary: the recipe's or the tokenizer's, up to a multiple of the tensor-parallel size.
 
     Raises:
         RecipeError: neither says, or the recipe's is smaller than the tokenizer's.
@@ -86,17 +84,22 @@ def padded_vocab_size(model: ModelConfig, tokenizer_size: int | None, tp_size: i
     if size is None:
         raise RecipeError("model.vocab_size is missing; set it, or name a data.tokenizer to take it from")
     if tokenizer_size is not None and size < tokenizer_size:
-        raise RecipeError(f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or leave it out")
+        raise RecipeError(
+            f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or leave it out"
+        )
     return -(-size // tp_size) * tp_size
 
 
-def build_chunks(recipe: Recipe, config: TransformerConfig, *, vocab_size: int) -> list[torch.nn.Module]:
+def build_chunks(
+    recipe: Recipe, config: TransformerConfig, *, vocab_size: int, device: torch.device
+) -> list[torch.nn.Module]:
     """This rank's model chunks, tree-capable, without gradients' buffers: one, or one per virtual pipeline stage.
 
     Args:
         recipe: the job's.
         config: its parallel degrees are those of ``parallel_state``.
         vocab_size: padded.
+        device: of the weights.
 
     Returns:
         ``GPTModel``\\ s, inside ``Float16Module`` in half precision.
@@ -123,7 +126,7 @@ def build_chunks(recipe: Recipe, config: TransformerConfig, *, vocab_size: int) 
         )
         check_model(model)
         # Torch's norms start in the default dtype, whatever params_dtype says.
-        model = model.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
+        model = model.to(device=device, dtype=config.params_dtype)
         chunks.append(Float16Module(config, model) if config.bf16 else model)
     return chunks
 
@@ -142,6 +145,6 @@ def _block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | N
         config, use_transformer_engine=use_te, normalization=config.normalization, vp_stage=vp_stage
     )
     if config.sequence_parallel and not use_te and config.use_cpu_initialization:
-        # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism: the emulation brings one.
+        # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism; testing has.
         block = sequence_parallel_block_spec(block, config, vp_stage)
     return with_prefix_tree(block)

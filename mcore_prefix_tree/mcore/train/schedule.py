@@ -20,7 +20,11 @@ ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[..., A
 
 
 def run_schedule(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[Any], forward_step: ForwardStep, *, forward_only: bool = False
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[Any],
+    forward_step: ForwardStep,
+    *,
+    forward_only: bool = False,
 ) -> list[Any]:
     """Forward and backward of all micro-batches of this rank.
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mcore_prefix_tree.mcore.train.model import transformer_config
 from mcore_prefix_tree.mcore.validation import check_config
@@ -93,7 +94,7 @@ def _init_process_group(backend: str) -> None:
     if "RANK" in os.environ:  # torchrun's environment
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def _init_parallel_state(recipe: Recipe) -> None:
@@ -101,8 +102,8 @@ def _init_parallel_state(recipe: Recipe) -> None:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if dist.get_world_size() % (tp * pp):
         raise RecipeError(
-            f"parallel.tensor_model_parallel_size={tp} and parallel.pipeline_model_parallel_size={pp} need a multiple of "
-            f"{tp * pp} ranks, but this job has {dist.get_world_size()}; start it with "
+            f"parallel.tensor_model_parallel_size={tp} and parallel.pipeline_model_parallel_size={pp} need a multiple "
+            f"of {tp * pp} ranks, but this job has {dist.get_world_size()}; start it with "
             f"torchrun --nproc-per-node {tp * pp} -m mcore_prefix_tree ..."
         )
     parallel_state.initialize_model_parallel(

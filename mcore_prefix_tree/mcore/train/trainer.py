@@ -130,8 +130,10 @@ def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
     check_backend(recipe.attention_backend)
     with session(recipe) as place:
         groups, vocab_size = read_data(recipe, place)
-        chunks = build_chunks(recipe, place.config, vocab_size=vocab_size)
-        return verify(chunks, _order(recipe, groups).take(0, recipe.batch.global_batch_size), recipe, place), place.is_main
+        chunks = build_chunks(recipe, place.config, vocab_size=vocab_size, device=place.device)
+        return verify(
+            chunks, _order(recipe, groups).take(0, recipe.batch.global_batch_size), recipe, place
+        ), place.is_main
 
 
 def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> None:
@@ -159,7 +161,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
     with session(recipe) as place:
         groups, vocab_size = read_data(recipe, place)
         order = _order(recipe, groups)
-        chunks = build_chunks(recipe, place.config, vocab_size=vocab_size)
+        chunks = build_chunks(recipe, place.config, vocab_size=vocab_size, device=place.device)
         if recipe.verify.enabled and saved is None:
             report = verify(chunks, order.take(0, recipe.batch.global_batch_size), recipe, place)
             if place.is_main:
@@ -177,15 +179,31 @@ def _check_trainable(recipe: Recipe) -> None:
     """What Megatron's optimizer would refuse after the model is built."""
     if recipe.model.dtype == "float64":
         if recipe.optimizer.clip_grad > 0:
-            raise RecipeError("optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64")
+            raise RecipeError(
+                "optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64"
+            )
         if recipe.optimizer.use_distributed_optimizer:
-            raise RecipeError("optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off")
+            raise RecipeError(
+                "optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off"
+            )
+    if recipe.optimizer.use_distributed_optimizer and recipe.checkpoint.save is not None and not _fused_adam():
+        raise RecipeError(
+            "optimizer.use_distributed_optimizer: without the FusedAdam of TransformerEngine or Apex, Megatron cannot "
+            "read back the checkpoints that its distributed optimizer writes; turn it off or set checkpoint.save=null"
+        )
     if recipe.optimizer.lr_warmup_steps >= recipe.train_iters:
         raise RecipeError(
-            f"optimizer.lr_warmup_steps={recipe.optimizer.lr_warmup_steps} must be below train_iters={recipe.train_iters}"
+            f"optimizer.lr_warmup_steps={recipe.optimizer.lr_warmup_steps} must be below "
+            f"train_iters={recipe.train_iters}"
         )
     if recipe.optimizer.min_lr > recipe.optimizer.lr:
         raise RecipeError(f"optimizer.min_lr={recipe.optimizer.min_lr} is above optimizer.lr={recipe.optimizer.lr}")
+
+
+def _fused_adam() -> bool:
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    return bool(HAVE_APEX_OR_TE)
 
 
 class _Run:
@@ -278,8 +296,8 @@ class _Run:
             before = getattr(progress, name)
             if before != now:
                 raise RecipeError(
-                    f"checkpoint {checkpoint.iteration_folder(folder, saved)} was written with {name}={before}, this run "
-                    f"has {name}={now}; the data would not continue where it stopped"
+                    f"checkpoint {checkpoint.iteration_folder(folder, saved)} was written with {name}={before}, this "
+                    f"run has {name}={now}; the data would not continue where it stopped"
                 )
         if self._place.is_main:
             self._reporter.message(f"resumed from {checkpoint.iteration_folder(folder, saved)}")

@@ -110,7 +110,7 @@ def _stock_loss(batch: StockBatch, losses: torch.Tensor) -> LossOutput:
 
 
 def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each label and entropy of each prediction, ``[n]`` each, in plain torch over the whole vocabulary.
+    """Log-probability of each label and entropy of each prediction, ``[n]`` each, in plain torch over all columns.
 
     Megatron's cross-entropy computes in fp32; this keeps fp64, which the comparison needs.
     """

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.logprob import restore
-from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs
+from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs_and_entropy
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.train.model import build_chunks
 from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule
@@ -91,7 +91,9 @@ class _Outcome:
     gradients: dict[str, torch.Tensor]
 
 
-def verify(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session) -> VerifyReport:
+def verify(
+    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
+) -> VerifyReport:
     """Run a batch folded and unfolded and compare.
 
     Args:
@@ -117,7 +119,8 @@ def verify(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe:
     reference = _run_reference(chunks, samples, recipe, place) if half else unfolded
     errors, worst, count = _compare(folded, reference)
     physical = torch.tensor(
-        sum(batch.layout.physical_tokens for batch in plan_folded(samples, recipe, place).micro_batches), device=place.device
+        sum(batch.layout.physical_tokens for batch in plan_folded(samples, recipe, place).micro_batches),
+        device=place.device,
     )
     dist.all_reduce(physical, group=parallel_state.get_data_parallel_group())
     return VerifyReport(
@@ -140,7 +143,7 @@ def _run_folded(
     step = plan_folded(samples, recipe, place)
 
     def score(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        logprob, entropy = tree_logprobs(logits, batch)
+        logprob, entropy = tree_logprobs_and_entropy(logits, batch)
         rows = zip(restore(logprob, batch.layout), restore(entropy, batch.layout), strict=True)
         # Row t of a sample scores token t; its last entropy is of a prediction that no sample needs.
         return sft_loss(logprob, batch.loss_weight), [(scores[1:], spread[:-1]) for scores, spread in rows]
@@ -172,9 +175,9 @@ def _run_reference(
     embedding = next((weight for name, weight in chunks[0].named_parameters() if "word_embeddings" in name), None)
     sizes = [0] if embedding is None else [embedding.shape[0] * place.config.tensor_model_parallel_size]
     sizes = _everyone(sizes)
-    wide = build_chunks(recipe, config, vocab_size=max(size for rank in sizes for size in rank))
+    wide = build_chunks(recipe, config, vocab_size=max(size for rank in sizes for size in rank), device=place.device)
     for target, source in zip(wide, chunks, strict=True):
-        target.load_state_dict({name: value for name, value in source.module.state_dict().items() if value is not None})
+        target.load_state_dict(_bare(source).state_dict())
     return _run_unfolded(wide, samples, recipe, replace(place, config=config))
 
 
@@ -239,11 +242,16 @@ def _gradient_sums(chunks: Sequence[torch.nn.Module], place: Session) -> Iterato
         place.config.finalize_model_grads_func = finalize
 
 
+def _bare(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The ``GPTModel`` inside ``Float16Module``."""
+    bare: torch.nn.Module = getattr(chunk, "module", chunk)
+    return bare
+
+
 def _named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Trainable parameters, by a name that is unique on this rank."""
     for index, chunk in enumerate(chunks):
-        bare = getattr(chunk, "module", chunk)
-        for name, parameter in bare.named_parameters():
+        for name, parameter in _bare(chunk).named_parameters():
             if parameter.requires_grad:
                 yield (f"chunk {index}: {name}" if len(chunks) > 1 else name), parameter
 

@@ -1,0 +1,51 @@
+"""Where errors meet the terminal: one sentence and an exit code for what a user can mend, a traceback for a bug."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+# What this package raises for users. An ImportError says which optional package is missing and how to get it.
+_USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError)
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """Turn errors that a user can mend into one line on standard error and exit code 2.
+
+    Ctrl-C exits with 130, quietly. A reader that has gone away is Typer's to handle: it exits with 1, quietly. Anything
+    else is a bug of ours and keeps its traceback.
+    """
+    try:
+        yield
+        sys.stdout.flush()  # a reader that has gone away is noticed here rather than at the interpreter's exit
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        raise
+    except _USER_ERRORS as error:
+        typer.echo(f"error: {_sentence(error)}", err=True)
+        raise typer.Exit(USER_ERROR) from error
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class Commands(TyperGroup):
+    """A group whose every command runs inside :func:`readable_errors`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name."""
+        with readable_errors():
+            return super().invoke(ctx)

@@ -1,0 +1,118 @@
+"""What a training run looks like: a progress bar on a terminal, plain lines in a log; tables in both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.mcore.train.compare import Comparison, Measurement
+    from mcore_prefix_tree.mcore.train.trainer import StepReport
+    from mcore_prefix_tree.mcore.train.verify import VerifyReport
+
+
+class ConsoleReporter:
+    """Reports a run to a console; see ``mcore_prefix_tree.mcore.train.trainer.Reporter``."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def message(self, text: str) -> None:
+        """One line, as it is."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def verified(self, report: VerifyReport) -> None:
+        """The table of errors."""
+        self._console.print(verify_table(report))
+
+    def started(self, first: int, last: int) -> None:
+        """Open the progress bar on a terminal."""
+        if first > last:
+            self.message(f"nothing to train: train_iters={last} are done")
+        elif self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+                console=self._console,
+            )
+            self._task = self._progress.add_task("", total=last, completed=first - 1)
+            self._progress.start()
+
+    def step(self, report: StepReport) -> None:
+        """A line in a log, the bar on a terminal."""
+        rate = f"{report.logical_tokens / report.seconds:,.0f} logical tokens/s"
+        tokens = f"tokens {report.logical_tokens:,} -> {report.physical_tokens:,} (fold ratio {report.fold_ratio:.2f})"
+        if self._progress is not None:
+            self._progress.update(
+                self._task, completed=report.iteration, description=f"loss {report.loss:.4f}  {tokens}  {rate}"
+            )
+            return
+        norm = "" if report.grad_norm is None else f" | grad norm {report.grad_norm:.3f}"
+        self.message(
+            f"step {report.iteration} | loss {report.loss:.6f}{norm} | lr {report.lr:.3e} | {tokens} | "
+            f"{report.seconds:.2f} s, plan {report.plan_seconds * 1000:.0f} ms | {rate} | "
+            f"{report.physical_tokens / report.seconds:,.0f} physical tokens/s"
+        )
+
+    def compared(self, comparison: Comparison) -> None:
+        """The closing table."""
+        self.close()
+        self._console.print(comparison_table(comparison))
+
+    def close(self) -> None:
+        """Leave the terminal as it was; for the end of a run and for Ctrl-C."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def verify_table(report: VerifyReport) -> Table:
+    """Errors, limits, and what was compared."""
+    table = Table(
+        title=f"verify: folded against {report.reference} ({report.dtype}, {report.samples} samples, "
+        f"{report.logical_tokens:,} -> {report.physical_tokens:,} tokens, {report.parameters} parameter tensors)",
+        caption=f"largest gradient error: {report.worst_parameter}",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("largest relative error", "folded", "limit", ""):
+        table.add_column(heading)
+    names = {
+        "logprob_error": "log-probabilities of a sample",
+        "entropy_error": "entropies of a sample",
+        "loss_error": "loss",
+        "gradient_error": "gradient of a parameter",
+    }
+    for name, (error, limit) in report.checks.items():
+        table.add_row(names[name], f"{error:.2e}", f"{limit:.2e}", "ok" if error <= limit else "TOO LARGE")
+    return table
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Step time and peak memory of each way, next to the ideal."""
+    table = Table(
+        title="forward and backward of the last batch, same process",
+        caption=f"folded is {comparison.speedup:.2f}x the faster unfolded way; ideal {comparison.fold_ratio:.2f}x "
+        "(fold ratio: logical over physical tokens)",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("", "tokens", "seconds", "x slower than folded", "peak memory"):
+        table.add_column(heading, justify="left" if not heading else "right")
+
+    def add(row: Measurement) -> None:
+        memory = "not known here" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f} MiB"
+        slower = row.seconds / comparison.folded.seconds
+        table.add_row(row.name, f"{row.tokens:,}", f"{row.seconds:.3f}", f"{slower:.2f}", memory)
+
+    for row in (comparison.folded, comparison.packed, comparison.stock):
+        add(row)
+    return table

@@ -1,0 +1,114 @@
+"""A forest on a terminal: its counts as a table and its largest trees as drawings."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree as Drawing
+
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.stats import Chains, ForestStats, Tree, chains
+
+# A drawing is for a glance: about a screen of lines, narrow enough for the deepest one.
+MAX_LINES = 24
+MAX_BRANCHES = 6
+MAX_LEVELS = 8
+_WORDS_TOKENS = 24
+_WORDS_WIDTH = 48
+
+Decode = Callable[[list[int]], str]
+
+
+def summary(stats: ForestStats) -> Table:
+    """The counts, one a row."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    rows = [
+        ("samples", f"{stats.samples:,}", f"longest {stats.longest_path:,} tokens"),
+        ("logical tokens", f"{stats.logical_tokens:,}", f"{stats.supervised_tokens:,} supervised"),
+        ("physical tokens", f"{stats.physical_tokens:,}", "each computed once"),
+        ("fold ratio", f"{stats.fold_ratio:.2f}x", "ideal speed-up of token-wise work"),
+        ("visible-pair ratio", f"{stats.pair_ratio:.2f}x", "ideal speed-up of attention"),
+        ("trees", f"{stats.trees:,}", ""),
+        ("nodes", f"{stats.nodes:,}", f"at most {stats.deepest_node:,} deep"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def draw_tree(layout: FlatLayout, tree: Tree, decode: Decode | None) -> Drawing:
+    """One tree, cut down to its largest branches; every cut says what it leaves out.
+
+    Args:
+        layout: of the forest.
+        tree: from :func:`mcore_prefix_tree.stats.largest_trees`.
+        decode: token ids to text, for the first words of every line; None shows the ids.
+    """
+    grouped = chains(layout)
+    root = int(grouped.segment_of_node[tree.root])
+    drawn = _choose(grouped, root)
+
+    def label(segment: int) -> Text:
+        first = int(grouped.first_node[segment])
+        last = int(grouped.first_node[segment + 1]) if segment + 1 < len(grouped.first_node) else layout.num_nodes
+        start, end = int(layout.cu_node_lens[first]), int(layout.cu_node_lens[last])
+        text = Text(_count(end - start, "token"), style="bold")
+        if last - first > 1:
+            text.append(f" in a chain of {last - first:,} nodes", style="not bold")
+        text.append(f", {_count(int(grouped.samples[segment]), 'sample')}  ", style="not bold")
+        text.append(_first_words(layout.input_ids[start:end], decode), style="not bold dim")
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+    def add_children(drawing: Drawing, segment: int) -> None:  # as deep as MAX_LEVELS
+        kept = [child for child in grouped.children[segment] if child in drawn]
+        for child in kept:
+            add_children(drawing.add(label(child)), child)
+        left_out = [child for child in grouped.children[segment] if child not in drawn]
+        if left_out:
+            tokens = int(grouped.physical_tokens[left_out].sum())
+            more = "more " if kept else ""
+            noun = "branch" if len(left_out) == 1 else "branches"
+            drawing.add(Text(f"… {len(left_out):,} {more}{noun}, {_count(tokens, 'token')}", style="dim"))
+
+    drawing = Drawing(label(root), guide_style="dim")
+    add_children(drawing, root)
+    return drawing
+
+
+def _choose(grouped: Chains, root: int) -> set[int]:
+    """The segments to draw: from the root, always the largest next, within the limits above."""
+    drawn: set[int] = set()
+    candidates = [(0, root, 1)]
+    while candidates and len(drawn) < MAX_LINES:
+        _, segment, level = heapq.heappop(candidates)
+        drawn.add(segment)
+        if level < MAX_LEVELS:
+            below = ((-int(grouped.physical_tokens[child]), child, level + 1) for child in grouped.children[segment])
+            for candidate in heapq.nsmallest(MAX_BRANCHES, below):
+                heapq.heappush(candidates, candidate)
+    return drawn
+
+
+def _first_words(token_ids: npt.NDArray[np.int64], decode: Decode | None) -> str:
+    ids = token_ids[:_WORDS_TOKENS].tolist()
+    if decode is None:
+        text = " ".join(map(str, ids))
+    else:
+        # Control characters could move the cursor; a cut may fall into the middle of a character.
+        text = "".join(c if c.isprintable() else " " for c in decode(ids).replace("\ufffd", " "))
+        text = " ".join(text.split())
+    cut = len(text) > _WORDS_WIDTH or len(token_ids) > _WORDS_TOKENS
+    return text[:_WORDS_WIDTH].rstrip() + ("…" if cut else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

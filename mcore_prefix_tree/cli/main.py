@@ -1,0 +1,23 @@
+"""``mcore-prefix-tree``: the list of commands. One module a command; each imports what is heavy when it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from mcore_prefix_tree.cli.boundary import Commands
+from mcore_prefix_tree.cli.inspect import inspect
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _options() -> None:
+    """Prefix-tree training on stock Megatron-Core: every shared token computed once, every gradient unchanged."""
+
+
+app.command()(inspect)

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from oracles import comb
+from typer.testing import CliRunner
+
+import mcore_prefix_tree.data
+from mcore_prefix_tree.cli import drawing
+from mcore_prefix_tree.cli.main import app
+
+CHAT = [
+    [("user", "Hello there"), ("assistant", "Hi, what can I do?"), ("user", "Sing"), ("assistant", "La la la")],
+    [("user", "Hello there"), ("assistant", "Hi, what can I do?"), ("user", "Dance"), ("assistant", "I cannot")],
+]
+
+
+def inspect(*arguments, stdin=None):
+    return CliRunner().invoke(app, ["inspect", *map(str, arguments)], input=stdin)
+
+
+def write_tokens(path, rows):
+    path.write_text("".join(json.dumps({"tokens": list(map(int, row))}) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def forest(tmp_path):
+    """Two trees: a fork with a strict prefix and a duplicate, and a lone sample."""
+    return write_tokens(tmp_path / "forest.jsonl", [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2], [1, 2, 3, 4], [9, 9, 9]])
+
+
+@pytest.fixture
+def chat(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in CHAT]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_json_is_one_object_and_nothing_else(forest):
+    result = inspect(forest, "--json")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert result.stdout.count("\n") == 1
+    assert json.loads(result.stdout) == {
+        "samples": 5,
+        "trees": 2,
+        "nodes": 5,
+        "logical_tokens": 18,
+        "physical_tokens": 9,
+        "fold_ratio": 2.0,
+        "unfolded_pairs": 10 + 15 + 3 + 10 + 6,
+        "visible_pairs": 1 + 2 + 3 + 4 + 4 + 5 + 1 + 2 + 3,
+        "pair_ratio": 44 / 25,
+        "supervised_tokens": 13,
+        "longest_path": 5,
+        "deepest_node": 3,
+        "longest_sample": f"{forest}:2",
+        "tokenizer": None,
+        "largest_trees": [
+            {"samples": 4, "nodes": 4, "logical_tokens": 15, "physical_tokens": 6},
+            {"samples": 1, "nodes": 1, "logical_tokens": 3, "physical_tokens": 3},
+        ],
+    }
+
+
+def test_the_drawing_says_the_same(forest):
+    result = inspect(forest)
+    assert result.exit_code == 0
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    counts = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1] for line in lines[:7]}
+    assert counts == {
+        "samples": "5",
+        "logical tokens": "18",
+        "physical tokens": "9",
+        "fold ratio": "2.00x",
+        "visible-pair ratio": "1.76x",
+        "trees": "2",
+        "nodes": "5",
+    }
+    assert lines[7] == f"longest sample: {forest}:2"
+    assert lines[8:] == [
+        "",
+        "3 tokens in a chain of 2 nodes, 4 samples  1 2 3",
+        "├── 1 token, 2 samples  4",
+        "└── 2 tokens, 1 sample  5 6",
+        "",
+        "3 tokens, 1 sample  9 9 9",
+    ]
+
+
+def test_trees_limits_the_drawings_and_says_so(forest):
+    assert "9 9 9" not in inspect(forest, "--trees", 1).stdout
+    assert inspect(forest, "--trees", 1).stdout.rstrip().endswith("… 1 more trees")
+    assert "├" not in inspect(forest, "--trees", 0).stdout
+    assert len(json.loads(inspect(forest, "--trees", 1, "--json").stdout)["largest_trees"]) == 1
+    assert inspect(forest, "--trees", -1).exit_code == 2
+
+
+def test_large_fan_outs_are_cut_and_counted(tmp_path):
+    path = write_tokens(tmp_path / "star.jsonl", [[7, *[leaf] * (leaf + 1)] for leaf in range(40)])
+    lines = inspect(path).stdout.splitlines()
+    branches = [line for line in lines if re.match(r"[├└]", line)]
+    assert len(branches) == drawing.MAX_BRANCHES + 1
+    left_out = 40 - drawing.MAX_BRANCHES
+    tokens = sum(range(1, left_out + 1))  # the largest are drawn
+    assert branches[-1] == f"└── … {left_out} more branches, {tokens:,} tokens"
+
+
+def test_deep_trees_are_cut_and_counted(tmp_path):
+    path = write_tokens(tmp_path / "comb.jsonl", [sample.tokens for sample in comb(300)])
+    lines = inspect(path).stdout.splitlines()
+    assert max(re.search(r"\d|…|$", line).start() for line in lines[8:]) == 4 * drawing.MAX_LEVELS
+    assert any("… 2 branches, " in line for line in lines)
+    drawn = sum(int(found.replace(",", "")) for line in lines[8:] for found in re.findall(r"([\d,]+) tokens?", line))
+    assert drawn == 600  # what is cut is counted where it is cut: nothing is lost
+
+
+def test_long_chains_are_one_line(tmp_path):
+    path = write_tokens(tmp_path / "turns.jsonl", [range(length) for length in range(5, 105, 5)])
+    drawn = inspect(path).stdout.splitlines()[9:]
+    assert len(drawn) == 1
+    assert drawn[0].startswith("100 tokens in a chain of 20 nodes, 20 samples  0 1 2 3")
+
+
+def test_chat_is_encoded_with_the_default_tokenizer(chat):
+    whole, turns = (json.loads(inspect(chat, "--json", *more).stdout) for more in ([], ["--expand-turns"]))
+    assert whole["tokenizer"] == turns["tokenizer"] == "mistral-v7"
+    assert (whole["samples"], turns["samples"]) == (2, 4)
+    assert turns["physical_tokens"] == whole["physical_tokens"]
+    assert turns["logical_tokens"] > whole["logical_tokens"]
+    assert turns["longest_sample"].endswith(" turn 1")
+
+
+def test_the_tokenizer_is_the_one_that_was_named(chat):
+    assert json.loads(inspect(chat, "--json", "--tokenizer", "mistral-v3-tekken").stdout)["tokenizer"] == (
+        "mistral-v3-tekken"
+    )
+
+
+def test_text_is_shown_where_the_tokenizer_can_decode(forest, monkeypatch):
+    class Decoding:
+        name = "letters"
+        vocab_size = 100
+
+        def decode(self, token_ids):
+            return " ".join(f"[bold]w{token}\x1b[2J\n" for token in token_ids)
+
+    monkeypatch.setattr(mcore_prefix_tree.data, "load_tokenizer", lambda name: Decoding())
+    output = inspect(forest, "--tokenizer", "letters").stdout
+    assert "[bold]w1 [2J [bold]w2 [2J [bold]w3" in output
+    assert "\x1b" not in output
+
+
+def test_standard_input():
+    result = inspect("-", "--json", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 3]}\n')
+    assert json.loads(result.stdout)["physical_tokens"] == 3
+    assert json.loads(result.stdout)["longest_sample"] == "<stdin>:1"
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "says"),
+    [
+        (None, [], "no such file"),
+        ("", [], "every line is blank"),
+        ('{"tokens": [1]}\n{"tokens": [1, -5]}', [], ":2: field 'tokens' has -5 at index 1"),
+        ('{"tokens": [1]}', ["--tokenizer", "nonsense"], "tokenizer 'nonsense' is neither"),
+        ("not json", [], ":1: not valid JSON"),
+    ],
+)
+def test_errors_are_one_sentence_and_exit_code_2(tmp_path, content, arguments, says):
+    path = tmp_path / "data.jsonl"
+    if content is not None:
+        path.write_text(content)
+    result = inspect(path, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PermissionError(13, "Permission denied", "secret.jsonl"), "error: secret.jsonl: Permission denied\n"),
+        (OSError("the disk\nis full"), "error: the disk is full\n"),
+        (NotImplementedError("not yet"), "error: not yet\n"),
+        (ImportError("pip install it"), "error: pip install it\n"),
+        (ValueError(), "error: ValueError\n"),
+    ],
+)
+def test_the_boundary_shared_by_all_commands(forest, monkeypatch, error, says):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(mcore_prefix_tree.data, "read_samples", fail)
+    result = inspect(forest)
+    assert (result.exit_code, result.stderr, result.stdout) == (2, says, "")
+
+
+def test_bugs_keep_their_traceback(forest, monkeypatch):
+    def fail(*_, **__):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(mcore_prefix_tree.data, "read_samples", fail)
+    result = inspect(forest)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, KeyError)
+
+
+def test_control_c_is_quiet(forest, monkeypatch):
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mcore_prefix_tree.data, "read_samples", fail)
+    result = inspect(forest)
+    assert (result.exit_code, result.stderr, result.stdout) == (130, "", "")
+
+
+COMMAND = [sys.executable, "-m", "mcore_prefix_tree", "inspect"]
+
+
+def test_a_real_control_c_while_reading():
+    with subprocess.Popen(
+        [*COMMAND, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdin.write(b'{"tokens": [1]}\n' * 300_000)  # more than a pipe holds: it is reading by now
+        process.stdin.flush()
+        process.send_signal(signal.SIGINT)
+        process.stdin.close()
+        assert process.wait(timeout=60) == 130
+        assert process.stderr.read() == process.stdout.read() == b""
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_reader_that_has_gone_away_is_no_error(forest, more):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.run([*COMMAND, str(forest), *more], stdout=write_end, stderr=subprocess.PIPE, timeout=60)
+    os.close(write_end)
+    assert process.stderr == b""
+    assert process.returncode == 1

@@ -1,0 +1,153 @@
+"""The order of DESIGN.md section 2, kept by reading every import statement of the package."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "mcore_prefix_tree"
+ROOT = Path(__file__).parents[2] / PACKAGE
+FILES = sorted(ROOT.rglob("*.py"))
+MAX_LINES = 450
+
+# Each room, and the rooms it may import. Data flows down this list: a room never imports one below it.
+ALLOWED = {
+    "sample": set(),
+    "data": {"sample"},
+    "trie": {"sample"},
+    "layout": {"sample", "trie"},
+    "stats": {"layout"},
+    "plan": {"sample", "trie", "layout", "stats"},
+    "metadata": {"layout"},
+    "attention": {"metadata"},
+    "logprob": {"layout"},
+    "objectives": {"layout", "logprob"},
+    "recipe": set(),
+    "mcore": {
+        "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob", "objectives", "recipe",
+        # Where there is no GPU, training runs under the emulation, and its norms stand in for the missing kernels.
+        "testing",
+    },
+    "pretrain_gpt": {"sample", "data", "layout", "plan", "metadata", "attention", "logprob", "objectives", "mcore"},
+    "__init__": {"sample", "layout", "metadata"},
+}  # fmt: skip
+ALLOWED["testing"] = set(ALLOWED) - {"__init__"}
+ALLOWED["cli"] = ALLOWED["testing"] | {"testing"}
+ALLOWED["__main__"] = {"cli"}
+
+MAY_IMPORT_MEGATRON = {"mcore", "testing", "pretrain_gpt"}
+# Back-ends and the room's entrances; every other file of the folder is shared by them.
+BACKEND_ENTRANCES = {"__init__", "api"}
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def module_of(file: Path) -> str:
+    parts = [PACKAGE, *file.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(file: Path) -> list[str]:
+    """Full names of everything a file imports, anywhere in it; ``from a import b`` counts as ``a.b``."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports hide the order"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def names(files: list[Path]) -> list[str]:
+    return [str(file.relative_to(ROOT)) for file in files]
+
+
+def test_the_package_was_found():
+    assert len(FILES) > 20
+
+
+@pytest.mark.parametrize("file", FILES, ids=names(FILES))
+def test_imports_point_one_way(file):
+    room = room_of(file)
+    assert room in ALLOWED, f"{room} is a new room: say in ALLOWED what it may import"
+    for name in imports_of(file):
+        package, _, rest = name.partition(".")
+        if package != PACKAGE:
+            continue
+        other = rest.partition(".")[0]
+        exported = other in {"FlatLayout", "Sample", "SampleError", "TreeMetadata", "fold"}
+        assert not exported, f"{file}: import {name} from where it is defined"
+        assert other == room or other in ALLOWED[room], f"{file}: {room} must not import {name}"
+
+
+def test_the_order_has_no_cycle():
+    ordered: list[str] = []
+    rooms = {room: set(others) for room, others in ALLOWED.items()}
+    rooms["mcore"].discard("testing")  # the one exception, which the list explains
+    while rooms:
+        free = [room for room, others in rooms.items() if others <= set(ordered)]
+        assert free, f"a cycle among {sorted(rooms)}"
+        ordered += free
+        for room in free:
+            del rooms[room]
+
+
+@pytest.mark.parametrize("file", FILES, ids=names(FILES))
+def test_only_the_seam_imports_megatron(file):
+    heavy = {name for name in imports_of(file) if name.split(".")[0] in {"megatron", "transformer_engine", "apex"}}
+    assert not heavy or room_of(file) in MAY_IMPORT_MEGATRON, f"{file} imports {sorted(heavy)}"
+
+
+BACKENDS = [file for file in sorted((ROOT / "attention").glob("*.py")) if file.stem not in BACKEND_ENTRANCES]
+
+
+@pytest.mark.parametrize("file", BACKENDS, ids=names(BACKENDS))
+def test_attention_back_ends_do_not_import_each_other(file):
+    for name in imports_of(file):
+        assert not name.startswith(f"{PACKAGE}.attention"), f"{file} imports {name}"
+
+
+def test_there_are_back_ends_to_test():
+    assert {"path", "reference"} <= {file.stem for file in BACKENDS}
+
+
+@pytest.mark.parametrize("file", FILES, ids=names(FILES))
+def test_a_file_is_read_in_one_sitting(file):
+    assert len(file.read_text().splitlines()) < MAX_LINES
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level packages that are loaded in a fresh interpreter after a statement."""
+    script = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    return set(result.stdout.split())
+
+
+def test_importing_the_package_is_light():
+    loaded = loaded_by(f"import {PACKAGE}; assert {PACKAGE}.fold")
+    assert PACKAGE in loaded
+    assert loaded.isdisjoint({"megatron", "transformer_engine", "torch", "transformers", "mistral_common"})
+
+
+@pytest.mark.parametrize("module", ["metadata", "attention", "logprob", "objectives", "data", "plan", "stats"])
+def test_nothing_left_of_the_seam_loads_megatron(module):
+    assert loaded_by(f"import {PACKAGE}.{module}").isdisjoint({"megatron", "transformer_engine"})
+
+
+def test_the_command_line_loads_nothing_heavy_for_its_help():
+    loaded = loaded_by(f"import {PACKAGE}.cli.main")
+    assert "typer" in loaded
+    assert loaded.isdisjoint({"megatron", "transformer_engine", "torch", "transformers", "mistral_common"})
+
+
+def test_every_public_name_can_be_imported():
+    exec(f"from {PACKAGE} import *\nassert TreeMetadata.__name__ == 'TreeMetadata'", {})
+    with pytest.raises(ImportError, match="nonsense"):
+        exec(f"from {PACKAGE} import nonsense", {})
