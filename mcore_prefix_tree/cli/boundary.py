@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 
@@ -32,7 +34,9 @@ def readable_errors() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except _USER_ERRORS as error:
-        typer.echo(f"error: {_sentence(error)}", err=True)
+        # Under torchrun every rank meets the same mistake: once a machine is enough.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            typer.echo(f"error: {_sentence(error)}", err=True)
         raise typer.Exit(USER_ERROR) from error
 
 

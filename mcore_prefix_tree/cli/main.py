@@ -6,6 +6,8 @@ import typer
 
 from mcore_prefix_tree.cli.boundary import Commands
 from mcore_prefix_tree.cli.inspect import inspect
+from mcore_prefix_tree.cli.train import train
+from mcore_prefix_tree.cli.verify import verify
 
 app = typer.Typer(
     cls=Commands,
@@ -20,4 +22,6 @@ def _options() -> None:
     """Prefix-tree training on stock Megatron-Core: every shared token computed once, every gradient unchanged."""
 
 
+app.command()(train)
+app.command()(verify)
 app.command()(inspect)

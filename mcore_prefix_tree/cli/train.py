@@ -1,26 +1,38 @@
-"""``mcore-prefix-tree train``."""
+"""``mcore-prefix-tree train``: a recipe to its end."""
 
 from __future__ import annotations
 
-from rich.console import Console
+from typing import Annotated
 
-from mcore_prefix_tree.cli.console import ConsoleReporter
-from mcore_prefix_tree.recipe import load_recipe
+import typer
+
+from mcore_prefix_tree.cli.boundary import FAILED
 
 
-def train(recipe: str, overrides: list[str], *, resume: bool) -> None:
-    """Run a recipe to its end.
+def train(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example data.path=rollouts.jsonl.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last complete checkpoint in checkpoint.save.")
+    ] = False,
+) -> None:
+    """Train a GPT on folded rollouts; under torchrun for several ranks."""
+    from rich.console import Console
 
-    Raises:
-        VerificationError: folded and unfolded differ; nothing was trained.
-        ValueError, NotImplementedError, OSError: a user's mistake, in one sentence.
-    """
-    loaded = load_recipe(recipe, overrides)
+    from mcore_prefix_tree.cli.console import ConsoleReporter
+    from mcore_prefix_tree.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
     # Megatron takes seconds to import: a wrong recipe is told before.
-    from mcore_prefix_tree.mcore.train.trainer import run_train
+    from mcore_prefix_tree.mcore.train.trainer import VerificationError, run_train
 
     reporter = ConsoleReporter(Console())
     try:
         run_train(loaded, reporter, resume=resume)
+    except VerificationError as error:
+        reporter.message(f"error: {error}")
+        raise typer.Exit(FAILED) from error
     finally:
         reporter.close()

@@ -1,27 +1,39 @@
-"""``mcore-prefix-tree verify``."""
+"""``mcore-prefix-tree verify``: folded against unfolded on a recipe's first batch."""
 
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
-from rich.console import Console
+import typer
 
-from mcore_prefix_tree.cli.console import verify_table
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.cli.boundary import FAILED
 
 
-def verify(recipe: str, overrides: list[str], *, as_json: bool) -> bool:
-    """Compare a recipe's first batch folded and unfolded, print the result on the main rank, say whether it passed.
+def verify(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example model.dtype=float64.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Show that folding changes nothing but the cost: log-probabilities, loss and every gradient, on your model.
 
-    Raises:
-        ValueError, NotImplementedError, OSError: a user's mistake, in one sentence.
+    Exit code 1 if an error is above its limit.
     """
-    loaded = load_recipe(recipe, overrides)
+    from mcore_prefix_tree.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
     from mcore_prefix_tree.mcore.train.trainer import run_verify
 
     report, is_main = run_verify(loaded)
     if is_main and as_json:
         print(json.dumps(report.to_json()))
     elif is_main:
+        from rich.console import Console
+
+        from mcore_prefix_tree.cli.console import verify_table
+
         Console().print(verify_table(report))
-    return report.passed
+    if not report.passed:
+        raise typer.Exit(FAILED)

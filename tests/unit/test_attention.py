@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import causal_attention, forest_samples, metadata_of, random_forest, sample_lists, worst
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mcore_prefix_tree import TreeMetadata, fold
 from mcore_prefix_tree.attention import BACKENDS, check_backend, path, tree_attention
@@ -221,11 +223,11 @@ def test_path_never_makes_a_tensor_with_a_number_per_pair(monkeypatch):
     inputs, grad_out = random_inputs(metadata.padded_size, heads=2, key_heads=1, dtype=torch.float32)
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             result = func(*args, **(kwargs or {}))
-            for leaf in torch.utils._pytree.tree_leaves(result):
+            for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     largest = max(largest, leaf.untyped_storage().nbytes() // leaf.element_size())
             return result

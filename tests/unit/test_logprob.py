@@ -6,9 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import sample_lists, worst
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.logprob import Edges, edge_logprobs_and_entropy, edges, restore
+from mcore_prefix_tree.logprob import Edges, edge_logprobs, edge_logprobs_and_entropy, edges, restore
 from mcore_prefix_tree.objectives import sft_loss
 
 VOCAB = 41
@@ -119,6 +121,59 @@ def test_equal_tokens_under_one_predictor_add_up(rows):
     (expected,) = torch.autograd.grad(111.0 * single, logits)
     assert worst(logprob[1:], single.expand(3)) < 1e-12
     assert worst(grad, expected) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_without_entropy_and_in_place_the_result_is_the_same(dtype, rows):
+    layout = fold([*FORKED, *(Sample(tokens=[9, branch, 2]) for branch in range(20))], pad_to_multiple_of=8)
+    of_layout = Edges.from_layout(layout)
+    weights = torch.linspace(0.1, 2.0, layout.padded_size)
+    leaf = random_logits(layout, dtype=dtype)
+    with_entropy, _ = edge_logprobs_and_entropy(leaf, of_layout)
+    (expected,) = torch.autograd.grad((with_entropy * weights).sum(), leaf)
+    tolerance = 1e-12 if dtype is torch.float64 else 1e-6
+    for in_place in (False, True):
+        logits = leaf.clone()  # what a model makes: not a leaf, and nobody else reads it
+        before, where = logits.detach().clone(), logits.data_ptr()
+        logprob = edge_logprobs(logits, of_layout, in_place=in_place)
+        assert worst(logprob, with_entropy) < tolerance
+        (grad,) = torch.autograd.grad((logprob * weights).sum(), logits)
+        # bf16 results may fall on the other side of a rounding boundary.
+        assert worst(grad, expected) < (2e-3 if dtype is torch.bfloat16 else tolerance)
+        assert (grad.data_ptr() == where) == in_place
+        assert torch.equal(logits, before) != in_place
+
+
+def test_a_second_backward_in_place_is_refused():
+    layout = fold(FORKED)
+    logits = random_logits(layout).clone()
+    logprob = edge_logprobs(logits, Edges.from_layout(layout), in_place=True)
+    logprob.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprob.sum().backward()
+
+
+def test_no_temporary_is_as_large_as_the_logits_in_fp32(monkeypatch):
+    """Logits are the largest tensor of a step; a copy of them in fp32, or their softmax, would set the peak."""
+    monkeypatch.setattr(edges, "ROWS", 8)
+    layout = fold([Sample(tokens=list(range(1, 41))), Sample(tokens=[1, *range(2, 42)][::-1])], pad_to_multiple_of=8)
+    of_layout = Edges.from_layout(layout)
+    logits = random_logits(layout, dtype=torch.bfloat16).detach().clone().requires_grad_().clone()
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32:
+                    largest = max(largest, leaf.untyped_storage().nbytes() // 4)
+            return result
+
+    with Watch():
+        edge_logprobs(logits, of_layout, in_place=True).sum().backward()
+    assert largest <= 8 * VOCAB
+    assert layout.padded_size * VOCAB > 5 * largest
 
 
 def test_only_logprob_or_only_entropy_may_be_used():

@@ -20,6 +20,7 @@ from mcore_prefix_tree.attention import BACKENDS
 from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore.forward_step import sft_forward_step, tree_forward, tree_logprobs_and_entropy
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.objectives import sft_loss
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import single_process
 
@@ -57,7 +58,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def unfolded(model: torch.nn.Module) -> Outcome:
+def unfolded(model: torch.nn.Module, *, entropy_weight: float = ENTROPY_WEIGHT) -> Outcome:
     logprobs, entropies = [], []
     loss = torch.zeros((), dtype=torch.float64)
     for sample in SAMPLES:
@@ -67,7 +68,7 @@ def unfolded(model: torch.nn.Module) -> Outcome:
         logprob = log_softmax[:-1].gather(1, ids[0, 1:, None])[:, 0]
         entropy = -(log_softmax.exp() * log_softmax).sum(dim=1)
         mask = torch.tensor(sample.loss_mask[1:].tolist())
-        loss = loss - (logprob * mask).sum() + ENTROPY_WEIGHT * entropy.sum()
+        loss = loss - (logprob * mask).sum() + entropy_weight * entropy.sum()
         logprobs.append(logprob.detach())
         entropies.append(entropy.detach())
     loss.backward()
@@ -75,13 +76,9 @@ def unfolded(model: torch.nn.Module) -> Outcome:
 
 
 def folded(model: torch.nn.Module, batch: MicroBatch) -> Outcome:
-    output, loss_func = sft_forward_step(iter([batch]), model)
-    loss, num_tokens, reported = loss_func(output)
-    assert num_tokens == sum(int((sample.loss_mask[1:] > 0).sum()) for sample in SAMPLES)
-    assert reported["loss_sum"] == loss
-    logprob, entropy = tree_logprobs_and_entropy(output, batch)
+    logprob, entropy = tree_logprobs_and_entropy(tree_forward(model, batch), batch)
     rows = restore(entropy, batch.layout)
-    loss = loss + ENTROPY_WEIGHT * sum(row.sum() for row in rows)
+    loss = sft_loss(logprob, batch.loss_weight) + ENTROPY_WEIGHT * sum(row.sum() for row in rows)
     loss.backward()
     return Outcome(
         logprob=[row[1:].detach() for row in restore(logprob, batch.layout)],
@@ -190,6 +187,27 @@ def test_folded_is_unfolded(name):
     settings, model_settings = VARIANTS[name]
     stock, tree = twins(tiny_config(**settings), **model_settings)
     assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=1e-12)
+
+
+def sft_step(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """As Megatron's schedules run it, with the gradient of the logits written over the logits."""
+    output, loss_func = sft_forward_step(iter([batch]), model)
+    loss, num_tokens, reported = loss_func(output)
+    loss.backward()
+    return loss.detach(), num_tokens, reported
+
+
+@pytest.mark.parametrize("name", ["rope", "tied embeddings", "GPT-2", "full recompute"])
+def test_the_forward_step_that_megatron_calls(name):
+    settings, model_settings = VARIANTS[name]
+    stock, tree = twins(tiny_config(**settings), **model_settings)
+    loss, num_tokens, reported = sft_step(tree, folded_batch())
+    expected = unfolded(stock, entropy_weight=0.0)
+    assert worst(loss, expected.loss) < 1e-12
+    assert num_tokens == sum(int((sample.loss_mask[1:] > 0).sum()) for sample in SAMPLES)
+    assert reported == {"loss_sum": loss, "num_tokens": num_tokens}
+    for parameter, grad in gradients(tree).items():
+        assert worst(grad, expected.grads[parameter]) < 1e-12, parameter
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
@@ -308,13 +326,11 @@ def test_bfloat16_is_about_as_close_to_the_truth_as_unfolded():
 
 def test_one_micro_batch_or_several_give_the_same_gradient():
     _, tree = twins(tiny_config())
-    whole = folded(tree, folded_batch()).grads
+    sft_step(tree, folded_batch())
+    whole = {name: grad.clone() for name, grad in gradients(tree).items()}
     tree.zero_grad()
     for start in range(0, len(SAMPLES), 4):
-        batch = MicroBatch.from_layout(fold(SAMPLES[start : start + 4]))
-        output, loss_func = sft_forward_step(iter([batch]), tree)
-        _, entropy = tree_logprobs_and_entropy(output, batch)
-        (loss_func(output)[0] + ENTROPY_WEIGHT * sum(r.sum() for r in restore(entropy, batch.layout))).backward()
+        sft_step(tree, MicroBatch.from_layout(fold(SAMPLES[start : start + 4])))
     for name, grad in gradients(tree).items():
         assert worst(grad, whole[name]) < 1e-12, name
 
@@ -322,8 +338,7 @@ def test_one_micro_batch_or_several_give_the_same_gradient():
 def test_a_rank_without_samples_contributes_nothing():
     _, tree = twins(tiny_config())
     batch = MicroBatch.from_layout(fold([], pad_to_multiple_of=4))
-    loss, num_tokens, _ = sft_forward_step(iter([batch]), tree)[1](tree_forward(tree, batch))
-    loss.backward()
+    loss, num_tokens, _ = sft_step(tree, batch)
     assert loss == num_tokens == 0
     for name, grad in gradients(tree).items():
         assert not grad.any(), name
