@@ -131,7 +131,8 @@ class TreeMetadata:
 
     def to(self, device: torch.device | str) -> TreeMetadata:
         """The same metadata with its token tensors on ``device`` and an empty cache; itself if they are there."""
-        if self.subtree_end.device == torch.device(device):
+        target = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        if self.subtree_end.device == target:
             return self
         return TreeMetadata(
             cu_node_lens=self.cu_node_lens,

@@ -11,14 +11,14 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter
 from pydantic import ValidationError as PydanticError
 from pydantic.dataclasses import dataclass
 from yaml import YAMLError
 
-_STRICT = ConfigDict(extra="forbid")
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class RecipeError(ValueError):
@@ -134,7 +134,7 @@ class VerifyConfig:
     Attributes:
         enabled: before ``train``.
         tolerance: largest relative error that passes; None takes 1e-12 for float64 and 1e-5 for float32. bfloat16 is
-            judged against a float32 run of the same weights instead: no further from it than the unfolded run.
+            judged against a float32 run of the same weights instead: within 3 times the unfolded run's own error.
     """
 
     enabled: bool = True
@@ -177,16 +177,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: names the file and the key.
     """
-    for override in overrides:
-        if "=" not in override:
-            raise RecipeError(f"{override!r} is not an override; write key=value, for example train_iters=10")
     try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-        content = OmegaConf.to_container(merged, resolve=True)
+        merged = OmegaConf.load(path)
+        if not isinstance(merged, DictConfig):
+            raise RecipeError(f"recipe {path} is a list; it must map keys to values")
+        for override in overrides:
+            merged = _with_override(merged, override)
+        content = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except FileNotFoundError:
         raise RecipeError(f"recipe {path} does not exist") from None
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise RecipeError(f"recipe {path} cannot be read: {' '.join(str(error).split())}") from error
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
+        raise RecipeError(f"recipe {path} cannot be read: {_one_line(error)}") from error
     try:
         return TypeAdapter(Recipe).validate_python(content)
     except PydanticError as error:
@@ -197,3 +198,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             reason = "there is no such key" if fault["type"] == "unexpected_keyword_argument" else fault["msg"]
             faults.append(f"{key}: {reason[0].lower()}{reason[1:]}{given}")
         raise RecipeError(f"recipe {path}: " + "; ".join(faults)) from None
+
+
+def _with_override(recipe: Any, override: str) -> Any:
+    if "=" not in override:
+        raise RecipeError(f"{override!r} is not an override; write key=value, for example train_iters=10")
+    if override.endswith("=-"):
+        override = override[:-1] + "'-'"  # standard input; YAML reads a lone dash as a list of nothing
+    try:
+        return OmegaConf.merge(recipe, OmegaConf.from_dotlist([override]))
+    except (OmegaConfBaseException, YAMLError, TypeError) as error:  # TypeError: a list where the recipe has a mapping
+        raise RecipeError(f"override {override!r}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

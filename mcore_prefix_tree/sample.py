@@ -27,7 +27,7 @@ class Sample:
         loss_mask: float32 ``[n]``, finite and >= 0. ``loss_mask[t]`` weighs the loss of predicting ``tokens[t]`` from
             ``tokens[:t]``; 0 leaves it unscored. ``loss_mask[0]`` has no effect: nothing predicts the first token.
         merge_key: what has to be equal, besides the tokens, for two samples to share (temperature, adapter or policy
-            version, ...).
+            version, ...); a value whose ``repr`` is the same in every process.
         source: where the sample came from (``file:line``, ``file:line turn 3``), for messages.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,11 @@ def readable_errors() -> Iterator[None]:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             typer.echo(f"error: {_sentence(error)}", err=True)
         raise typer.Exit(USER_ERROR) from error
+
+
+def quiet_upstream() -> None:
+    """Spare the terminal megatron-core's warnings about optional packages, once an import and rank."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
 
 
 def _sentence(error: Exception) -> str:

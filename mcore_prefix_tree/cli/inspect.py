@@ -30,6 +30,9 @@ class _TokenizerOnDemand:
     def vocab_size(self) -> int:
         return self.load().vocab_size
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.load().decode(tokens)
+
     def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
         return self.load().encode_turns(messages)
 
@@ -86,7 +89,7 @@ def inspect(
     from mcore_prefix_tree.cli.drawing import draw_tree, summary
 
     # Which vocabulary plain tokens are of, only the caller knows: their text is shown if a tokenizer is named.
-    decode = getattr(on_demand.loaded, "decode", None)
+    decode = None if on_demand.loaded is None else on_demand.loaded.decode
     console = Console()
     console.print(summary(stats))
     console.print(f"longest sample: {longest}", style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import FAILED
+from mcore_prefix_tree.cli.boundary import FAILED, quiet_upstream
 
 
 def train(
@@ -25,6 +25,7 @@ def train(
     from mcore_prefix_tree.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    quiet_upstream()
     # Megatron takes seconds to import: a wrong recipe is told before.
     from mcore_prefix_tree.mcore.train.trainer import VerificationError, run_train
 

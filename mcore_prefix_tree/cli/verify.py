@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import FAILED
+from mcore_prefix_tree.cli.boundary import FAILED, quiet_upstream
 
 
 def verify(
@@ -24,6 +24,7 @@ def verify(
     from mcore_prefix_tree.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    quiet_upstream()
     from mcore_prefix_tree.mcore.train.trainer import run_verify
 
     report, is_main = run_verify(loaded)

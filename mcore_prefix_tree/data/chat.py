@@ -76,6 +76,9 @@ class ChatTokenizer(Protocol):
     def vocab_size(self) -> int:
         """Token ids are below this."""
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens, control tokens included; for people to read."""
+
     def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
         """Encode every assistant turn, in order; messages after the last one are not encoded.
 

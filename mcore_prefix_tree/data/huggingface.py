@@ -52,6 +52,10 @@ class HuggingFaceChatTokenizer:
         """Token ids are below this."""
         return len(self._tokenizer)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See ``ChatTokenizer.decode``."""
+        return str(self._tokenizer.decode(list(tokens)))
+
     def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
         """See ``ChatTokenizer.encode_turns``."""
         converted = [_convert(message) for message in messages]

@@ -15,7 +15,7 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.tool_calls import FunctionCall
 from mistral_common.protocol.instruct.tool_calls import ToolCall as MistralToolCall
 from mistral_common.protocol.instruct.validator import ValidationMode
-from mistral_common.tokens.tokenizers.base import SpecialTokens, TokenizerVersion
+from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, SpecialTokens, TokenizerVersion
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
 from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn
@@ -49,6 +49,7 @@ class MistralChatTokenizer:
         with as_file(files("mistral_common") / "data" / FILES[name]) as path:
             self._tokenizer: Any = MistralTokenizer.from_file(str(path), mode=ValidationMode.finetuning)
         text_tokenizer = self._tokenizer.instruct_tokenizer.tokenizer
+        self._text_tokenizer: Any = text_tokenizer
         self._vocab_size = int(text_tokenizer.n_words)
         self._end_of_turn = int(text_tokenizer.eos_id)
         self._history_is_stable = bool(text_tokenizer.version >= TokenizerVersion.v7)
@@ -66,6 +67,11 @@ class MistralChatTokenizer:
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self._vocab_size
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See ``ChatTokenizer.decode``."""
+        text: str = self._text_tokenizer.decode(list(tokens), special_token_policy=SpecialTokenPolicy.KEEP)
+        return text.replace("\u2581", " ")  # SentencePiece's mark for a space
 
     def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
         """See ``ChatTokenizer.encode_turns``."""

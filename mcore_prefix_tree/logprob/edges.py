@@ -13,6 +13,7 @@ Legend: P padded tokens, E edges, V vocabulary, Vl its part on this tensor-paral
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,7 @@ class Edges:
             token=torch.from_numpy(token).to(device),
             token_id=torch.from_numpy(layout.input_ids[token]).to(device),
             padded_size=layout.padded_size,
-            block_edges=[slice(start, end) for start, end in zip(borders[:-1], borders[1:], strict=True)],
+            block_edges=[slice(start, end) for start, end in itertools.pairwise(borders)],
         )
 
 
@@ -112,7 +113,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         at_target = torch.where(here, grad_logprob, 0)
         grad = logits if ctx.in_place else torch.empty_like(logits)
         for (rows, block), owned in zip(_row_blocks(logits), edges.block_edges, strict=True):
-            # In the block's own precision, which is the gradient's or wider: what a target loses to rounding stays lost.
+            # In the block's own precision, the gradient's or wider: what a target loses to rounding stays lost.
             block_grad = grad[rows] if grad.dtype == block.dtype else torch.empty_like(block)
             log_prob = torch.sub(block, logsumexp[rows, None], out=block_grad)
             if entropy is None:

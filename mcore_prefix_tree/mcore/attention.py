@@ -6,7 +6,7 @@ Both are mixed into whatever class a layer spec names. Without tree metadata the
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class TreeCoreAttentionMixin:
         return folded.reshape(folded.shape[0], 1, -1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def tree_class(mixin: type, base: type) -> type:
     """The class that follows the tree where ``base`` does not; one per base, state-dict keys unchanged."""
     if issubclass(base, mixin):

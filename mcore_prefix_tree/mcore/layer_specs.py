@@ -45,8 +45,8 @@ def with_prefix_tree(spec: Spec) -> Spec:
         return dataclasses.replace(spec, layer_specs=[_layer(layer) for layer in spec.layer_specs])
     if isinstance(spec, MultiTokenPredictionBlockSubmodules):
         raise NotImplementedError(
-            "prefix-tree training does not support multi-token prediction: it rolls labels along the flat layout, which "
-            "crosses branches; set mtp_num_layers=None"
+            "prefix-tree training does not support multi-token prediction: it rolls labels along the flat layout, "
+            "which crosses branches; set mtp_num_layers=None"
         )
     if not isinstance(spec, ModuleSpec):
         raise TypeError(f"with_prefix_tree takes a ModuleSpec or TransformerBlockSubmodules, not {type(spec).__name__}")

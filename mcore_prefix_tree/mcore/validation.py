@@ -128,8 +128,8 @@ def check_model(model: Any) -> None:
     check_config(model.config)
     if model.position_embedding_type == "mrope":
         raise NotImplementedError(
-            "prefix-tree training does not support position_embedding_type='mrope': its positions are three-dimensional; use "
-            " 'rope', 'yarn', 'learned_absolute' or 'none'"
+            "prefix-tree training does not support position_embedding_type='mrope': its positions are "
+            "three-dimensional; use 'rope', 'yarn', 'learned_absolute' or 'none'"
         )
 
 

@@ -16,6 +16,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -99,6 +100,10 @@ class _Stream:
 
 def _get_rng_state(device: object = "cuda") -> torch.Tensor:
     return torch.default_generator.get_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
+    torch.default_generator.set_state(new_state)
 
 
 def _manual_seed(seed: int) -> None:
@@ -207,3 +212,35 @@ def enable(*, force: bool = False) -> None:
         RuntimeError: there is a GPU and ``force`` is false.
     """
     _whole_process.enter_context(cpu_emulation(force=force))
+
+
+def _training_replacements() -> list[tuple[object, str, object]]:
+    """What ``megatron.training`` of a Megatron-LM checkout needs on top, as in :func:`_replacements`."""
+    training = importlib.import_module("megatron.training.training")
+    fused_kernels = importlib.import_module("megatron.legacy.fused_kernels")
+    return [
+        # initialize_megatron() in initialize.py asserts that there is a GPU; this is its own way to go without one.
+        (training, "initialize_megatron", functools.partial(training.initialize_megatron, allow_no_cuda=True)),
+        # _initialize_distributed() in initialize.py sets up the parallel state only where there are devices.
+        (torch.cuda, "device_count", _returns(1)),
+        (torch.cuda, "set_device", _returns(None)),
+        # get_device_arch_version() in training/utils.py, which validate_args() asks under tensor parallelism; before
+        # architecture 10 it also wants CUDA_DEVICE_MAX_CONNECTIONS=1.
+        (torch.cuda, "get_device_properties", _returns(SimpleNamespace(major=10))),
+        # _compile_dependencies() in initialize.py builds kernels with nvcc that only legacy models call.
+        (fused_kernels, "load", _returns(None)),
+        # Resuming a run, in training/checkpointing.py.
+        (torch.cuda, "set_rng_state", _set_rng_state),
+    ]
+
+
+def enable_training(*, force: bool = False) -> None:
+    """As :func:`enable`, and let ``megatron.training.pretrain`` of the Megatron-LM on the path run too.
+
+    Raises:
+        RuntimeError: there is a GPU and ``force`` is false.
+        ImportError: ``megatron.training`` is not on the path.
+    """
+    enable(force=force)
+    for owner, name, replacement in _training_replacements():
+        _whole_process.enter_context(mock.patch.object(owner, name, replacement))

@@ -1,8 +1,8 @@
 """Checkpoints in Megatron's own distributed format and folder layout.
 
 ``FOLDER/iter_0000010`` holds one checkpoint, ``FOLDER/latest_checkpointed_iteration.txt`` names the last complete one.
-The name is written after everything else, so a run killed while it saves resumes from the checkpoint before. Model keys are
-those of the stock model.
+The name is written after everything else, so a run killed while it saves resumes from the checkpoint before.
+Model keys are those of the stock model.
 """
 
 from __future__ import annotations

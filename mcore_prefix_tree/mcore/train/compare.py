@@ -62,7 +62,7 @@ class Comparison:
 
 
 def compare(
-    chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int = 2
+    chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int, warmup: int
 ) -> Comparison:
     """Measure forward and backward; no optimizer step. The gradient buffers of ``chunks`` are left empty.
 
@@ -71,7 +71,8 @@ def compare(
         samples: the whole batch.
         recipe: the job's.
         place: this rank's.
-        repeats: counted runs of each way, after one that is not counted.
+        repeats: counted runs of each way.
+        warmup: runs of each way before these.
     """
     alone = [
         Sample(tokens=sample.tokens, loss_mask=sample.loss_mask, merge_key=index, source=sample.source)
@@ -81,7 +82,7 @@ def compare(
     logical = sum(len(sample) for sample in samples)
 
     def run(name: str, tokens: int, make: Callable[[], list[Any]], step: ForwardStep) -> Measurement:
-        return _measure(name, tokens, chunks, make, step, place, repeats)
+        return _measure(name, tokens, chunks, make, step, place, repeats, warmup)
 
     return Comparison(
         folded=run("folded", physical, lambda: plan_folded(samples, recipe, place).micro_batches, sft_forward_step),
@@ -113,10 +114,11 @@ def _measure(
     step: ForwardStep,
     place: Session,
     repeats: int,
+    warmup: int,
 ) -> Measurement:
     peak = PeakMemory(place.device)
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(warmup + repeats):
         dist.barrier()
         started = time.perf_counter()
         run_schedule(chunks, make(), step)
@@ -125,7 +127,7 @@ def _measure(
         times.append(time.perf_counter() - started)
         for chunk in chunks:
             chunk.zero_grad_buffer()
-    median = statistics.median(times[1:])
+    median = statistics.median(times[warmup:])
     # Every rank waits for the slowest in a real step, and the job needs what the hungriest rank needs.
     worst = torch.tensor([median, float(peak.bytes() or 0)], dtype=torch.float64, device=place.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)

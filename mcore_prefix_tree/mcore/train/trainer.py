@@ -136,6 +136,17 @@ def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
         ), place.is_main
 
 
+def run_compare(recipe: Recipe, *, repeats: int) -> tuple[Comparison, bool]:
+    """Measure the recipe's first batch folded and unfolded; for benchmarks. Also says whether this is the main rank."""
+    check_backend(recipe.attention_backend)
+    _check_trainable(recipe)
+    with session(recipe) as place:
+        groups, vocab_size = read_data(recipe, place)
+        order = _order(recipe, groups)
+        chunks = build_chunks(recipe, place.config, vocab_size=vocab_size, device=place.device)
+        return _Run(recipe, place, order, chunks).compare(1, repeats=repeats, warmup=1), place.is_main
+
+
 def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> None:
     """``mcore-prefix-tree train``.
 
@@ -168,7 +179,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
                 reporter.verified(report)
             if not report.passed:
                 raise VerificationError("folded and unfolded runs differ; nothing was trained")
-        _Run(recipe, place, order, chunks, reporter).train(saved)
+        _Run(recipe, place, order, chunks).train(saved, reporter)
 
 
 def _order(recipe: Recipe, groups: Sequence[Sequence[Sample]]) -> SampleOrder:
@@ -209,10 +220,8 @@ def _fused_adam() -> bool:
 class _Run:
     """One process's part of a training run."""
 
-    def __init__(
-        self, recipe: Recipe, place: Session, order: SampleOrder, chunks: list[torch.nn.Module], reporter: Reporter
-    ) -> None:
-        self._recipe, self._place, self._order, self._reporter = recipe, place, order, reporter
+    def __init__(self, recipe: Recipe, place: Session, order: SampleOrder, chunks: list[torch.nn.Module]) -> None:
+        self._recipe, self._place, self._order = recipe, place, order
         options = recipe.optimizer
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=place.config.bf16, use_distributed_optimizer=options.use_distributed_optimizer
@@ -253,15 +262,16 @@ class _Run:
             override_opt_param_scheduler=True,
         )
 
-    def train(self, saved: int | None) -> None:
+    def train(self, saved: int | None, reporter: Reporter) -> None:
+        """From a saved iteration, or from the start, to ``train_iters``."""
         recipe = self._recipe
-        done = 0 if saved is None else self._resume(saved)
+        done = 0 if saved is None else self._resume(saved, reporter)
         if self._place.is_main:
-            self._reporter.started(done + 1, recipe.train_iters)
+            reporter.started(done + 1, recipe.train_iters)
         for iteration in range(done + 1, recipe.train_iters + 1):
             report = self._step(iteration)
             if self._place.is_main:
-                self._reporter.step(report)
+                reporter.step(report)
             if recipe.checkpoint.save is not None and (
                 iteration % recipe.checkpoint.save_interval == 0 or iteration == recipe.train_iters
             ):
@@ -269,9 +279,15 @@ class _Run:
                     recipe.checkpoint.save, self._chunks, self._optimizer, self._scheduler, self._progress(iteration)
                 )
         if recipe.compare:
-            comparison = compare(self._chunks, self._samples(max(recipe.train_iters, 1)), recipe, self._place)
+            comparison = self.compare(recipe.train_iters, repeats=1, warmup=0)
             if self._place.is_main:
-                self._reporter.compared(comparison)
+                reporter.compared(comparison)
+
+    def compare(self, iteration: int, *, repeats: int, warmup: int) -> Comparison:
+        """Forward and backward of one iteration's batch, folded and unfolded."""
+        return compare(
+            self._chunks, self._samples(iteration), self._recipe, self._place, repeats=repeats, warmup=warmup
+        )
 
     def _samples(self, iteration: int) -> list[Sample]:
         batch = self._recipe.batch.global_batch_size
@@ -287,7 +303,7 @@ class _Run:
             samples_per_epoch=self._order.samples_per_epoch,
         )
 
-    def _resume(self, saved: int) -> int:
+    def _resume(self, saved: int, reporter: Reporter) -> int:
         folder = self._recipe.checkpoint.save
         assert folder is not None
         progress = checkpoint.load(folder, saved, self._chunks, self._optimizer, self._scheduler)
@@ -300,7 +316,7 @@ class _Run:
                     f"run has {name}={now}; the data would not continue where it stopped"
                 )
         if self._place.is_main:
-            self._reporter.message(f"resumed from {checkpoint.iteration_folder(folder, saved)}")
+            reporter.message(f"resumed from {checkpoint.iteration_folder(folder, saved)}")
         return saved
 
     def _step(self, iteration: int) -> StepReport:

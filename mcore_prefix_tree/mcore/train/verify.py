@@ -28,6 +28,9 @@ from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+# In bfloat16 both runs are off by rounding, and one batch is one draw of it. Over 60 sets of weights the folded error
+# was 1.0 times the unfolded one in the geometric mean, and 0.45 to 2.1 times in single draws.
+HALF_FACTOR = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,8 @@ class VerifyReport:
         worst_parameter: which one that is.
         tolerance: what each of them may be.
         reference: what they are measured against.
-        unfolded_errors: in half precision, the same four figures of the unfolded run; they are the tolerance.
+        unfolded_errors: in half precision, the same four figures of the unfolded run; ``HALF_FACTOR`` times them is
+            allowed.
         samples: in the batch.
         logical_tokens: of these.
         physical_tokens: computed, over all micro-batches and ranks.
@@ -69,7 +73,7 @@ class VerifyReport:
         """Each figure's error and what it may be."""
         names = ("logprob_error", "entropy_error", "loss_error", "gradient_error")
         limits = self.unfolded_errors or {}
-        return {name: (getattr(self, name), max(self.tolerance, limits.get(name, 0.0))) for name in names}
+        return {name: (getattr(self, name), max(self.tolerance, HALF_FACTOR * limits.get(name, 0.0))) for name in names}
 
     @property
     def passed(self) -> bool:

@@ -1,0 +1,186 @@
+"""The arguments that Megatron-LM's ``pretrain_*.py`` scripts gain, and what they refuse.
+
+A site's own script takes them with ``extra_args_provider=add_prefix_tree_args``; see
+:mod:`mcore_prefix_tree.mcore.pretrain`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from mcore_prefix_tree.attention import check_backend
+
+
+class ArgumentError(ValueError):
+    """Arguments that cannot be used with ``--prefix-tree``. The message names them."""
+
+
+class _Enable(argparse.Action):
+    """``--prefix-tree``: also switches on what folded training always needs, so that Megatron validates it with that."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.prefix_tree = True
+        # Micro-batches hold different numbers of scored tokens: the step has one denominator.
+        namespace.calculate_per_token_loss = True
+
+
+def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "prefix-tree"; an ``extra_args_provider`` for Megatron-LM's ``pretrain``.
+
+    Returns:
+        ``parser``.
+    """
+    group = parser.add_argument_group(
+        title="prefix-tree",
+        description="Fold samples that begin with the same tokens and compute every unique token once. "
+        "--global-batch-size, --train-samples and the schedules count samples as they are before folding. "
+        "--micro-batch-size says how many of them are folded into one micro-batch on average: a step always has "
+        "global-batch-size / (micro-batch-size * data-parallel-size) micro-batches a rank, and samples that share "
+        "their beginning are dealt to the same one.",
+    )
+    group.add_argument(
+        "--prefix-tree",
+        action=_Enable,
+        nargs=0,
+        default=False,
+        help="Train folded. Implies --calculate-per-token-loss and --dataloader-type external.",
+    )
+    group.add_argument(
+        "--megatron-lm-path",
+        metavar="DIR",
+        help="Checkout of Megatron-LM, core_v0.16.x; its own megatron.core is used. Default: the environment's "
+        "MEGATRON_LM_PATH, else the megatron.training that Python finds.",
+    )
+    group.add_argument(
+        "--prefix-tree-data-path",
+        nargs="+",
+        metavar="FILE",
+        help="JSONL files or globs: lines with tokens (and loss_mask, merge_key) or with chat messages.",
+    )
+    group.add_argument(
+        "--prefix-tree-valid-data-path",
+        nargs="+",
+        metavar="FILE",
+        help="The same, for validation. Without it nothing is evaluated.",
+    )
+    group.add_argument(
+        "--prefix-tree-tokenizer",
+        metavar="NAME",
+        help="For chat messages: mistral-v7, mistral-v3, mistral-v3-tekken, or the folder of a Hugging Face "
+        "tokenizer. Sets the vocabulary where --tokenizer-type and --vocab-size do not.",
+    )
+    group.add_argument(
+        "--prefix-tree-expand-turns",
+        action="store_true",
+        help="One sample per assistant turn, with its whole history as prefix.",
+    )
+    group.add_argument(
+        "--prefix-tree-no-shuffle",
+        action="store_false",
+        dest="prefix_tree_shuffle",
+        help="Keep the order of the files. Otherwise lines are drawn in a new order each epoch, by --seed.",
+    )
+    group.add_argument(
+        "--prefix-tree-max-tokens",
+        type=int,
+        metavar="N",
+        help="Most physical tokens (after folding, before padding) of a micro-batch. Bounds its memory.",
+    )
+    group.add_argument(
+        "--prefix-tree-attention-backend",
+        default="path",
+        metavar="NAME",
+        help="Attention along the tree. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--prefix-tree-dry-run",
+        action="store_true",
+        help="Print the plan of the first step, its fold ratio and an estimate of each rank's memory, and stop. Needs "
+        "no GPU and starts no job; set WORLD_SIZE to the ranks of the job to plan for.",
+    )
+    return parser
+
+
+_UNSUPPORTED: tuple[tuple[str, str], ...] = (
+    ("data_path", "--data-path: the data is --prefix-tree-data-path; leave it out"),
+    ("train_data_path", "--train-data-path: the data is --prefix-tree-data-path; leave it out"),
+    ("valid_data_path", "--valid-data-path: validation data is --prefix-tree-valid-data-path; leave it out"),
+    ("test_data_path", "--test-data-path: there is no test phase; leave it out"),
+    ("data_args_path", "--data-args-path: the data is --prefix-tree-data-path; leave it out"),
+    ("per_split_data_args_path", "--per-split-data-args-path: the data is --prefix-tree-data-path; leave it out"),
+    ("mock_data", "--mock-data: the data is --prefix-tree-data-path; leave it out"),
+    ("sft", "--sft: it belongs to Megatron's own data; losses are masked by the data here, leave it out"),
+    ("fim_data", "--fim-data: it belongs to Megatron's own data; leave it out"),
+    ("full_validation", "--full-validation: use --eval-iters"),
+    ("multiple_validation_sets", "--multiple-validation-sets: give one --prefix-tree-valid-data-path"),
+    ("iterations_to_skip", "--iterations-to-skip: Megatron skips by reading its own kind of batch"),
+    ("result_rejected_tracker_filename", "--result-rejected-tracker-filename: it skips iterations"),
+    ("phase_transition_iterations", "--phase-transition-iterations: samples are counted from the start of the run"),
+    ("use_legacy_models", "--use-legacy-models: only megatron-core's layers know the tree"),
+    ("yaml_cfg", "--yaml-cfg: give the arguments on the command line"),
+    ("perform_rl_step", "--perform-rl-step: it brings its own data and objective"),
+    ("use_torch_fsdp2", "--use-torch-fsdp2: not proven equal yet; use --use-distributed-optimizer"),
+    ("use_megatron_fsdp", "--use-megatron-fsdp: not proven equal yet; use --use-distributed-optimizer"),
+    ("tp_comm_overlap", "--tp-comm-overlap: its buffers have one sequence length, micro-batches do not"),
+    ("experimental_attention_variant", "--experimental-attention-variant: only self-attention knows the tree"),
+    ("check_for_spiky_loss", "--check-for-spiky-loss: it compares sums, and micro-batches differ in tokens"),
+    ("record_memory_history", "--record-memory-history: pretrain_gpt.py's own model provider starts it"),
+    ("inprocess_restart", "--inprocess-restart: not proven yet; restart with --load"),
+    ("moe_use_upcycling", "--moe-use-upcycling: convert the checkpoint with pretrain_gpt.py first"),
+    ("fp16", "--fp16: not proven equal yet; use --bf16"),
+)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what cannot be used with ``--prefix-tree``, from the arguments alone.
+
+    Args:
+        args: parsed by Megatron-LM's parser with :func:`add_prefix_tree_args`, validated by it or not yet.
+
+    Raises:
+        ArgumentError: one sentence for every argument at fault.
+        ValueError: there is no such attention back-end.
+    """
+    found = [sentence for name, sentence in _UNSUPPORTED if getattr(args, name, None)]
+    if args.dataloader_type not in (None, "external"):
+        found.append(f"--dataloader-type {args.dataloader_type}: folded micro-batches come from outside; leave it out")
+    if getattr(args, "transformer_impl", None) == "inference_optimized":
+        found.append("--transformer-impl inference_optimized: use local or transformer_engine")
+    if args.num_experts is not None and args.moe_token_dispatcher_type == "allgather":
+        found.append(
+            "--moe-token-dispatcher-type allgather: it wants equal lengths on all ranks; "
+            "use --moe-token-dispatcher-type alltoall"
+        )
+    if not args.calculate_per_token_loss:
+        found.append("a step without --calculate-per-token-loss: micro-batches hold different numbers of scored tokens")
+    if found:
+        raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
+    for name in ("prefix_tree_data_path", "prefix_tree_max_tokens"):
+        if getattr(args, name) is None:
+            raise ArgumentError(f"--prefix-tree needs --{name.replace('_', '-')}")
+    if args.prefix_tree_max_tokens < 1:
+        raise ArgumentError(f"--prefix-tree-max-tokens={args.prefix_tree_max_tokens} must be at least 1")
+    if "-" in [*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())]:
+        raise ArgumentError("--prefix-tree-data-path -: every rank reads the data itself; write it to a file")
+    check_backend(args.prefix_tree_attention_backend)
+
+
+def check_unused(args: argparse.Namespace) -> None:
+    """Refuse the group's arguments without the one that switches it on.
+
+    Raises:
+        ArgumentError: names the first of them.
+    """
+    defaults = add_prefix_tree_args(argparse.ArgumentParser()).parse_args([])
+    for name, default in vars(defaults).items():
+        if name.startswith("prefix_tree_") and getattr(args, name, default) != default:
+            option = "no_shuffle" if name == "prefix_tree_shuffle" else name.removeprefix("prefix_tree_")
+            raise ArgumentError(f"--prefix-tree-{option.replace('_', '-')} needs --prefix-tree, which is missing")

@@ -1,0 +1,258 @@
+"""The model and data providers that Megatron-LM's ``pretrain`` is given."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.spec_utils import import_module
+from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training.arguments import core_transformer_config_from_args
+
+from mcore_prefix_tree.data import iter_sample_groups, load_tokenizer
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.mcore.arguments import check_arguments
+from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
+from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
+from mcore_prefix_tree.mcore.pretrain.steps import Folding, StepDealer, StepIterator, StepSize, check_first_epoch
+from mcore_prefix_tree.mcore.validation import check_config, check_model
+from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.testing.norms import sequence_parallel_block_spec
+
+Provider = Callable[..., Any]
+
+
+def tree_transformer_config(args: argparse.Namespace) -> Any:
+    """Megatron's ``TransformerConfig`` of validated arguments, with what folding needs, and nothing that it cannot do.
+
+    Raises:
+        ArgumentError: see :func:`check_arguments`.
+        NotImplementedError: see :func:`check_config`.
+    """
+    check_arguments(args)
+    # Micro-batches differ in length. Megatron's validation switches this off and leaves it to whoever brings the data.
+    args.variable_seq_lengths = True
+    if args.num_experts is None:
+        # Upstream refuses allgather, its default, with variable lengths even where no expert is dispatched to.
+        args.moe_token_dispatcher_type = "alltoall"
+    config = core_transformer_config_from_args(args)
+    check_config(config)
+    return config
+
+
+def tree_model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> Any:
+    """The GPT that the arguments describe, tree-capable; its state-dict keys are those of the stock model.
+
+    Raises:
+        ArgumentError, NotImplementedError: for what folding cannot do, before anything is built.
+    """
+    args = get_args()
+    print_rank_0("building GPT model, tree-capable ...")
+    if config is None:
+        config = tree_transformer_config(args)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=with_prefix_tree(_stock_spec(args, config, vp_stage)),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+    check_model(model)
+    return model
+
+
+def _stock_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
+    """The layers that the arguments select."""
+    use_te = args.transformer_impl == "transformer_engine"
+    if args.spec is not None:
+        spec = import_module(args.spec)
+    elif args.heterogeneous_layers_config_path is not None:
+        from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+
+        spec = get_gpt_heterogeneous_layer_spec(config, use_te)
+    else:
+        spec = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=use_te,
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+    if config.sequence_parallel and not use_te and not torch.cuda.is_available():
+        # The emulation is for trying things out; upstream's own norm for the CPU refuses sequence parallelism.
+        spec = sequence_parallel_block_spec(spec, config, vp_stage)
+    return spec
+
+
+def folding_of(args: argparse.Namespace, *, dp_rank: int, device: torch.device) -> Folding:
+    """How a data-parallel rank folds under these arguments."""
+    return Folding(
+        max_tokens=args.prefix_tree_max_tokens,
+        dp_rank=dp_rank,
+        pad_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        interleave=1 if args.virtual_pipeline_model_parallel_size is None else args.pipeline_model_parallel_size,
+        device=device,
+        attention_backend=args.prefix_tree_attention_backend,
+    )
+
+
+def read_groups(args: argparse.Namespace, paths: Sequence[str]) -> list[list[Sample]]:
+    """All samples of the files, by line.
+
+    Raises:
+        SampleError: bad data, or a sample that is longer than the arguments allow; names file, line and argument.
+    """
+    name = args.prefix_tree_tokenizer
+    tokenizer = None if name is None else load_tokenizer(name)
+    groups = list(
+        iter_sample_groups(
+            paths,
+            tokenizer=tokenizer,
+            expand_turns=args.prefix_tree_expand_turns,
+            vocab_size=args.padded_vocab_size,
+        )
+    )
+    limits = {"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens}
+    for sample in (sample for group in groups for sample in group):
+        for option, limit in limits.items():
+            if len(sample) > limit:
+                raise SampleError(
+                    f"{sample.source}: the sample has {len(sample)} tokens, but {option} is {limit}; raise {option} or "
+                    "shorten the sample"
+                )
+    return groups
+
+
+def training_order(args: argparse.Namespace) -> SampleOrder:
+    """The training samples, in the order that steps take them."""
+    groups = read_groups(args, args.prefix_tree_data_path)
+    return SampleOrder(groups, seed=args.seed, shuffle=args.prefix_tree_shuffle)
+
+
+def training_seconds() -> float:
+    """Wall-clock seconds without those that Megatron's timers gave to evaluation and checkpoints."""
+    timers = get_timers()
+    paused = sum(timers(name, log_level=0).active_time() for name in ("eval-time", "save-checkpoint"))
+    return time.perf_counter() - float(paused)
+
+
+class TreeDatasetsProvider:
+    """Megatron's ``train_valid_test_datasets_provider``: iterators over folded micro-batches, on every rank.
+
+    Called once for each model chunk of a rank; the chunks share their data and plans.
+    """
+
+    # All pipeline stages and tensor-parallel ranks read the data themselves and make the same plan.
+    is_distributed = True
+
+    def __init__(self) -> None:
+        self._training: StepDealer | None = None
+        self._validation: StepDealer | None = None
+
+    def __call__(
+        self, train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None
+    ) -> tuple[StepIterator | None, StepIterator | None, None]:
+        """Iterators for training, validation and no test.
+
+        Raises:
+            ArgumentError: a step of the first epoch does not fit its micro-batches.
+            SampleError: bad data.
+        """
+        args = get_args()
+        folding = folding_of(
+            args, dp_rank=parallel_state.get_data_parallel_rank(), device=torch.device(torch.cuda.current_device())
+        )
+        train = None
+        if not args.skip_train:
+            if self._training is None:
+                order = training_order(args)
+                print_rank_0(f"> {order.samples_per_epoch} samples an epoch from {args.prefix_tree_data_path}")
+                if args.rampup_batch_size is None:
+                    check_first_epoch(
+                        order,
+                        _constant_size(args),
+                        folding,
+                        consumed=args.consumed_train_samples,
+                        end=train_val_test_num_samples[0] or 0,
+                    )
+                self._training = StepDealer(order, folding, clock=training_seconds)
+            train = StepIterator(self._training, consumed=args.consumed_train_samples, size=lambda: _current_size(args))
+        if not args.prefix_tree_valid_data_path:
+            if args.eval_iters:
+                print_rank_0("> no --prefix-tree-valid-data-path: nothing is evaluated")
+            args.eval_iters = 0
+            return train, None, None
+        if self._validation is None:
+            groups = read_groups(args, args.prefix_tree_valid_data_path)
+            self._validation = StepDealer(SampleOrder(groups, seed=args.seed, shuffle=False), folding)
+        consumed = 0 if args.skip_train else args.consumed_valid_samples
+        valid = StepIterator(self._validation, consumed=consumed, size=lambda: _constant_size(args))
+        return train, valid, None
+
+
+def _current_size(args: argparse.Namespace) -> StepSize:
+    return StepSize(
+        micro_batches=get_num_microbatches(), micro_batch_size=args.micro_batch_size, dp_size=args.data_parallel_size
+    )
+
+
+def _constant_size(args: argparse.Namespace) -> StepSize:
+    """Without ramp-up; Megatron evaluates with it too."""
+    return StepSize(
+        micro_batches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+        micro_batch_size=args.micro_batch_size,
+        dp_size=args.data_parallel_size,
+    )
+
+
+def prefix_tree_providers(
+    datasets_provider: Provider, model_provider: Provider, forward_step: Provider
+) -> tuple[Provider, Provider, Provider]:
+    """A script's own three providers where ``--prefix-tree`` is absent, and the folding ones where it is given.
+
+    Returns:
+        To be passed to ``pretrain`` in their place. The data provider is called on every rank under the flag; without
+        it on the ranks that the script's own asks for with ``is_distributed``.
+    """
+    folded = TreeDatasetsProvider()
+
+    class _Datasets:
+        @property
+        def is_distributed(self) -> bool:
+            # Megatron asks when its arguments are there, but a script may ask earlier.
+            return bool(getattr(datasets_provider, "is_distributed", False)) or bool(get_args().prefix_tree)
+
+        def __call__(self, num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
+            provider = folded if get_args().prefix_tree else datasets_provider
+            return provider(num_samples) if vp_stage is None else provider(num_samples, vp_stage=vp_stage)
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        return (tree_model_provider if get_args().prefix_tree else model_provider)(*args, **kwargs)
+
+    def step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return (tree_forward_step if get_args().prefix_tree else forward_step)(data_iterator, model, *args, **kwargs)
+
+    return _Datasets(), model, step

@@ -1,0 +1,68 @@
+"""The ``forward_step_func`` that Megatron-LM's ``pretrain`` is given, and what it logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import get_args, get_timers
+
+from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs
+from mcore_prefix_tree.mcore.pretrain.steps import StepMicroBatch, StepStats
+from mcore_prefix_tree.objectives import sft_loss
+
+LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def tree_forward_step(
+    data_iterator: Iterator[StepMicroBatch], model: Any
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
+    """One pipeline stage's forward of the next folded micro-batch, and the function of its loss."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    micro_batch = next(data_iterator)
+    timers("batch-generator").stop()
+    return tree_forward(model, micro_batch.batch), partial(_loss, micro_batch)
+
+
+def _loss(micro_batch: StepMicroBatch, logits: torch.Tensor) -> LossOutput:
+    batch = micro_batch.batch
+    loss = sft_loss(tree_logprobs(logits, batch, in_place=True), batch.loss_weight)
+    num_tokens = torch.tensor(batch.layout.num_supervised, dtype=torch.int, device=logits.device)
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=_is_not_finite,
+            message="found NaN or Inf in the loss of a folded micro-batch",
+            tolerance=0.0,
+            fatal=True,
+        )
+    report = {"lm loss": torch.stack([loss.detach().float(), num_tokens.float()])}
+    if micro_batch.stats is not None:
+        figures = log_figures(micro_batch, micro_batch.stats)
+        pairs = torch.tensor(list(figures.values()), dtype=torch.float32).to(logits.device, non_blocking=True)
+        report |= dict(zip(figures, pairs.unbind(), strict=True))
+    return loss, num_tokens, report
+
+
+def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
+    return ~torch.isfinite(loss)
+
+
+def log_figures(micro_batch: StepMicroBatch, stats: StepStats) -> dict[str, tuple[float, float]]:
+    """What the log line, TensorBoard and W&B show beside the loss: for each, a numerator and a denominator.
+
+    Megatron sums both over the micro-batches and the data-parallel ranks of a step, divides, and averages over
+    ``--log-interval``. Throughput is that of the step before, because a step's end is not known inside it; at the
+    first step there is none.
+    """
+    seconds = stats.seconds_before or 1.0
+    return {
+        "fold ratio": (stats.logical_tokens, stats.physical_tokens),
+        "logical tokens/s": (stats.logical_before, seconds),
+        "physical tokens/s": (stats.physical_before, seconds),
+        "plan time (ms)": (1e3 * micro_batch.host_seconds, micro_batch.share),
+    }

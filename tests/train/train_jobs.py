@@ -1,0 +1,206 @@
+"""A training job small enough for a test: data, recipe, and somebody who writes down what is reported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from typer.testing import CliRunner
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.mcore.train.trainer import run_train
+from mcore_prefix_tree.recipe import Recipe, load_recipe
+
+VOCAB = 64
+BATCH = 6
+RECIPE = f"""
+model:
+  num_layers: 2
+  hidden_size: 32
+  num_attention_heads: 4
+  num_query_groups: 2
+  ffn_hidden_size: 48
+  vocab_size: {VOCAB}
+batch: {{global_batch_size: {BATCH}, max_tokens: 48}}
+optimizer: {{lr: 1e-2, lr_warmup_steps: 1, min_lr: 1e-3}}
+train_iters: 6
+compare: false
+verify: {{enabled: false}}
+"""
+FLOAT64 = ("model.dtype=float64", "optimizer.clip_grad=0")
+
+
+def rows(seed: int = 0) -> list[dict[str, Any]]:
+    """Two-level trees with a duplicate, a strict prefix, a lone token, and masks from 0 to 1."""
+    rng = np.random.default_rng(seed)
+
+    def run(length: int) -> list[int]:
+        return rng.integers(1, VOCAB, size=length).tolist()
+
+    made: list[dict[str, Any]] = []
+    for _ in range(3):
+        root = run(6)
+        for _ in range(2):
+            trunk = root + run(4)
+            for _ in range(2):
+                tokens = trunk + run(int(rng.integers(2, 7)))
+                made.append({"tokens": tokens, "loss_mask": rng.choice([0.0, 0.5, 1.0], size=len(tokens)).tolist()})
+    made.append(made[0])
+    made.append({"tokens": made[1]["tokens"][:8]})
+    made.append({"tokens": [3]})
+    made.append({"tokens": run(9)})
+    return made  # 16 samples in 16 lines: batches of 6 reach over the end of an epoch
+
+
+def write_rows(path: Path, content: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return path
+
+
+def write_job(folder: Path, content: Sequence[dict[str, Any]] | None = None) -> Path:
+    """A recipe file whose data lie beside it."""
+    data = write_rows(folder / "data.jsonl", rows() if content is None else content)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(f"data: {{path: {data}}}\n{RECIPE}")
+    return recipe
+
+
+@dataclass
+class Notes:
+    """A reporter that keeps everything."""
+
+    messages: list[str] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)
+    verifications: list[Any] = field(default_factory=list)
+    comparisons: list[Any] = field(default_factory=list)
+    stop_after: int | None = None
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def verified(self, report: Any) -> None:
+        self.verifications.append(report)
+
+    def started(self, first: int, last: int) -> None:
+        self.spans.append((first, last))
+
+    def step(self, report: Any) -> None:
+        self.reports.append(report)
+        if report.iteration == self.stop_after:
+            raise KeyboardInterrupt
+
+    def compared(self, comparison: Any) -> None:
+        self.comparisons.append(comparison)
+
+    @property
+    def losses(self) -> list[float]:
+        return [report.loss for report in self.reports]
+
+
+def train(recipe: Path | Recipe, *overrides: str, resume: bool = False, stop_after: int | None = None) -> Notes:
+    """``run_train`` in this process; ``stop_after`` interrupts it as Ctrl-C after that step would."""
+    notes = Notes(stop_after=stop_after)
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    try:
+        run_train(loaded, notes, resume=resume)
+    except KeyboardInterrupt:
+        assert stop_after is not None
+    return notes
+
+
+def command(name: str, recipe: Path, *arguments: str, stdin: str | None = None) -> Any:
+    """The command line, in this process."""
+    return CliRunner().invoke(app, [name, str(recipe), *arguments], input=stdin)
+
+
+@contextmanager
+def world_of_one(recipe: Recipe) -> Iterator[Any]:
+    """The session that the trainer would open."""
+    from mcore_prefix_tree.mcore.train.session import session
+
+    with session(recipe) as place:
+        yield place
+
+
+def built(recipe: Recipe, place: Any) -> torch.nn.Module:
+    """The model as ``train`` starts with it."""
+    from mcore_prefix_tree.mcore.train.model import build_chunks
+
+    (chunk,) = build_chunks(recipe, place.config, vocab_size=VOCAB, device=place.device)
+    return chunk
+
+
+def stock_model(recipe: Recipe, place: Any) -> torch.nn.Module:
+    """The same model out of megatron-core alone, with weights of its own."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    torch.manual_seed(99)
+    model = GPTModel(
+        place.config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=VOCAB,
+        max_sequence_length=recipe.model.max_position_embeddings,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    return model.to(place.config.params_dtype)
+
+
+def logits_of(model: torch.nn.Module, tokens: Sequence[int]) -> torch.Tensor:
+    """``[n, VOCAB]`` of one sample alone through the stock forward."""
+    ids = torch.tensor([list(tokens)])
+    output: torch.Tensor = model(ids, torch.arange(len(ids[0]))[None], None)
+    return output[0]
+
+
+def stock_loss(model: torch.nn.Module, samples: Sequence[Sample]) -> torch.Tensor:
+    """Mean negative log-likelihood over the supervised tokens, each sample alone."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sample in samples:
+        logprobs = torch.log_softmax(logits_of(model, sample.tokens.tolist()), dim=-1)[:-1]
+        labels = torch.from_numpy(sample.tokens[1:].astype(np.int64))
+        weights = torch.from_numpy(sample.loss_mask[1:].copy()).to(logprobs.dtype)
+        total = total - (logprobs.gather(1, labels[:, None])[:, 0] * weights).sum()
+        count += int((weights > 0).sum())
+    return total / count
+
+
+def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
+    """The samples of a step, from the documented order alone."""
+    from mcore_prefix_tree.data import iter_sample_groups
+    from mcore_prefix_tree.data.batches import SampleOrder
+
+    size = recipe.batch.global_batch_size
+    order = SampleOrder(list(iter_sample_groups(recipe.data.path)), seed=recipe.seed, shuffle=recipe.data.shuffle)
+    return order.take((iteration - 1) * size, size)
+
+
+def checkpoint_content(folder: Path, iteration: int) -> dict[str, Any]:
+    """Everything in a checkpoint, put together from its shards, in a world of one."""
+    from megatron.core import dist_checkpointing
+
+    from mcore_prefix_tree.testing.launcher import single_process
+
+    with single_process():
+        content: dict[str, Any] = dist_checkpointing.load_plain_tensors(str(folder / f"iter_{iteration:07d}"))
+    return content
+
+
+def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Two checkpoints hold the same, tensors bit for bit."""
+    assert actual.keys() == expected.keys()
+    tensors = [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
+    assert len(tensors) > 20
+    different = [name for name in tensors if not torch.equal(actual[name], expected[name])]
+    assert not different
+    for name in expected.keys() - set(tensors):
+        assert repr(actual[name]) == repr(expected[name])

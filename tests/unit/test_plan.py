@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import random
+from itertools import chain, combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import comb, sample_lists, samples_through
+
+from mcore_prefix_tree import Sample, SampleError, fold
+from mcore_prefix_tree.plan import BudgetError, plan_step
+from mcore_prefix_tree.trie import sort_samples
+
+
+def flat(plan):
+    """All micro-batches, whatever their rank."""
+    return list(chain.from_iterable(plan.micro_batches))
+
+
+def physical(samples, indices):
+    """Unique tokens of some of the samples, counted by the token-by-token oracle."""
+    return len(samples_through([samples[index] for index in indices]))
+
+
+def content(samples, plan):
+    """What each micro-batch of each rank holds, without reference to the caller's order."""
+    return [
+        [sorted((repr(samples[i].merge_key), samples[i].tokens.tolist()) for i in batch) for batch in rank]
+        for rank in plan.micro_batches
+    ]
+
+
+@st.composite
+def problems(draw):
+    samples = draw(sample_lists(max_samples=12, min_samples=1))
+    longest = max(map(len, samples))
+    return samples, {
+        "max_tokens": longest + draw(st.sampled_from([0, 1, 3, 8, 1000])),
+        "dp_size": draw(st.integers(1, 4)),
+        "micro_batch_multiple": draw(st.integers(1, 3)),
+    }
+
+
+@given(problem=problems())
+def test_every_sample_is_in_exactly_one_micro_batch(problem):
+    samples, settings = problem
+    plan = plan_step(samples, **settings)
+    assert sorted(chain.from_iterable(flat(plan))) == list(range(len(samples)))
+
+
+@given(problem=problems())
+def test_the_budget_holds_and_the_counts_are_those_of_the_fold(problem):
+    samples, settings = problem
+    plan = plan_step(samples, **settings)
+    for rank, counts in zip(plan.micro_batches, plan.physical_tokens, strict=True):
+        for batch, count in zip(rank, counts, strict=True):
+            assert count == fold([samples[index] for index in batch]).physical_tokens == physical(samples, batch)
+            assert count <= settings["max_tokens"]
+
+
+@given(problem=problems())
+def test_ranks_have_as_many_micro_batches_in_the_asked_multiple(problem):
+    samples, settings = problem
+    plan = plan_step(samples, **settings)
+    assert len(plan.micro_batches) == len(plan.physical_tokens) == settings["dp_size"]
+    assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}
+    assert plan.num_micro_batches > 0
+    assert plan.num_micro_batches % settings["micro_batch_multiple"] == 0
+
+
+@given(problem=problems(), seed=st.integers(0, 1000))
+def test_the_order_of_the_samples_does_not_matter(problem, seed):
+    samples, settings = problem
+    shuffled = random.Random(seed).sample(samples, len(samples))
+    plan, again = plan_step(samples, **settings), plan_step(shuffled, **settings)
+    assert content(shuffled, again) == content(samples, plan)
+    assert again.physical_tokens == plan.physical_tokens
+
+
+def smallest_maximum(samples, count):
+    """Over all cuts of the depth-first order into at most ``count`` runs, the smallest size of the largest run."""
+    order = sort_samples(samples)[0].tolist()
+    best = None
+    for cuts in chain.from_iterable(combinations(range(1, len(order)), k) for k in range(min(count, len(order)))):
+        borders = [0, *cuts, len(order)]
+        largest = max(physical(samples, order[a:b]) for a, b in zip(borders, borders[1:], strict=False))
+        best = largest if best is None else min(best, largest)
+    return best
+
+
+@given(
+    samples=sample_lists(max_samples=7, min_samples=1),
+    slack=st.integers(0, 12),
+    dp_size=st.integers(1, 3),
+    multiple=st.integers(1, 2),
+)
+def test_the_largest_micro_batch_is_as_small_as_it_can_be(samples, slack, dp_size, multiple):
+    budget = max(map(len, samples)) + slack
+    plan = plan_step(samples, max_tokens=budget, dp_size=dp_size, micro_batch_multiple=multiple)
+    count = dp_size * plan.num_micro_batches
+    assert max(chain.from_iterable(plan.physical_tokens)) == smallest_maximum(samples, count)
+    # And there are as few as the budget allows: one round less would not fit.
+    fewer = count - dp_size * multiple
+    assert fewer == 0 or smallest_maximum(samples, fewer) > budget
+
+
+def test_a_cut_tree_brings_its_ancestors_to_both_sides():
+    trunk = list(range(10))
+    samples = [Sample(tokens=[*trunk, 50 + leaf]) for leaf in range(6)]
+    assert plan_step(samples, max_tokens=16).physical_tokens == ((16,),)
+    cut = plan_step(samples, max_tokens=15)
+    assert cut.physical_tokens == ((13, 13),)
+    assert [len(batch) for batch in cut.micro_batches[0]] == [3, 3]
+
+
+def test_runs_are_dealt_evenly():
+    """Loners of 9 to 16 tokens, of which no two fit together: back and forth over the ranks."""
+    samples = [Sample(tokens=[length] * length) for length in range(9, 17)]
+    plan = plan_step(samples, max_tokens=16, dp_size=4)
+    assert all(len(batch) == 1 for batch in flat(plan))
+    assert [sum(rank) for rank in plan.physical_tokens] == [16 + 9] * 4
+
+
+def test_merge_keys_are_never_counted_together():
+    samples = [Sample(tokens=[1, 2, 3], merge_key=key) for key in ("a", "b", "a")]
+    assert plan_step(samples, max_tokens=6).physical_tokens == ((6,),)
+    assert content(samples, plan_step(samples, max_tokens=5)) == [
+        [[("'a'", [1, 2, 3]), ("'a'", [1, 2, 3])], [("'b'", [1, 2, 3])]]
+    ]
+
+
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_no_samples_are_micro_batches_of_padding(dp_size):
+    plan = plan_step([], max_tokens=8, dp_size=dp_size, micro_batch_multiple=2)
+    assert plan.micro_batches == (((), ()),) * dp_size
+    assert plan.physical_tokens == ((0, 0),) * dp_size
+
+
+def test_ranks_without_a_sample_get_padding():
+    samples = [Sample(tokens=[1, 2, 3]), Sample(tokens=[1, 2, 4])]
+    plan = plan_step(samples, max_tokens=100, dp_size=4)
+    assert plan.num_micro_batches == 1
+    assert sorted(flat(plan)) == [(), (), (0,), (1,)]
+    assert sorted(chain.from_iterable(plan.physical_tokens)) == [0, 0, 3, 3]
+
+
+def test_a_sample_of_the_budget_s_size_fits_and_a_longer_one_is_named():
+    samples = [Sample(tokens=[1] * 5, source="a.jsonl:1"), Sample(tokens=[2] * 6, source="a.jsonl:2 turn 3")]
+    assert plan_step(samples, max_tokens=6).physical_tokens == ((6, 5),)
+    with pytest.raises(BudgetError) as error:
+        plan_step(samples, max_tokens=5)
+    assert str(error.value).startswith("a.jsonl:2 turn 3: 6 tokens do not fit")
+    assert "batch.max_tokens=5" in str(error.value)
+    assert isinstance(error.value, SampleError)
+
+
+def test_a_deep_tree_is_cut_without_recursion():
+    samples = comb(1500)
+    plan = plan_step(samples, max_tokens=2000, dp_size=2)
+    assert sorted(chain.from_iterable(flat(plan))) == list(range(1500))
+    assert max(chain.from_iterable(plan.physical_tokens)) <= 2000

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from mcore_prefix_tree.recipe import (
+    BatchConfig,
+    CheckpointConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    RecipeError,
+    VerifyConfig,
+    load_recipe,
+)
+
+SMALLEST = """
+data: {path: rollouts.jsonl}
+model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4}
+batch: {global_batch_size: 6, max_tokens: 64}
+train_iters: 4
+"""
+SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("**/*.yaml"))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALLEST)
+    return path
+
+
+def test_what_is_left_out_has_its_default(recipe):
+    loaded = load_recipe(recipe)
+    assert (loaded.data.path, loaded.model.hidden_size, loaded.train_iters) == ("rollouts.jsonl", 32, 4)
+    assert loaded.batch == BatchConfig(global_batch_size=6, max_tokens=64)
+    assert (loaded.parallel, loaded.optimizer) == (ParallelConfig(), OptimizerConfig())
+    assert (loaded.checkpoint, loaded.verify) == (CheckpointConfig(), VerifyConfig())
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipes_load(path):
+    loaded = load_recipe(path)
+    assert isinstance(loaded, Recipe)
+    # A recipe that ships with its data names it relative to the repository.
+    paths = [loaded.data.path] if isinstance(loaded.data.path, str) else loaded.data.path
+    assert all((SHIPPED[0].parents[1] / name).exists() for name in paths if name.startswith("recipes/"))
+
+
+def test_there_are_shipped_recipes():
+    assert "quickstart" in {path.stem for path in SHIPPED}
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train_iters=7", None, "train_iters", 7),
+        ("optimizer.lr=1e-4", "optimizer", "lr", 1e-4),  # YAML 1.1 reads this as a string
+        ("optimizer.lr=.5", "optimizer", "lr", 0.5),
+        ("data.path=a=b.jsonl", "data", "path", "a=b.jsonl"),
+        ("data.path=[one.jsonl,two/*.jsonl]", "data", "path", ["one.jsonl", "two/*.jsonl"]),
+        ("data.path=-", "data", "path", "-"),
+        ("data.shuffle=false", "data", "shuffle", False),
+        ("model.vocab_size=null", "model", "vocab_size", None),
+        ("model.dtype=bfloat16", "model", "dtype", "bfloat16"),
+        ("model.transformer.window_size=[16,0]", "model", "transformer", {"window_size": [16, 0]}),
+        ("model.transformer={a: [[1, 2], [3]]}", "model", "transformer", {"a": [[1, 2], [3]]}),
+        ("checkpoint.save=${data.path}.ckpt", "checkpoint", "save", "rollouts.jsonl.ckpt"),
+        ("attention_backend=reference", None, "attention_backend", "reference"),
+    ],
+)
+def test_overrides(recipe, override, section, key, value):
+    loaded = load_recipe(recipe, [override])
+    given = getattr(getattr(loaded, section) if section else loaded, key)
+    assert given == value
+    assert type(given) is type(value)
+
+
+def test_the_last_override_wins_and_none_touches_the_rest(recipe):
+    loaded = load_recipe(recipe, ["seed=1", "model.num_layers=3", "seed=2"])
+    assert loaded == dataclasses.replace(
+        load_recipe(recipe), seed=2, model=dataclasses.replace(load_recipe(recipe).model, num_layers=3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("nope=1", "nope: there is no such key (given 1)"),
+        ("model.nope=1", "model.nope: there is no such key (given 1)"),
+        ("data.pth=x", "data.pth: there is no such key (given 'x')"),
+        ("model.num_layers=two", "model.num_layers: input should be a valid integer"),
+        ("model.num_layers=2.5", "model.num_layers: input should be a valid integer"),
+        ("model.num_layers.deeper=1", "model.num_layers: input should be a valid integer"),
+        ("train_iters=", "train_iters: input should be a valid integer (given None)"),
+        ("optimizer.lr=1e-4x", "optimizer.lr: input should be a valid number"),
+        ("parallel.sequence_parallel=2", "parallel.sequence_parallel: input should be a valid boolean"),
+        ("data.path=3", "data.path: input should be a valid string (given 3)"),
+        ("data.path=[a,[b]]", "data.path.1: input should be a valid string (given ['b'])"),
+        ("data=x", "data: input should be a dictionary"),
+        ("model=null", "model: input should be a dictionary"),
+        ("model.transformer=[1]", "model.transformer: input should be a valid dictionary (given [1])"),
+        ("train_iters=0", "train_iters: input should be greater than 0 (given 0)"),
+        ("batch.max_tokens=-1", "batch.max_tokens: input should be greater than 0 (given -1)"),
+        ("seed=-1", "seed: input should be greater than or equal to 0 (given -1)"),
+        ("optimizer.adam_beta1=1", "optimizer.adam_beta1: input should be less than 1 (given 1)"),
+        ("optimizer.lr=0", "optimizer.lr: input should be greater than 0 (given 0)"),
+        ("optimizer.lr=.inf", "optimizer.lr: input should be a finite number"),
+        ("optimizer.clip_grad=.nan", "optimizer.clip_grad: input should be a finite number"),
+        ("verify.tolerance=0", "verify.tolerance: input should be greater than 0 (given 0)"),
+        ("checkpoint.save_interval=0", "checkpoint.save_interval: input should be greater than 0"),
+        ("model.dtype=fp8", "model.dtype: input should be 'float64', 'float32' or 'bfloat16' (given 'fp8')"),
+        ("device=tpu", "device: input should be 'auto', 'cpu' or 'cuda' (given 'tpu')"),
+        ("data.path=${nope}", "Interpolation key 'nope' not found full_key: data.path"),
+        ("data.path=${oc.env:NO_SUCH_VARIABLE_HERE}", "'NO_SUCH_VARIABLE_HERE' not found\" full_key: data.path"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_file_and_key(recipe, override, says):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe, [override])
+    assert str(error.value).startswith(f"recipe {recipe}")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train_iters", "'train_iters' is not an override; write key=value"),
+        ("--train-iters", "'--train-iters' is not an override; write key=value"),
+        ("", "'' is not an override; write key=value"),
+        ("train_iters=[1", "override 'train_iters=[1': while parsing a flow sequence"),
+        ("data.path=${", "override 'data.path=${': no viable alternative"),
+        ("data=[1]", "override 'data=[1]': Cannot merge"),
+    ],
+)
+def test_an_override_that_cannot_be_read_is_quoted(recipe, override, says):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe, ["seed=1", override])
+    assert str(error.value).startswith(says)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", ": data: field required; model: field required; batch: field required; train_iters: field required"),
+        (SMALLEST.replace("train_iters: 4", ""), ": train_iters: field required"),
+        (SMALLEST.replace("max_tokens: 64", ""), ": batch.max_tokens: field required"),
+        (SMALLEST.replace("rollouts.jsonl", "'???'"), " cannot be read: Missing mandatory value: path full_key: data.path"),
+        (SMALLEST.replace("num_layers: 2", "num_layers: 0, nope: 1"), "; model.nope: there is no such key (given 1)"),
+        (SMALLEST + "train_iters: 5\n", " cannot be read: while constructing a mapping"),
+        (SMALLEST + "seed: [1\n", " cannot be read: while parsing a flow sequence"),
+        ("- data\n- model\n", " is a list; it must map keys to values"),
+        ("3\n", " cannot be read: Invalid loaded object type: int"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path, text, says):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path)
+    assert str(error.value).startswith(f"recipe {path}")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_opened(tmp_path, recipe):
+    with pytest.raises(RecipeError, match=r"missing\.yaml does not exist$"):
+        load_recipe(tmp_path / "missing.yaml")
+    with pytest.raises(RecipeError, match="cannot be read: .*Is a directory"):
+        load_recipe(tmp_path)
+    with pytest.raises(RecipeError, match="cannot be read: .*Not a directory"):
+        load_recipe(recipe / "below_a_file.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match=r"binary\.yaml cannot be read: .*utf-8"):
+        load_recipe(tmp_path / "binary.yaml")
+
+
+def test_a_recipe_is_frozen(recipe):
+    loaded = load_recipe(recipe)
+    for part, key in ((loaded, "seed"), (loaded.data, "path"), (loaded.optimizer, "lr"), (loaded.checkpoint, "save")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, key, 1)
