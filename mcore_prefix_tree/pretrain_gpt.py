@@ -10,51 +10,86 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
-from mcore_prefix_tree.mcore.arguments import add_prefix_tree_args, check_unused
-from mcore_prefix_tree.mcore.pretrain.checkout import use_megatron_lm
-
+VARIABLE = "MEGATRON_LM_PATH"
 USER_ERROR = 2
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Run with the command line's arguments.
 
     Raises:
-        SystemExit: with status 2 for arguments that cannot be used, before anything is started.
+        SystemExit: with status 2 for arguments that cannot be used.
     """
-    # Abbreviations are off, as in Megatron's parser, or "--prefix" would mean something.
+    # Megatron's parser is in the checkout, and this argument says where that is.
     early = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    known, rest = add_prefix_tree_args(early).parse_known_args(argv)
+    early.add_argument("--megatron-lm-path")
+    known, rest = early.parse_known_args()
+    folded = bool({"--prefix-tree", "-h", "--help"} & set(rest))
     try:
         root = use_megatron_lm(known.megatron_lm_path)
-        if not known.prefix_tree and not {"-h", "--help"} & set(rest):
-            check_unused(known)
-    except ValueError as error:
-        _refuse(error)
-    # Only now is it known which megatron there is to import.
-    from mcore_prefix_tree.mcore.pretrain import launch
+        # Only now is it known which megatron there is to import.
+        from mcore_prefix_tree.mcore.pretrain import launch
 
-    launch.emulate_without_gpu()
-    if not known.prefix_tree and not {"-h", "--help"} & set(rest):
-        script = root / "pretrain_gpt.py"
-        sys.argv = [str(script), *rest]
-        runpy.run_path(str(script), run_name="__main__")
-        return
-    try:
-        job = launch.prepare(root)
+        launch.emulate_without_gpu()
+        if folded:
+            launch.prepare(root).run()
+            return
+        launch.check_unused(rest)
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
-        _refuse(error)
-    job.run()
+        if not _is_ours(error):
+            raise
+        # Under torchrun every rank meets the same mistake: once a machine is enough.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        raise SystemExit(USER_ERROR) from error
+    sys.argv = [str(root / "pretrain_gpt.py"), *rest]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _refuse(error: Exception) -> None:
-    # Under torchrun every rank meets the same mistake: once a machine is enough.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-    raise SystemExit(USER_ERROR) from error
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised it: a sentence for users. What Megatron or torch raise keeps its traceback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and __package__ in trace.tb_frame.f_globals.get("__name__", "")
+
+
+def use_megatron_lm(path: str | None) -> Path:
+    """Put a checkout of Megatron-LM first on ``sys.path`` and say where it is.
+
+    First, because ``megatron.training`` and ``megatron.core`` have to be of one version, as when the checkout's own
+    ``pretrain_gpt.py`` runs; and because ``megatron.training`` compiles the data helpers of ``megatron.core`` with a
+    Makefile that the wheel lacks.
+
+    Args:
+        path: of the checkout; None takes ``MEGATRON_LM_PATH``, or else whatever ``megatron.training`` can be imported.
+
+    Raises:
+        ValueError: there is no Megatron-LM there.
+    """
+    given = path or os.environ.get(VARIABLE)
+    if given is None:
+        spec = find_spec("megatron") and find_spec("megatron.training")
+        if spec is None or spec.origin is None:
+            raise ValueError(
+                "megatron.training is not installed, the megatron-core wheel lacks it: clone "
+                "https://github.com/NVIDIA/Megatron-LM at core_v0.16.1 and name it with --megatron-lm-path DIR"
+            )
+        root = Path(spec.origin).resolve().parents[2]
+    else:
+        root = Path(given).resolve()
+        if not (root / "megatron" / "training" / "training.py").is_file():
+            raise ValueError(
+                f"{'--megatron-lm-path' if path else VARIABLE}: {root} is no checkout of Megatron-LM, it has no "
+                "megatron/training"
+            )
+    assert "megatron.core" not in sys.modules, "imported before the checkout was on the path"
+    sys.path.insert(0, str(root))
+    return root
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

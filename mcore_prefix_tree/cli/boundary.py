@@ -42,8 +42,9 @@ def readable_errors() -> Iterator[None]:
 
 
 def quiet_upstream() -> None:
-    """Spare the terminal megatron-core's warnings about optional packages, once an import and rank."""
+    """Spare the terminal what megatron-core warns of on every rank: optional packages, torch's names of its calls."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 def _sentence(error: Exception) -> str:

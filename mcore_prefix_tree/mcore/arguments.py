@@ -173,14 +173,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_backend(args.prefix_tree_attention_backend)
 
 
-def check_unused(args: argparse.Namespace) -> None:
-    """Refuse the group's arguments without the one that switches it on.
+def check_unused(arguments: Sequence[str]) -> None:
+    """Refuse the group's arguments on a command line without ``--prefix-tree``.
 
     Raises:
         ArgumentError: names the first of them.
     """
-    defaults = add_prefix_tree_args(argparse.ArgumentParser()).parse_args([])
-    for name, default in vars(defaults).items():
-        if name.startswith("prefix_tree_") and getattr(args, name, default) != default:
-            option = "no_shuffle" if name == "prefix_tree_shuffle" else name.removeprefix("prefix_tree_")
-            raise ArgumentError(f"--prefix-tree-{option.replace('_', '-')} needs --prefix-tree, which is missing")
+    for argument in arguments:
+        if argument.startswith("--prefix-tree-"):
+            raise ArgumentError(f"{argument.partition('=')[0]} needs --prefix-tree, which is missing")

@@ -229,6 +229,8 @@ def _training_replacements() -> list[tuple[object, str, object]]:
         (torch.cuda, "get_device_properties", _returns(SimpleNamespace(major=10))),
         # _compile_dependencies() in initialize.py builds kernels with nvcc that only legacy models call.
         (fused_kernels, "load", _returns(None)),
+        # _warmup_jit_function() in initialize.py.
+        (torch, "rand", _on_cpu(torch.rand)),
         # Resuming a run, in training/checkpointing.py.
         (torch.cuda, "set_rng_state", _set_rng_state),
     ]

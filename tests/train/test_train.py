@@ -80,8 +80,7 @@ def test_every_step_is_the_stock_model_s_step(job: Path) -> None:
             assert report.loss == pytest.approx(loss.item(), rel=1e-9)
             loss.backward()
             norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
-            if report.grad_norm is not None:
-                assert report.grad_norm == pytest.approx(norm.item(), rel=1e-9)
+            assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)  # Megatron's is in fp32
             optimizer.step()
     assert notes.losses[-1] < notes.losses[0]
 
@@ -91,8 +90,9 @@ def test_the_first_loss_is_the_stock_model_s(job: Path, dtype: str, tolerance: f
     recipe = load_recipe(job, [f"model.dtype={dtype}", "optimizer.clip_grad=0", "train_iters=2"])
     notes = train(recipe)
     with world_of_one(recipe) as place, torch.no_grad():
+        initial = built(recipe, place).state_dict()
         model = stock_model(recipe, place)
-        model.load_state_dict(built(recipe, place).state_dict())
+        model.load_state_dict(initial)
         expected = stock_loss(model, batch_of(recipe, 1)).item()
     assert notes.losses[0] == pytest.approx(expected, rel=tolerance)
 
@@ -124,7 +124,7 @@ def test_what_a_step_reports(job: Path) -> None:
 
 def test_the_loss_does_not_depend_on_the_budget(job: Path) -> None:
     narrow, wide = (train(job, *FLOAT64, f"batch.max_tokens={budget}") for budget in (17, 1000))
-    assert narrow.reports[0].physical_tokens > wide.reports[0].physical_tokens
+    assert sum(r.physical_tokens for r in narrow.reports) > sum(r.physical_tokens for r in wide.reports)
     assert narrow.losses == pytest.approx(wide.losses, rel=1e-9)
 
 
@@ -202,12 +202,15 @@ def test_resuming_a_finished_run_trains_nothing(undisturbed: tuple[Path, Path, l
 def test_more_steps_can_be_asked_of_a_finished_run(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
     recipe, reference, _ = undisturbed
     shutil.copytree(reference, tmp_path / "saved")
-    notes = train(recipe, *saving(tmp_path / "saved", "train_iters=8", "optimizer.lr=5e-3"), resume=True)
+    changed = ("train_iters=8", "optimizer.lr=5e-3", "optimizer.min_lr=0", "optimizer.adam_beta1=0.5")
+    notes = train(recipe, *saving(tmp_path / "saved", *changed), resume=True)
     assert notes.spans == [(7, 8)]
     assert (tmp_path / "saved" / TRACKER).read_text() == "8"
-    # The schedule is the recipe's of now: lr=5e-3, at 6 and 7 of 8 steps.
-    fresh = train(recipe, "train_iters=8", "optimizer.lr=5e-3")
+    # What the recipe says now counts.
+    fresh = train(recipe, *changed)
     assert [report.lr for report in notes.reports] == [report.lr for report in fresh.reports[6:]]
+    groups = checkpoint_content(tmp_path / "saved", 8)["optimizer"]["param_groups"]
+    assert {group["betas"] for group in groups} == {(0.5, 0.95)}
 
 
 def test_resuming_from_nothing_starts_at_the_first_step(
@@ -241,7 +244,7 @@ def test_resume_needs_a_folder(job: Path) -> None:
     ("override", "says"),
     [
         ("seed=7", "was written with seed=1234, this run has seed=7"),
-        ("batch.global_batch_size=5", "was written with consumed_samples=36, this run has consumed_samples=30"),
+        ("batch.global_batch_size=5", "was written with global_batch_size=6, this run has global_batch_size=5"),
     ],
 )
 def test_what_must_not_change_is_refused_by_name(
@@ -266,7 +269,7 @@ def test_a_checkpoint_goes_into_an_untouched_stock_model(undisturbed: tuple[Path
     recipe_file, saved, _ = undisturbed
     recipe = load_recipe(recipe_file)
     with world_of_one(recipe) as place, torch.no_grad():
-        stock, tree = stock_model(recipe, place), built(recipe, place)
+        tree, stock = built(recipe, place), stock_model(recipe, place)
         samples = batch_of(recipe, 1)
         untrained = logits_of(stock, samples[0].tokens.tolist())
         for model in (stock, tree):

@@ -28,7 +28,7 @@ model:
   num_query_groups: 2
   ffn_hidden_size: 48
   vocab_size: {VOCAB}
-batch: {{global_batch_size: {BATCH}, max_tokens: 48}}
+batch: {{global_batch_size: {BATCH}, max_tokens: 40}}
 optimizer: {{lr: 1e-2, lr_warmup_steps: 1, min_lr: 1e-3}}
 train_iters: 6
 compare: false

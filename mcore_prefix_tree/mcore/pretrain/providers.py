@@ -18,13 +18,15 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from mcore_prefix_tree.data import iter_sample_groups, load_tokenizer
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.mcore.arguments import check_arguments
+from mcore_prefix_tree.mcore.arguments import add_prefix_tree_args, check_arguments
 from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
 from mcore_prefix_tree.mcore.pretrain.steps import Folding, StepDealer, StepIterator, StepSize, check_first_epoch
 from mcore_prefix_tree.mcore.validation import check_config, check_model
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.testing.norms import sequence_parallel_block_spec
+
+__all__ = ["add_prefix_tree_args", "prefix_tree_providers"]
 
 Provider = Callable[..., Any]
 
@@ -182,9 +184,8 @@ class TreeDatasetsProvider:
             SampleError: bad data.
         """
         args = get_args()
-        folding = folding_of(
-            args, dp_rank=parallel_state.get_data_parallel_rank(), device=torch.device(torch.cuda.current_device())
-        )
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        folding = folding_of(args, dp_rank=parallel_state.get_data_parallel_rank(), device=device)
         train = None
         if not args.skip_train:
             if self._training is None:
@@ -193,7 +194,7 @@ class TreeDatasetsProvider:
                 if args.rampup_batch_size is None:
                     check_first_epoch(
                         order,
-                        _constant_size(args),
+                        constant_size(args),
                         folding,
                         consumed=args.consumed_train_samples,
                         end=train_val_test_num_samples[0] or 0,
@@ -209,7 +210,7 @@ class TreeDatasetsProvider:
             groups = read_groups(args, args.prefix_tree_valid_data_path)
             self._validation = StepDealer(SampleOrder(groups, seed=args.seed, shuffle=False), folding)
         consumed = 0 if args.skip_train else args.consumed_valid_samples
-        valid = StepIterator(self._validation, consumed=consumed, size=lambda: _constant_size(args))
+        valid = StepIterator(self._validation, consumed=consumed, size=lambda: constant_size(args))
         return train, valid, None
 
 
@@ -219,8 +220,8 @@ def _current_size(args: argparse.Namespace) -> StepSize:
     )
 
 
-def _constant_size(args: argparse.Namespace) -> StepSize:
-    """Without ramp-up; Megatron evaluates with it too."""
+def constant_size(args: argparse.Namespace) -> StepSize:
+    """A step's size without ramp-up, with which Megatron also evaluates."""
     return StepSize(
         micro_batches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
         micro_batch_size=args.micro_batch_size,
@@ -242,7 +243,6 @@ def prefix_tree_providers(
     class _Datasets:
         @property
         def is_distributed(self) -> bool:
-            # Megatron asks when its arguments are there, but a script may ask earlier.
             return bool(getattr(datasets_provider, "is_distributed", False)) or bool(get_args().prefix_tree)
 
         def __call__(self, num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:

@@ -59,10 +59,9 @@ def log_figures(micro_batch: StepMicroBatch, stats: StepStats) -> dict[str, tupl
     ``--log-interval``. Throughput is that of the step before, because a step's end is not known inside it; at the
     first step there is none.
     """
-    seconds = stats.seconds_before or 1.0
-    return {
-        "fold ratio": (stats.logical_tokens, stats.physical_tokens),
-        "logical tokens/s": (stats.logical_before, seconds),
-        "physical tokens/s": (stats.physical_before, seconds),
-        "plan time (ms)": (1e3 * micro_batch.host_seconds, micro_batch.share),
-    }
+    figures: dict[str, tuple[float, float]] = {"fold ratio": (stats.logical_tokens, stats.physical_tokens)}
+    if stats.seconds_before:
+        figures["logical tokens/s"] = (stats.logical_before, stats.seconds_before)
+        figures["physical tokens/s"] = (stats.physical_before, stats.seconds_before)
+    figures["plan time (ms)"] = (1e3 * micro_batch.host_seconds, micro_batch.share)
+    return figures

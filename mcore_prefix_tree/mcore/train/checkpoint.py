@@ -17,10 +17,12 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_prefix_tree.recipe import RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_RECIPE_SETTINGS = ("max_lr", "min_lr", "betas")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +31,17 @@ class Progress:
 
     Attributes:
         iteration: steps done.
-        consumed_samples: logical samples trained on.
         global_batch_size: of the recipe.
         seed: of the recipe.
         samples_per_epoch: in the data.
+        consumed_samples: logical samples trained on.
     """
 
     iteration: int
-    consumed_samples: int
     global_batch_size: int
     seed: int
     samples_per_epoch: int
+    consumed_samples: int
 
 
 def latest_iteration(folder: str | Path) -> int | None:
@@ -51,7 +53,7 @@ def latest_iteration(folder: str | Path) -> int | None:
     tracker = Path(folder) / TRACKER
     if not tracker.exists():
         return None
-    text = tracker.read_text().strip()
+    text = tracker.read_bytes().decode("ascii", errors="backslashreplace").strip()
     if not text.isdigit():
         raise RecipeError(f"{tracker} holds {text!r} instead of an iteration; write the last complete one there")
     return int(text)
@@ -88,20 +90,33 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
     """Read a checkpoint into model, optimizer and scheduler; any parallel layout may have written it.
 
     Raises:
-        RecipeError: the checkpoint is missing or does not fit the model; names the folder.
+        RecipeError: the checkpoint is missing, damaged or does not fit the model; names the folder.
     """
     source = iteration_folder(folder, iteration)
     if not source.is_dir():
         raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
+    wanted = _state(chunks, optimizer, is_loading=True)
     try:
-        loaded = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(source))
-    except (dist_checkpointing.core.CheckpointingException, KeyError, ValueError) as error:
-        raise RecipeError(f"checkpoint {source} does not fit this recipe's model: {error}") from error
+        loaded = dist_checkpointing.load(wanted, str(source))
+    except (Exception, CheckpointException) as error:  # whatever a damaged file makes Megatron and torch raise
+        raise RecipeError(
+            f"checkpoint {source} is damaged or does not fit this recipe's model: {_reason(error)}"
+        ) from error
     for index, chunk in enumerate(chunks):
         unwrap_model(chunk).load_state_dict(loaded[_model_key(index, len(chunks))])
+    # Megatron's groups carry settings of the recipe: what it says now wins over what the checkpoint says.
+    settings = [{key: group[key] for key in _RECIPE_SETTINGS} for group in optimizer.param_groups]
     optimizer.load_state_dict(loaded["optimizer"])
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     return Progress(**loaded["progress"])
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # its own text is the tracebacks of all ranks
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}"
 
 
 def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from pathlib import Path
 
@@ -19,6 +20,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()
+        _give_back_free_heap()
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -32,6 +34,13 @@ class PeakMemory:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._held
         return _status_bytes("VmHWM") - self._held if _CLEAR.exists() else None
+
+
+def _give_back_free_heap() -> None:
+    """Let glibc return what earlier work freed, which would otherwise hide the peak of what comes next."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _status_bytes(key: str) -> int:

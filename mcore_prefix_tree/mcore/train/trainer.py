@@ -279,7 +279,7 @@ class _Run:
                     recipe.checkpoint.save, self._chunks, self._optimizer, self._scheduler, self._progress(iteration)
                 )
         if recipe.compare:
-            comparison = self.compare(recipe.train_iters, repeats=1, warmup=0)
+            comparison = self.compare(recipe.train_iters, repeats=1, warmup=1)
             if self._place.is_main:
                 reporter.compared(comparison)
 

@@ -1,0 +1,71 @@
+"""``--prefix-tree-dry-run``: the first step's plan and a rank's memory, without a GPU and without a job."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+
+import torch
+from megatron.training.theoretical_memory_usage import (
+    compute_activation_memory,
+    compute_activation_memory_without_sp,
+    compute_weight_and_optimizer_memory,
+)
+
+from mcore_prefix_tree.mcore.pretrain.providers import constant_size, folding_of, training_order
+from mcore_prefix_tree.mcore.pretrain.steps import check_first_epoch, plan_exactly
+
+GIB = 1024**3
+
+
+def dry_run(args: argparse.Namespace) -> str:
+    """What a job with these arguments would do first.
+
+    Memory is Megatron's own estimate for the most loaded rank: of weights, gradients and optimizer, and of the
+    activations of the longest micro-batch, where it counts as one sequence.
+
+    Args:
+        args: validated.
+
+    Raises:
+        ArgumentError: a step of the first epoch does not fit its micro-batches.
+        SampleError: bad data.
+    """
+    size = constant_size(args)
+    folding = folding_of(args, dp_rank=0, device=torch.device("cpu"))
+    order = training_order(args)
+    end = args.train_samples or args.train_iters * args.global_batch_size
+    check_first_epoch(order, size, folding, consumed=0, end=end)
+    samples = order.take(0, size.samples)
+    plan = plan_exactly(samples, size, max_tokens=folding.max_tokens, interleave=folding.interleave)
+
+    logical = sum(len(sample) for sample in samples)
+    physical = sum(map(sum, plan.physical_tokens))
+    longest = max(map(max, plan.physical_tokens))
+    lines = [
+        f"{order.samples_per_epoch} samples an epoch, {size.samples} a step, in {size.micro_batches} micro-batches on "
+        f"each of {size.dp_size} data-parallel ranks",
+        f"first step: {logical} logical tokens, {physical} physical, fold ratio {logical / physical:.2f}",
+    ]
+    lines += [
+        f"  data-parallel rank {rank}: "
+        + ", ".join(f"{len(batch)} samples in {tokens} tokens" for batch, tokens in zip(batches, sizes, strict=True))
+        for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
+    ]
+    weights = compute_weight_and_optimizer_memory(copy.deepcopy(args))
+    lines += [
+        f"a rank's memory by Megatron's estimate, of {args.world_size} ranks:",
+        f"  weights, gradients, optimizer: {weights / GIB:.2f} GiB",
+        f"  activations, longest micro-batch ({longest} tokens): {_activations(args, longest, size.micro_batches):.2f} GiB",
+        f"  activations, at --prefix-tree-max-tokens ({folding.max_tokens} tokens): "
+        f"{_activations(args, folding.max_tokens, size.micro_batches):.2f} GiB",
+    ]
+    return "\n".join(lines)
+
+
+def _activations(args: argparse.Namespace, tokens: int, micro_batches: int) -> float:
+    alone = copy.deepcopy(args)
+    alone.seq_length, alone.micro_batch_size = tokens, 1
+    with_sp = args.sequence_parallel and args.recompute_granularity == "selective"
+    estimate = compute_activation_memory if with_sp else compute_activation_memory_without_sp
+    return float(estimate(alone, micro_batches)) / GIB

@@ -1,0 +1,153 @@
+"""Check a ``pretrain_gpt`` job before anything is started, then hand it to Megatron-LM."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import importlib.metadata
+import inspect
+import io
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.arguments import parse_args, validate_args
+
+from mcore_prefix_tree.data import load_tokenizer
+from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args, check_arguments, check_unused
+from mcore_prefix_tree.mcore.pretrain.dry_run import dry_run
+from mcore_prefix_tree.mcore.pretrain.providers import TreeDatasetsProvider, tree_model_provider, tree_transformer_config
+from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
+from mcore_prefix_tree.testing.emulation import enable_training
+
+__all__ = ["check_unused", "emulate_without_gpu", "prepare"]
+
+
+def say(text: str) -> None:
+    """One line, from one rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"mcore_prefix_tree: {text}", flush=True)
+
+
+def emulate_without_gpu() -> None:
+    """Let Megatron run on this machine's CPU, if it has no GPU."""
+    if not torch.cuda.is_available():
+        enable_training()
+        say(
+            "no GPU here, Megatron runs on the CPU under emulation; it needs --distributed-backend gloo "
+            "--transformer-impl local --use-cpu-initialization and its --no-...-fusion flags"
+        )
+
+
+def check_megatron_lm(root: Path) -> None:
+    """See that the checkout's ``pretrain`` is the one this package calls.
+
+    Raises:
+        ArgumentError: the checkout is of a version whose ``pretrain`` takes other arguments.
+    """
+    version = megatron.core.__version__
+    expected = ["train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"]
+    parameters = list(inspect.signature(pretrain).parameters)
+    if parameters[:4] != expected or not {"extra_args_provider", "args_defaults"} <= set(parameters):
+        raise ArgumentError(
+            f"{root} is Megatron-LM {version}, whose pretrain() takes other arguments than the one of core_v0.16.1 that "
+            "--prefix-tree calls; check out core_v0.16.1"
+        )
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        installed = importlib.metadata.version("megatron-core")
+        if installed != version:
+            say(f"megatron.core {version} of {root} is used, not the installed {installed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job whose arguments are sound.
+
+    Attributes:
+        defaults: for arguments that the command line leaves out.
+        validated: a copy of the arguments as Megatron will see them; None where it reads them from a checkpoint.
+        dry_run: only say what would happen.
+    """
+
+    defaults: dict[str, Any]
+    validated: argparse.Namespace | None
+    dry_run: bool
+
+    def run(self) -> None:
+        """Train, by Megatron-LM's ``pretrain``, or print the dry run.
+
+        Raises:
+            SampleError: bad data.
+            ArgumentError: the data does not fit the arguments.
+        """
+        if self.dry_run:
+            assert self.validated is not None
+            print(dry_run(self.validated))
+            return
+        pretrain(
+            TreeDatasetsProvider(),
+            tree_model_provider,
+            ModelType.encoder_or_decoder,
+            tree_forward_step,
+            args_defaults=self.defaults,
+            extra_args_provider=add_prefix_tree_args,
+        )
+
+
+def prepare(root: Path) -> Job:
+    """Parse and check the command line, by Megatron's validation and this package's.
+
+    Raises:
+        ArgumentError: arguments that cannot be used together, or an unsupported Megatron-LM.
+        NotImplementedError: a model that folding cannot do exactly.
+        AssertionError, ValueError: what Megatron-LM's own validation refuses.
+        SystemExit: for ``--help`` and for what the parser refuses.
+    """
+    args = parse_args(add_prefix_tree_args)
+    check_megatron_lm(root)
+    check_arguments(args)
+    if args.use_checkpoint_args:
+        # Megatron reads the model's arguments from the checkpoint later; the model provider checks them then.
+        if args.prefix_tree_dry_run:
+            raise ArgumentError("--prefix-tree-dry-run does not read --use-checkpoint-args; give the model's arguments")
+        return Job(defaults=_defaults(args), validated=None, dry_run=False)
+    defaults = _defaults(args)
+    validated = copy.deepcopy(args)
+    # pretrain() validates again and prints all arguments then; once is enough.
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        validate_args(validated, defaults)
+    tree_transformer_config(validated)
+    return Job(defaults=defaults, validated=validated, dry_run=args.prefix_tree_dry_run)
+
+
+def _defaults(args: argparse.Namespace) -> dict[str, Any]:
+    """What pretrain_gpt.py's arguments default to under ``--prefix-tree``.
+
+    Raises:
+        ArgumentError: the vocabulary is not known, or too small for the tokenizer.
+    """
+    defaults: dict[str, Any] = {"dataloader_type": "external"}
+    name = args.prefix_tree_tokenizer
+    size = None if name is None else load_tokenizer(name).vocab_size
+    if args.tokenizer_type is not None or args.use_checkpoint_args:
+        return defaults
+    given = args.padded_vocab_size or args.vocab_size
+    if given is None and size is None:
+        raise ArgumentError(
+            "the vocabulary is not known: give --prefix-tree-tokenizer, --vocab-size, or Megatron's --tokenizer-type"
+        )
+    if given is not None and size is not None and given < size:
+        raise ArgumentError(f"the vocabulary of {given} tokens is smaller than the {size} of tokenizer {name}")
+    # Megatron's own tokenizer has nothing to do here but to be there. It would add a token to the vocabulary.
+    defaults["tokenizer_type"] = "NullTokenizer"
+    vocab_size = args.vocab_size or size or given
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return defaults | {"vocab_size": vocab_size, "padded_vocab_size": -(-vocab_size // multiple) * multiple}
