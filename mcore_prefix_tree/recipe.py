@@ -51,7 +51,7 @@ class ModelConfig:
         vocab_size: before padding to a multiple of the tensor-parallel size; None takes the tokenizer's.
         dtype: of parameters and activations.
         transformer_impl: megatron-core's own layers or TransformerEngine's.
-        transformer: any further fields of ``megatron.core.transformer.TransformerConfig``.
+        transformer: further fields of ``megatron.core.transformer.TransformerConfig``.
     """
 
     num_layers: PositiveInt
@@ -62,7 +62,7 @@ class ModelConfig:
     kv_channels: PositiveInt | None = None
     vocab_size: PositiveInt | None = None
     max_position_embeddings: PositiveInt = 4096
-    position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none", "mrope"] = "rope"
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
     rotary_base: PositiveInt = 10000
     rotary_percent: PositiveFloat = 1.0
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"

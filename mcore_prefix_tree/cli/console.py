@@ -110,8 +110,8 @@ def comparison_table(comparison: Comparison) -> Table:
 
     def add(row: Measurement) -> None:
         memory = "not known here" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f} MiB"
-        slower = row.seconds / comparison.folded.seconds
-        table.add_row(row.name, f"{row.tokens:,}", f"{row.seconds:.3f}", f"{slower:.2f}", memory)
+        slower = row.median_seconds / comparison.folded.median_seconds
+        table.add_row(row.name, f"{row.tokens:,}", f"{row.median_seconds:.3f}", f"{slower:.2f}", memory)
 
     for row in (comparison.folded, comparison.packed, comparison.stock):
         add(row)

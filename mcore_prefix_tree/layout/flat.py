@@ -5,7 +5,7 @@ Legend: T physical tokens, P padded size, N nodes, S samples, L logical tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,9 +36,10 @@ class FlatLayout:
         cu_node_lens: int32 ``[N + 1]``, node n holds flat tokens ``cu_node_lens[n]:cu_node_lens[n + 1]``.
         node_parent: int32 ``[N]``, -1 for a root.
         node_depth: int32 ``[N]``, position of the node's first token on its path.
-        sample_map: int32 ``[L]``, flat indices of the samples' tokens, one sample after another, in the caller's order.
         cu_sample_lens: int64 ``[S + 1]``, sample s is ``sample_map[cu_sample_lens[s]:cu_sample_lens[s + 1]]``.
         sample_node: int32 ``[S]``, the node in which each sample ends.
+        sample_order: int64 ``[S]``, the samples in depth-first order.
+        sample_shared: int64 ``[S]``, leading tokens that each sample in that order has in common with the one before.
         num_supervised: logical tokens that have a predictor and a non-zero loss mask.
     """
 
@@ -50,9 +51,10 @@ class FlatLayout:
     cu_node_lens: Int32Array
     node_parent: Int32Array
     node_depth: Int32Array
-    sample_map: Int32Array
     cu_sample_lens: Int64Array
     sample_node: Int32Array
+    sample_order: Int64Array
+    sample_shared: Int64Array
     num_supervised: int
 
     @property
@@ -83,12 +85,27 @@ class FlatLayout:
     @property
     def logical_tokens(self) -> int:
         """L, the sum of the sample lengths."""
-        return len(self.sample_map)
+        return int(self.cu_sample_lens[-1])
 
     @property
     def fold_ratio(self) -> float:
         """Logical over physical tokens: the ideal speed-up of all token-wise work. 1 for an empty layout."""
         return self.logical_tokens / self.physical_tokens if self.physical_tokens else 1.0
+
+    @cached_property
+    def sample_map(self) -> Int32Array:
+        """int32 ``[L]``: flat indices of the samples' tokens, one sample after another, in the caller's order.
+
+        The only array here as long as the logical tokens: made when first asked for.
+        """
+        sample_map = np.empty(self.logical_tokens, dtype=np.int32)
+        lengths = np.diff(self.cu_sample_lens)[self.sample_order]
+        starts = self.cu_sample_lens[self.sample_order]
+        for path, start, length in zip(
+            _paths(self.sample_shared, lengths), starts.tolist(), lengths.tolist(), strict=True
+        ):
+            sample_map[start : start + length] = path[:length]
+        return sample_map
 
     @cached_property
     def visible_pairs(self) -> int:
@@ -113,29 +130,40 @@ class FlatLayout:
         return int(self.position_ids.max()) + 1
 
     def sample_tokens(self, sample: int) -> Int32Array:
-        """Flat indices of one sample's tokens, ``[n]``."""
+        """Flat indices of one sample's tokens, ``[n]``, a view of :attr:`sample_map`."""
         return self.sample_map[self.cu_sample_lens[sample] : self.cu_sample_lens[sample + 1]]
 
 
 def fold(
-    samples: Sequence[Sample], *, pad_to_multiple_of: int = 1, padded_size: int | None = None, pad_token: int = 0
+    samples: Sequence[Sample],
+    *,
+    trie: Trie | None = None,
+    pad_to_multiple_of: int = 1,
+    padded_size: int | None = None,
+    pad_token: int = 0,
 ) -> FlatLayout:
     """Fold samples into one flat layout.
 
     Args:
         samples: any number; no samples give a layout of padding alone (a rank without work).
+        trie: of these samples, where it is known already or shares less than everything; ``build_trie(samples)`` by
+            default.
         pad_to_multiple_of: round the size up to a multiple of this (tensor parallel size, under sequence parallelism).
         padded_size: pad to this size exactly; it must hold all tokens and be such a multiple.
         pad_token: id of the padding tokens; any id inside the vocabulary.
 
     Returns:
-        The layout. It depends on the samples only, not on their order, apart from ``sample_map``, ``cu_sample_lens``
-        and ``sample_node``, which follow the caller's order.
+        The layout. It depends on the samples only, not on their order, apart from ``sample_map``, ``cu_sample_lens``,
+        ``sample_node`` and ``sample_order``, which follow the caller's order.
 
     Raises:
-        ValueError: if ``padded_size`` cannot hold the tokens or is not a multiple of ``pad_to_multiple_of``.
+        ValueError: if ``padded_size`` cannot hold the tokens or is not a multiple of ``pad_to_multiple_of``; if
+            ``trie`` is of another number of samples.
     """
-    trie = build_trie(samples)
+    if trie is None:
+        trie = build_trie(samples)
+    elif len(trie.order) != len(samples):
+        raise ValueError(f"the trie is of {len(trie.order)} samples, but there are {len(samples)}")
     physical = trie.num_tokens
     if padded_size is None:
         padded_size = max(1, -(-physical // pad_to_multiple_of)) * pad_to_multiple_of
@@ -144,55 +172,77 @@ def fold(
     if padded_size % pad_to_multiple_of:
         raise ValueError(f"padded_size={padded_size} is not a multiple of pad_to_multiple_of={pad_to_multiple_of}")
 
-    node_lens = np.diff(trie.cu_node_lens)
-    flat_index = np.arange(padded_size, dtype=np.int64)
+    borders, parent = trie.cu_node_lens.astype(np.int32), trie.node_parent.astype(np.int32)
+    depth = trie.node_depth.astype(np.int32)
+    node_lens = np.diff(borders)
+    flat_index = np.arange(padded_size, dtype=np.int32)
     input_ids = np.full(padded_size, pad_token, dtype=np.int64)
     position_ids = np.zeros(padded_size, dtype=np.int32)
-    subtree_end = (flat_index + 1).astype(np.int32)
+    subtree_end = flat_index + np.int32(1)
     predictor = np.full(padded_size, -1, dtype=np.int32)
 
     if physical:
-        input_ids[:physical] = np.concatenate(
-            [samples[s].tokens[p:] for s, p in zip(trie.order.tolist(), trie.shared.tolist(), strict=True)]
-        )
-        position_ids[:physical] = flat_index[:physical] - np.repeat(trie.cu_node_lens[:-1] - trie.node_depth, node_lens)
-        subtree_end[:physical] = np.repeat(trie.node_subtree_end, node_lens)
+        fresh = [samples[s].tokens[p:] for s, p in zip(trie.order.tolist(), trie.shared.tolist(), strict=True)]
+        np.concatenate(fresh, out=input_ids[:physical])
+        np.subtract(flat_index[:physical], np.repeat(borders[:-1] - depth, node_lens), out=position_ids[:physical])
+        subtree_end[:physical] = np.repeat(trie.node_subtree_end.astype(np.int32), node_lens)
         # A node's first token is predicted by its parent's last, every other token by its left neighbour.
-        predictor[:physical] = flat_index[:physical] - 1
-        predictor[trie.cu_node_lens[:-1]] = np.where(
-            trie.node_parent < 0, -1, trie.cu_node_lens[1:][trie.node_parent] - 1
-        )
+        predictor[1:physical] = flat_index[: physical - 1]
+        predictor[borders[:-1]] = np.where(parent < 0, -1, borders[1:][parent] - 1)
 
-    sample_map, cu_sample_lens = _sample_map(samples, trie)
-    mask = np.concatenate([sample.loss_mask for sample in samples]) if samples else np.zeros(0, dtype=np.float32)
-    scored = predictor[sample_map] >= 0
+    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
+    loss_weight, num_supervised = _loss_weights(samples, trie, lengths, padded_size)
     return FlatLayout(
         input_ids=input_ids,
         position_ids=position_ids,
         subtree_end=subtree_end,
         predictor=predictor,
-        loss_weight=np.bincount(sample_map, weights=mask * scored, minlength=padded_size).astype(np.float32),
-        cu_node_lens=trie.cu_node_lens.astype(np.int32),
-        node_parent=trie.node_parent.astype(np.int32),
-        node_depth=trie.node_depth.astype(np.int32),
-        sample_map=sample_map,
-        cu_sample_lens=cu_sample_lens,
+        loss_weight=loss_weight,
+        cu_node_lens=borders,
+        node_parent=parent,
+        node_depth=depth,
+        cu_sample_lens=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)]),
         sample_node=trie.sample_node.astype(np.int32),
-        num_supervised=int(np.count_nonzero(mask[scored])),
+        sample_order=trie.order,
+        sample_shared=trie.shared,
+        num_supervised=num_supervised,
     )
 
 
-def _sample_map(samples: Sequence[Sample], trie: Trie) -> tuple[Int32Array, Int64Array]:
-    """Flat indices of every sample's tokens, in the caller's order, and where each sample's begin."""
-    cu_sample_lens = np.zeros(len(samples) + 1, dtype=np.int64)
-    np.cumsum([len(sample) for sample in samples], out=cu_sample_lens[1:])
-    sample_map = np.empty(cu_sample_lens[-1], dtype=np.int32)
-    # Depth-first: a sample keeps the shared part of the path before it and continues with new flat tokens.
-    path = np.empty(max((len(sample) for sample in samples), default=0), dtype=np.int32)
+def _paths(shared: Int64Array, lengths: Int64Array) -> Iterator[Int32Array]:
+    """For each sample in depth-first order, an array whose first ``length`` entries are its tokens' flat indices.
+
+    One buffer, overwritten from sample to sample: a sample keeps the shared part of the path before it and continues
+    with new flat tokens.
+    """
+    path = np.empty(int(lengths.max(initial=0)), dtype=np.int32)
     flat = 0
-    for index, shared in zip(trie.order.tolist(), trie.shared.tolist(), strict=True):
-        length = len(samples[index])
-        path[shared:length] = np.arange(flat, flat + length - shared, dtype=np.int32)
-        sample_map[cu_sample_lens[index] : cu_sample_lens[index + 1]] = path[:length]
-        flat += length - shared
-    return sample_map, cu_sample_lens
+    for prefix, length in zip(shared.tolist(), lengths.tolist(), strict=True):
+        path[prefix:length] = np.arange(flat, flat + length - prefix, dtype=np.int32)
+        flat += length - prefix
+        yield path
+
+
+def _loss_weights(
+    samples: Sequence[Sample], trie: Trie, lengths: Int64Array, padded_size: int
+) -> tuple[npt.NDArray[np.float32], int]:
+    """The masks of all samples through each token, summed, and how many logical tokens are scored.
+
+    Sums along the current path, and writes a token's sum once the walk leaves it: memory for one path, not for all.
+    """
+    loss_weight = np.zeros(padded_size, dtype=np.float32)
+    num_supervised = 0
+    on_path = np.zeros(int(lengths.max(initial=0)), dtype=np.float64)
+    ordered = lengths[trie.order]
+    # What the walk leaves after each sample is what the next one does not share.
+    left = np.append(trie.shared, 0)[1:]
+    for index, path, length, keep in zip(
+        trie.order.tolist(), _paths(trie.shared, ordered), ordered.tolist(), left.tolist(), strict=True
+    ):
+        mask = samples[index].loss_mask
+        on_path[1:length] += mask[1:]  # nothing predicts the first token
+        num_supervised += int(np.count_nonzero(mask[1:]))
+        if keep < length:
+            loss_weight[path[keep:length]] = on_path[keep:length]
+            on_path[keep:length] = 0.0
+    return loss_weight, num_supervised

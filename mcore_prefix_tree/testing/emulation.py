@@ -216,6 +216,7 @@ def enable(*, force: bool = False) -> None:
 
 def _training_replacements() -> list[tuple[object, str, object]]:
     """What ``megatron.training`` of a Megatron-LM checkout needs on top, as in :func:`_replacements`."""
+    initialize = importlib.import_module("megatron.training.initialize")
     training = importlib.import_module("megatron.training.training")
     fused_kernels = importlib.import_module("megatron.legacy.fused_kernels")
     return [
@@ -229,8 +230,9 @@ def _training_replacements() -> list[tuple[object, str, object]]:
         (torch.cuda, "get_device_properties", _returns(SimpleNamespace(major=10))),
         # _compile_dependencies() in initialize.py builds kernels with nvcc that only legacy models call.
         (fused_kernels, "load", _returns(None)),
-        # _warmup_jit_function() in initialize.py.
-        (torch, "rand", _on_cpu(torch.rand)),
+        # set_jit_fusion_options() in initialize.py warms up compiled functions, of which there are none here, with
+        # draws in the size of a micro-batch: they would move the generator that draws the weights.
+        (initialize, "_warmup_jit_function", _returns(None)),
         # Resuming a run, in training/checkpointing.py.
         (torch.cuda, "set_rng_state", _set_rng_state),
     ]

@@ -10,13 +10,14 @@ Legend: S samples, N nodes, T physical tokens.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.trie.sort import Share, sort_samples
 
 IntArray = npt.NDArray[np.int64]
 
@@ -26,7 +27,7 @@ class Trie:
     """A forest of token runs as a struct of arrays. Nodes are numbered in depth-first pre-order.
 
     Attributes:
-        order: int64 ``[S]``, sample indices in depth-first order (lexicographic within one ``merge_key``).
+        order: int64 ``[S]``, sample indices in depth-first order.
         shared: int64 ``[S]``, how many leading tokens ``order[i]`` has in common with ``order[i - 1]``; its other
             tokens are new and follow those of ``order[i - 1]`` in the flat layout.
         cu_node_lens: int64 ``[N + 1]``, node n holds the flat tokens ``cu_node_lens[n]:cu_node_lens[n + 1]``.
@@ -55,62 +56,41 @@ class Trie:
         return int(self.cu_node_lens[-1])
 
 
-def sort_samples(samples: Sequence[Sample]) -> tuple[IntArray, IntArray]:
-    """Depth-first order of the samples and the prefix each shares with the one before it.
-
-    The order depends on the samples' content alone (equal samples keep the caller's order), so every rank and every
-    shuffle of the same samples builds the same trie.
-
-    Returns:
-        ``order`` and ``shared`` as in :class:`Trie`.
-    """
-    # Big-endian bytes compare like the integers they hold, so the sort is memcmp on whole samples.
-    keys = [sample.tokens.astype(">i4").tobytes() for sample in samples]
-    groups: dict[Hashable, list[int]] = {}
-    for index, sample in enumerate(samples):
-        groups.setdefault(sample.merge_key, []).append(index)
-    runs = [sorted(group, key=keys.__getitem__) for group in groups.values()]
-    # The key's repr breaks ties between groups that start with the same tokens, whatever the caller's order was.
-    runs.sort(key=lambda run: (keys[run[0]], repr(samples[run[0]].merge_key)))
-
-    order = np.fromiter((index for run in runs for index in run), dtype=np.int64, count=len(samples))
-    shared = np.zeros(len(samples), dtype=np.int64)
-    at = 0
-    for run in runs:
-        for left, right in zip(run, run[1:], strict=False):
-            at += 1
-            shared[at] = common_prefix_length(samples[left].tokens, samples[right].tokens)
-        at += 1
-    return order, shared
-
-
-def common_prefix_length(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) -> int:
-    """How many leading tokens two samples have in common."""
-    length = min(len(left), len(right))
-    differs = left[:length] != right[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
-
-
-def build_trie(samples: Sequence[Sample]) -> Trie:
+def build_trie(samples: Sequence[Sample], *, share: Share = "all", min_shared_tokens: int = 0) -> Trie:
     """Fold samples into a trie.
 
     Args:
         samples: any number of samples; those with different ``merge_key`` never share a node.
+        share: as in :func:`sort_samples`.
+        min_shared_tokens: as in :func:`sort_samples`.
 
     Returns:
         The trie; a sample that is a prefix of another ends in an inner node, equal samples end in the same node.
-    """
-    order, shared = sort_samples(samples)
-    lengths = np.fromiter((len(sample) for sample in samples), dtype=np.int64, count=len(samples))[order]
 
+    Raises:
+        ValueError: as :func:`sort_samples`.
+    """
+    order, shared = sort_samples(samples, share=share, min_shared_tokens=min_shared_tokens)
+    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
+    return trie_from_order(order, shared, lengths[order])
+
+
+def trie_from_order(order: IntArray, shared: IntArray, lengths: IntArray) -> Trie:
+    """The nodes that an order of the samples implies.
+
+    Args:
+        order: int64 ``[S]``, a permutation of the samples in which those of every subtree are neighbours.
+        shared: int64 ``[S]``, leading tokens in common with the sample before; ``shared[i]`` is at most the length of
+            either, and ``shared[0]`` is 0.
+        lengths: int64 ``[S]``, tokens of each sample, in that order.
+    """
     # Node records in creation order; a split creates the upper part later than the lower one.
     start_depth: list[int] = []
     flat_start: list[int] = []
     flat_end: list[int] = []
     parent: list[int] = []
     subtree_end: list[int] = []
-    sample_node = np.empty(len(samples), dtype=np.int64)
+    sample_node = np.empty(len(order), dtype=np.int64)
     stack: list[int] = []  # the current path, root first
     flat = 0
 

@@ -149,7 +149,10 @@ def test_an_override_that_cannot_be_read_is_quoted(recipe, override, says):
         ("", ": data: field required; model: field required; batch: field required; train_iters: field required"),
         (SMALLEST.replace("train_iters: 4", ""), ": train_iters: field required"),
         (SMALLEST.replace("max_tokens: 64", ""), ": batch.max_tokens: field required"),
-        (SMALLEST.replace("rollouts.jsonl", "'???'"), " cannot be read: Missing mandatory value: path full_key: data.path"),
+        (
+            SMALLEST.replace("rollouts.jsonl", "'???'"),
+            " cannot be read: Missing mandatory value: path full_key: data.path",
+        ),
         (SMALLEST.replace("num_layers: 2", "num_layers: 0, nope: 1"), "; model.nope: there is no such key (given 1)"),
         (SMALLEST + "train_iters: 5\n", " cannot be read: while constructing a mapping"),
         (SMALLEST + "seed: [1\n", " cannot be read: while parsing a flow sequence"),

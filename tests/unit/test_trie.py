@@ -9,7 +9,7 @@ from oracles import comb, parent_path, paths_of, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.trie import build_trie
-from mcore_prefix_tree.trie.trie import common_prefix_length
+from mcore_prefix_tree.trie.sort import common_prefix_length
 
 
 @given(sample_lists())

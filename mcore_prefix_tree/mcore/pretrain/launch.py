@@ -23,7 +23,11 @@ from megatron.training.arguments import parse_args, validate_args
 from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args, check_arguments, check_unused
 from mcore_prefix_tree.mcore.pretrain.dry_run import dry_run
-from mcore_prefix_tree.mcore.pretrain.providers import TreeDatasetsProvider, tree_model_provider, tree_transformer_config
+from mcore_prefix_tree.mcore.pretrain.providers import (
+    TreeDatasetsProvider,
+    tree_model_provider,
+    tree_transformer_config,
+)
 from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
 from mcore_prefix_tree.testing.emulation import enable_training
 

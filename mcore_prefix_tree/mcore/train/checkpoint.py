@@ -102,6 +102,8 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
         raise RecipeError(
             f"checkpoint {source} is damaged or does not fit this recipe's model: {_reason(error)}"
         ) from error
+    if "progress" not in loaded:
+        raise RecipeError(f"checkpoint {source} does not say how far in the data it is: another program wrote it")
     for index, chunk in enumerate(chunks):
         unwrap_model(chunk).load_state_dict(loaded[_model_key(index, len(chunks))])
     # Megatron's groups carry settings of the recipe: what it says now wins over what the checkpoint says.

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.forward_step import sft_forward_step
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.train.memory import PeakMemory
 from mcore_prefix_tree.mcore.train.schedule import ForwardStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
@@ -26,15 +28,20 @@ class Measurement:
 
     Attributes:
         name: of the way.
-        seconds: forward and backward of the whole batch with the host's planning, the slowest rank, median of repeats.
+        seconds: of each round, on its slowest rank: the host's planning, forward and backward of the whole batch.
         peak_bytes: of the rank that needed most, beyond model and optimizer; None where it cannot be known.
         tokens: computed, over all data-parallel ranks, without padding.
     """
 
     name: str
-    seconds: float
+    seconds: list[float]
     peak_bytes: int | None
     tokens: int
+
+    @property
+    def median_seconds(self) -> float:
+        """Over the rounds."""
+        return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,79 +64,100 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Over the faster of the two unfolded ways."""
-        return min(self.packed.seconds, self.stock.seconds) / self.folded.seconds
+        """Over the faster of the two unfolded ways, the median of the rounds' own ratios."""
+        fastest = min(self.packed, self.stock, key=lambda way: way.median_seconds)
+        return statistics.median(
+            unfolded / folded for unfolded, folded in zip(fastest.seconds, self.folded.seconds, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """How to run the batch: micro-batches made anew each time, as in a step, and what to do with them."""
+
+    name: str
+    tokens: int
+    make: Callable[[], list[Any]]
+    step: ForwardStep
 
 
 def compare(
-    chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int, warmup: int
+    chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int
 ) -> Comparison:
     """Measure forward and backward; no optimizer step. The gradient buffers of ``chunks`` are left empty.
+
+    A first round warms up and measures memory. The timed rounds run the three ways in turn, so that a machine whose
+    speed drifts slows all of them.
 
     Args:
         chunks: in Megatron's DDP.
         samples: the whole batch.
         recipe: the job's.
         place: this rank's.
-        repeats: counted runs of each way.
-        warmup: runs of each way before these.
+        repeats: timed rounds.
     """
     alone = [
         Sample(tokens=sample.tokens, loss_mask=sample.loss_mask, merge_key=index, source=sample.source)
         for index, sample in enumerate(samples)
     ]
-    physical = _tokens(samples, recipe, place)
     logical = sum(len(sample) for sample in samples)
-
-    def run(name: str, tokens: int, make: Callable[[], list[Any]], step: ForwardStep) -> Measurement:
-        return _measure(name, tokens, chunks, make, step, place, repeats, warmup)
-
+    physical = physical_tokens(plan_folded(samples, recipe, place).micro_batches, place)
+    ways = (
+        _Way(
+            name="folded",
+            tokens=physical,
+            make=lambda: plan_folded(samples, recipe, place).micro_batches,
+            step=sft_forward_step,
+        ),
+        _Way(
+            name="unfolded, packed",
+            tokens=logical,
+            make=lambda: plan_folded(alone, recipe, place).micro_batches,
+            step=sft_forward_step,
+        ),
+        _Way(
+            name="unfolded, stock",
+            tokens=logical,
+            make=lambda: plan_unfolded(samples, recipe, place).micro_batches,
+            step=stock_forward_step,
+        ),
+    )
+    peaks = []
+    for way in ways:
+        peak = PeakMemory(place.device)
+        _seconds(way, chunks, place)
+        peaks.append(int(_largest(float(peak.bytes() or 0), place)) or None)
+    rounds = [[_seconds(way, chunks, place) for way in ways] for _ in range(repeats)]
+    folded, packed, stock = (
+        Measurement(name=way.name, seconds=list(seconds), peak_bytes=peak, tokens=way.tokens)
+        for way, peak, seconds in zip(ways, peaks, zip(*rounds, strict=True), strict=True)
+    )
     return Comparison(
-        folded=run("folded", physical, lambda: plan_folded(samples, recipe, place).micro_batches, sft_forward_step),
-        packed=run(
-            "unfolded, packed", logical, lambda: plan_folded(alone, recipe, place).micro_batches, sft_forward_step
-        ),
-        stock=run(
-            "unfolded, stock", logical, lambda: plan_unfolded(samples, recipe, place).micro_batches, stock_forward_step
-        ),
-        logical_tokens=logical,
-        fold_ratio=logical / physical,
+        folded=folded, packed=packed, stock=stock, logical_tokens=logical, fold_ratio=logical / max(physical, 1)
     )
 
 
-def _tokens(samples: Sequence[Sample], recipe: Recipe, place: Session) -> int:
-    from megatron.core import parallel_state
-
-    batches = plan_folded(samples, recipe, place).micro_batches
+def physical_tokens(batches: Sequence[MicroBatch], place: Session) -> int:
+    """Unique tokens over all data-parallel ranks, without padding."""
     total = torch.tensor(sum(batch.layout.physical_tokens for batch in batches), device=place.device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return int(total)
 
 
-def _measure(
-    name: str,
-    tokens: int,
-    chunks: Sequence[Any],
-    make: Callable[[], list[Any]],
-    step: ForwardStep,
-    place: Session,
-    repeats: int,
-    warmup: int,
-) -> Measurement:
-    peak = PeakMemory(place.device)
-    times = []
-    for _ in range(warmup + repeats):
-        dist.barrier()
-        started = time.perf_counter()
-        run_schedule(chunks, make(), step)
-        if place.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-    median = statistics.median(times[warmup:])
-    # Every rank waits for the slowest in a real step, and the job needs what the hungriest rank needs.
-    worst = torch.tensor([median, float(peak.bytes() or 0)], dtype=torch.float64, device=place.device)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    seconds, peak_bytes = worst.tolist()
-    return Measurement(name=name, seconds=seconds, peak_bytes=int(peak_bytes) or None, tokens=tokens)
+def _seconds(way: _Way, chunks: Sequence[Any], place: Session) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    run_schedule(chunks, way.make(), way.step)
+    if place.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    # In a real step every rank waits for the slowest.
+    return _largest(seconds, place)
+
+
+def _largest(value: float, place: Session) -> float:
+    largest = torch.tensor(value, dtype=torch.float64, device=place.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)

@@ -24,7 +24,8 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
     """The ``TransformerConfig`` of a recipe.
 
     Raises:
-        RecipeError: ``model.transformer`` has a key that the class lacks, or megatron-core refuses the combination.
+        RecipeError: ``model.transformer`` has a key that the class lacks or that is not its to set, or megatron-core
+            refuses the combination.
     """
     model, parallel = recipe.model, recipe.parallel
     known = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
@@ -33,7 +34,12 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
         raise RecipeError(f"model.transformer.{unknown[0]}: megatron-core's TransformerConfig has no such field")
     dtype = DTYPES[model.dtype]
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
-    settings: dict[str, Any] = {
+    if model.num_query_groups is not None and model.num_attention_heads % model.num_query_groups:
+        raise RecipeError(
+            f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
+            f"model.num_query_groups={model.num_query_groups}"
+        )
+    fixed: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
@@ -45,12 +51,11 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
         "activation_func": torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
         "add_bias_linear": model.add_bias_linear,
         "qk_layernorm": model.qk_layernorm,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "autocast_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
+        "fp16": False,
         "calculate_per_token_loss": True,
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
@@ -59,17 +64,23 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
         "sequence_parallel": parallel.sequence_parallel,
         # Micro-batches differ in length; upstream lets stages exchange lengths with every dispatcher but allgather.
         "variable_seq_lengths": True,
+        "use_cpu_initialization": not on_gpu,
+    }
+    taken = sorted(set(model.transformer) & set(fixed))
+    if taken:
+        raise RecipeError(f"model.transformer.{taken[0]}: other keys of the recipe, or folding, decide this; leave it out")
+    defaults: dict[str, Any] = {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         # Without overlap the interleaved schedule of two stages has two messages in flight between the same ranks.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        "use_cpu_initialization": not on_gpu,
         "masked_softmax_fusion": False,
     }
-    settings |= model.transformer
     try:
-        return TransformerConfig(**settings)
+        return TransformerConfig(**(fixed | defaults | model.transformer))
     except (AssertionError, TypeError, ValueError) as error:
         raise RecipeError(f"megatron-core refuses this model or parallel layout: {error}") from error
 

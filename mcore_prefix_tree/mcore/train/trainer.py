@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -100,7 +102,7 @@ def read_data(recipe: Recipe, place: Session) -> tuple[list[list[Sample]], int]:
     )
 
     def read() -> list[list[Sample]]:
-        return list(
+        groups = list(
             iter_sample_groups(
                 data.path,
                 tokenizer=tokenizer,
@@ -109,6 +111,9 @@ def read_data(recipe: Recipe, place: Session) -> tuple[list[list[Sample]], int]:
                 max_length=recipe.batch.max_tokens,
             )
         )
+        if recipe.model.position_embedding_type == "learned_absolute":
+            _check_positions(groups, recipe.model.max_position_embeddings)
+        return groups
 
     paths = [data.path] if isinstance(data.path, str) else data.path
     if "-" not in paths or dist.get_world_size() == 1:
@@ -144,7 +149,7 @@ def run_compare(recipe: Recipe, *, repeats: int) -> tuple[Comparison, bool]:
         groups, vocab_size = read_data(recipe, place)
         order = _order(recipe, groups)
         chunks = build_chunks(recipe, place.config, vocab_size=vocab_size, device=place.device)
-        return _Run(recipe, place, order, chunks).compare(1, repeats=repeats, warmup=1), place.is_main
+        return _Run(recipe, place, order, chunks).compare(1, repeats=repeats), place.is_main
 
 
 def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> None:
@@ -172,6 +177,9 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
     with session(recipe) as place:
         groups, vocab_size = read_data(recipe, place)
         order = _order(recipe, groups)
+        if recipe.checkpoint.save is not None and place.is_main:
+            # Where nothing can be written is better known now than after the last step.
+            Path(recipe.checkpoint.save).mkdir(parents=True, exist_ok=True)
         chunks = build_chunks(recipe, place.config, vocab_size=vocab_size, device=place.device)
         if recipe.verify.enabled and saved is None:
             report = verify(chunks, order.take(0, recipe.batch.global_batch_size), recipe, place)
@@ -180,6 +188,16 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
             if not report.passed:
                 raise VerificationError("folded and unfolded runs differ; nothing was trained")
         _Run(recipe, place, order, chunks).train(saved, reporter)
+
+
+def _check_positions(groups: Sequence[Sequence[Sample]], positions: int) -> None:
+    for sample in chain.from_iterable(groups):
+        if len(sample) > positions:
+            raise SampleError(
+                f"{sample.source}: the sample has {len(sample)} tokens, but model.max_position_embeddings is "
+                f"{positions} and positions are learned; raise it, shorten the sample or use "
+                "model.position_embedding_type=rope"
+            )
 
 
 def _order(recipe: Recipe, groups: Sequence[Sequence[Sample]]) -> SampleOrder:
@@ -279,15 +297,13 @@ class _Run:
                     recipe.checkpoint.save, self._chunks, self._optimizer, self._scheduler, self._progress(iteration)
                 )
         if recipe.compare:
-            comparison = self.compare(recipe.train_iters, repeats=1, warmup=1)
+            comparison = self.compare(recipe.train_iters, repeats=1)
             if self._place.is_main:
                 reporter.compared(comparison)
 
-    def compare(self, iteration: int, *, repeats: int, warmup: int) -> Comparison:
+    def compare(self, iteration: int, *, repeats: int) -> Comparison:
         """Forward and backward of one iteration's batch, folded and unfolded."""
-        return compare(
-            self._chunks, self._samples(iteration), self._recipe, self._place, repeats=repeats, warmup=warmup
-        )
+        return compare(self._chunks, self._samples(iteration), self._recipe, self._place, repeats=repeats)
 
     def _samples(self, iteration: int) -> list[Sample]:
         batch = self._recipe.batch.global_batch_size

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs_and_entropy
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.train.compare import physical_tokens
 from mcore_prefix_tree.mcore.train.model import build_chunks
 from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
@@ -122,11 +123,7 @@ def verify(
     half = recipe.model.dtype == "bfloat16"
     reference = _run_reference(chunks, samples, recipe, place) if half else unfolded
     errors, worst, count = _compare(folded, reference)
-    physical = torch.tensor(
-        sum(batch.layout.physical_tokens for batch in plan_folded(samples, recipe, place).micro_batches),
-        device=place.device,
-    )
-    dist.all_reduce(physical, group=parallel_state.get_data_parallel_group())
+    physical = physical_tokens(plan_folded(samples, recipe, place).micro_batches, place)
     return VerifyReport(
         **errors,
         worst_parameter=worst,
@@ -135,7 +132,7 @@ def verify(
         unfolded_errors=_compare(unfolded, reference)[0] if half else None,
         samples=len(samples),
         logical_tokens=sum(len(sample) for sample in samples),
-        physical_tokens=int(physical),
+        physical_tokens=physical,
         parameters=count,
         dtype=recipe.model.dtype,
     )

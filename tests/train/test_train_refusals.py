@@ -1,0 +1,152 @@
+"""What a user can get wrong: one sentence on standard error, exit code 2, and nothing trained or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from train_jobs import command, rows, write_job
+
+DROPOUT = "samples that share a token would share its dropout"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("refusals"))
+
+
+@pytest.mark.parametrize("name", ["train", "verify"])
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("data.path=nope.jsonl", "nope.jsonl: no such file in "),
+        ("data.path=nope/*.jsonl", "nope/*.jsonl: this glob matches no file in "),
+        ("data.tokenizer=nope", "tokenizer 'nope' is neither a folder nor one of "),
+        (
+            "parallel.tensor_model_parallel_size=2",
+            "need a multiple of 2 ranks, but this job has 1; start it with",
+        ),
+        (
+            "parallel.tensor_model_parallel_size=3",
+            "num_attention_heads (4) must be a multiple of tensor_model",
+        ),
+        ("parallel.pipeline_model_parallel_size=2", "need a multiple of 2 ranks, but this job has 1; start it with"),
+        ("parallel.virtual_pipeline_model_parallel_size=2", "needs parallel.pipeline_model_parallel_size above 1"),
+        ("parallel.context_parallel_size=2", "does not support context_parallel_size=2"),
+        ("parallel.sequence_parallel=true", "Cannot use sequence parallelism without tensor parallelism"),
+        ("model.transformer.attention_dropout=0.1", f"does not support attention_dropout=0.1: {DROPOUT}"),
+        ("model.transformer.hidden_dropout=0.1", f"does not support hidden_dropout=0.1: {DROPOUT}"),
+        ("model.transformer.mtp_num_layers=1", "does not support mtp_num_layers=1"),
+        ("model.transformer.window_size=[16,0]", "does not support window_size=[16, 0]"),
+        ("model.transformer.multi_latent_attention=true", "does not support multi_latent_attention=True"),
+        ("model.transformer.nope=1", "model.transformer.nope: megatron-core's TransformerConfig has no such field"),
+        (
+            "model.transformer.num_layers=4",
+            "model.transformer.num_layers: other keys of the recipe, or folding,",
+        ),
+        ("model.transformer.calculate_per_token_loss=false", "model.transformer.calculate_per_token_loss: other keys"),
+        ("model.transformer.fp16=true", "model.transformer.fp16: other keys of the recipe, or folding, decide this"),
+        ("model.num_query_groups=3", "model.num_attention_heads=4 is not a multiple of model.num_query_groups=3"),
+        ("model.position_embedding_type=mrope", "model.position_embedding_type: input should be 'rope', "),
+        (
+            "model.position_embedding_type=learned_absolute model.max_position_embeddings=14",
+            "data.jsonl:1: the sample has 15 tokens, but model.max_position_embeddings is 14 and positions are learned",
+        ),
+        ("model.vocab_size=null", "model.vocab_size is missing; set it, or name a data.tokenizer to take it from"),
+        ("model.vocab_size=50", "data.jsonl:1: field 'tokens' has 54 at index 0, outside the model's vocabulary of 50"),
+        (
+            "data.tokenizer=mistral-v7",
+            "model.vocab_size=64 is smaller than the tokenizer's 32768; raise it or",
+        ),
+        ("batch.max_tokens=14", "data.jsonl:1: the sample has 15 tokens, but batch.max_tokens is 14; raise batch.max_"),
+        ("attention_backend=nope", "attention backend 'nope' does not exist; choose one of "),
+        ("train_iters=zero", "recipe.yaml: train_iters: input should be a valid integer"),
+        ("train_iters", "'train_iters' is not an override; write key=value"),
+    ],
+)
+def test_one_sentence_and_exit_code_2(job: Path, name: str, overrides: str, says: str) -> None:
+    result = command(name, job, *overrides.split())
+    assert says in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert (result.exit_code, result.stdout) == (2, "")
+    # Nothing of the session stays behind.
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            "model.dtype=float64",
+            "optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype",
+        ),
+        (
+            "model.dtype=float64 optimizer.clip_grad=0 optimizer.use_distributed_optimizer=true",
+            "optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64",
+        ),
+        ("optimizer.lr_warmup_steps=6", "optimizer.lr_warmup_steps=6 must be below train_iters=6"),
+        ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=0.01"),
+    ],
+)
+def test_what_only_training_refuses(job: Path, overrides: str, says: str) -> None:
+    result = command("train", job, *overrides.split())
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert command("verify", job, *overrides.split()).exit_code == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there(job: Path) -> None:
+    result = command("train", job, "device=cuda")
+    assert result.stderr == "error: device=cuda, but torch sees no GPU; set device=auto or device=cpu\n"
+    assert result.exit_code == 2
+
+
+def test_transformer_engine_that_is_not_there(job: Path) -> None:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if HAVE_TE:
+        pytest.skip("TransformerEngine is installed")
+    result = command("train", job, "model.transformer_impl=transformer_engine")
+    assert result.exit_code == 2
+    assert "TransformerEngine is not installed; pip install transformer-engine[pytorch] or set" in result.stderr
+
+
+def test_a_place_where_nothing_can_be_saved_is_known_before_the_first_step(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = command("train", job, f"checkpoint.save={tmp_path / 'file' / 'saved'}")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"error: {tmp_path / 'file' / 'saved'}: Not a directory\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "<stdin>:2: not valid JSON"),
+        ('{"tokens": [1, 64]}', "<stdin>:2: field 'tokens' has 64 at index 1, outside the model's vocabulary of 64"),
+        ('{"messages": []}', "<stdin>:2: field 'messages' needs a tokenizer; set data.tokenizer"),
+    ],
+)
+def test_bad_data_on_standard_input(job: Path, line: str, says: str) -> None:
+    result = command("train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n' + line + "\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+
+
+def test_the_edges_of_the_limits_are_inside(job: Path) -> None:
+    longest = max(len(row["tokens"]) for row in rows())
+    highest = max(max(row["tokens"]) for row in rows())
+    result = command(
+        "train",
+        job,
+        f"batch.max_tokens={longest}",
+        f"model.vocab_size={highest + 1}",
+        "model.position_embedding_type=learned_absolute",
+        f"model.max_position_embeddings={longest}",
+        "train_iters=3",
+    )
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("\nstep ") == 2

@@ -1,0 +1,277 @@
+"""Checkpoints: what they hold, and that a run which was stopped goes on as if it had not been."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from train_jobs import (
+    BATCH,
+    assert_same_bits,
+    batch_of,
+    built,
+    checkpoint_content,
+    command,
+    logits_of,
+    rows,
+    stock_model,
+    train,
+    world_of_one,
+    write_job,
+    write_rows,
+)
+
+from mcore_prefix_tree.recipe import RecipeError, load_recipe
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path)
+
+
+def saving(folder: Path, *more: str) -> list[str]:
+    return [f"checkpoint.save={folder}", "checkpoint.save_interval=2", *more]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[float]]:
+    """A run of six steps that saved after 2, 4 and 6: its recipe, its folder, its losses."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    recipe = write_job(folder)
+    return recipe, folder / "saved", train(recipe, *saving(folder / "saved")).losses
+
+
+def test_checkpoints_are_where_megatron_puts_them(undisturbed: tuple[Path, Path, list[float]]) -> None:
+    _, saved, _ = undisturbed
+    assert sorted(path.name for path in saved.iterdir()) == ["iter_0000002", "iter_0000004", "iter_0000006", TRACKER]
+    assert (saved / TRACKER).read_text() == "6"
+    assert (saved / "iter_0000004" / "metadata.json").exists()
+    content = checkpoint_content(saved, 4)
+    assert content["progress"] == {
+        "iteration": 4,
+        "consumed_samples": 4 * BATCH,
+        "global_batch_size": BATCH,
+        "seed": 1234,
+        "samples_per_epoch": 16,
+    }
+
+
+def test_the_last_step_saves_whatever_the_interval(job: Path, tmp_path: Path) -> None:
+    train(job, f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=100", "train_iters=3")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["iter_0000003", TRACKER]
+
+
+def test_an_interrupted_run_goes_on_with_the_same_bits(
+    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
+) -> None:
+    recipe, reference, losses = undisturbed
+    interrupted = train(recipe, *saving(tmp_path / "saved"), stop_after=5)
+    assert interrupted.losses == losses[:5]
+    assert (tmp_path / "saved" / TRACKER).read_text() == "4"
+    resumed = train(recipe, *saving(tmp_path / "saved"), resume=True)
+    assert resumed.spans == [(5, 6)]
+    assert resumed.messages == [f"resumed from {tmp_path / 'saved' / 'iter_0000004'}"]
+    assert resumed.losses == losses[4:]
+    assert_same_bits(checkpoint_content(tmp_path / "saved", 6), checkpoint_content(reference, 6))
+
+
+def test_a_half_written_checkpoint_is_ignored_and_overwritten(
+    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
+) -> None:
+    recipe, reference, losses = undisturbed
+    saved = tmp_path / "saved"
+    shutil.copytree(reference, saved)
+    (saved / TRACKER).write_text("2\n")
+    shutil.rmtree(saved / "iter_0000006")
+    for path in (saved / "iter_0000004").iterdir():
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (saved / "iter_0000004" / "__7_0.distcp").write_text("of a rank that no longer is")
+    resumed = train(recipe, *saving(saved), resume=True)
+    assert resumed.spans == [(3, 6)]
+    assert resumed.losses == losses[2:]
+    assert {path.name for path in (saved / "iter_0000004").iterdir()} == {
+        path.name for path in (reference / "iter_0000004").iterdir()
+    }
+    for iteration in (4, 6):
+        assert_same_bits(checkpoint_content(saved, iteration), checkpoint_content(reference, iteration))
+
+
+def test_resuming_a_finished_run_trains_nothing(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
+    recipe, reference, _ = undisturbed
+    shutil.copytree(reference, tmp_path / "saved")
+    result = command("train", recipe, *saving(tmp_path / "saved"), "--resume")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        f"resumed from {tmp_path / 'saved' / 'iter_0000006'}",
+        "nothing to train: train_iters=6 are done",
+    ]
+
+
+def test_more_steps_can_be_asked_of_a_finished_run(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
+    recipe, reference, _ = undisturbed
+    shutil.copytree(reference, tmp_path / "saved")
+    changed = ("train_iters=8", "optimizer.lr=5e-3", "optimizer.min_lr=0", "optimizer.adam_beta1=0.5")
+    notes = train(recipe, *saving(tmp_path / "saved", *changed), resume=True)
+    assert notes.spans == [(7, 8)]
+    assert (tmp_path / "saved" / TRACKER).read_text() == "8"
+    # What the recipe says now counts.
+    fresh = train(recipe, *changed)
+    assert [report.lr for report in notes.reports] == [report.lr for report in fresh.reports[6:]]
+    groups = checkpoint_content(tmp_path / "saved", 8)["optimizer"]["param_groups"]
+    assert {group["betas"] for group in groups} == {(0.5, 0.95)}
+
+
+def test_resuming_from_nothing_starts_at_the_first_step(
+    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
+) -> None:
+    recipe, _, losses = undisturbed
+    notes = train(recipe, *saving(tmp_path / "empty"), resume=True, stop_after=1)
+    assert notes.spans == [(1, 6)]
+    assert notes.messages == []
+    assert notes.losses == losses[:1]
+
+
+def test_a_folder_that_holds_a_checkpoint_is_not_written_into(undisturbed: tuple[Path, Path, list[float]]) -> None:
+    recipe, saved, _ = undisturbed
+    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
+    result = command("train", recipe, *saving(saved))
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: checkpoint.save={saved} already holds iteration 6; "
+        "continue it with --resume or choose another folder\n"
+    )
+    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
+
+
+def test_resume_needs_a_folder(job: Path) -> None:
+    result = command("train", job, "--resume")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: --resume needs checkpoint.save, the folder to resume from\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("seed=7", "was written with seed=1234, this run has seed=7"),
+        ("batch.global_batch_size=5", "was written with global_batch_size=6, this run has global_batch_size=5"),
+    ],
+)
+def test_what_must_not_change_is_refused_by_name(
+    undisturbed: tuple[Path, Path, list[float]], override: str, says: str
+) -> None:
+    recipe, saved, _ = undisturbed
+    with pytest.raises(RecipeError) as error:
+        train(recipe, *saving(saved, override, "train_iters=9"), resume=True)
+    assert str(error.value).startswith(f"checkpoint {saved / 'iter_0000006'} {says}")
+
+
+def test_other_data_are_refused(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
+    recipe, saved, _ = undisturbed
+    fewer = write_rows(tmp_path / "fewer.jsonl", rows()[:-1])
+    with pytest.raises(RecipeError, match="was written with samples_per_epoch=16, this run has samples_per_epoch=15"):
+        train(recipe, *saving(saved, f"data.path={fewer}"), resume=True)
+
+
+def test_a_checkpoint_goes_into_an_untouched_stock_model(undisturbed: tuple[Path, Path, list[float]]) -> None:
+    from megatron.core import dist_checkpointing
+
+    recipe_file, saved, _ = undisturbed
+    recipe = load_recipe(recipe_file)
+    with world_of_one(recipe) as place, torch.no_grad():
+        tree, stock = built(recipe, place), stock_model(recipe, place)
+        samples = batch_of(recipe, 1)
+        untrained = logits_of(stock, samples[0].tokens.tolist())
+        for model in (stock, tree):
+            loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(saved / "iter_0000006"))
+            model.load_state_dict(loaded["model"], strict=True)
+        for sample in samples:
+            tokens = sample.tokens.tolist()
+            assert torch.equal(logits_of(stock, tokens), logits_of(tree, tokens))
+        assert not torch.allclose(logits_of(stock, samples[0].tokens.tolist()), untrained)
+
+
+def test_a_stock_checkpoint_goes_into_the_tree_model(job: Path, tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    recipe = load_recipe(job)
+    (tmp_path / "stock").mkdir()
+    with world_of_one(recipe) as place, torch.no_grad():
+        stock, tree = stock_model(recipe, place), built(recipe, place)
+        dist_checkpointing.save({"model": stock.sharded_state_dict()}, str(tmp_path / "stock"))
+        loaded = dist_checkpointing.load({"model": tree.sharded_state_dict()}, str(tmp_path / "stock"))
+        tree.load_state_dict(loaded["model"], strict=True)
+        for sample in batch_of(recipe, 1):
+            tokens = sample.tokens.tolist()
+            assert torch.equal(logits_of(stock, tokens), logits_of(tree, tokens))
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        (TRACKER, lambda path: path.write_text("soon"), "{file} holds 'soon' instead of an iteration"),
+        (TRACKER, lambda path: path.write_text(""), "{file} holds '' instead of an iteration"),
+        (TRACKER, lambda path: path.write_bytes(b"\xff\xb2"), r"{file} holds '\\xff\\xb2' instead of an iteration"),
+        (
+            TRACKER,
+            lambda path: path.write_text("5"),
+            "{file} names iteration 5, but {saved}/iter_0000005 does not",
+        ),
+        ("iter_0000006", shutil.rmtree, "names iteration 6, but {file} does not exist"),
+        ("iter_0000006/metadata.json", Path.unlink, "checkpoint {saved}/iter_0000006 is damaged or"),
+        ("iter_0000006/common.pt", cut_in_half, "checkpoint {saved}/iter_0000006 is damaged or"),
+        ("iter_0000006/.metadata", Path.unlink, "checkpoint {saved}/iter_0000006 is damaged or"),
+        ("iter_0000006/__0_0.distcp", cut_in_half, "checkpoint {saved}/iter_0000006 is damaged or"),
+        ("iter_0000006/__0_0.distcp", Path.unlink, "No such file or directory: '{file}'"),
+    ],
+)
+def test_damage_is_told_by_name(
+    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, name: str, damage: object, says: str
+) -> None:
+    recipe, reference, _ = undisturbed
+    saved = tmp_path / "saved"
+    shutil.copytree(reference, saved)
+    damage(saved / name)
+    with pytest.raises(RecipeError) as error:
+        train(recipe, *saving(saved), resume=True)
+    assert says.format(file=saved / name, saved=saved) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.hidden_size=64", "mismatch"),
+        ("model.num_layers=3", "mismatch"),
+        ("model.add_bias_linear=true", "bias"),
+        ("model.dtype=bfloat16", "optimizer.state.fp32_param"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    undisturbed: tuple[Path, Path, list[float]], override: str, says: str
+) -> None:
+    recipe, saved, _ = undisturbed
+    with pytest.raises(RecipeError) as error:
+        train(recipe, *saving(saved, override), resume=True)
+    assert str(error.value).startswith(f"checkpoint {saved / 'iter_0000006'} is damaged or does not fit this recipe's")
+    assert says in str(error.value)
+
+
+def test_a_checkpoint_of_another_program_is_refused(
+    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
+) -> None:
+    recipe, reference, _ = undisturbed
+    saved = tmp_path / "saved"
+    shutil.copytree(reference, saved)
+    common = saved / "iter_0000006" / "common.pt"
+    content = torch.load(common, weights_only=False)
+    del content["progress"]
+    torch.save(content, common)
+    with pytest.raises(RecipeError, match="iter_0000006 does not say how far in the data it is"):
+        train(recipe, *saving(saved), resume=True)

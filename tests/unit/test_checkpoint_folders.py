@@ -1,0 +1,110 @@
+"""Where checkpoints lie and which one counts; what they hold is tested in tests/train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_prefix_tree.recipe import RecipeError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    """The module; it imports megatron."""
+    from mcore_prefix_tree.mcore.train import checkpoint
+
+    return checkpoint
+
+
+class Stateless:
+    """In place of a scheduler."""
+
+    def state_dict(self):
+        return {}
+
+
+@pytest.fixture
+def save(checkpoint, monkeypatch):
+    """``save(folder, iteration, write)`` in a world of one, with ``write(folder)`` in place of Megatron's writer."""
+    from mcore_prefix_tree.testing.launcher import single_process
+
+    def run(folder, iteration, write):
+        monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda state, target: write(Path(target)))
+        monkeypatch.setattr(checkpoint, "_state", lambda *_, **__: {})
+        progress = checkpoint.Progress(
+            iteration=iteration, consumed_samples=8, global_batch_size=4, seed=1, samples_per_epoch=9
+        )
+        with single_process():
+            checkpoint.save(folder, [], None, Stateless(), progress)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("iteration", "name"), [(0, "iter_0000000"), (10, "iter_0000010"), (12_345_678, "iter_12345678")]
+)
+def test_folders_have_megatron_s_names(checkpoint, iteration, name):
+    assert checkpoint.iteration_folder("runs/a", iteration) == Path("runs/a") / name
+
+
+def test_no_tracker_is_no_checkpoint(checkpoint, tmp_path):
+    assert checkpoint.latest_iteration(tmp_path / "missing") is None
+    (tmp_path / "iter_0000004").mkdir()
+    assert checkpoint.latest_iteration(tmp_path) is None
+
+
+@pytest.mark.parametrize(("text", "iteration"), [("7", 7), (" 12\n", 12), ("0", 0)])
+def test_the_tracker_names_the_iteration(checkpoint, tmp_path, text, iteration):
+    (tmp_path / TRACKER).write_text(text)
+    assert checkpoint.latest_iteration(str(tmp_path)) == iteration
+
+
+@pytest.mark.parametrize("content", [b"", b"release", b"-3", b"4.0", b"1 2", "²".encode(), b"\xff\xfe4"])
+def test_a_tracker_without_a_number_is_refused(checkpoint, tmp_path, content):
+    (tmp_path / TRACKER).write_bytes(content)
+    with pytest.raises(RecipeError) as error:
+        checkpoint.latest_iteration(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / TRACKER} holds ")
+    assert str(error.value).endswith(" instead of an iteration; write the last complete one there")
+
+
+def test_the_tracker_is_written_after_everything_else(checkpoint, save, tmp_path):
+    saved = tmp_path / "not" / "there" / "yet"
+
+    def write(target):
+        assert target == saved / "iter_0000002"
+        assert target.is_dir()
+        assert checkpoint.latest_iteration(saved) is None
+        (target / "weights").write_text("2")
+
+    save(saved, 2, write)
+    assert checkpoint.latest_iteration(saved) == 2
+    assert sorted(path.name for path in saved.iterdir()) == ["iter_0000002", TRACKER]
+
+    def write_next(target):
+        assert checkpoint.latest_iteration(saved) == 2
+        (target / "weights").write_text("4")
+
+    save(saved, 4, write_next)
+    assert checkpoint.latest_iteration(saved) == 4
+    assert (saved / "iter_0000002" / "weights").read_text() == "2"
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before(checkpoint, save, tmp_path):
+    save(tmp_path, 2, lambda target: (target / "weights").write_text("2"))
+
+    def fail(target):
+        (target / "weights").write_text("half of 4")
+        raise OSError(28, "No space left on device", str(target / "weights"))
+
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 4, fail)
+    assert checkpoint.latest_iteration(tmp_path) == 2
+    assert (tmp_path / "iter_0000002" / "weights").read_text() == "2"
+
+    # What it left behind does not mix with the next one of that iteration.
+    save(tmp_path, 4, lambda target: (target / "other").write_text("4"))
+    assert [path.name for path in (tmp_path / "iter_0000004").iterdir()] == ["other"]

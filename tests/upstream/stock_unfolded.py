@@ -1,0 +1,77 @@
+"""The other side of the comparison: Megatron-LM's ``pretrain`` with its stock model, each sample alone.
+
+Takes the arguments of ``pretrain_gpt.py`` and those of the folded run; a micro-batch is one sample, with its labels, as
+Megatron's own scripts pass them. One process: no parallel layout stands between this run and what it says.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from typing import Any
+
+sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
+
+import torch
+
+from mcore_prefix_tree.data import iter_sample_groups
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.mcore.arguments import add_prefix_tree_args
+from mcore_prefix_tree.testing.emulation import enable_training
+
+enable_training()
+
+from gpt_builders import gpt_builder  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.training import get_args, pretrain  # noqa: E402
+from model_provider import model_provider  # noqa: E402
+
+
+def samples_alone(order: SampleOrder, consumed: int) -> Any:
+    while True:
+        yield from order.take(consumed, 1)
+        consumed += 1
+
+
+def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
+    args = get_args()
+
+    def alone(paths: Any, consumed: int, shuffle: bool) -> Any:
+        groups = list(iter_sample_groups(paths))
+        return samples_alone(SampleOrder(groups, seed=args.seed, shuffle=shuffle), consumed)
+
+    train = alone(args.prefix_tree_data_path, args.consumed_train_samples, args.prefix_tree_shuffle)
+    if not args.prefix_tree_valid_data_path:
+        args.eval_iters = 0
+        return train, None, None
+    return train, alone(args.prefix_tree_valid_data_path, args.consumed_valid_samples, shuffle=False), None
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def forward_step(data_iterator: Any, model: Any) -> Any:
+    sample = next(data_iterator)
+    tokens = torch.from_numpy(sample.tokens.copy()).long()
+    mask = torch.from_numpy(sample.loss_mask[1:].copy())
+    # One token more than is scored, so that a sample of one token is a forward pass too.
+    labels = torch.cat([tokens[1:], tokens[:1]])
+    losses = model(tokens[None], torch.arange(len(tokens))[None], None, labels=labels[None])
+
+    def loss_func(losses: torch.Tensor) -> Any:
+        loss = torch.dot(losses[0, :-1].float(), mask)
+        num_tokens = mask.count_nonzero().to(torch.int)
+        return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
+
+    return losses, loss_func
+
+
+if __name__ == "__main__":
+    pretrain(
+        datasets_provider,
+        partial(model_provider, gpt_builder),
+        ModelType.encoder_or_decoder,
+        forward_step,
+        extra_args_provider=add_prefix_tree_args,
+    )
