@@ -1,11 +1,19 @@
-"""What a training run looks like: a progress bar on a terminal, plain lines in a log; tables in both."""
+"""What a training run looks like: a line a step, under it a progress bar on a terminal; tables."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -39,28 +47,25 @@ class ConsoleReporter:
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(),
+                TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.description}"),
                 console=self._console,
             )
             self._task = self._progress.add_task("", total=last, completed=first - 1)
             self._progress.start()
 
     def step(self, report: StepReport) -> None:
-        """A line in a log, the bar on a terminal."""
+        """A line, above the bar where there is one."""
         rate = f"{report.logical_tokens / report.seconds:,.0f} logical tokens/s"
         tokens = f"tokens {report.logical_tokens:,} -> {report.physical_tokens:,} (fold ratio {report.fold_ratio:.2f})"
-        if self._progress is not None:
-            self._progress.update(
-                self._task, completed=report.iteration, description=f"loss {report.loss:.4f}  {tokens}  {rate}"
-            )
-            return
         norm = "" if report.grad_norm is None else f" | grad norm {report.grad_norm:.3f}"
         self.message(
             f"step {report.iteration} | loss {report.loss:.6f}{norm} | lr {report.lr:.3e} | {tokens} | "
             f"{report.seconds:.2f} s, plan {report.plan_seconds * 1000:.0f} ms | {rate} | "
             f"{report.physical_tokens / report.seconds:,.0f} physical tokens/s"
         )
+        if self._progress is not None:
+            self._progress.update(self._task, completed=report.iteration)
 
     def compared(self, comparison: Comparison) -> None:
         """The closing table."""
