@@ -54,7 +54,8 @@ def _is_ours(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and __package__ in trace.tb_frame.f_globals.get("__name__", "")
+    package = "" if trace is None else trace.tb_frame.f_globals.get("__package__") or ""
+    return package.partition(".")[0] == "mcore_prefix_tree"
 
 
 def use_megatron_lm(path: str | None) -> Path:

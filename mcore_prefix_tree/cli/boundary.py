@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -18,6 +19,7 @@ INTERRUPTED = 130
 
 # What this package raises for users. An ImportError says which optional package is missing and how to get it.
 _USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError)
+_PATIENCE_S = 10.0
 
 
 @contextmanager
@@ -35,10 +37,20 @@ def readable_errors() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except _USER_ERRORS as error:
-        # Under torchrun every rank meets the same mistake: once a machine is enough.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            typer.echo(f"error: {_sentence(error)}", err=True)
-        raise typer.Exit(USER_ERROR) from error
+        leave(USER_ERROR, _sentence(error))
+
+
+def leave(code: int, sentence: str | None = None) -> NoReturn:
+    """Exit, saying why on standard error: under torchrun, the first rank of a machine for all that met the same.
+
+    torchrun ends every rank as soon as one exits, so the others wait for that. Where it does not come, what happened is
+    theirs alone, and they say it themselves.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_PATIENCE_S)
+    if sentence is not None:
+        typer.echo(f"error: {sentence}", err=True)
+    raise typer.Exit(code)
 
 
 def quiet_upstream() -> None:

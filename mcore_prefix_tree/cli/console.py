@@ -119,5 +119,8 @@ def comparison_table(comparison: Comparison) -> Table:
         table.add_row(row.name, f"{row.tokens:,}", f"{row.median_seconds:.3f}", f"{slower:.2f}", memory)
 
     for row in (comparison.folded, comparison.packed, comparison.stock):
-        add(row)
+        if row is not None:
+            add(row)
+    if comparison.stock_missing is not None:
+        table.caption = f"{table.caption}; stock not run: {comparison.stock_missing}"
     return table

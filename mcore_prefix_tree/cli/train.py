@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import FAILED, quiet_upstream
+from mcore_prefix_tree.cli.boundary import FAILED, leave, quiet_upstream
 
 
 def train(
@@ -33,7 +33,6 @@ def train(
     try:
         run_train(loaded, reporter, resume=resume)
     except VerificationError as error:
-        reporter.message(f"error: {error}")
-        raise typer.Exit(FAILED) from error
+        leave(FAILED, str(error))
     finally:
         reporter.close()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import FAILED, quiet_upstream
+from mcore_prefix_tree.cli.boundary import FAILED, leave, quiet_upstream
 
 
 def verify(
@@ -37,4 +37,4 @@ def verify(
 
         Console().print(verify_table(report))
     if not report.passed:
-        raise typer.Exit(FAILED)
+        leave(FAILED)

@@ -55,10 +55,10 @@ def dry_run(args: argparse.Namespace) -> str:
     weights = compute_weight_and_optimizer_memory(copy.deepcopy(args))
     lines += [
         f"a rank's memory by Megatron's estimate, of {args.world_size} ranks:",
-        f"  weights, gradients, optimizer: {weights / GIB:.2f} GiB",
-        f"  activations, longest micro-batch ({longest} tokens): {_activations(args, longest, size.micro_batches):.2f} GiB",
+        f"  weights, gradients, optimizer: {weights / GIB:.3g} GiB",
+        f"  activations, longest micro-batch ({longest} tokens): {_activations(args, longest, size.micro_batches):.3g} GiB",
         f"  activations, at --prefix-tree-max-tokens ({folding.max_tokens} tokens): "
-        f"{_activations(args, folding.max_tokens, size.micro_batches):.2f} GiB",
+        f"{_activations(args, folding.max_tokens, size.micro_batches):.3g} GiB",
     ]
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.train.memory import PeakMemory
 from mcore_prefix_tree.mcore.train.schedule import ForwardStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
-from mcore_prefix_tree.mcore.train.unfolded import plan_unfolded, stock_forward_step
+from mcore_prefix_tree.mcore.train.unfolded import plan_unfolded, stock_forward_step, why_stock_does_not_fit
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
 
@@ -51,21 +51,25 @@ class Comparison:
     Attributes:
         folded: as ``train`` runs it.
         packed: the same back-end and budget, with every sample a tree of its own: a packed varlen batch.
-        stock: Megatron's own attention and cross-entropy, one sample a micro-batch.
+        stock: Megatron's own attention and cross-entropy, one sample a micro-batch; None where it cannot hold the
+            longest sample.
+        stock_missing: why, in that case.
         logical_tokens: of the batch.
         fold_ratio: logical over physical tokens, the ideal.
     """
 
     folded: Measurement
     packed: Measurement
-    stock: Measurement
+    stock: Measurement | None
+    stock_missing: str | None
     logical_tokens: int
     fold_ratio: float
 
     @property
     def speedup(self) -> float:
         """Over the faster of the two unfolded ways, the median of the rounds' own ratios."""
-        fastest = min(self.packed, self.stock, key=lambda way: way.median_seconds)
+        unfolded_ways = [way for way in (self.packed, self.stock) if way is not None]
+        fastest = min(unfolded_ways, key=lambda way: way.median_seconds)
         return statistics.median(
             unfolded / folded for unfolded, folded in zip(fastest.seconds, self.folded.seconds, strict=True)
         )
@@ -102,7 +106,7 @@ def compare(
     ]
     logical = sum(len(sample) for sample in samples)
     physical = physical_tokens(plan_folded(samples, recipe, place).micro_batches, place)
-    ways = (
+    ways = [
         _Way(
             name="folded",
             tokens=physical,
@@ -115,25 +119,34 @@ def compare(
             make=lambda: plan_folded(alone, recipe, place).micro_batches,
             step=sft_forward_step,
         ),
-        _Way(
-            name="unfolded, stock",
-            tokens=logical,
-            make=lambda: plan_unfolded(samples, recipe, place).micro_batches,
-            step=stock_forward_step,
-        ),
-    )
+    ]
+    stock_missing = why_stock_does_not_fit(samples, recipe, place)
+    if stock_missing is None:
+        ways.append(
+            _Way(
+                name="unfolded, stock",
+                tokens=logical,
+                make=lambda: plan_unfolded(samples, recipe, place).micro_batches,
+                step=stock_forward_step,
+            )
+        )
     peaks = []
     for way in ways:
         peak = PeakMemory(place.device)
         _seconds(way, chunks, place)
         peaks.append(int(_largest(float(peak.bytes() or 0), place)) or None)
     rounds = [[_seconds(way, chunks, place) for way in ways] for _ in range(repeats)]
-    folded, packed, stock = (
+    measured = [
         Measurement(name=way.name, seconds=list(seconds), peak_bytes=peak, tokens=way.tokens)
         for way, peak, seconds in zip(ways, peaks, zip(*rounds, strict=True), strict=True)
-    )
+    ]
     return Comparison(
-        folded=folded, packed=packed, stock=stock, logical_tokens=logical, fold_ratio=logical / max(physical, 1)
+        folded=measured[0],
+        packed=measured[1],
+        stock=measured[2] if stock_missing is None else None,
+        stock_missing=stock_missing,
+        logical_tokens=logical,
+        fold_ratio=logical / max(physical, 1),
     )
 
 

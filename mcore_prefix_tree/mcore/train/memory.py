@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from pathlib import Path
 
+import psutil
 import torch
 
 _STATUS = Path("/proc/self/status")
@@ -34,6 +36,14 @@ class PeakMemory:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._held
         return _status_bytes("VmHWM") - self._held if _CLEAR.exists() else None
+
+
+def available_bytes(device: torch.device) -> int:
+    """What this rank can still allocate; on the CPU its share of what the machine has left."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
+    return int(psutil.virtual_memory().available) // ranks_here
 
 
 def _give_back_free_heap() -> None:

@@ -68,7 +68,9 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
     }
     taken = sorted(set(model.transformer) & set(fixed))
     if taken:
-        raise RecipeError(f"model.transformer.{taken[0]}: other keys of the recipe, or folding, decide this; leave it out")
+        raise RecipeError(
+            f"model.transformer.{taken[0]}: other keys of the recipe, or folding, decide this; leave it out"
+        )
     defaults: dict[str, Any] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

@@ -116,3 +116,10 @@ def _init_parallel_state(recipe: Recipe) -> None:
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
     )
+
+
+def everyone(value: Any) -> list[Any]:
+    """The value of every rank of the job."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

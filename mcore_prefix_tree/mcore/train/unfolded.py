@@ -12,8 +12,9 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from mcore_prefix_tree.mcore.forward_step import LossOutput
+from mcore_prefix_tree.mcore.train.memory import available_bytes
 from mcore_prefix_tree.mcore.train.schedule import sequence_multiple
-from mcore_prefix_tree.mcore.train.session import Session
+from mcore_prefix_tree.mcore.train.session import Session, everyone
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
 
@@ -84,6 +85,28 @@ def plan_unfolded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> 
             )
             for indices in mine
         ],
+    )
+
+
+def why_stock_does_not_fit(samples: Sequence[Sample], recipe: Recipe, place: Session) -> str | None:
+    """A sentence if Megatron's local attention cannot hold its dense scores of the longest sample, else None.
+
+    ``DotProductAttention`` keeps the probabilities ``[heads / tp, n, n]`` of every layer of the stage for backward, and
+    the scores beside them in the layer at work.
+    """
+    if recipe.model.transformer_impl != "local":
+        return None
+    longest = max(samples, key=len)
+    layers = -(-recipe.model.num_layers // recipe.parallel.pipeline_model_parallel_size) + 2
+    heads = -(-recipe.model.num_attention_heads // recipe.parallel.tensor_model_parallel_size)
+    needed = layers * heads * len(longest) ** 2 * place.config.params_dtype.itemsize
+    # Ranks of one machine see slightly different figures; they have to come to one answer.
+    available = min(everyone(available_bytes(place.device)))
+    if needed <= available:
+        return None
+    return (
+        f"Megatron's local attention needs about {needed / 2**30:.0f} GiB for the {len(longest)} tokens of "
+        f"{longest.source} alone, and {available / 2**30:.0f} GiB are available"
     )
 
 

@@ -22,8 +22,14 @@ from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.train.compare import physical_tokens
 from mcore_prefix_tree.mcore.train.model import build_chunks
 from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule
-from mcore_prefix_tree.mcore.train.session import Session
-from mcore_prefix_tree.mcore.train.unfolded import StockBatch, plan_unfolded, stock_forward, stock_logprobs
+from mcore_prefix_tree.mcore.train.session import Session, everyone
+from mcore_prefix_tree.mcore.train.unfolded import (
+    StockBatch,
+    plan_unfolded,
+    stock_forward,
+    stock_logprobs,
+    why_stock_does_not_fit,
+)
 from mcore_prefix_tree.objectives import sft_loss
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
@@ -111,12 +117,18 @@ def verify(
         The same report on every rank.
 
     Raises:
-        RecipeError: ``gradient_accumulation_fusion`` is on; its kernel writes only into DDP's buffers.
+        RecipeError: ``gradient_accumulation_fusion`` is on, whose kernel writes only into DDP's buffers; or a sample is
+            too long for the stock attention.
     """
     if place.config.gradient_accumulation_fusion:
         raise RecipeError(
             "verify compares plain gradients, which model.transformer.gradient_accumulation_fusion=true does not give; "
             "turn it off, or set verify.enabled=false"
+        )
+    obstacle = why_stock_does_not_fit(samples, recipe, place)
+    if obstacle is not None:
+        raise RecipeError(
+            f"verify cannot run the unfolded side: {obstacle}; verify on shorter samples, or set verify.enabled=false"
         )
     folded = _run_folded(chunks, samples, recipe, place)
     unfolded = _run_unfolded(chunks, samples, recipe, place)
@@ -175,7 +187,7 @@ def _run_reference(
     )
     embedding = next((weight for name, weight in chunks[0].named_parameters() if "word_embeddings" in name), None)
     sizes = [0] if embedding is None else [embedding.shape[0] * place.config.tensor_model_parallel_size]
-    sizes = _everyone(sizes)
+    sizes = everyone(sizes)
     wide = build_chunks(recipe, config, vocab_size=max(size for rank in sizes for size in rank), device=place.device)
     for target, source in zip(wide, chunks, strict=True):
         target.load_state_dict(_bare(source).state_dict())
@@ -210,12 +222,12 @@ def _run(
         run_schedule(chunks, micro_batches, forward_step)
         _reduce(chunks, gradients)
     # Tensor-parallel ranks all know the rows of their replica; one of them speaks for it.
-    everyone = _everyone((rows, sum(losses)) if place.has_logits else ({}, 0.0))
-    together = {index: row for rank_rows, _ in everyone for index, row in rank_rows.items()}
+    of_all = everyone((rows, sum(losses)) if place.has_logits else ({}, 0.0))
+    together = {index: row for rank_rows, _ in of_all for index, row in rank_rows.items()}
     return _Outcome(
         logprobs={index: logprob for index, (logprob, _) in together.items()},
         entropies={index: entropy for index, (_, entropy) in together.items()},
-        loss=sum(loss for _, loss in everyone),
+        loss=sum(loss for _, loss in of_all),
         gradients=gradients,
     )
 
@@ -273,16 +285,16 @@ def _compare(run: _Outcome, reference: _Outcome) -> tuple[dict[str, float], str,
         (_relative_error(run.gradients[name].double(), gradient.double()), name)
         for name, gradient in reference.gradients.items()
     ]
-    everyone = _everyone((max(by_parameter, default=(0.0, "none"), key=_nan_first), len(by_parameter)))
-    worst = max(range(len(everyone)), key=lambda rank: _nan_first(everyone[rank][0]))
-    gradient_error, name = everyone[worst][0]
+    of_all = everyone((max(by_parameter, default=(0.0, "none"), key=_nan_first), len(by_parameter)))
+    worst = max(range(len(of_all)), key=lambda rank: _nan_first(of_all[rank][0]))
+    gradient_error, name = of_all[worst][0]
     errors = {
         "logprob_error": _worst_row(run.logprobs, reference.logprobs),
         "entropy_error": _worst_row(run.entropies, reference.entropies),
         "loss_error": _relative_error(_scalar(run.loss), _scalar(reference.loss)),
         "gradient_error": gradient_error,
     }
-    return errors, f"{name} (rank {worst})", sum(count for _, count in everyone)
+    return errors, f"{name} (rank {worst})", sum(count for _, count in of_all)
 
 
 def _nan_first(entry: tuple[float, str]) -> float:
@@ -306,10 +318,3 @@ def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 def _scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
-
-
-def _everyone(value: Any) -> list[Any]:
-    """The value of every rank of the job."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -1,0 +1,193 @@
+"""What a micro-batch costs: token-wise work, attention by visible pairs, and a fixed overhead.
+
+A token at depth d sees d + 1 keys, wherever it is laid out. So the cost of a path is a function of its length, and the
+cost of a set of samples is the sum over their unique tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+FloatOrArray = TypeVar("FloatOrArray", float, npt.NDArray[np.float64])
+
+# Forward and backward of a matrix product: the backward makes two gradients, each as expensive as the forward.
+_MATMUL_PASSES = 3.0
+# A flash attention backward recomputes the scores: 2.5 times its forward (Dao, FlashAttention-2, section 4.1).
+_ATTENTION_PASSES = 3.5
+
+
+class ModelShape(Protocol):
+    """The fields of a model configuration that a cost depends on; ``mcore_prefix_tree.recipe.ModelConfig`` has them."""
+
+    @property
+    def num_layers(self) -> int: ...  # noqa: D102
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_attention_heads(self) -> int: ...  # noqa: D102
+    @property
+    def num_query_groups(self) -> int | None: ...  # noqa: D102
+    @property
+    def ffn_hidden_size(self) -> int | None: ...  # noqa: D102
+    @property
+    def kv_channels(self) -> int | None: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int | None: ...  # noqa: D102
+    @property
+    def swiglu(self) -> bool: ...  # noqa: D102
+    @property
+    def transformer(self) -> dict[str, Any]: ...  # noqa: D102
+
+
+class Measured(NamedTuple):
+    """One timed forward and backward.
+
+    Attributes:
+        tokens: physical tokens computed, padding included.
+        pairs: visible (query, key) pairs.
+        seconds: it took.
+    """
+
+    tokens: float
+    pairs: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Cost of a micro-batch: ``token * tokens + pair * visible_pairs + micro_batch``.
+
+    Attributes:
+        token: of one physical token; FLOPs from :meth:`from_dimensions`, seconds once calibrated.
+        pair: of one visible (query, key) pair, in the same unit.
+        micro_batch: of having a micro-batch at all, in the same unit.
+
+    Raises:
+        ValueError: on construction, if a cost is negative or not finite, or a token costs nothing.
+    """
+
+    token: float = 1.0
+    pair: float = 0.0
+    micro_batch: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"CostModel.{name}={value} must be finite and >= 0")
+        if self.token == 0:
+            raise ValueError("CostModel.token=0: a token has to cost something")
+
+    @classmethod
+    def from_dimensions(
+        cls,
+        *,
+        num_layers: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        vocab_size: int,
+        num_query_groups: int | None = None,
+        kv_channels: int | None = None,
+        swiglu: bool = True,
+    ) -> CostModel:
+        """Training FLOPs of a GPT: two a weight, token and forward, and three times that with the backward.
+
+        The convention of Narayanan et al. (SC 2021, appendix), with attention by visible pairs:
+        ``4 * heads * head_dim`` a pair, layer and forward.
+
+        Args:
+            num_layers: transformer layers.
+            hidden_size: of the residual stream.
+            ffn_hidden_size: width that a token passes through; of a mixture of experts, ``top_k`` times an expert's.
+            num_attention_heads: query heads.
+            vocab_size: of the output layer. The embedding is a look-up and counts nothing.
+            num_query_groups: key and value heads; as many as query heads by default.
+            kv_channels: head size; ``hidden_size / num_attention_heads`` by default.
+            swiglu: the feed-forward part has a gate.
+        """
+        head_dim = kv_channels or hidden_size // num_attention_heads
+        groups = num_query_groups or num_attention_heads
+        attention = 2 * hidden_size * head_dim * (num_attention_heads + groups)  # q and out; k and v
+        feed_forward = (3 if swiglu else 2) * hidden_size * ffn_hidden_size
+        weights = num_layers * (attention + feed_forward) + hidden_size * vocab_size
+        return cls(
+            token=_MATMUL_PASSES * 2 * weights,
+            pair=_ATTENTION_PASSES * 4 * num_layers * num_attention_heads * head_dim,
+        )
+
+    @classmethod
+    def from_model(cls, model: ModelShape, *, vocab_size: int | None = None) -> CostModel:
+        """Training FLOPs of a recipe's model.
+
+        Args:
+            model: ``recipe.model``.
+            vocab_size: where the recipe leaves it to the tokenizer.
+
+        Raises:
+            ValueError: if neither gives a vocabulary size.
+        """
+        vocabulary = model.vocab_size or vocab_size
+        if vocabulary is None:
+            raise ValueError("the cost of the output layer needs model.vocab_size; give it in the recipe")
+        width = model.ffn_hidden_size or 4 * model.hidden_size
+        more = model.transformer
+        if more.get("num_moe_experts"):
+            # megatron-core's defaults: two experts a token, as wide as the dense layer.
+            width = (more.get("moe_ffn_hidden_size") or width) * (more.get("moe_router_topk") or 2)
+            width += more.get("moe_shared_expert_intermediate_size") or 0
+        return cls.from_dimensions(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            ffn_hidden_size=width,
+            num_attention_heads=model.num_attention_heads,
+            vocab_size=vocabulary,
+            num_query_groups=model.num_query_groups,
+            kv_channels=model.kv_channels,
+            swiglu=model.swiglu,
+        )
+
+    def calibrated(self, measured: Sequence[Measured]) -> CostModel:
+        """This model in seconds, as measured.
+
+        Measurements of at least three different shapes give all three costs: the non-negative ones with the smallest
+        squared *relative* error, so that small micro-batches count as much as large ones. From fewer, or from shapes
+        that are multiples of each other, the costs keep their proportions and are scaled to the measured total.
+
+        Raises:
+            ValueError: without a measurement, or if one is not positive.
+        """
+        if not measured or any(not (m.tokens > 0 and m.pairs > 0 and m.seconds > 0) for m in measured):
+            raise ValueError("calibration needs measurements with positive tokens, pairs and seconds")
+        table = np.asarray(measured, dtype=np.float64)
+        design = np.column_stack([table[:, 0], table[:, 1], np.ones(len(table))])
+        scaled = design / table[:, 2:]
+        norms = np.linalg.norm(scaled, axis=0)
+        if np.linalg.matrix_rank(scaled / norms, tol=1e-6) < 3:
+            predicted = design @ np.array([self.token, self.pair, self.micro_batch])
+            factor = float(table[:, 2].sum() / predicted.sum())
+            return CostModel(token=self.token * factor, pair=self.pair * factor, micro_batch=self.micro_batch * factor)
+        # Three unknowns have few faces: the constrained optimum is the best feasible optimum of one of them.
+        best, best_error = np.zeros(3), math.inf
+        for kept in [face for size in (1, 2, 3) for face in combinations(range(3), size) if 0 in face]:
+            found = np.linalg.lstsq(scaled[:, kept] / norms[list(kept)], np.ones(len(table)), rcond=None)[0]
+            costs = np.zeros(3)
+            costs[list(kept)] = found / norms[list(kept)]
+            error = float(np.square(scaled @ costs - 1).sum())
+            if costs.min() >= 0 and costs[0] > 0 and error < best_error:
+                best, best_error = costs, error
+        return CostModel(token=float(best[0]), pair=float(best[1]), micro_batch=float(best[2]))
+
+    def of_path(self, length: FloatOrArray) -> FloatOrArray:
+        """Cost of the first ``length`` tokens of a path; exact to float64."""
+        return self.token * length + self.pair * (length * (length + 1) / 2)
+
+    def of_micro_batch(self, tokens: int, pairs: int) -> float:
+        """Cost of a micro-batch of ``tokens`` physical tokens and ``pairs`` visible pairs."""
+        return self.token * tokens + self.pair * pairs + self.micro_batch

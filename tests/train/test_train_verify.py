@@ -1,0 +1,329 @@
+"""Folded against unfolded: passes when folding is right, fails when it is broken, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from train_jobs import BATCH, VOCAB, batch_of, built, command, train, world_of_one, write_job
+
+from mcore_prefix_tree import FlatLayout, fold
+from mcore_prefix_tree.mcore.train import schedule, trainer
+from mcore_prefix_tree.mcore.train.compare import Comparison
+from mcore_prefix_tree.mcore.train.trainer import VerificationError, run_compare, run_verify
+from mcore_prefix_tree.mcore.train.verify import HALF_FACTOR, VerifyReport, verify
+from mcore_prefix_tree.plan import plan_step
+from mcore_prefix_tree.recipe import load_recipe
+
+ERRORS = ("logprob_error", "entropy_error", "loss_error", "gradient_error")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("verify"))
+
+
+def every_token_at_its_flat_position(layout: FlatLayout) -> FlatLayout:
+    return replace(layout, position_ids=np.arange(layout.padded_size, dtype=np.int32))
+
+
+def every_earlier_token_visible(layout: FlatLayout) -> FlatLayout:
+    return replace(layout, subtree_end=np.full_like(layout.subtree_end, layout.padded_size))
+
+
+def predicted_by_the_left_neighbour(layout: FlatLayout) -> FlatLayout:
+    flat = np.arange(layout.padded_size, dtype=np.int32) - 1
+    return replace(layout, predictor=np.where(layout.predictor < 0, -1, flat).astype(np.int32))
+
+
+def counted_once_instead_of_once_per_sample(layout: FlatLayout) -> FlatLayout:
+    return replace(layout, loss_weight=np.minimum(layout.loss_weight, 1))
+
+
+Break = Callable[[FlatLayout], FlatLayout]
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Break], None]:
+    """Breaks the layouts that the folded run gets."""
+
+    def apply(change: Break) -> None:
+        monkeypatch.setattr(schedule, "fold", lambda samples, **options: change(fold(samples, **options)))
+
+    return apply
+
+
+@pytest.mark.parametrize("backend", ["path", "reference"])
+@pytest.mark.parametrize(
+    ("dtype", "overrides", "tolerance"),
+    [
+        ("float64", (), 1e-12),
+        ("float32", (), 1e-5),
+        ("float64", ("model.transformer.num_moe_experts=4",), 1e-12),
+        ("float64", ("model.untie_embeddings_and_output_weights=false", "model.qk_layernorm=true"), 1e-12),
+        ("float64", ("model.position_embedding_type=learned_absolute", "model.swiglu=false"), 1e-12),
+    ],
+    ids=["float64", "float32", "experts", "tied", "learned positions"],
+)
+def test_folding_changes_nothing(
+    job: Path, dtype: str, overrides: tuple[str, ...], tolerance: float, backend: str
+) -> None:
+    recipe = load_recipe(job, [f"model.dtype={dtype}", f"attention_backend={backend}", *overrides])
+    report, is_main = run_verify(recipe)
+    assert is_main
+    assert report.passed
+    assert report.tolerance == tolerance
+    for name in ERRORS:
+        assert 0 <= getattr(report, name) <= tolerance
+    assert report.gradient_error > 0, "two different computations do not agree to the last bit"
+    samples = batch_of(recipe, 1)
+    plan = plan_step(samples, max_tokens=recipe.batch.max_tokens)
+    assert (report.samples, report.logical_tokens) == (BATCH, sum(map(len, samples)))
+    assert report.physical_tokens == sum(plan.physical_tokens[0]) < report.logical_tokens
+    assert (report.dtype, report.reference, report.unfolded_errors) == (dtype, "unfolded", None)
+
+
+def test_half_precision_is_judged_by_the_unfolded_run_s_own_rounding(job: Path) -> None:
+    report, _ = run_verify(load_recipe(job, ["model.dtype=bfloat16"]))
+    assert report.passed
+    assert report.reference == "the same weights in float32, unfolded"
+    assert report.unfolded_errors is not None
+    for name, (error, limit) in report.checks.items():
+        assert limit == HALF_FACTOR * report.unfolded_errors[name]
+        assert error <= limit
+    # Rounding to 8 bits shows, in both runs alike.
+    assert 1e-4 < report.gradient_error < 0.1
+    assert 1e-4 < report.unfolded_errors["gradient_error"] < 0.1
+
+
+def test_every_parameter_is_compared(job: Path) -> None:
+    recipe = load_recipe(job)
+    report, _ = run_verify(recipe)
+    with world_of_one(recipe) as place:
+        parameters = [name for name, _ in built(recipe, place).named_parameters()]
+    assert report.parameters == len(parameters)
+    assert report.worst_parameter.removesuffix(" (rank 0)") in parameters
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("change", "backend", "caught"),
+    [
+        (every_token_at_its_flat_position, "path", ERRORS),
+        (every_earlier_token_visible, "reference", ERRORS),
+        (predicted_by_the_left_neighbour, "path", ERRORS),
+        (counted_once_instead_of_once_per_sample, "path", ("loss_error", "gradient_error")),
+    ],
+)
+def test_broken_folding_is_caught(
+    job: Path,
+    broken: Callable[[Break], None],
+    dtype: str,
+    change: Break,
+    backend: str,
+    caught: tuple[str, ...],
+) -> None:
+    broken(change)
+    report, _ = run_verify(load_recipe(job, [f"model.dtype={dtype}", f"attention_backend={backend}"]))
+    assert not report.passed
+    above = {name for name, (error, limit) in report.checks.items() if not error <= limit}
+    assert above == set(caught)
+
+
+def test_a_nan_does_not_pass(job: Path, broken: Callable[[Break], None]) -> None:
+    broken(lambda layout: replace(layout, loss_weight=np.full_like(layout.loss_weight, np.nan)))
+    report, _ = run_verify(load_recipe(job))
+    assert np.isnan(report.gradient_error)
+    assert not report.passed
+
+
+def test_nothing_is_trained_when_folding_is_broken(job: Path, broken: Callable[[Break], None], tmp_path: Path) -> None:
+    broken(every_token_at_its_flat_position)
+    saved = tmp_path / "saved"
+    result = command("train", job, "verify.enabled=true", f"checkpoint.save={saved}")
+    assert result.exit_code == 1
+    assert "TOO LARGE" in result.stdout
+    assert "step 1" not in result.stdout
+    assert list(saved.iterdir()) == []
+    report, _ = run_verify(load_recipe(job))
+    assert result.stderr == (
+        "error: folded and unfolded runs differ by more than rounding, of the gradients most in "
+        f"{report.worst_parameter}; nothing was trained\n"
+    )
+    with pytest.raises(VerificationError):
+        train(job, "verify.enabled=true")
+
+
+def test_the_worst_parameter_is_the_one_whose_gradient_is_off(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is wrong in one parameter, and only in the folded run."""
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    recipe = load_recipe(job)
+    with world_of_one(recipe) as place:
+        model = built(recipe, place)
+        weight = dict(model.named_parameters())[name]
+        folded_forward = trainer.verify.__globals__["tree_forward"]
+
+        def forward(model: torch.nn.Module, batch: object) -> torch.Tensor:
+            # Adds nothing to the output, and its own sum to the gradient of one weight.
+            nothing = weight.sum()
+            return folded_forward(model, batch) + (nothing - nothing.detach())
+
+        monkeypatch.setitem(trainer.verify.__globals__, "tree_forward", forward)
+        report = verify([model], batch_of(recipe, 1), recipe, place)
+    assert report.worst_parameter == f"{name} (rank 0)"
+    assert not report.passed
+    assert report.logprob_error <= 1e-5
+
+
+def test_weights_and_gradients_are_untouched(job: Path) -> None:
+    recipe = load_recipe(job)
+    with world_of_one(recipe) as place:
+        model = built(recipe, place)
+        before = {name: value.clone() for name, value in model.state_dict().items() if value is not None}
+        finalize = place.config.finalize_model_grads_func
+        verify([model], batch_of(recipe, 1), recipe, place)
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert place.config.finalize_model_grads_func is finalize
+        # No hook is left that would take the next gradients away.
+        model(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), None).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_training_after_it_has_the_same_bits(job: Path) -> None:
+    verified = train(job, "verify.enabled=true", "compare=true")
+    skipped = train(job, "verify.enabled=false", "compare=false")
+    assert verified.losses == skipped.losses
+    assert [report.passed for report in verified.verifications] == [True]
+    assert (skipped.verifications, skipped.comparisons) == ([], [])
+    assert len(verified.comparisons) == 1
+
+
+def test_it_runs_only_when_asked_and_only_before_the_first_step(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = (f"checkpoint.save={tmp_path / 'saved'}", "verify.enabled=true", "train_iters=2")
+    assert len(train(job, *saving).verifications) == 1
+    monkeypatch.setattr(trainer, "verify", None)  # cannot be called
+    resumed = train(job, *saving, "train_iters=3", resume=True)
+    assert resumed.verifications == []
+    assert train(job, "verify.enabled=false", "train_iters=2").verifications == []
+
+
+def test_the_command_prints_a_table(job: Path) -> None:
+    result = command("verify", job)
+    assert result.exit_code == 0
+    assert result.stdout.count(" ok ") == 4
+    assert "TOO LARGE" not in result.stdout
+
+
+def test_the_limit_can_be_set(job: Path) -> None:
+    result = command("verify", job, "verify.tolerance=1e-30")
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert "TOO LARGE" in result.stdout
+    assert "1.00e-30" in result.stdout
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_json_has_every_field(job: Path, dtype: str) -> None:
+    result = command("verify", job, "--json", f"model.dtype={dtype}")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.count("\n") == 1
+    report = json.loads(result.stdout)
+    assert set(report) == {field.name for field in fields(VerifyReport)} | {"passed"}
+    assert report["passed"] is True
+    assert report["dtype"] == dtype
+    assert (report["unfolded_errors"] is None) == (dtype == "float32")
+
+
+def test_json_of_a_failure(job: Path, broken: Callable[[Break], None]) -> None:
+    broken(every_token_at_its_flat_position)
+    result = command("verify", job, "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["passed"] is False
+    assert report["gradient_error"] > report["tolerance"]
+
+
+def test_verify_refuses_what_would_hide_gradients(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(job)
+    with world_of_one(recipe) as place:
+        model = built(recipe, place)
+        place.config.gradient_accumulation_fusion = True
+        with pytest.raises(
+            ValueError, match=r"gradient_accumulation_fusion=true .* turn it off, or set verify\.enabled"
+        ):
+            verify([model], batch_of(recipe, 1), recipe, place)
+
+
+def check_comparison(comparison: Comparison, logical: int, physical: int) -> None:
+    ways = (comparison.folded, comparison.packed, comparison.stock)
+    assert [way.tokens for way in ways] == [physical, logical, logical]
+    assert comparison.logical_tokens == logical
+    assert comparison.fold_ratio == logical / physical > 1
+    for way in ways:
+        assert all(0 < seconds < 60 for seconds in way.seconds)
+        assert way.peak_bytes is None or way.peak_bytes > 0
+    assert len({way.name for way in ways}) == 3
+    assert 0 < comparison.speedup < 100
+
+
+def test_what_a_comparison_says(job: Path) -> None:
+    recipe = load_recipe(job, ["batch.max_tokens=1000"])
+    samples = batch_of(recipe, 1)
+    comparison, is_main = run_compare(recipe, repeats=1)
+    assert is_main
+    check_comparison(comparison, sum(map(len, samples)), fold(samples).physical_tokens)
+
+
+def test_comparing_after_training_takes_the_last_batch(job: Path) -> None:
+    recipe = load_recipe(job, ["batch.max_tokens=1000", "compare=true", "train_iters=4"])
+    samples = batch_of(recipe, 4)
+    assert sum(map(len, samples)) != sum(map(len, batch_of(recipe, 1)))
+    (comparison,) = train(recipe).comparisons
+    check_comparison(comparison, sum(map(len, samples)), fold(samples).physical_tokens)
+
+
+def test_comparing_leaves_no_gradients_and_no_other_weights(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def compare_and_look(chunks: list[torch.nn.Module], *args: object, **options: object) -> Comparison:
+        before = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
+        result = honest(chunks, *args, **options)
+        after = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        seen.extend(
+            (bool(torch.equal(a, b)), float(b.main_grad.abs().sum())) for a, b in zip(before, after, strict=True)
+        )
+        return result
+
+    honest = trainer.compare
+    monkeypatch.setattr(trainer, "compare", compare_and_look)
+    run_compare(load_recipe(job), repeats=1)
+    assert seen
+    assert set(seen) == {(True, 0.0)}
+
+
+def test_the_three_ways_compute_the_same_loss(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways that are timed against each other do the same work."""
+    from mcore_prefix_tree.mcore.train import compare as module
+
+    losses = []
+
+    def run_and_note(*args: object, **options: object) -> list[dict[str, torch.Tensor]]:
+        reported = honest(*args, **options)
+        total = sum(float(entry["loss_sum"]) for entry in reported)
+        losses.append((total, sum(int(entry["num_tokens"]) for entry in reported)))
+        return reported
+
+    honest = module.run_schedule
+    monkeypatch.setattr(module, "run_schedule", run_and_note)
+    run_compare(load_recipe(job), repeats=1)
+    assert len(losses) == 6
+    assert len({count for _, count in losses}) == 1
+    assert [total for total, _ in losses] == pytest.approx([losses[0][0]] * 6, rel=1e-5)
+    assert losses[0][0] == pytest.approx(losses[0][1] * np.log(VOCAB), rel=0.3)
