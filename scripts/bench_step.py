@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Step time and peak memory of a recipe's first batch, folded against unfolded, in one process.
 
-    scripts/bench_step.py recipes/quickstart.yaml parallel.tensor_model_parallel_size=1 --output benchmarks/results/x.json
+    scripts/bench_step.py recipes/quickstart.yaml --output benchmarks/results/step_quickstart_cpu.json
 
-Under torchrun for several ranks. Prints the table that `train` ends with and writes the numbers with the machine's name.
+Under torchrun for several ranks. Prints the table that `train` ends with; writes the numbers, with the machine's name.
 """
 
 from __future__ import annotations

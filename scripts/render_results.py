@@ -18,9 +18,8 @@ def bench_step_table(result: dict[str, Any]) -> str:
     lines = ["| | tokens | seconds | peak memory |", "|---|---|---|---|"]
     for name in ("folded", "packed", "stock"):
         row = comparison[name]
-        lines.append(
-            f"| {row['name']} | {row['tokens']:,} | {statistics.median(row['seconds']):.2f} | {row['peak_bytes'] / 2**20:,.0f} MiB |"
-        )
+        seconds, mebibytes = statistics.median(row["seconds"]), row["peak_bytes"] / 2**20
+        lines.append(f"| {row['name']} | {row['tokens']:,} | {seconds:.2f} | {mebibytes:,.0f} MiB |")
     lines.append("")
     lines.append(
         f"{result['speedup']:.2f}x the faster unfolded way, at a fold ratio of {comparison['fold_ratio']:.2f} "

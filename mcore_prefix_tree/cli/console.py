@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -122,5 +123,6 @@ def comparison_table(comparison: Comparison) -> Table:
         if row is not None:
             add(row)
     if comparison.stock_missing is not None:
-        table.caption = f"{table.caption}; stock not run: {comparison.stock_missing}"
+        # It names a file, whose brackets are not markup.
+        table.caption = f"{table.caption}; stock not run: {escape(comparison.stock_missing)}"
     return table

@@ -3,38 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn
-
-
-class _TokenizerOnDemand:
-    """Loads a tokenizer when the first chat message comes: files of tokens need none, and some are slow to load."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.loaded: ChatTokenizer | None = None
-
-    def load(self) -> ChatTokenizer:
-        from mcore_prefix_tree.data import load_tokenizer
-
-        if self.loaded is None:
-            self.loaded = load_tokenizer(self.name)
-        return self.loaded
-
-    @property
-    def vocab_size(self) -> int:
-        return self.load().vocab_size
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.load().decode(tokens)
-
-    def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
-        return self.load().encode_turns(messages)
+from mcore_prefix_tree.cli.tokenizer import TokenizerOnDemand
 
 
 def inspect(
@@ -63,7 +36,7 @@ def inspect(
     from mcore_prefix_tree.layout import fold
     from mcore_prefix_tree.stats import forest_stats, largest_trees
 
-    on_demand = _TokenizerOnDemand(tokenizer or DEFAULT_TOKENIZER)
+    on_demand = TokenizerOnDemand(tokenizer or DEFAULT_TOKENIZER)
     if tokenizer is not None:
         on_demand.load()  # a wrong name is an error whatever the files hold
     samples = read_samples(files, tokenizer=on_demand, expand_turns=expand_turns)

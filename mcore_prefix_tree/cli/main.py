@@ -6,6 +6,7 @@ import typer
 
 from mcore_prefix_tree.cli.boundary import Commands
 from mcore_prefix_tree.cli.inspect import inspect
+from mcore_prefix_tree.cli.plan import plan
 from mcore_prefix_tree.cli.train import train
 from mcore_prefix_tree.cli.verify import verify
 
@@ -25,3 +26,4 @@ def _options() -> None:
 app.command()(train)
 app.command()(verify)
 app.command()(inspect)
+app.command()(plan)

@@ -18,7 +18,7 @@ class ArgumentError(ValueError):
 
 
 class _Enable(argparse.Action):
-    """``--prefix-tree``: also switches on what folded training always needs, so that Megatron validates it with that."""
+    """``--prefix-tree``: also switches on what folding always needs, for Megatron to validate the arguments with."""
 
     def __call__(
         self,
@@ -30,6 +30,8 @@ class _Enable(argparse.Action):
         namespace.prefix_tree = True
         # Micro-batches hold different numbers of scored tokens: the step has one denominator.
         namespace.calculate_per_token_loss = True
+        if namespace.dataloader_type is None:  # another one, before or after the flag, is refused
+            namespace.dataloader_type = "external"
 
 
 def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -150,7 +152,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         ValueError: there is no such attention back-end.
     """
     found = [sentence for name, sentence in _UNSUPPORTED if getattr(args, name, None)]
-    if args.dataloader_type not in (None, "external"):
+    if args.dataloader_type != "external":
         found.append(f"--dataloader-type {args.dataloader_type}: folded micro-batches come from outside; leave it out")
     if getattr(args, "transformer_impl", None) == "inference_optimized":
         found.append("--transformer-impl inference_optimized: use local or transformer_engine")

@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-FloatOrArray = TypeVar("FloatOrArray", float, npt.NDArray[np.float64])
+UNITS_PER_TOKEN = 1024
 
 # Forward and backward of a matrix product: the backward makes two gradients, each as expensive as the forward.
 _MATMUL_PASSES = 3.0
@@ -184,9 +184,24 @@ class CostModel:
                 best, best_error = costs, error
         return CostModel(token=float(best[0]), pair=float(best[1]), micro_batch=float(best[2]))
 
-    def of_path(self, length: FloatOrArray) -> FloatOrArray:
-        """Cost of the first ``length`` tokens of a path; exact to float64."""
-        return self.token * length + self.pair * (length * (length + 1) / 2)
+    def of_path(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """``[...]``: cost of the first ``length`` tokens of a path, for every entry."""
+        n = length.astype(np.float64)
+        paths: npt.NDArray[np.float64] = self.token * n + self.pair * (n * (n + 1) / 2)
+        return paths
+
+    def units_of_path(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """:meth:`of_path` in whole units of ``token / UNITS_PER_TOKEN``, what plans are made with.
+
+        Sums of integers are the same on every machine; sums of floats depend on the processor's vector width, and ranks
+        on unlike machines have to make the same plan.
+        """
+        return np.rint(self.of_path(length) * (UNITS_PER_TOKEN / self.token)).astype(np.int64)
+
+    @property
+    def units_of_micro_batch(self) -> int:
+        """:attr:`micro_batch` in the units of :meth:`units_of_path`."""
+        return round(self.micro_batch * (UNITS_PER_TOKEN / self.token))
 
     def of_micro_batch(self, tokens: int, pairs: int) -> float:
         """Cost of a micro-batch of ``tokens`` physical tokens and ``pairs`` visible pairs."""

@@ -14,69 +14,73 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.int64] | npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
 Run = tuple[int, int]
 
 
-def fewest_runs(context: Array, fresh: Array, budget: float) -> list[Run]:
-    """As few runs as the budget allows, each as long as it allows.
+def fewest_runs(*limits: tuple[Int64Array, Int64Array, int]) -> list[Run]:
+    """As few runs as the budgets allow, each as long as they allow.
 
     Args:
-        context: ``[S]``, what the path of each sample has in common with the one before; 0 for the first.
-        fresh: ``[S]``, what each sample adds to the one before.
-        budget: for each run. A sample that does not fit it by itself is a run of its own.
+        limits: one or several of ``(context, fresh, budget)``. ``context`` int64 ``[S]`` is what the path of each
+            sample has in common with the one before, 0 for the first; ``fresh`` int64 ``[S]`` what it adds;
+            ``budget`` is for each run. A sample that does not fit by itself is a run of its own.
 
     Returns:
         ``(start, end)`` of each run.
     """
-    ends = np.cumsum(fresh)
-    # A run from ``start`` holds what ends by here.
-    reach = np.searchsorted(ends, budget + (ends - fresh) - context, side="right")
+    count = len(limits[0][1])
+    reach = np.full(count, count, dtype=np.int64)  # where a run that begins here ends
+    for context, fresh, budget in limits:
+        ends = np.cumsum(fresh)
+        np.minimum(reach, np.searchsorted(ends, budget + (ends - fresh) - context, side="right"), out=reach)
+    reached = np.maximum(reach, np.arange(count) + 1).tolist()
     runs = []
     start = 0
-    while start < len(fresh):
-        end = max(int(reach[start]), start + 1)
-        runs.append((start, end))
-        start = end
+    while start < count:
+        runs.append((start, reached[start]))
+        start = reached[start]
     return runs
 
 
-def smallest_budget(context: npt.NDArray[np.int64], fresh: npt.NDArray[np.int64], count: int, high: int) -> int:
-    """The smallest budget under which ``count`` runs are enough, if ``high`` is one that is; in whole units."""
+def smallest_budget(context: Int64Array, fresh: Int64Array, count: int, high: int) -> int:
+    """The smallest budget under which ``count`` runs are enough, where under ``high`` they are."""
     low = int((context + fresh).max(initial=1))
     while low < high:
         middle = (low + high) // 2
-        if len(fewest_runs(context, fresh, middle)) <= count:
+        if len(fewest_runs((context, fresh, middle))) <= count:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def least_repeating_runs(context: Array, fresh: Array, budget: float, *, per_run: float = 0.0) -> list[Run]:
+def least_repeating_runs(
+    context: Int64Array, fresh: Int64Array, budget: int, *, repeats: Int64Array | None = None
+) -> list[Run]:
     """The runs under the budget that repeat the least, among all ways to cut the order.
 
-    Minimises the sum over runs of ``context[start] + per_run``; of equal sums, the fewest runs. Dynamic programming
-    over the ends of runs: ``best[j] = min over i of best[i] + context[i] + per_run`` where the run i:j fits. Where a
-    run may begin only moves on with its end (what a sample shares is no more than its predecessor's path), so the
-    minimum over that window is kept in a queue: O(S).
+    Minimises the sum of ``repeats[start]`` over runs; of equal sums, takes the fewest runs. Dynamic programming over
+    the ends of runs: ``best[j] = min over i of best[i] + repeats[i]`` where the run i:j fits. Where a run may begin
+    only moves on with its end (what a sample shares is no more than its predecessor's path), so the minimum over that
+    window is kept in a queue: O(S).
 
     Args:
-        context: as in :func:`fewest_runs`.
-        fresh: as in :func:`fewest_runs`.
+        context: int64 ``[S]``, as in :func:`fewest_runs`.
+        fresh: int64 ``[S]``, the same.
         budget: for each run. A sample that does not fit it by itself is a run of its own.
-        per_run: what a run costs besides.
+        repeats: int64 ``[S]``, what a run that begins here costs besides its fresh part; ``context`` by default.
     """
     count = len(fresh)
     ends = np.cumsum(fresh)
     offset = (ends - fresh - context).tolist()  # a run i:j fits if ends[j - 1] - offset[i] <= budget
-    repeats = (np.asarray(context) + per_run).tolist()
-    best: list[tuple[float, int]] = [(0, 0)]  # by end: sum, runs
+    cost = (context if repeats is None else repeats).tolist()
+    best: list[tuple[int, int]] = [(0, 0)]  # by end: sum, runs
     first: list[int] = []  # by end - 1: where the last run begins
-    window: deque[tuple[tuple[float, int], int]] = deque()
+    window: deque[tuple[tuple[int, int], int]] = deque()
     for last, end in enumerate(ends.tolist()):
         total, runs = best[last]
-        candidate = (total + repeats[last], runs + 1)
+        candidate = (total + cost[last], runs + 1)
         while window and window[-1][0] >= candidate:
             window.pop()
         window.append((candidate, last))

@@ -1,9 +1,11 @@
 """Cut a step's samples into micro-batches under a token budget and deal them to data-parallel ranks.
 
-In depth-first order the samples of a subtree are neighbours, so a micro-batch is a run of that order. Where a cut goes
-through a tree, both sides compute the shared ancestors; every sample still belongs to exactly one micro-batch, so the
-step's gradient does not depend on the cuts. The plan is a function of the samples' content: every rank computes the
-same one.
+In depth-first order the samples of a subtree are neighbours, so micro-batches are made of runs of that order. Where a
+cut goes through a tree, both sides compute the shared ancestors; every sample still belongs to exactly one micro-batch,
+so the step's gradient does not depend on the cuts. The plan is a function of the samples' content: every rank computes
+the same one.
+
+Legend: S samples, D data-parallel ranks, K micro-batches per rank.
 """
 
 from __future__ import annotations
@@ -12,9 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from mcore_prefix_tree.plan.balance import RankBins, balance
+from mcore_prefix_tree.plan.cost import CostModel
+from mcore_prefix_tree.plan.cuts import fewest_runs, least_repeating_runs, smallest_budget
+from mcore_prefix_tree.plan.pack import Leaves
 from mcore_prefix_tree.sample import Sample, SampleError
-from mcore_prefix_tree.trie import sort_samples
+from mcore_prefix_tree.trie import Share, sort_samples
+
+Int64Array = npt.NDArray[np.int64]
 
 
 class BudgetError(SampleError):
@@ -41,51 +50,101 @@ class ForestPlan:
 
 
 def plan_step(
-    samples: Sequence[Sample], *, max_tokens: int, dp_size: int = 1, micro_batch_multiple: int = 1
+    samples: Sequence[Sample],
+    *,
+    max_tokens: int,
+    dp_size: int = 1,
+    micro_batch_multiple: int = 1,
+    micro_batches: int | None = None,
+    cost_model: CostModel | None = None,
+    share: Share = "all",
+    min_shared_tokens: int = 0,
 ) -> ForestPlan:
     """Plan one step.
 
-    Uses as few micro-batches per rank as the budget allows, then evens out their sizes.
+    Uses as few micro-batches per rank as the budget allows. With a cost model, looks for the plan whose slowest rank
+    costs least; a rank's micro-batches are ordered with the cheap ones first and last, which fill and drain a pipeline.
+    Without one, makes the largest micro-batch as small as it can be, repeats as few tokens as that allows, and deals
+    the largest first, back and forth over the ranks.
 
     Args:
         samples: of the whole step, all ranks together.
         max_tokens: physical tokens that a micro-batch may hold, before padding.
-        dp_size: data-parallel ranks.
+        dp_size: D.
         micro_batch_multiple: micro-batches per rank come in multiples of this (the pipeline size, where stages are
             interleaved).
+        micro_batches: K, where it is not to be chosen; such a multiple.
+        cost_model: what the ranks' work is compared by; None counts tokens of micro-batches.
+        share: as in :func:`mcore_prefix_tree.trie.build_trie`; fold the micro-batches with the same.
+        min_shared_tokens: the same.
 
     Raises:
-        BudgetError: if one sample alone is longer than ``max_tokens``; names it and ``batch.max_tokens``.
+        BudgetError: if one sample alone is longer than ``max_tokens``; names it and ``batch.max_tokens``. If
+            ``micro_batches`` are too few for the budget; says how many are enough.
+        ValueError: if ``micro_batches`` is not a multiple of ``micro_batch_multiple``.
     """
+    if micro_batches is not None and (micro_batches < 1 or micro_batches % micro_batch_multiple):
+        raise ValueError(
+            f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
+        )
     for sample in samples:
         if len(sample) > max_tokens:
             raise BudgetError(
                 f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of batch.max_tokens={max_tokens}; "
                 "raise batch.max_tokens or shorten the sample"
             )
-    order, shared = sort_samples(samples)
-    fresh = np.asarray([len(samples[index]) for index in order.tolist()], dtype=np.int64) - shared
+    order, shared = sort_samples(samples, share=share, min_shared_tokens=min_shared_tokens)
+    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+    fresh = lengths - shared
 
+    needed = len(fewest_runs((shared, fresh, max_tokens)))
     step = dp_size * micro_batch_multiple
-    needed = len(_cut(shared, fresh, max_tokens))
-    count = max(1, -(-needed // step)) * step
-    # The smallest budget that still gives so few micro-batches makes the largest of them as small as it can be.
-    low, high = int(max((len(sample) for sample in samples), default=1)), max_tokens
-    while low < high:
-        middle = (low + high) // 2
-        if len(_cut(shared, fresh, middle)) <= count:
-            high = middle
-        else:
-            low = middle + 1
-    runs = [
-        (int(shared[start] + fresh[start:end].sum()), tuple(order[start:end].tolist()))
-        for start, end in _cut(shared, fresh, low)
-    ]
+    per_rank = max(1, -(-needed // step)) * micro_batch_multiple
+    if micro_batches is not None:
+        if micro_batches < per_rank:
+            raise BudgetError(
+                f"{micro_batches} micro-batches on each of {dp_size} ranks cannot hold these samples with "
+                f"batch.max_tokens={max_tokens}; {per_rank} can"
+            )
+        per_rank = micro_batches
+    if cost_model is None:
+        return _even_plan(order, shared, fresh, max_tokens, dp_size, per_rank)
+
+    leaves = Leaves.of_samples(shared, lengths)
+    ranks = balance(leaves, cost_model, dp_size=dp_size, micro_batches=per_rank, max_tokens=max_tokens)
+    ranks = [_for_pipeline(leaves, cost_model, rank) for rank in ranks]
+    return ForestPlan(
+        micro_batches=tuple(
+            tuple(
+                tuple(index for leaf in chosen for index in order[leaves.start[leaf] : leaves.end[leaf]].tolist())
+                for chosen in rank
+            )
+            for rank in ranks
+        ),
+        physical_tokens=tuple(tuple(leaves.some(chosen).tokens for chosen in rank) for rank in ranks),
+    )
+
+
+def _for_pipeline(leaves: Leaves, cost_model: CostModel, rank: RankBins) -> RankBins:
+    """The cheapest micro-batches first and last: while a pipeline fills and drains, all stages wait for those."""
+    by_cost = sorted(rank, key=lambda chosen: leaves.some(chosen).units(cost_model))
+    return by_cost[0::2] + by_cost[1::2][::-1]
+
+
+def _even_plan(
+    order: Int64Array, shared: Int64Array, fresh: Int64Array, max_tokens: int, dp_size: int, per_rank: int
+) -> ForestPlan:
+    count = dp_size * per_rank
+    budget = smallest_budget(shared, fresh, count, max_tokens)
+    cuts = least_repeating_runs(shared, fresh, budget)
+    if len(cuts) > count:
+        cuts = fewest_runs((shared, fresh, budget))
+    runs = [(int(shared[start] + fresh[start:end].sum()), tuple(order[start:end].tolist())) for start, end in cuts]
     runs += [(0, ())] * (count - len(runs))
     # Largest first, back and forth over the ranks: each rank gets as many, and about as much.
     runs.sort(key=lambda run: -run[0])
     dealt: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(dp_size)]
-    for turn in range(count // dp_size):
+    for turn in range(per_rank):
         hand = runs[turn * dp_size : (turn + 1) * dp_size]
         for rank, run in enumerate(hand if turn % 2 == 0 else reversed(hand)):
             dealt[rank].append(run)
@@ -93,18 +152,3 @@ def plan_step(
         micro_batches=tuple(tuple(run for _, run in rank) for rank in dealt),
         physical_tokens=tuple(tuple(tokens for tokens, _ in rank) for rank in dealt),
     )
-
-
-def _cut(shared: np.ndarray, fresh: np.ndarray, budget: int) -> list[tuple[int, int]]:
-    """Runs of the depth-first order, each as long as the budget allows."""
-    runs = []
-    start, tokens = 0, 0
-    for index, (prefix, new) in enumerate(zip(shared.tolist(), fresh.tolist(), strict=True)):
-        if index > start and tokens + new > budget:
-            runs.append((start, index))
-            start, tokens = index, 0
-        # The first sample of a run brings its whole path.
-        tokens += new + prefix if index == start else new
-    if len(fresh):
-        runs.append((start, len(fresh)))
-    return runs

@@ -6,6 +6,7 @@ Legend: S samples.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -42,6 +43,23 @@ def sort_samples(
     if min_shared_tokens < 0:
         raise ValueError(f"min_shared_tokens={min_shared_tokens} must be >= 0")
     shareable = [sample.tokens if share == "all" else sample.tokens[: prompt_length(sample)] for sample in samples]
+    runs = _sorted_runs(samples, shareable)
+    order = np.fromiter((index for run in runs for index in run), dtype=np.int64, count=len(samples))
+    shared = np.zeros(len(samples), dtype=np.int64)
+    at = 0
+    for run in runs:
+        for left, right in pairwise(run):
+            at += 1
+            shared[at] = common_prefix_length(shareable[left], shareable[right])
+        at += 1
+    # The prefix common to two samples is the shortest between the neighbours from one to the other: dropping the short
+    # ones leaves exactly the pairs that have enough in common.
+    shared[shared < min_shared_tokens] = 0
+    return order, shared
+
+
+def _sorted_runs(samples: Sequence[Sample], shareable: Sequence[npt.NDArray[np.int32]]) -> list[list[int]]:
+    """The samples of each ``merge_key`` in order, and these runs in an order that does not depend on the caller's."""
     # Big-endian bytes compare like the integers they hold, so the sort is memcmp on whole samples. What is not shared
     # decides between equal prompts alone, or their order would be the caller's.
     keys = [
@@ -52,22 +70,8 @@ def sort_samples(
     for index, sample in enumerate(samples):
         groups.setdefault(sample.merge_key, []).append(index)
     runs = [sorted(group, key=keys.__getitem__) for group in groups.values()]
-    # The key's repr breaks ties between groups that start with the same tokens, whatever the caller's order was.
-    runs.sort(key=lambda run: (keys[run[0]], repr(samples[run[0]].merge_key)))
-    del keys
-
-    order = np.fromiter((index for run in runs for index in run), dtype=np.int64, count=len(samples))
-    shared = np.zeros(len(samples), dtype=np.int64)
-    at = 0
-    for run in runs:
-        for left, right in zip(run, run[1:], strict=False):
-            at += 1
-            shared[at] = common_prefix_length(shareable[left], shareable[right])
-        at += 1
-    # The prefix common to two samples is the shortest between the neighbours from one to the other: dropping the short
-    # ones leaves exactly the pairs that have enough in common.
-    shared[shared < min_shared_tokens] = 0
-    return order, shared
+    # The merge key's repr decides between groups that start with the same tokens.
+    return sorted(runs, key=lambda run: (keys[run[0]], repr(samples[run[0]].merge_key)))
 
 
 def prompt_length(sample: Sample) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +116,22 @@ def test_the_loss_does_not_depend_on_the_budget(job: Path) -> None:
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(job: Path) -> None:
     assert train(job).losses == train(job).losses
     assert train(job, "seed=5").losses[0] != train(job).losses[0]
+
+
+def test_a_real_control_c(job: Path) -> None:
+    arguments = ["train", str(job), "train_iters=100000", "optimizer.lr_decay_style=constant"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "mcore_prefix_tree", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:  # arrives while it runs, not when a buffer is full
+            if line.startswith("step 3 "):
+                break
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(timeout=60) == 130
+        assert process.stderr.read() == ""

@@ -25,7 +25,11 @@ ERRORS = ("logprob_error", "entropy_error", "loss_error", "gradient_error")
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job(tmp_path_factory.mktemp("verify"))
+    """With weights so large that attention is sharp: nearly uniform attention would forgive a wrong position."""
+    path = write_job(tmp_path_factory.mktemp("verify"))
+    path.write_text(path.read_text().replace("\nbatch:", "\n  transformer: {init_method_std: 0.3}\nbatch:"))
+    assert load_recipe(path).model.transformer == {"init_method_std": 0.3}
+    return path
 
 
 def every_token_at_its_flat_position(layout: FlatLayout) -> FlatLayout:
@@ -64,7 +68,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Break], None]:
     [
         ("float64", (), 1e-12),
         ("float32", (), 1e-5),
-        ("float64", ("model.transformer.num_moe_experts=4",), 1e-12),
+        ("float32", ("model.transformer.num_moe_experts=4",), 1e-5),
         ("float64", ("model.untie_embeddings_and_output_weights=false", "model.qk_layernorm=true"), 1e-12),
         ("float64", ("model.position_embedding_type=learned_absolute", "model.swiglu=false"), 1e-12),
     ],
@@ -116,7 +120,7 @@ def test_every_parameter_is_compared(job: Path) -> None:
     [
         (every_token_at_its_flat_position, "path", ERRORS),
         (every_earlier_token_visible, "reference", ERRORS),
-        (predicted_by_the_left_neighbour, "path", ERRORS),
+        (predicted_by_the_left_neighbour, "path", ("logprob_error", "loss_error", "gradient_error")),
         (counted_once_instead_of_once_per_sample, "path", ("loss_error", "gradient_error")),
     ],
 )
@@ -129,7 +133,8 @@ def test_broken_folding_is_caught(
     caught: tuple[str, ...],
 ) -> None:
     broken(change)
-    report, _ = run_verify(load_recipe(job, [f"model.dtype={dtype}", f"attention_backend={backend}"]))
+    whole_epoch = "batch.global_batch_size=16"
+    report, _ = run_verify(load_recipe(job, [f"model.dtype={dtype}", f"attention_backend={backend}", whole_epoch]))
     assert not report.passed
     above = {name for name, (error, limit) in report.checks.items() if not error <= limit}
     assert above == set(caught)
@@ -169,9 +174,9 @@ def test_the_worst_parameter_is_the_one_whose_gradient_is_off(job: Path, monkeyp
         folded_forward = trainer.verify.__globals__["tree_forward"]
 
         def forward(model: torch.nn.Module, batch: object) -> torch.Tensor:
-            # Adds nothing to the output, and its own sum to the gradient of one weight.
-            nothing = weight.sum()
-            return folded_forward(model, batch) + (nothing - nothing.detach())
+            # Changes nothing of the output, but the gradient of one weight.
+            weight_sum = weight.sum()
+            return folded_forward(model, batch) * (1 + weight_sum - weight_sum.detach())
 
         monkeypatch.setitem(trainer.verify.__globals__, "tree_forward", forward)
         report = verify([model], batch_of(recipe, 1), recipe, place)
@@ -243,7 +248,7 @@ def test_json_has_every_field(job: Path, dtype: str) -> None:
 
 def test_json_of_a_failure(job: Path, broken: Callable[[Break], None]) -> None:
     broken(every_token_at_its_flat_position)
-    result = command("verify", job, "--json")
+    result = command("verify", job, "--json", "batch.global_batch_size=16")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert report["passed"] is False

@@ -5,11 +5,12 @@ import time
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from oracles import comb, parent_path, paths_of, sample_lists, samples_through
 
-from mcore_prefix_tree import Sample
-from mcore_prefix_tree.trie import build_trie
-from mcore_prefix_tree.trie.sort import common_prefix_length
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.trie import build_trie, trie_from_order
+from mcore_prefix_tree.trie.sort import common_prefix_length, prompt_length
 
 
 @given(sample_lists())
@@ -152,3 +153,92 @@ def test_star_of_20000_leaves():
     assert trie.node_subtree_end[0] == leaves + 2
     assert trie.sample_node.tolist() == list(range(1, leaves + 1))
     assert elapsed < 5
+
+
+def common(left, right, share="all", least=0):
+    """Leading tokens that two samples are to have in common, by the words of the options."""
+    if left.merge_key != right.merge_key:
+        return 0
+    count = 0
+    for (at, a), b in zip(enumerate(left.tokens.tolist()), right.tokens.tolist(), strict=False):
+        if a != b or (share == "prompt" and (left.loss_mask[1 : at + 1].any() or right.loss_mask[1 : at + 1].any())):
+            break
+        count += 1
+    return count if count >= least else 0
+
+
+@given(sample_lists(), st.sampled_from(["all", "prompt"]), st.integers(0, 5))
+def test_two_samples_share_what_the_options_say(samples, share, least):
+    layout = fold(samples, trie=build_trie(samples, share=share, min_shared_tokens=least))
+    for i, left in enumerate(samples):
+        for j, right in enumerate(samples[:i]):
+            ours, theirs = layout.sample_tokens(i).tolist(), layout.sample_tokens(j).tolist()
+            expected = common(left, right, share, least)
+            assert ours[:expected] == theirs[:expected]
+            assert not set(ours[expected:]) & set(theirs[expected:])
+        np.testing.assert_array_equal(layout.input_ids[layout.sample_tokens(i)], left.tokens)
+    assert layout.physical_tokens == len(set(layout.sample_map.tolist()))
+    assert layout.loss_weight.sum() == sum(float(s.loss_mask[1:].sum()) for s in samples)
+
+
+@given(sample_lists(), st.sampled_from(["all", "prompt"]), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_options_do_not_make_the_trie_depend_on_the_order(samples, share, least, random):
+    shuffled = random.sample(samples, len(samples))
+    one, other = (build_trie(some, share=share, min_shared_tokens=least) for some in (samples, shuffled))
+    for name in ("shared", "cu_node_lens", "node_parent", "node_depth", "node_subtree_end"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+    assert [samples[i].tokens.tolist() for i in one.order] == [shuffled[i].tokens.tolist() for i in other.order]
+
+
+def test_completions_of_one_prompt_share_it_alone():
+    samples = [Sample(tokens=[1, 2, 3, *more], loss_mask=[0, 0, 0, 1, 1]) for more in ([7, 8], [7, 9], [7, 8])]
+    assert build_trie(samples).num_tokens == 3 + 1 + 2
+    assert build_trie(samples, share="prompt").num_tokens == 3 + 3 * 2
+    assert build_trie(samples, min_shared_tokens=5).num_tokens == 5 + 5
+    assert build_trie(samples, min_shared_tokens=6).num_tokens == 15
+
+
+@pytest.mark.parametrize(("mask", "length"), [([1, 0, 1], 2), ([1, 1, 0], 1), ([1, 0, 0], 3), ([0], 1), ([1], 1)])
+def test_a_prompt_ends_where_scoring_begins(mask, length):
+    assert prompt_length(Sample(tokens=[5] * len(mask), loss_mask=mask)) == length
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"share": "most"}, "share='most' must be one of 'all', 'prompt'"), ({"min_shared_tokens": -1}, "must be >= 0")],
+)
+def test_unknown_options_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        build_trie([Sample(tokens=[1])], **options)
+
+
+@pytest.mark.parametrize("shape", ["comb", "star", "equal", "alone"])
+def test_a_hundred_thousand_samples(shape):
+    """Nodes from longest common prefixes alone: a comb this deep has 5 billion logical tokens."""
+    count = 100_000
+    index = np.arange(count)
+    shared, lengths, nodes, tokens = {
+        "comb": (index, index + 2, 2 * count - 1, 2 * count),
+        "star": (np.where(index, 3, 0), np.full(count, 4), count + 1, count + 3),
+        "equal": (np.where(index, 9, 0), np.full(count, 9), 1, 9),
+        "alone": (0 * index, np.full(count, 5), count, 5 * count),
+    }[shape]
+    started = time.perf_counter()
+    trie = trie_from_order(index, shared, lengths)
+    elapsed = time.perf_counter() - started
+    assert (trie.num_nodes, trie.num_tokens) == (nodes, tokens)
+    path_ends = trie.node_depth + np.diff(trie.cu_node_lens)
+    np.testing.assert_array_equal(path_ends[trie.sample_node], lengths)
+    below = trie.node_parent >= 0
+    np.testing.assert_array_equal(trie.node_depth[below], path_ends[trie.node_parent[below]])
+    assert trie.node_depth.max() == {"comb": count - 1, "star": 3, "equal": 0, "alone": 0}[shape]
+    assert elapsed < 5
+
+
+def test_a_path_of_a_hundred_thousand_tokens_with_teeth():
+    depth, teeth = 100_000, 100
+    samples = [Sample(tokens=[0] * at + [1]) for at in range(depth // teeth, depth + 1, depth // teeth)]
+    trie = build_trie(samples)
+    assert trie.num_tokens == depth + teeth
+    assert trie.num_nodes == 2 * teeth - 1
+    assert int((trie.node_depth + np.diff(trie.cu_node_lens)).max()) == depth + 1

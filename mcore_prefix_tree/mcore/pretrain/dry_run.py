@@ -52,13 +52,15 @@ def dry_run(args: argparse.Namespace) -> str:
         + ", ".join(f"{len(batch)} samples in {tokens} tokens" for batch, tokens in zip(batches, sizes, strict=True))
         for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
     ]
+    cases = {"longest micro-batch": longest, "at --prefix-tree-max-tokens": folding.max_tokens}
     weights = compute_weight_and_optimizer_memory(copy.deepcopy(args))
     lines += [
         f"a rank's memory by Megatron's estimate, of {args.world_size} ranks:",
         f"  weights, gradients, optimizer: {weights / GIB:.3g} GiB",
-        f"  activations, longest micro-batch ({longest} tokens): {_activations(args, longest, size.micro_batches):.3g} GiB",
-        f"  activations, at --prefix-tree-max-tokens ({folding.max_tokens} tokens): "
-        f"{_activations(args, folding.max_tokens, size.micro_batches):.3g} GiB",
+    ]
+    lines += [
+        f"  activations, {case} ({tokens} tokens): {_activations(args, tokens, size.micro_batches):.3g} GiB"
+        for case, tokens in cases.items()
     ]
     return "\n".join(lines)
 

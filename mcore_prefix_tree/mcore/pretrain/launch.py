@@ -61,7 +61,7 @@ def check_megatron_lm(root: Path) -> None:
     parameters = list(inspect.signature(pretrain).parameters)
     if parameters[:4] != expected or not {"extra_args_provider", "args_defaults"} <= set(parameters):
         raise ArgumentError(
-            f"{root} is Megatron-LM {version}, whose pretrain() takes other arguments than the one of core_v0.16.1 that "
+            f"{root} is Megatron-LM {version}, whose pretrain() takes other arguments than that of core_v0.16.1, which "
             "--prefix-tree calls; check out core_v0.16.1"
         )
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -138,11 +138,10 @@ def _defaults(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ArgumentError: the vocabulary is not known, or too small for the tokenizer.
     """
-    defaults: dict[str, Any] = {"dataloader_type": "external"}
     name = args.prefix_tree_tokenizer
     size = None if name is None else load_tokenizer(name).vocab_size
     if args.tokenizer_type is not None or args.use_checkpoint_args:
-        return defaults
+        return {}
     given = args.padded_vocab_size or args.vocab_size
     if given is None and size is None:
         raise ArgumentError(
@@ -150,8 +149,12 @@ def _defaults(args: argparse.Namespace) -> dict[str, Any]:
         )
     if given is not None and size is not None and given < size:
         raise ArgumentError(f"the vocabulary of {given} tokens is smaller than the {size} of tokenizer {name}")
-    # Megatron's own tokenizer has nothing to do here but to be there. It would add a token to the vocabulary.
-    defaults["tokenizer_type"] = "NullTokenizer"
+    # Megatron wants a tokenizer of its own, which has nothing to do here; left alone it would add a token to the
+    # vocabulary.
     vocab_size = args.vocab_size or size or given
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return defaults | {"vocab_size": vocab_size, "padded_vocab_size": -(-vocab_size // multiple) * multiple}
+    return {
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": vocab_size,
+        "padded_vocab_size": -(-vocab_size // multiple) * multiple,
+    }

@@ -1,11 +1,11 @@
 """A step's samples, dealt as exactly the micro-batches that Megatron's calculator says a step has.
 
-Megatron counts in ``--micro-batch-size``: a step is ``get_num_microbatches()`` micro-batches a rank, and when it is done
-``get_num_microbatches() * micro_batch_size * data_parallel_size`` samples count as consumed, for the learning rate,
-the logs, the checkpoints and a batch-size ramp-up. So that all of this stays exact and nothing of Megatron has to
-change, a step takes that many logical samples and folds them into that many micro-batches: ``--micro-batch-size`` says
-how many samples are folded into one on average, and the plan decides which. The other ways were worse: changing the
-calculator between steps trips an assertion in ``train()`` and every count after it, and ``train()`` takes its
+Megatron counts in ``--micro-batch-size``: a step is ``get_num_microbatches()`` micro-batches a rank, and when it is
+done ``get_num_microbatches() * micro_batch_size * data_parallel_size`` samples count as consumed, for the learning
+rate, the logs, the checkpoints and a batch-size ramp-up. So that all of this stays exact and nothing of Megatron has
+to change, a step takes that many logical samples and folds them into that many micro-batches: ``--micro-batch-size``
+says how many samples are folded into one on average, and the plan decides which. The other ways were worse: changing
+the calculator between steps trips an assertion in ``train()`` and every count after it, and ``train()`` takes its
 schedule function from megatron-core by name, so that there is no seam to wrap it at.
 
 What the count cannot do is grow with the data. A step that does not fit its micro-batches under
@@ -103,9 +103,9 @@ def plan_exactly(samples: list[Sample], size: StepSize, *, max_tokens: int, inte
         ]
         way_out = f"use --micro-batch-size {fitting[-1]}, or raise" if fitting else "raise"
         raise ArgumentError(
-            f"{len(samples)} samples need {needed} micro-batches a rank of at most --prefix-tree-max-tokens={max_tokens} "
-            f"tokens, but --micro-batch-size={size.micro_batch_size} on {size.dp_size} data-parallel ranks makes "
-            f"{size.micro_batches}; {way_out} --prefix-tree-max-tokens (the first of these samples is "
+            f"{len(samples)} samples need {needed} micro-batches a rank of at most --prefix-tree-max-tokens="
+            f"{max_tokens} tokens, but --micro-batch-size={size.micro_batch_size} on {size.dp_size} data-parallel "
+            f"ranks makes {size.micro_batches}; {way_out} --prefix-tree-max-tokens (the first of these samples is "
             f"{samples[0].source})"
         )
     return plan

@@ -1,0 +1,163 @@
+"""``mcore-prefix-tree plan``: how a step's samples would be dealt to micro-batches and ranks, and at what cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mcore_prefix_tree.cli.tokenizer import TokenizerOnDemand
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.plan import PlanReport
+
+_RANKS_SHOWN = 16
+
+
+def plan(
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help="JSON Lines files or globs, .gz too; '-' is standard input."),
+    ],
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Physical tokens that a micro-batch may hold.")],
+    dp: Annotated[int, typer.Option(min=1, metavar="D", help="Data-parallel ranks.")] = 1,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="K", help="Per rank; as few as the budget allows if none are given."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="Predict cost by this recipe's model; without it a token costs 1."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw the ranks' micro-batches into a PNG or SVG file.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of chat messages: mistral-v7 (if none is given), mistral-v3, mistral-v3-tekken, or a folder with a "
+            "Hugging Face tokenizer.",
+        ),
+    ] = None,
+    expand_turns: Annotated[
+        bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
+    ] = False,
+) -> None:
+    """Plan all samples as one step and show the ranks: tokens, predicted cost, balance and repeated context."""
+    from mcore_prefix_tree.data import DEFAULT_TOKENIZER, read_samples
+    from mcore_prefix_tree.plan import CostModel, plan_step, report_plan
+    from mcore_prefix_tree.recipe import load_recipe
+
+    if plot is not None:
+        _require_matplotlib()  # before the work, not after it
+    recipe = None if model is None else load_recipe(model)
+    on_demand = TokenizerOnDemand(tokenizer or DEFAULT_TOKENIZER)
+    if tokenizer is not None:
+        on_demand.load()  # a wrong name is an error whatever the files hold
+    samples = read_samples(files, tokenizer=on_demand, expand_turns=expand_turns)
+
+    cost_model, padding, multiple = CostModel(), 1, 1
+    if recipe is not None:
+        vocab_size = None if recipe.model.vocab_size else on_demand.vocab_size
+        cost_model = CostModel.from_model(recipe.model, vocab_size=vocab_size)
+        parallel = recipe.parallel
+        padding = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        if parallel.virtual_pipeline_model_parallel_size is not None:
+            multiple = parallel.pipeline_model_parallel_size
+    planned = plan_step(
+        samples,
+        max_tokens=max_tokens,
+        dp_size=dp,
+        micro_batch_multiple=multiple,
+        micro_batches=micro_batches,
+        cost_model=cost_model,
+    )
+    report = report_plan(samples, planned, cost_model, max_tokens=max_tokens, pad_to_multiple_of=padding)
+    unit = "FLOPs" if recipe is not None else "tokens"
+    if plot is not None:
+        _draw(report, unit, plot)
+    if as_json:
+        more = {"imbalance": report.imbalance, "over_bound": report.over_bound, "cost_unit": unit}
+        typer.echo(json.dumps({"samples": len(samples), **asdict(report), **more}))
+    else:
+        _print(report, unit, len(samples), max_tokens)
+
+
+def _print(report: PlanReport, unit: str, samples: int, max_tokens: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    summary = Table(show_header=False, box=None)
+    per_rank = len(report.ranks[0])
+    computed = report.unique_tokens + report.repeated_tokens
+    for name, value in [
+        ("samples", f"{samples:,}"),
+        ("logical tokens", f"{report.logical_tokens:,}"),
+        ("unique tokens", f"{report.unique_tokens:,}"),
+        ("repeated context", f"{report.repeated_tokens:,} ({report.repeated_tokens / report.unique_tokens:.1%})"),
+        ("fold ratio, as planned", f"{report.logical_tokens / computed:.2f}"),
+        ("padding", f"{report.padding:,}"),
+        ("micro-batches", f"{per_rank} on each of {len(report.ranks)} ranks, up to {max_tokens:,} tokens"),
+        ("slowest rank", f"{report.slowest:.4g} {unit}"),
+        ("  over the mean", f"{report.imbalance:.3f}"),
+        ("  over the lower bound", f"{report.over_bound:.3f}"),
+    ]:
+        summary.add_row(name, value)
+    ranks = Table(box=None, title_justify="left")
+    for column in ("rank", "samples", "tokens", f"cost, {unit}", "of slowest", "tokens of its micro-batches"):
+        ranks.add_column(column, justify="left" if column.startswith("tokens of") else "right")
+    costs = report.rank_costs
+    slowest_first = sorted(range(len(costs)), key=lambda rank: -costs[rank])
+    for rank in slowest_first[:_RANKS_SHOWN]:
+        batches = report.ranks[rank]
+        ranks.add_row(
+            str(rank),
+            f"{sum(batch.samples for batch in batches):,}",
+            f"{sum(batch.tokens for batch in batches):,}",
+            f"{costs[rank]:.4g}",
+            f"{costs[rank] / report.slowest:.1%}",
+            " ".join(f"{batch.tokens:,}" for batch in batches),
+        )
+    console = Console()
+    console.print(summary)
+    console.print()
+    console.print(ranks)
+    if len(costs) > _RANKS_SHOWN:
+        console.print(f"… {len(costs) - _RANKS_SHOWN:,} faster ranks", style="dim", highlight=False)
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ImportError("--plot needs matplotlib; install it with: pip install 'mcore-prefix-tree[plot]'") from None
+
+
+def _draw(report: PlanReport, unit: str, path: str) -> None:
+    """One bar a rank, stacked from its micro-batches, under the mean and the lower bound."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # there may be no display
+    from matplotlib import pyplot
+
+    ranks = range(len(report.ranks))
+    figure, axes = pyplot.subplots(figsize=(min(16.0, 4.0 + 0.25 * len(report.ranks)), 4.0), layout="constrained")
+    below = [0.0] * len(report.ranks)
+    for number in range(len(report.ranks[0])):
+        cost = [rank[number].cost for rank in report.ranks]
+        axes.bar(ranks, cost, bottom=below, width=0.9, color=f"C{number % 2}", edgecolor="white", linewidth=0.5)
+        below = [low + more for low, more in zip(below, cost, strict=True)]
+    axes.axhline(report.mean, color="black", linewidth=1, linestyle="--", label="mean")
+    axes.axhline(report.bound, color="red", linewidth=1, label="lower bound of the slowest")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("data-parallel rank")
+    axes.set_ylabel(f"predicted cost, {unit}")
+    axes.legend(loc="lower right")
+    try:
+        figure.savefig(path)
+    finally:
+        pyplot.close(figure)

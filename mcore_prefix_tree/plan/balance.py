@@ -1,0 +1,215 @@
+"""Leaves to micro-batches on ranks, so that the slowest rank is as fast as can be found.
+
+Several constructions are tried and the best is kept; each ends early once it is within one per cent of the lower bound.
+
+Legend: D data-parallel ranks, K micro-batches per rank, L leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.plan.bound import makespan_bound
+from mcore_prefix_tree.plan.cost import CostModel
+from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs
+from mcore_prefix_tree.plan.pack import MAX_ATOMS, Atoms, Leaves, place
+from mcore_prefix_tree.trie import trie_from_order
+
+Int64Array = npt.NDArray[np.int64]
+
+# What a rank's micro-batches hold: indices of leaves, in increasing order.
+RankBins = list[Int64Array]
+
+# How far above the lower bound the slowest bin may be, tried in this order.
+_SLACK = (0, 3, 10, 20, 30, 50, 70, 100, 150, 200, 300, 500)
+_GOOD_ENOUGH = 10  # thousandths above the lower bound
+
+
+def balance(
+    leaves: Leaves, cost_model: CostModel, *, dp_size: int, micro_batches: int, max_tokens: int
+) -> list[RankBins]:
+    """The best found assignment of all leaves to ``dp_size`` ranks of ``micro_batches`` each.
+
+    Args:
+        leaves: of the whole step; ``fewest_runs`` under ``max_tokens`` must need no more than D * K.
+        cost_model: of a micro-batch.
+        dp_size: D.
+        micro_batches: K.
+        max_tokens: physical tokens that a micro-batch may hold.
+    """
+    trie = trie_from_order(np.arange(len(leaves)), leaves.context, leaves.length)
+    bound = makespan_bound(trie, cost_model, dp_size=dp_size, micro_batches=micro_batches, max_tokens=max_tokens)
+    search = _Search(
+        leaves=leaves,
+        cost_model=cost_model,
+        dp_size=dp_size,
+        micro_batches=micro_batches,
+        max_tokens=max_tokens,
+        bound=bound - cost_model.units_of_micro_batch * micro_batches,  # which every plan has
+    )
+    search.even_runs()
+    search.least_repeating_runs()
+    search.whole_ranks()
+    search.even_bins()
+    return search.best
+
+
+class _Search:
+    """The best assignment so far, and the constructions that look for a better one."""
+
+    def __init__(
+        self,
+        *,
+        leaves: Leaves,
+        cost_model: CostModel,
+        dp_size: int,
+        micro_batches: int,
+        max_tokens: int,
+        bound: int,
+    ) -> None:
+        self.leaves = leaves
+        self.cost_model = cost_model
+        self.dp_size = dp_size
+        self.micro_batches = micro_batches
+        self.max_tokens = max_tokens
+        self.bound = bound
+        self.best: list[RankBins] = []
+        self.makespan = -1
+        self.context = cost_model.units_of_path(leaves.context)
+        self.fresh = cost_model.units_of_path(leaves.length) - self.context
+        self.fresh_tokens = leaves.length - leaves.context
+
+    def done(self) -> bool:
+        return self.makespan * 1000 <= self.bound * (1000 + _GOOD_ENOUGH)
+
+    def consider(self, ranks: list[RankBins]) -> None:
+        slowest = max(sum(self.leaves.some(chosen).units(self.cost_model) for chosen in rank) for rank in ranks)
+        if not self.best or slowest < self.makespan:
+            self.best, self.makespan = ranks, slowest
+
+    def even_runs(self) -> None:
+        """D * K runs of the order, the most expensive as cheap as it can be, to one part in ten thousand."""
+        count = self.dp_size * self.micro_batches
+        tokens = (self.leaves.context, self.fresh_tokens, self.max_tokens)
+        low, high = int((self.context + self.fresh).max(initial=1)), int((self.context + self.fresh).sum()) + 1
+        while high - low > max(1, low // 10_000):
+            middle = (low + high) // 2
+            if len(fewest_runs((self.context, self.fresh, middle), tokens)) <= count:
+                high = middle
+            else:
+                low = middle
+        self.deal([np.arange(*run) for run in fewest_runs((self.context, self.fresh, high), tokens)])
+
+    def least_repeating_runs(self) -> None:
+        """Cuts that repeat the least. Of a single rank the cost is the sum, which this makes as small as runs can."""
+        if self.done() or self.micro_batches == 1:
+            return
+        runs = _runs_within(self.leaves, self.context, self.max_tokens, self.dp_size * self.micro_batches)
+        assert runs is not None, "the caller has made sure that the fewest runs are few enough"
+        self.deal([np.arange(*run) for run in runs])
+
+    def whole_ranks(self) -> None:
+        """Leaves to ranks first, then each rank's own under the budget."""
+        if self.done() or self.dp_size == 1:
+            return
+        for ranks in self.placed(self.dp_size, self.bound, self.makespan, self.max_tokens * self.micro_batches):
+            cut = [self.cut(chosen) for chosen in ranks]
+            within = [rank for rank in cut if rank is not None]
+            if len(within) == self.dp_size:
+                self.consider(within)
+                return
+
+    def even_bins(self) -> None:
+        """D * K bins, not of neighbours only."""
+        if self.done() or self.dp_size == 1 or self.micro_batches == 1:
+            return
+        mean = self.makespan // self.micro_batches
+        # Uneven bins can be dealt to even ranks: a bin may cost a little more than the best rank's average.
+        bins = self.dp_size * self.micro_batches
+        for found in self.placed(bins, self.bound // self.micro_batches, mean + mean // 10, self.max_tokens):
+            self.deal(found)
+            return
+
+    def placed(self, bins: int, bound: int, ceiling: int, max_tokens: int) -> Iterator[list[Int64Array]]:
+        """Leaves of each bin, under the tightest limit on its cost that placing succeeds with, then under looser ones.
+
+        Args:
+            bins: how many.
+            bound: the tightest limit to try, in units.
+            ceiling: limits from here on are of no use.
+            max_tokens: of a bin.
+        """
+        atoms = Atoms.of_leaves(self.leaves, self.cost_model, bins=bins, target=bound, max_tokens=max_tokens)
+        if len(atoms.runs) > MAX_ATOMS:
+            return
+        atom_of_leaf = np.repeat(np.arange(len(atoms.runs)), [end - start for start, end in atoms.runs])
+        for slack in _SLACK:
+            limit = bound + bound * slack // 1000
+            if limit >= ceiling:
+                return
+            bin_of = place(atoms, self.cost_model, bins=bins, max_units=limit, max_tokens=max_tokens)
+            if bin_of is not None:
+                bin_of_leaf = bin_of[atom_of_leaf]
+                sizes = np.bincount(bin_of_leaf, minlength=bins)
+                yield np.split(np.argsort(bin_of_leaf, kind="stable"), np.cumsum(sizes)[:-1])
+
+    def cut(self, chosen: Int64Array) -> RankBins | None:
+        own = self.leaves.some(chosen)
+        context = self.cost_model.units_of_path(own.context)
+        runs = _runs_within(own, context, self.max_tokens, self.micro_batches)
+        if runs is None:
+            return None
+        return [chosen[start:end] for start, end in runs] + [chosen[:0]] * (self.micro_batches - len(runs))
+
+    def deal(self, bins: list[Int64Array]) -> None:
+        self.consider(_deal(self.leaves, self.cost_model, bins, self.dp_size, self.micro_batches))
+
+
+def _runs_within(leaves: Leaves, context: Int64Array, max_tokens: int, count: int) -> list[Run] | None:
+    """The least repeating runs under the budget if they are ``count`` at most, or else the fewest, or else None."""
+    fresh_tokens = leaves.length - leaves.context
+    runs = least_repeating_runs(leaves.context, fresh_tokens, max_tokens, repeats=context)
+    if len(runs) > count:
+        runs = fewest_runs((leaves.context, fresh_tokens, max_tokens))
+    return runs if len(runs) <= count else None
+
+
+def _deal(
+    leaves: Leaves, cost_model: CostModel, bins: list[Int64Array], dp_size: int, micro_batches: int
+) -> list[RankBins]:
+    """Bins to ranks, ``micro_batches`` each: the largest first to the lightest rank with room, then swaps."""
+    bins = bins + [np.arange(0)] * (dp_size * micro_batches - len(bins))
+    cost = [leaves.some(chosen).units(cost_model) for chosen in bins]
+    ranks: list[list[int]] = [[] for _ in range(dp_size)]
+    load = [0] * dp_size
+    for index in sorted(range(len(bins)), key=lambda index: -cost[index]):
+        rank = min((r for r in range(dp_size) if len(ranks[r]) < micro_batches), key=load.__getitem__)
+        ranks[rank].append(index)
+        load[rank] += cost[index]
+    if micro_batches > 1:
+        _swap(ranks, load, np.asarray(cost, dtype=np.int64))
+    return [[bins[index] for index in rank] for rank in ranks]
+
+
+def _swap(ranks: list[list[int]], load: list[int], cost: Int64Array) -> None:
+    """Exchange two bins between the heaviest rank and another as long as that makes the heavier of the two lighter."""
+    for _ in range(4 * len(ranks)):
+        heavy = int(np.argmax(load))
+        best: tuple[int, int, int, int] | None = None
+        for light in sorted(range(len(ranks)), key=load.__getitem__)[: min(8, len(ranks) - 1)]:
+            gain = cost[ranks[heavy]][:, None] - cost[ranks[light]][None, :]
+            after = np.maximum(load[heavy] - gain, load[light] + gain)
+            at = int(np.argmin(after))
+            value = int(after.flat[at])
+            if value < load[heavy] and (best is None or value < best[0]):
+                best = (value, light, *divmod(at, len(ranks[light])))
+        if best is None:
+            return
+        _, light, mine, theirs = best
+        moved = int(cost[ranks[heavy][mine]] - cost[ranks[light][theirs]])
+        ranks[heavy][mine], ranks[light][theirs] = ranks[light][theirs], ranks[heavy][mine]
+        load[heavy] -= moved
+        load[light] += moved

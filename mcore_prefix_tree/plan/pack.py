@@ -1,0 +1,171 @@
+"""Leaves of a forest into bins, where the paths that a bin's leaves have in common count once.
+
+A sample that another one continues costs nothing where that other one is computed: only leaves, the samples that none
+continues, have to be placed, and the others follow.
+
+Legend: L leaves, A atoms, B bins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
+from mcore_prefix_tree.plan.cuts import Run, least_repeating_runs
+
+Int64Array = npt.NDArray[np.int64]
+
+# Placing is quadratic in the atoms: beyond so many, runs of the order have to do.
+MAX_ATOMS = 4096
+_ATOMS_PER_BIN = 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Leaves:
+    """The leaves of a forest, or some of them, in depth-first order.
+
+    Attributes:
+        start: int64 ``[L]``, the first sample, in depth-first order, that goes with each leaf; it ends with the leaf.
+        end: int64 ``[L]``, exclusive.
+        length: int64 ``[L]``, tokens of the leaf's path.
+        context: int64 ``[L]``, leading tokens of that path in common with the leaf before; 0 for the first.
+    """
+
+    start: Int64Array
+    end: Int64Array
+    length: Int64Array
+    context: Int64Array
+
+    def __len__(self) -> int:
+        """L."""
+        return len(self.length)
+
+    @classmethod
+    def of_samples(cls, shared: Int64Array, lengths: Int64Array) -> Leaves:
+        """The leaves among samples in depth-first order; ``shared`` and ``lengths`` as in ``trie_from_order``."""
+        continues = np.append(shared, 0)[1:] == lengths
+        last = np.flatnonzero(~continues)
+        start = np.append(0, last + 1)[:-1]
+        context = np.minimum.reduceat(shared, start) if len(start) else shared
+        return cls(start=start, end=last + 1, length=lengths[last], context=context)
+
+    @classmethod
+    def every_sample(cls, shared: Int64Array, lengths: Int64Array) -> Leaves:
+        """All samples in depth-first order, those too that others continue."""
+        start = np.arange(len(shared))
+        return cls(start=start, end=start + 1, length=lengths, context=shared)
+
+    def some(self, chosen: Int64Array) -> Leaves:
+        """The leaves at ``chosen``, indices in increasing order, with their contexts among themselves."""
+        context = np.zeros(len(chosen), dtype=np.int64)
+        if len(chosen) > 1:
+            # What two leaves have in common is the least that neighbours between them have.
+            context[1:] = np.minimum.reduceat(self.context[: chosen[-1] + 1], chosen[:-1] + 1)
+        return Leaves(start=self.start[chosen], end=self.end[chosen], length=self.length[chosen], context=context)
+
+    @property
+    def tokens(self) -> int:
+        """Unique tokens of all."""
+        return int((self.length - self.context).sum())
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs of all in one micro-batch."""
+        return int((self.length * (self.length + 1) // 2 - self.context * (self.context + 1) // 2).sum())
+
+    def units(self, cost_model: CostModel) -> int:
+        """Cost of all in one micro-batch, its overhead aside."""
+        return int((cost_model.units_of_path(self.length) - cost_model.units_of_path(self.context)).sum())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Atoms:
+    """Runs of leaves that are placed together.
+
+    Attributes:
+        runs: leaves of each.
+        context: int64 ``[A]``, tokens of the path that each has in common with the atom before.
+        narrowest: int64 ``[A]``, tokens that all leaves of the atom have in common.
+        tokens: int64 ``[A]``, of each by itself.
+        units: int64 ``[A]``, cost of each by itself.
+    """
+
+    runs: list[Run]
+    context: Int64Array
+    narrowest: Int64Array
+    tokens: Int64Array
+    units: Int64Array
+
+    @classmethod
+    def of_leaves(cls, leaves: Leaves, cost_model: CostModel, *, bins: int, target: int, max_tokens: int) -> Atoms:
+        """Every leaf by itself, or where there are many to a bin, the runs that repeat the least and stay small.
+
+        Args:
+            leaves: at least one.
+            cost_model: of a micro-batch.
+            bins: how many the atoms are for.
+            target: cost of a bin, in units; a run of several leaves has at most an eighth of it.
+            max_tokens: of a bin; no atom has more, unless a leaf by itself has.
+        """
+        length = cost_model.units_of_path(leaves.length)
+        context = cost_model.units_of_path(leaves.context)
+        runs = [(leaf, leaf + 1) for leaf in range(len(leaves))]
+        if len(leaves) > _ATOMS_PER_BIN * bins:
+            # A token costs at least one token's units.
+            small = min(target // 8, max_tokens * UNITS_PER_TOKEN)
+            runs = least_repeating_runs(context, length - context, small)
+        first = np.array([start for start, _ in runs], dtype=np.int64)
+        after_first = leaves.context.copy()
+        after_first[first] = leaves.length[first]
+        return cls(
+            runs=runs,
+            context=leaves.context[first],
+            narrowest=np.minimum.reduceat(after_first, first),
+            tokens=np.add.reduceat(leaves.length - leaves.context, first) + leaves.context[first],
+            units=np.add.reduceat(length - context, first) + context[first],
+        )
+
+
+def place(atoms: Atoms, cost_model: CostModel, *, bins: int, max_units: int, max_tokens: int) -> Int64Array | None:
+    """A bin for every atom such that no bin exceeds its limits, or None if this heuristic finds none.
+
+    The most expensive atom first, each into the bin where it adds least (the one that has most of its path), of several
+    such into the emptiest, so that room is left beside it for what shares with it.
+
+    Returns:
+        int64 ``[A]``, the bin of each atom.
+    """
+    count = len(atoms.runs)
+    bin_of = np.full(count, -1, dtype=np.int64)
+    units = np.zeros(bins, dtype=np.int64)
+    tokens = np.zeros(bins, dtype=np.int64)
+    grain = max(1, max_units // 100)  # adding less by a hundredth of a bin is not worth filling another one for
+    for atom in np.argsort(-atoms.units, kind="stable").tolist():
+        # Tokens in common with the nearest atom of each bin on either side; nothing with bins that have none there.
+        before = np.zeros(bins, dtype=np.int64)
+        after = np.zeros(bins, dtype=np.int64)
+        common = np.minimum.accumulate(atoms.context[atom:0:-1])[::-1]
+        placed = np.flatnonzero(bin_of[:atom] >= 0)
+        np.maximum.at(before, bin_of[placed], common[placed])
+        common = np.minimum.accumulate(atoms.context[atom + 1 :])
+        placed = np.flatnonzero(bin_of[atom + 1 :] >= 0)
+        np.maximum.at(after, bin_of[atom + 1 :][placed], common[placed])
+        # What both sides have was counted once in the bin and twice here.
+        both = np.minimum(np.minimum(before, after), atoms.narrowest[atom])
+        saved = cost_model.units_of_path(np.stack([before, after, both]))
+        added = atoms.units[atom] - saved[0] - saved[1] + saved[2]
+        added_tokens = atoms.tokens[atom] - before - after + both
+        fits = (units + added <= max_units) & (tokens + added_tokens <= max_tokens)
+        candidates = np.flatnonzero(fits)
+        if not len(candidates):
+            return None
+        steps = added[candidates] // grain
+        candidates = candidates[steps == steps.min()]
+        chosen = candidates[np.argmin((units + added)[candidates])]
+        bin_of[atom] = chosen
+        units[chosen] += added[chosen]
+        tokens[chosen] += added_tokens[chosen]
+    return bin_of

@@ -1,0 +1,132 @@
+"""What a plan is worth: tokens, cost and balance, next to the lower bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_prefix_tree.plan.bound import makespan_bound
+from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
+from mcore_prefix_tree.plan.pack import Leaves
+from mcore_prefix_tree.plan.plan import ForestPlan
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.trie import Share, sort_samples, trie_from_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchReport:
+    """One micro-batch.
+
+    Attributes:
+        samples: that it scores.
+        tokens: unique tokens.
+        padding: tokens to the multiple that the model needs.
+        pairs: visible (query, key) pairs.
+        cost: predicted.
+    """
+
+    samples: int
+    tokens: int
+    padding: int
+    pairs: int
+    cost: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A plan in numbers. Costs are in the unit of the cost model and leave padding aside.
+
+    Attributes:
+        ranks: by data-parallel rank, then by micro-batch.
+        logical_tokens: sum of the sample lengths.
+        unique_tokens: of the whole step; what a single micro-batch without a budget would compute.
+        repeated_tokens: what the cuts add to that: context that more than one micro-batch computes.
+        padding: tokens of padding in all micro-batches.
+        slowest: cost of the most expensive rank.
+        mean: cost of a rank on average.
+        bound: no plan has a slowest rank below this.
+    """
+
+    ranks: tuple[tuple[MicroBatchReport, ...], ...]
+    logical_tokens: int
+    unique_tokens: int
+    repeated_tokens: int
+    padding: int
+    slowest: float
+    mean: float
+    bound: float
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest rank over the mean, 1 for perfect balance."""
+        return self.slowest / self.mean if self.mean else 1.0
+
+    @property
+    def over_bound(self) -> float:
+        """Slowest rank over the lower bound, 1 for a plan that cannot be better."""
+        return self.slowest / self.bound if self.bound else 1.0
+
+    @property
+    def rank_costs(self) -> list[float]:
+        """Cost of each rank."""
+        return [sum(batch.cost for batch in rank) for rank in self.ranks]
+
+
+def report_plan(
+    samples: Sequence[Sample],
+    plan: ForestPlan,
+    cost_model: CostModel,
+    *,
+    max_tokens: int | None = None,
+    pad_to_multiple_of: int = 1,
+    share: Share = "all",
+    min_shared_tokens: int = 0,
+) -> PlanReport:
+    """Count a plan.
+
+    Args:
+        samples: that were planned.
+        plan: of them; from :func:`plan_step` or from anywhere else.
+        cost_model: to judge it by.
+        max_tokens: the budget, which the lower bound respects.
+        pad_to_multiple_of: as in :func:`mcore_prefix_tree.fold`.
+        share: as in :func:`plan_step`.
+        min_shared_tokens: the same.
+    """
+    order, shared = sort_samples(samples, share=share, min_shared_tokens=min_shared_tokens)
+    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+    everything = Leaves.every_sample(shared, lengths)
+    place = np.empty(len(samples), dtype=np.int64)
+    place[order] = np.arange(len(samples))
+
+    def count(indices: Sequence[int]) -> MicroBatchReport:
+        own = everything.some(np.sort(place[np.asarray(indices, dtype=np.int64)]))
+        return MicroBatchReport(
+            samples=len(indices),
+            tokens=own.tokens,
+            padding=max(1, -(-own.tokens // pad_to_multiple_of)) * pad_to_multiple_of - own.tokens,
+            pairs=own.pairs,
+            cost=cost_model.of_micro_batch(own.tokens, own.pairs),
+        )
+
+    ranks = tuple(tuple(count(indices) for indices in rank) for rank in plan.micro_batches)
+    costs = [sum(batch.cost for batch in rank) for rank in ranks]
+    bound = makespan_bound(
+        trie_from_order(np.arange(len(samples)), shared, lengths),
+        cost_model,
+        dp_size=len(ranks),
+        micro_batches=plan.num_micro_batches,
+        max_tokens=max_tokens,
+    )
+    return PlanReport(
+        ranks=ranks,
+        logical_tokens=int(lengths.sum()),
+        unique_tokens=everything.tokens,
+        repeated_tokens=sum(batch.tokens for rank in ranks for batch in rank) - everything.tokens,
+        padding=sum(batch.padding for rank in ranks for batch in rank),
+        slowest=max(costs),
+        mean=sum(costs) / len(costs),
+        bound=bound * cost_model.token / UNITS_PER_TOKEN,
+    )

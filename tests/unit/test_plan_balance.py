@@ -1,0 +1,207 @@
+"""Plans by cost: valid, even, near the bound, and the bound below every plan there is."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import comb, sample_lists, samples_through
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.plan import BudgetError, CostModel, makespan_bound, plan_step, report_plan
+from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN
+from mcore_prefix_tree.plan.pack import Atoms, Leaves, place
+from mcore_prefix_tree.trie import build_trie, sort_samples
+
+MODELS = [CostModel(), CostModel(token=4.0, pair=1.0), CostModel(token=4.0, pair=0.125, micro_batch=40.0)]
+
+
+@st.composite
+def problems(draw, max_samples=12):
+    samples = draw(sample_lists(max_samples=max_samples, min_samples=1))
+    return samples, {
+        "max_tokens": max(map(len, samples)) + draw(st.sampled_from([0, 1, 3, 8, 1000])),
+        "dp_size": draw(st.integers(1, 4)),
+        "micro_batch_multiple": draw(st.integers(1, 3)),
+        "cost_model": draw(st.sampled_from(MODELS)),
+    }
+
+
+def cost_of(samples, indices, model):
+    """By the token-by-token oracle: a token sees as many keys as its path is long."""
+    paths = samples_through([samples[index] for index in indices])
+    return sum(model.token + model.pair * len(path) for _, path in paths) + model.micro_batch
+
+
+def content(samples, plan):
+    return [
+        [sorted((repr(samples[i].merge_key), samples[i].tokens.tolist()) for i in batch) for batch in rank]
+        for rank in plan.micro_batches
+    ]
+
+
+@given(problems())
+def test_plans_are_valid(problem):
+    samples, options = problem
+    plan = plan_step(samples, **options)
+    assert sorted(chain.from_iterable(chain.from_iterable(plan.micro_batches))) == list(range(len(samples)))
+    assert len(plan.micro_batches) == options["dp_size"]
+    assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}
+    assert plan.num_micro_batches % options["micro_batch_multiple"] == 0
+    for rank, counts in zip(plan.micro_batches, plan.physical_tokens, strict=True):
+        for batch, count in zip(rank, counts, strict=True):
+            assert count == len(samples_through([samples[index] for index in batch])) <= options["max_tokens"]
+    # As many micro-batches as the budget needs, as without a cost model.
+    assert plan.num_micro_batches == plan_step(samples, **{**options, "cost_model": None}).num_micro_batches
+
+
+@given(problems(), st.integers(0, 1000))
+def test_the_order_of_the_samples_does_not_matter(problem, seed):
+    samples, options = problem
+    shuffled = random.Random(seed).sample(samples, len(samples))
+    assert content(shuffled, plan_step(shuffled, **options)) == content(samples, plan_step(samples, **options))
+
+
+@given(problems())
+def test_reports_count_right(problem):
+    samples, options = problem
+    plan, model = plan_step(samples, **options), options["cost_model"]
+    report = report_plan(samples, plan, model, max_tokens=options["max_tokens"], pad_to_multiple_of=4)
+    for rank, counted in zip(plan.micro_batches, report.ranks, strict=True):
+        for batch, one in zip(rank, counted, strict=True):
+            layout = fold([samples[i] for i in batch], pad_to_multiple_of=4)
+            assert (one.samples, one.tokens) == (len(batch), layout.physical_tokens)
+            assert (one.pairs, one.padding) == (layout.visible_pairs, layout.padded_size - layout.physical_tokens)
+            assert one.cost == cost_of(samples, batch, model)
+    assert report.unique_tokens == len(samples_through(samples))
+    assert report.repeated_tokens == sum(chain.from_iterable(plan.physical_tokens)) - report.unique_tokens
+    assert report.logical_tokens == sum(map(len, samples))
+    assert report.slowest == max(report.rank_costs)
+    assert report.imbalance >= 1
+    assert report.over_bound >= 1 - 1e-9
+
+
+@settings(deadline=None)
+@given(sample_lists(max_samples=6, min_samples=1), st.integers(1, 3), st.sampled_from(MODELS[:2]))
+def test_no_assignment_beats_the_bound_and_plans_come_close(samples, dp_size, model):
+    bound = makespan_bound(build_trie(samples), model, dp_size=dp_size) * model.token / UNITS_PER_TOKEN
+    best = min(
+        max(cost_of(samples, [i for i, rank in enumerate(ranks) if rank == one], model) for one in range(dp_size))
+        for ranks in product(range(dp_size), repeat=len(samples))
+    )
+    assert bound <= best + 1e-9
+    plan = plan_step(samples, max_tokens=10**6, dp_size=dp_size, cost_model=model)
+    slowest = report_plan(samples, plan, model).slowest
+    assert best - 1e-9 <= slowest <= best * 4 / 3 + 1e-9  # the guarantee of longest-first without sharing
+
+
+@settings(deadline=None)
+@given(sample_lists(max_samples=5, min_samples=1), st.integers(0, 6), st.sampled_from(MODELS))
+def test_no_assignment_to_micro_batches_beats_the_bound(samples, slack, model):
+    dp_size, micro_batches = 2, 2
+    budget = max(map(len, samples)) + slack
+    bound = makespan_bound(build_trie(samples), model, dp_size=dp_size, micro_batches=micro_batches, max_tokens=budget)
+    for bins in product(range(dp_size * micro_batches), repeat=len(samples)):
+        held = [[i for i, one in enumerate(bins) if one == number] for number in range(dp_size * micro_batches)]
+        if max(len(samples_through([samples[i] for i in some])) for some in held) <= budget:
+            costs = [cost_of(samples, some, model) for some in held]
+            slowest = max(costs[0] + costs[1], costs[2] + costs[3])
+            assert bound * model.token / UNITS_PER_TOKEN <= slowest * (1 + 1e-9) + model.token / UNITS_PER_TOKEN
+
+
+@given(sample_lists(min_samples=1), st.integers(0, 9))
+def test_alone_a_rank_repeats_as_little_as_runs_can(samples, slack):
+    """One rank: no other way to cut the order into so few micro-batches costs less."""
+    model, budget = MODELS[1], max(map(len, samples)) + slack
+    plan = plan_step(samples, max_tokens=budget, cost_model=model)
+    plain = plan_step(samples, max_tokens=budget)
+    assert report_plan(samples, plan, model).slowest <= report_plan(samples, plain, model).slowest
+
+
+@given(sample_lists(min_samples=1), st.integers(1, 4), st.integers(1, 30), st.sampled_from(MODELS))
+def test_placing_keeps_its_limits(samples, bins, slack, model):
+    order, shared = sort_samples(samples)
+    leaves = Leaves.of_samples(shared, np.array([len(samples[i]) for i in order]))
+    limit = int(model.units_of_path(leaves.length).max()) + slack * UNITS_PER_TOKEN
+    budget = int(leaves.length.max()) + slack
+    atoms = Atoms.of_leaves(leaves, model, bins=1, target=limit, max_tokens=budget)
+    bin_of = place(atoms, model, bins=bins, max_units=limit, max_tokens=budget)
+    if bin_of is None:
+        return
+    for one in range(bins):
+        held = [leaf for atom in np.flatnonzero(bin_of == one) for leaf in range(*atoms.runs[atom])]
+        indices = [i for leaf in held for i in order[leaves.start[leaf] : leaves.end[leaf]].tolist()]
+        assert len(samples_through([samples[i] for i in indices])) <= budget
+        scale = UNITS_PER_TOKEN / model.token
+        assert (cost_of(samples, indices, model) - model.micro_batch) * scale <= limit + len(samples)
+
+
+def test_leaves_take_along_what_they_continue():
+    samples = [Sample(tokens=[1]), Sample(tokens=[1, 2]), Sample(tokens=[1, 2]), Sample(tokens=[1, 3])]
+    order, shared = sort_samples(samples)
+    leaves = Leaves.of_samples(shared, np.array([len(samples[i]) for i in order]))
+    assert list(zip(leaves.start.tolist(), leaves.end.tolist(), strict=True)) == [(0, 3), (3, 4)]
+    assert leaves.length.tolist() == [2, 2]
+    assert leaves.context.tolist() == [0, 1]
+
+
+def grpo(prompts, completions, seed=0):
+    """Groups of completions on prompts of their own: lengths spread over a factor of ten."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for prompt in range(prompts):
+        head = np.full(int(rng.integers(50, 500)), prompt)
+        tails = [np.full(int(rng.lognormal(4.5, 0.7)) + 1, 1000 + one) for one in range(completions)]
+        samples += [Sample(tokens=np.concatenate([head, tail])) for tail in tails]
+    return samples
+
+
+@pytest.mark.parametrize(("dp_size", "max_tokens"), [(2, 4096), (8, 2048), (8, 10**6), (32, 4096)])
+def test_real_shapes_come_within_a_few_per_cent(dp_size, max_tokens):
+    samples, model = grpo(32, 8), CostModel(token=100.0, pair=0.1)
+    plan = plan_step(samples, max_tokens=max_tokens, dp_size=dp_size, cost_model=model)
+    report = report_plan(samples, plan, model, max_tokens=max_tokens)
+    assert report.over_bound < 1.08
+    plain = plan_step(samples, max_tokens=max_tokens, dp_size=dp_size)
+    assert report.slowest < report_plan(samples, plain, model).slowest
+
+
+def test_cheap_micro_batches_are_first_and_last():
+    samples = [Sample(tokens=[length] * length) for length in range(9, 17)]
+    plan = plan_step(samples, max_tokens=16, dp_size=1, cost_model=CostModel())
+    sizes = list(plan.physical_tokens[0])
+    top = sizes.index(16)
+    assert sizes[:top] == sorted(sizes[:top])
+    assert sizes[top:] == sorted(sizes[top:], reverse=True)
+    assert {sizes[0], sizes[-1]} == {9, 10}
+
+
+def test_asked_for_micro_batches():
+    samples = [Sample(tokens=[length] * 10) for length in range(4)]
+    plan = plan_step(samples, max_tokens=40, dp_size=2, micro_batches=2, cost_model=CostModel())
+    assert plan.physical_tokens == ((10, 10), (10, 10))
+    with pytest.raises(BudgetError, match=r"1 micro-batches on each of 2 ranks .* batch.max_tokens=10; 2 can"):
+        plan_step(samples, max_tokens=10, dp_size=2, micro_batches=1)
+    with pytest.raises(ValueError, match="micro_batches=3 must be a positive multiple of micro_batch_multiple=2"):
+        plan_step(samples, max_tokens=10, micro_batches=3, micro_batch_multiple=2)
+
+
+def test_no_samples_are_padding():
+    plan = plan_step([], max_tokens=8, dp_size=2, cost_model=CostModel())
+    assert plan.micro_batches == (((),), ((),))
+    report = report_plan([], plan, CostModel(), pad_to_multiple_of=8)
+    assert (report.slowest, report.bound, report.padding) == (0, 0, 16)
+    assert report.imbalance == report.over_bound == 1
+
+
+def test_deep_and_wide_forests_are_planned():
+    star = [Sample(tokens=[7, 7, 7, leaf]) for leaf in range(20_000)]
+    for samples, budget in ((comb(1500), 2000), (star, 1000)):
+        plan = plan_step(samples, max_tokens=budget, dp_size=4, cost_model=MODELS[1])
+        assert sorted(chain.from_iterable(chain.from_iterable(plan.micro_batches))) == list(range(len(samples)))
+        assert max(chain.from_iterable(plan.physical_tokens)) <= budget
+        assert report_plan(samples, plan, MODELS[1], max_tokens=budget).over_bound < 1.1

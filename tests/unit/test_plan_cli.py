@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import builtins
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.plan import CostModel, plan_step
+from mcore_prefix_tree.recipe import load_recipe
+
+RECIPE = """
+data: {path: unused.jsonl}
+model: {num_layers: 2, hidden_size: 8, num_attention_heads: 2, ffn_hidden_size: 16, vocab_size: 64}
+batch: {global_batch_size: 4, max_tokens: 64}
+train_iters: 1
+parallel: {tensor_model_parallel_size: 8, sequence_parallel: true}
+"""
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    tokens = [[*range(10), 20 + leaf] for leaf in range(6)] + [[40] * 12]
+    path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in tokens))
+    return str(path)
+
+
+def plan(*arguments):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_json_is_the_report(rows):
+    result = plan(rows, "--max-tokens", "14", "--dp", "2", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["samples"] == 7
+    assert report["logical_tokens"] == 6 * 11 + 12
+    assert report["unique_tokens"] == 10 + 6 + 12
+    assert len(report["ranks"]) == 2
+    tokens = [batch["tokens"] for rank in report["ranks"] for batch in rank]
+    assert max(tokens) <= 14
+    assert report["repeated_tokens"] == sum(tokens) - 28
+    assert report["cost_unit"] == "tokens"
+    assert report["slowest"] == max(sum(batch["cost"] for batch in rank) for rank in report["ranks"])
+
+
+def test_a_recipe_gives_flops_and_padding(rows, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    result = plan(rows, "--max-tokens", "64", "--dp", "1", "--model", str(recipe), "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    model = CostModel.from_model(load_recipe(recipe).model)
+    (batch,) = report["ranks"][0]
+    assert batch["padding"] == 4
+    assert batch["cost"] == model.of_micro_batch(batch["tokens"], batch["pairs"])
+    assert report["cost_unit"] == "FLOPs"
+
+
+def test_the_table_names_what_matters(rows):
+    result = plan(rows, "--max-tokens", "14", "--dp", "20", "--micro-batches", "1")
+    assert result.exit_code == 0, result.output
+    for words in ("repeated context", "over the lower bound", "1 on each of 20 ranks", "… 4 faster ranks"):
+        assert words in result.stdout
+
+
+def test_too_small_a_budget_is_told_in_a_sentence(rows):
+    result = plan(rows, "--max-tokens", "11")
+    assert result.exit_code == 2
+    assert "rows.jsonl:7: 12 tokens do not fit" in result.output
+    result = plan(rows, "--max-tokens", "12", "--micro-batches", "1")
+    assert result.exit_code == 2
+    assert "1 micro-batches on each of 1 ranks cannot hold these samples" in result.output
+
+
+def test_a_plot_without_matplotlib_says_how_to_get_it(rows, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *arguments, **options):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    result = plan(rows, "--max-tokens", "14", "--plot", "out.png")
+    assert result.exit_code == 2
+    assert "pip install 'mcore-prefix-tree[plot]'" in result.output
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_plot(rows, tmp_path, kind):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plan.{kind}"
+    result = plan(rows, "--max-tokens", "14", "--dp", "3", "--plot", str(path))
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(b"\x89PNG" if kind == "png" else b"<?xml")
+
+
+def test_the_command_plans_like_the_library(rows):
+    from mcore_prefix_tree.data import read_samples
+
+    samples = read_samples(rows)
+    expected = plan_step(samples, max_tokens=14, dp_size=2, cost_model=CostModel())
+    report = json.loads(plan(rows, "--max-tokens", "14", "--dp", "2", "--json").stdout)
+    assert tuple(tuple(batch["tokens"] for batch in rank) for rank in report["ranks"]) == expected.physical_tokens

@@ -1,0 +1,125 @@
+"""Runs of Megatron-LM on this machine's CPU, and what they logged and saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+VARIABLE = "MEGATRON_LM_PATH"
+VOCAB = 128
+ITERATIONS = 20
+BATCH = 16
+ENTRY = ("-m", "mcore_prefix_tree.pretrain_gpt")
+STOCK = (str(Path(__file__).with_name("stock_unfolded.py")),)
+
+CPU = (
+    "--transformer-impl local --no-rope-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion "
+    "--no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm "
+    "--distributed-backend gloo --use-cpu-initialization"
+)
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--seq-length 64 --max-position-embeddings 64 --swiglu --normalization RMSNorm --position-embedding-type rope "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    f"--padded-vocab-size {VOCAB} --vocab-size {VOCAB}"
+)
+# AdamW divides a gradient by its own size: with a tiny eps, entries that are zero up to rounding move the weights by
+# rounding errors blown up to the learning rate, in any two runs whatsoever.
+TRAIN = (
+    f"--train-iters {ITERATIONS} --global-batch-size {BATCH} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
+    "--lr-warmup-iters 2 --adam-eps 1e-3 --log-interval 1 --eval-interval 1000 --save-interval 1000 "
+    "--ckpt-format torch_dist"
+)
+FOLDED = "--prefix-tree --prefix-tree-max-tokens 400 --micro-batch-size 4"
+UNFOLDED = "--calculate-per-token-loss --dataloader-type external --tokenizer-type NullTokenizer --micro-batch-size 1"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run printed, and how it ended."""
+
+    output: str
+    status: int
+
+    @property
+    def iterations(self) -> dict[int, dict[str, float]]:
+        """The figures of each iteration's log line."""
+        found = {}
+        for line in self.output.splitlines():
+            if match := re.search(r" iteration +(\d+)/ *\d+ \|(.*)", line):
+                pairs = [part.rsplit(":", 1) for part in match[2].split("|") if ":" in part]
+                found[int(match[1])] = {name.strip(): float(value) for name, value in pairs}
+        return found
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Of each iteration.
+
+        Megatron prints a process's first iteration without resetting its sums: the second line is the mean of both.
+        """
+        losses = {iteration: figures["lm loss"] for iteration, figures in self.iterations.items()}
+        first = min(losses, default=0)
+        if first + 1 in losses:
+            losses[first + 1] = 2 * losses[first + 1] - losses[first]
+        return losses
+
+
+def megatron(program: tuple[str, ...], *arguments: str, ranks: int = 1, timeout_s: float = 400) -> Run:
+    """Run a program with Megatron's arguments under torchrun; words of the arguments are split at blanks."""
+    words = [word for argument in arguments for word in argument.split()]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    # megatron.training compiles a helper for the python3 and the python3-config that it finds first.
+    path = os.pathsep.join([str(Path(sys.executable).parent), sysconfig.get_config_var("BINDIR"), os.environ["PATH"]])
+    result = subprocess.run(
+        [*launcher, *program, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PATH": path},
+    )
+    return Run(result.stdout, result.returncode)
+
+
+def trained(program: tuple[str, ...], *arguments: str, ranks: int = 1) -> Run:
+    """A run that has to end well."""
+    run = megatron(program, *arguments, ranks=ranks)
+    assert run.status == 0, run.output[-8000:]
+    return run
+
+
+def saved_tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
+    """Whole tensors of a checkpoint, whatever parallel layout wrote it; inside a process group."""
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load_plain_tensors(str(folder / f"iter_{iteration:07d}"))
+    return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def write_samples(path: Path, count: int = 200) -> None:
+    """Trees that branch twice, with duplicates, strict prefixes and samples of one token."""
+    rng = np.random.default_rng(0)
+
+    def tokens(low: int, high: int) -> list[int]:
+        return rng.integers(0, VOCAB, size=rng.integers(low, high)).tolist()
+
+    rows: list[dict[str, object]] = []
+    while len(rows) < count:
+        prompt = tokens(8, 24)
+        for _ in range(rng.integers(1, 4)):
+            turn = prompt + tokens(1, 10)
+            for _ in range(rng.integers(1, 4)):
+                path_tokens = turn + tokens(1, 12)
+                mask = [0.0] * len(prompt) + rng.choice([0.0, 0.5, 1.0], size=len(path_tokens) - len(prompt)).tolist()
+                rows.append({"tokens": path_tokens, "loss_mask": mask})
+        rows += [{"tokens": path_tokens}, {"tokens": prompt}, {"tokens": prompt[:1]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))

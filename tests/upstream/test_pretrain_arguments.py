@@ -1,0 +1,109 @@
+"""The group of arguments and its refusals, without Megatron-LM: a parser with the few of its arguments that matter."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args, check_arguments, check_unused
+
+FOLDED = ("--prefix-tree", "--prefix-tree-data-path", "a.jsonl", "b.jsonl", "--prefix-tree-max-tokens", "100")
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--calculate-per-token-loss", action="store_true")
+    parser.add_argument("--dataloader-type", choices=["single", "cyclic", "external"])
+    parser.add_argument("--num-experts", type=int)
+    parser.add_argument("--moe-token-dispatcher-type", default="allgather")
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    for flag in ("--mock-data", "--sft", "--full-validation", "--use-torch-fsdp2", "--fp16", "--tp-comm-overlap"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--data-path", nargs="*")
+    parser.add_argument("--iterations-to-skip", nargs="+", type=int, default=[])
+    assert add_prefix_tree_args(parser) is parser
+    return parser.parse_args(arguments)
+
+
+def test_without_the_flag_nothing_else_changes() -> None:
+    args = parse()
+    assert args.prefix_tree is False
+    assert args.calculate_per_token_loss is False
+    assert args.dataloader_type is None
+
+
+def test_the_flag_implies_one_denominator_for_the_step() -> None:
+    args = parse(*FOLDED)
+    assert args.prefix_tree is True
+    assert args.calculate_per_token_loss is True
+    assert args.dataloader_type == "external"
+    assert args.prefix_tree_data_path == ["a.jsonl", "b.jsonl"]
+    assert args.prefix_tree_shuffle is True
+    assert args.prefix_tree_attention_backend == "path"
+    check_arguments(args)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--dataloader-type", "external"),
+        ("--num-experts", "4", "--moe-token-dispatcher-type", "alltoall"),
+        ("--transformer-impl", "local"),
+    ],
+)
+def test_accepted(arguments: tuple[str, ...]) -> None:
+    check_arguments(parse(*FOLDED, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--mock-data",), "--mock-data"),
+        (("--data-path", "x"), "--data-path"),
+        (("--sft",), "--sft"),
+        (("--full-validation",), "--eval-iters"),
+        (("--iterations-to-skip", "3"), "--iterations-to-skip"),
+        (("--use-torch-fsdp2",), "--use-distributed-optimizer"),
+        (("--tp-comm-overlap",), "--tp-comm-overlap"),
+        (("--fp16",), "--bf16"),
+        (("--dataloader-type", "cyclic"), "--dataloader-type cyclic"),
+        (("--num-experts", "4"), "--moe-token-dispatcher-type alltoall"),
+        (("--transformer-impl", "inference_optimized"), "inference_optimized"),
+        (("--prefix-tree-max-tokens", "0"), "--prefix-tree-max-tokens=0"),
+        (("--prefix-tree-data-path", "-"), "--prefix-tree-data-path -"),
+        (("--prefix-tree-attention-backend", "nope"), "'nope'"),
+    ],
+)
+def test_refused(arguments: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ValueError, match="nope") if named == "'nope'" else pytest.raises(ArgumentError) as caught:
+        check_arguments(parse(*FOLDED, *arguments))
+    assert named in str(caught.value)
+
+
+def test_every_fault_is_named_at_once() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        check_arguments(parse(*FOLDED, "--mock-data", "--sft"))
+    assert "--mock-data" in str(caught.value)
+    assert "--sft" in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["--prefix-tree-data-path", "--prefix-tree-max-tokens"])
+def test_what_the_flag_needs(missing: str) -> None:
+    given = {"--prefix-tree-data-path": "a.jsonl", "--prefix-tree-max-tokens": "100"}
+    del given[missing]
+    with pytest.raises(ArgumentError, match=f"--prefix-tree needs {missing}"):
+        check_arguments(parse("--prefix-tree", *(word for pair in given.items() for word in pair)))
+
+
+def test_the_group_without_the_flag_is_refused() -> None:
+    check_unused(["--lr", "1"])
+    with pytest.raises(ArgumentError, match="--prefix-tree-max-tokens needs --prefix-tree"):
+        check_unused(["--lr", "1", "--prefix-tree-max-tokens=5"])
+
+
+def test_help_is_a_group_of_its_own() -> None:
+    text = add_prefix_tree_args(argparse.ArgumentParser()).format_help()
+    group = text.split("\nprefix-tree:\n")[1]
+    assert "--prefix-tree-dry-run" in group
+    assert "--global-batch-size" in group

@@ -1,0 +1,236 @@
+"""Megatron-LM's own training loop, folded: equal to its stock run of the same samples, one by one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_lm import (
+    BATCH,
+    CPU,
+    ENTRY,
+    FOLDED,
+    ITERATIONS,
+    MODEL,
+    STOCK,
+    TRAIN,
+    UNFOLDED,
+    VARIABLE,
+    Run,
+    megatron,
+    saved_tensors,
+    trained,
+    write_samples,
+)
+
+from mcore_prefix_tree.data import read_samples
+from mcore_prefix_tree.plan import plan_step
+from mcore_prefix_tree.testing.launcher import single_process
+
+if VARIABLE not in os.environ:
+    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+pytest.importorskip("triton", reason="megatron.training imports triton")
+pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+
+# Losses are logged with seven digits.
+LOSS, WEIGHTS = 2e-6, 1e-5
+FIRST = 1
+
+
+@dataclass(frozen=True)
+class Stock:
+    """The oracle: its data, its checkpoints, its losses and what it counted."""
+
+    data: str
+    folder: Path
+    losses: dict[int, float]
+    iterations: dict[int, dict[str, float]]
+
+    def args(self, tmp_path: Path) -> tuple[str, ...]:
+        """Of a folded run of the same samples."""
+        return CPU, MODEL, TRAIN, FOLDED, self.data, f"--save {tmp_path}"
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    """Twenty iterations of each sample alone; a checkpoint after the first, for others to start from, and at the end."""
+    root = tmp_path_factory.mktemp("stock")
+    write_samples(root / "samples.jsonl")
+    data = f"--prefix-tree-data-path {root / 'samples.jsonl'} --prefix-tree-no-shuffle"
+    common = (CPU, MODEL, TRAIN, UNFOLDED, data, f"--save {root / 'saved'}")
+    first = trained(STOCK, *common, f"--exit-interval {FIRST}")
+    rest = trained(STOCK, *common, f"--load {root / 'saved'}")
+    losses = first.losses | rest.losses
+    assert sorted(losses) == list(range(1, ITERATIONS + 1))
+    return Stock(data, root / "saved", losses, first.iterations | rest.iterations)
+
+
+def check(run: Run, stock: Stock, folder: Path, *, first: int = FIRST + 1) -> None:
+    """Every loss, what is counted, and the weights and optimizer state at the end."""
+    assert sorted(run.losses) == list(range(first, ITERATIONS + 1))
+    for iteration, loss in run.losses.items():
+        assert loss == pytest.approx(stock.losses[iteration], rel=LOSS), iteration
+    for iteration, figures in run.iterations.items():
+        expected = stock.iterations[iteration]
+        for counted in ("consumed samples", "learning rate", "global batch size"):
+            assert figures[counted] == expected[counted], (iteration, counted)
+        assert figures["fold ratio"] > 1.3
+        assert figures["plan time (ms)"] > 0
+    for name in ("logical tokens/s", "physical tokens/s"):
+        # Nothing was measured before the first step.
+        assert [name in run.iterations[i] for i in (first, first + 1, ITERATIONS)] == [False, True, True]
+    with single_process():
+        actual, expected_tensors = (saved_tensors(at, ITERATIONS) for at in (folder, stock.folder))
+    assert actual.keys() == expected_tensors.keys()
+    assert len(actual) > 20
+    for name, tensor in expected_tensors.items():
+        error = torch.linalg.vector_norm(actual[name] - tensor) / torch.linalg.vector_norm(tensor)
+        assert error <= WEIGHTS, f"{name}: {error:.1e}"
+
+
+def test_from_scratch_in_one_process(stock: Stock, tmp_path: Path) -> None:
+    check(trained(ENTRY, *stock.args(tmp_path)), stock, tmp_path, first=1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(2, "--tensor-model-parallel-size 2", id="tp2"),
+        pytest.param(2, "--pipeline-model-parallel-size 2", id="pp2"),
+        pytest.param(2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", id="dp2"),
+        pytest.param(
+            2,
+            "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective",
+            id="tp2-sp",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2,
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            id="pp2-vpp2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            id="tp2-pp2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_resumed_from_the_stock_run_in_another_layout(
+    stock: Stock, tmp_path: Path, ranks: int, layout: str, base: Path
+) -> None:
+    check(trained(ENTRY, *stock.args(tmp_path), f"--load {base}", layout, ranks=ranks), stock, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def base(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stock run's first checkpoint, as the only one of its folder."""
+    folder = tmp_path_factory.mktemp("base")
+    name = f"iter_{FIRST:07d}"
+    (folder / name).symlink_to(stock.folder / name)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(FIRST))
+    return folder
+
+
+def test_distributed_optimizer_overlap_and_validation(stock: Stock, base: Path, tmp_path: Path) -> None:
+    """From the stock weights; the optimizer's state of one kind cannot be read by the other."""
+    valid = stock.data.replace("--prefix-tree-data-path", "--prefix-tree-valid-data-path")
+    evaluate = f"{valid} --eval-iters 2 --eval-interval 2 --exit-interval 2"
+    start = f"--load {base} --finetune --no-load-optim --no-load-rng"
+    optimizer = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    folded = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, stock.data, start, optimizer, evaluate, ranks=2)
+    alone = trained(STOCK, CPU, MODEL, TRAIN, UNFOLDED, stock.data, start, evaluate)
+    assert sorted(folded.losses) == sorted(alone.losses) == [1, 2]
+    for iteration, loss in alone.losses.items():
+        assert folded.losses[iteration] == pytest.approx(loss, rel=LOSS)
+    validation = [validation_loss(run) for run in (folded, alone)]
+    assert validation[0] == pytest.approx(validation[1], rel=LOSS)
+
+
+def validation_loss(run: Run) -> float:
+    (line,) = [line for line in run.output.splitlines() if "validation loss at iteration 2" in line]
+    assert "fold ratio" not in line
+    return float(line.split("lm loss value:")[1].split("|")[0])
+
+
+def test_bf16_trains(stock: Stock) -> None:
+    run = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, stock.data, "--bf16 --exit-interval 2", ranks=1)
+    assert run.losses[1] == pytest.approx(stock.losses[1], rel=1e-2)
+
+
+def test_without_the_flag_it_is_megatrons_own_script(tmp_path: Path) -> None:
+    """Its losses, bit for bit as far as they are printed, and its arguments: none of ours is even known."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os, runpy, sys\n"
+        f"root = os.environ['{VARIABLE}']\n"
+        "sys.path.insert(0, root)\n"
+        "from mcore_prefix_tree.testing.emulation import enable_training\n"
+        "enable_training()\n"
+        "runpy.run_path(os.path.join(root, 'pretrain_gpt.py'), run_name='__main__')\n"
+    )
+    arguments = (
+        CPU,
+        MODEL,
+        TRAIN,
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 8 --exit-interval 3",
+    )
+    ours, own = (trained(program, *arguments) for program in (ENTRY, (str(script),)))
+    assert len(own.losses) == 3
+    assert ours.losses == own.losses
+    printed = [[line for line in run.output.splitlines() if " ..... " in line] for run in (ours, own)]
+    assert printed[0] == printed[1]
+    assert "prefix_tree_" not in ours.output
+
+
+def test_help_has_a_group_of_its_own() -> None:
+    run = megatron(ENTRY, "--help")
+    assert run.status == 0
+    ours = run.output.split("\nprefix-tree:\n")[1]
+    assert "--prefix-tree-max-tokens N" in ours
+    assert "--micro-batch-size" in run.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--hidden-dropout 0.1", "hidden_dropout=0.1"),
+        ("--context-parallel-size 2", "context_parallel_size=2"),
+        ("--num-experts 4 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff=0.1"),
+        ("--mock-data", "--mock-data"),
+    ],
+)
+def test_refusals_come_before_anything_is_started(stock: Stock, arguments: str, sentence: str) -> None:
+    ranks = 2 if "parallel" in arguments else 1
+    run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, stock.data, arguments, ranks=ranks)
+    assert run.status != 0
+    (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert sentence in line
+    assert "pretrain_gpt.py" not in run.output, "a sentence, no traceback"
+    for later in ("building GPT model", "initializing torch distributed"):
+        assert later not in run.output
+
+
+def test_a_step_that_does_not_fit_is_refused_before_training(stock: Stock) -> None:
+    run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, stock.data, "--prefix-tree-max-tokens 48")
+    assert run.status != 0
+    (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert "--prefix-tree-max-tokens=48" in line
+    assert "use --micro-batch-size" in line
+    assert not run.losses
+
+
+def test_dry_run(stock: Stock) -> None:
+    run = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, stock.data, "--prefix-tree-dry-run")
+    assert f"{BATCH} a step, in 4 micro-batches on each of 1 data-parallel ranks" in run.output
+    samples = read_samples(stock.data.split()[1])[:BATCH]
+    plan = plan_step(samples, max_tokens=400, micro_batch_multiple=4)
+    ratio = sum(map(len, samples)) / sum(map(sum, plan.physical_tokens))
+    assert f"fold ratio {ratio:.2f}" in run.output
+    assert "weights, gradients, optimizer" in run.output
+    assert not run.losses

@@ -1,0 +1,152 @@
+"""Steps dealt as a fixed number of micro-batches, as Megatron's calculator wants them."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.mcore.arguments import ArgumentError
+from mcore_prefix_tree.mcore.pretrain.steps import (
+    Folding,
+    StepDealer,
+    StepIterator,
+    StepMicroBatch,
+    StepSize,
+    check_first_epoch,
+    plan_exactly,
+)
+
+PROMPT = list(range(20))
+
+
+def samples(count: int, *, shared: bool = True) -> list[Sample]:
+    """Of 25 tokens each, the first 20 common."""
+    return [
+        Sample(tokens=[*PROMPT, *([index] * 5)], merge_key=None if shared else index, source=f"sample {index}")
+        for index in range(count)
+    ]
+
+
+def folding(*, max_tokens: int = 1000, dp_rank: int = 0, pad_multiple: int = 1, interleave: int = 1) -> Folding:
+    return Folding(
+        max_tokens=max_tokens,
+        dp_rank=dp_rank,
+        pad_multiple=pad_multiple,
+        interleave=interleave,
+        device=torch.device("cpu"),
+        attention_backend="path",
+    )
+
+
+def order(count: int = 32, *, shuffle: bool = False) -> SampleOrder:
+    return SampleOrder([[sample] for sample in samples(count)], seed=1, shuffle=shuffle)
+
+
+def size(micro_batches: int, micro_batch_size: int, dp_size: int = 1) -> StepSize:
+    return StepSize(micro_batches=micro_batches, micro_batch_size=micro_batch_size, dp_size=dp_size)
+
+
+@pytest.mark.parametrize("step", [size(1, 8), size(4, 2), size(8, 1), size(2, 2, 2), size(1, 1, 8)])
+def test_a_plan_has_exactly_the_micro_batches_of_the_step(step: StepSize) -> None:
+    plan = plan_exactly(samples(8), step, max_tokens=1000)
+    assert len(plan.micro_batches) == step.dp_size
+    assert {len(rank) for rank in plan.micro_batches} == {step.micro_batches}
+    assert sorted(chain.from_iterable(chain.from_iterable(plan.micro_batches))) == list(range(8))
+
+
+def test_too_small_a_budget_names_the_micro_batch_size_that_fits() -> None:
+    # 12 samples share nothing: two fit into 50 tokens.
+    with pytest.raises(ArgumentError, match=r"need 6 micro-batches .*=50 tokens.* makes 3; use --micro-batch-size 2"):
+        plan_exactly(samples(12, shared=False), size(3, 4), max_tokens=50)
+    # Four stages that interleave want micro-batches in fours.
+    with pytest.raises(ArgumentError, match="use --micro-batch-size 1, or raise --prefix-tree-max-tokens"):
+        plan_exactly(samples(12, shared=False), size(4, 3), max_tokens=50, interleave=4)
+    with pytest.raises(ArgumentError, match=r"makes 3; raise --prefix-tree-max-tokens"):
+        plan_exactly(samples(12, shared=False), size(3, 4), max_tokens=50, interleave=5)
+
+
+def test_the_first_epoch_is_checked_before_training() -> None:
+    loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, shuffle=False)
+    with pytest.raises(ArgumentError, match="the first of these samples is sample 0"):
+        check_first_epoch(loners, size(2, 4), folding(max_tokens=75), consumed=0, end=10**9)
+    check_first_epoch(loners, size(2, 4), folding(max_tokens=75), consumed=0, end=8)
+    check_first_epoch(loners, size(2, 4), folding(max_tokens=100), consumed=0, end=10**9)
+
+
+def deal(iterator: StepIterator, count: int) -> list[StepMicroBatch]:
+    return [next(iterator) for _ in range(count)]
+
+
+def tokens_of(dealt: list[StepMicroBatch]) -> list[list[int]]:
+    layouts = [micro_batch.batch.layout for micro_batch in dealt]
+    rows = [layout.input_ids[layout.sample_tokens(s)] for layout in layouts for s in range(layout.num_samples)]
+    return sorted(row.tolist() for row in rows)
+
+
+def expected(taken: list[Sample]) -> list[list[int]]:
+    return sorted(sample.tokens.tolist() for sample in taken)
+
+
+def test_steps_take_the_samples_that_megatron_counts() -> None:
+    source, step = order(shuffle=True), size(2, 4, 2)
+    ranks = [StepIterator(StepDealer(source, folding(dp_rank=r)), consumed=16, size=lambda: step) for r in range(2)]
+    for consumed in (16, 32, 48):
+        dealt = [micro_batch for iterator in ranks for micro_batch in deal(iterator, 2)]
+        assert tokens_of(dealt) == expected(source.take(consumed, 16))
+
+
+def test_the_size_of_a_step_is_asked_at_its_beginning() -> None:
+    source = order()
+    sizes = iter([size(1, 4), size(2, 4), size(4, 4)])
+    iterator = StepIterator(StepDealer(source, folding()), consumed=0, size=lambda: next(sizes))
+    consumed = 0
+    for micro_batches in (1, 2, 4):
+        assert tokens_of(deal(iterator, micro_batches)) == expected(source.take(consumed, 4 * micro_batches))
+        consumed += 4 * micro_batches
+
+
+def test_model_chunks_of_a_rank_share_what_was_folded() -> None:
+    dealer = StepDealer(order(), folding())
+    chunks = [StepIterator(dealer, consumed=0, size=lambda: size(2, 4)) for _ in range(2)]
+    for _ in range(3):
+        first, second = (deal(chunk, 2) for chunk in chunks)
+        assert [id(one) for one in first] == [id(one) for one in second]
+
+
+def test_sequences_are_padded_and_ranks_without_samples_get_padding() -> None:
+    step = size(2, 1, 2)
+    dealt = [
+        next(StepIterator(StepDealer(order(1), folding(dp_rank=r, pad_multiple=8)), consumed=0, size=lambda: step))
+        for r in range(2)
+    ]
+    assert all(micro_batch.batch.input_ids.shape[1] % 8 == 0 for micro_batch in dealt)
+    assert sum(micro_batch.batch.layout.num_samples for micro_batch in dealt) <= 4
+
+
+def test_statistics() -> None:
+    now = iter([10.0, 12.5, 13.0])
+    iterator = StepIterator(
+        StepDealer(order(), folding(), clock=lambda: next(now)), consumed=0, size=lambda: size(2, 4)
+    )
+    steps = [deal(iterator, 2) for _ in range(3)]
+    stats = [step[0].stats for step in steps]
+    assert all(step[0].stats is step[1].stats for step in steps)
+    assert [one.seconds_before for one in stats if one] == [0.0, 2.5, 0.5]
+    first, second, _ = stats
+    assert first is not None
+    assert second is not None
+    assert first.logical_tokens == second.logical_before == 8 * 25
+    # Two micro-batches, both with the prompt.
+    assert first.physical_tokens == second.physical_before == 2 * 20 + 8 * 5
+    assert np.isclose(sum(micro_batch.share for micro_batch in steps[0]), 1)
+    assert all(micro_batch.host_seconds > 0 for micro_batch in steps[0])
+
+
+def test_evaluation_is_not_measured() -> None:
+    iterator = StepIterator(StepDealer(order(), folding()), consumed=0, size=lambda: size(2, 4))
+    assert next(iterator).stats is None
