@@ -133,7 +133,8 @@ class VerifyConfig:
 
     Attributes:
         enabled: before ``train``.
-        tolerance: largest relative error that passes; None takes 1e-12 for float64 and 1e-5 for float32. bfloat16 is
+        tolerance: largest relative error that passes; None takes 1e-12 for float64 and 1e-5 for float32 (and for
+            models with parts that upstream computes in float32, such as the MoE router). bfloat16 is
             judged against a float32 run of the same weights instead: within 3 times the unfolded run's own error.
     """
 

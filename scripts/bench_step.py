@@ -49,7 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, "checkpoint.save=null"])
     quiet_upstream()
-    from mcore_prefix_tree.mcore.train.trainer import run_compare
+    from mcore_prefix_tree.mcore.train.jobs import run_compare
 
     comparison, is_main = run_compare(recipe, repeats=arguments.repeats)
     if not is_main:

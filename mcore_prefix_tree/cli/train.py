@@ -27,7 +27,7 @@ def train(
     loaded = load_recipe(recipe, overrides or [])
     quiet_upstream()
     # Megatron takes seconds to import: a wrong recipe is told before.
-    from mcore_prefix_tree.mcore.train.trainer import VerificationError, run_train
+    from mcore_prefix_tree.mcore.train.jobs import VerificationError, run_train
 
     reporter = ConsoleReporter(Console())
     try:

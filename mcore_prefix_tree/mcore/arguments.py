@@ -156,6 +156,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         found.append(f"--dataloader-type {args.dataloader_type}: folded micro-batches come from outside; leave it out")
     if getattr(args, "transformer_impl", None) == "inference_optimized":
         found.append("--transformer-impl inference_optimized: use local or transformer_engine")
+    if getattr(args, "position_embedding_type", None) == "mrope":
+        found.append("--position-embedding-type mrope: its positions are three-dimensional; use rope")
     if args.num_experts is not None and args.moe_token_dispatcher_type == "allgather":
         found.append(
             "--moe-token-dispatcher-type allgather: it wants equal lengths on all ranks; "

@@ -13,9 +13,9 @@ import torch
 from train_jobs import BATCH, VOCAB, batch_of, built, command, train, world_of_one, write_job
 
 from mcore_prefix_tree import FlatLayout, fold
-from mcore_prefix_tree.mcore.train import schedule, trainer
+from mcore_prefix_tree.mcore.train import jobs, schedule, trainer
 from mcore_prefix_tree.mcore.train.compare import Comparison
-from mcore_prefix_tree.mcore.train.trainer import VerificationError, run_compare, run_verify
+from mcore_prefix_tree.mcore.train.jobs import VerificationError, run_compare, run_verify
 from mcore_prefix_tree.mcore.train.verify import HALF_FACTOR, VerifyReport, verify
 from mcore_prefix_tree.plan import plan_step
 from mcore_prefix_tree.recipe import load_recipe
@@ -171,14 +171,14 @@ def test_the_worst_parameter_is_the_one_whose_gradient_is_off(job: Path, monkeyp
     with world_of_one(recipe) as place:
         model = built(recipe, place)
         weight = dict(model.named_parameters())[name]
-        folded_forward = trainer.verify.__globals__["tree_forward"]
+        folded_forward = jobs.verify.__globals__["tree_forward"]
 
         def forward(model: torch.nn.Module, batch: object) -> torch.Tensor:
             # Changes nothing of the output, but the gradient of one weight.
             weight_sum = weight.sum()
             return folded_forward(model, batch) * (1 + weight_sum - weight_sum.detach())
 
-        monkeypatch.setitem(trainer.verify.__globals__, "tree_forward", forward)
+        monkeypatch.setitem(jobs.verify.__globals__, "tree_forward", forward)
         report = verify([model], batch_of(recipe, 1), recipe, place)
     assert report.worst_parameter == f"{name} (rank 0)"
     assert not report.passed
@@ -214,7 +214,7 @@ def test_it_runs_only_when_asked_and_only_before_the_first_step(
 ) -> None:
     saving = (f"checkpoint.save={tmp_path / 'saved'}", "verify.enabled=true", "train_iters=2")
     assert len(train(job, *saving).verifications) == 1
-    monkeypatch.setattr(trainer, "verify", None)  # cannot be called
+    monkeypatch.setattr(jobs, "verify", None)  # cannot be called
     resumed = train(job, *saving, "train_iters=3", resume=True)
     assert resumed.verifications == []
     assert train(job, "verify.enabled=false", "train_iters=2").verifications == []

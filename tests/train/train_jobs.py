@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.mcore.train.trainer import run_train
+from mcore_prefix_tree.mcore.train.jobs import run_train
 from mcore_prefix_tree.recipe import Recipe, load_recipe
 
 VOCAB = 64

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -84,7 +84,7 @@ def smallest_maximum(samples, count):
     best = None
     for cuts in chain.from_iterable(combinations(range(1, len(order)), k) for k in range(min(count, len(order)))):
         borders = [0, *cuts, len(order)]
-        largest = max(physical(samples, order[a:b]) for a, b in zip(borders, borders[1:], strict=False))
+        largest = max(physical(samples, order[a:b]) for a, b in pairwise(borders))
         best = largest if best is None else min(best, largest)
     return best
 

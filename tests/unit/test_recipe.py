@@ -173,9 +173,9 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, says):
 def test_files_that_cannot_be_opened(tmp_path, recipe):
     with pytest.raises(RecipeError, match=r"missing\.yaml does not exist$"):
         load_recipe(tmp_path / "missing.yaml")
-    with pytest.raises(RecipeError, match="cannot be read: .*Is a directory"):
+    with pytest.raises(RecipeError, match=r"cannot be read: .*Is a directory"):
         load_recipe(tmp_path)
-    with pytest.raises(RecipeError, match="cannot be read: .*Not a directory"):
+    with pytest.raises(RecipeError, match=r"cannot be read: .*Not a directory"):
         load_recipe(recipe / "below_a_file.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match=r"binary\.yaml cannot be read: .*utf-8"):

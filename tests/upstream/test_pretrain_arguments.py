@@ -18,6 +18,7 @@ def parse(*arguments: str) -> argparse.Namespace:
     parser.add_argument("--num-experts", type=int)
     parser.add_argument("--moe-token-dispatcher-type", default="allgather")
     parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--position-embedding-type", default="rope")
     for flag in ("--mock-data", "--sft", "--full-validation", "--use-torch-fsdp2", "--fp16", "--tp-comm-overlap"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--data-path", nargs="*")
@@ -69,6 +70,7 @@ def test_accepted(arguments: tuple[str, ...]) -> None:
         (("--fp16",), "--bf16"),
         (("--dataloader-type", "cyclic"), "--dataloader-type cyclic"),
         (("--num-experts", "4"), "--moe-token-dispatcher-type alltoall"),
+        (("--position-embedding-type", "mrope"), "mrope"),
         (("--transformer-impl", "inference_optimized"), "inference_optimized"),
         (("--prefix-tree-max-tokens", "0"), "--prefix-tree-max-tokens=0"),
         (("--prefix-tree-data-path", "-"), "--prefix-tree-data-path -"),

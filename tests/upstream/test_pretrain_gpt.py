@@ -56,7 +56,7 @@ class Stock:
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
-    """Twenty iterations of each sample alone; a checkpoint after the first, for others to start from, and at the end."""
+    """Twenty iterations of each sample alone, with a checkpoint after the first, to start from, and at the end."""
     root = tmp_path_factory.mktemp("stock")
     write_samples(root / "samples.jsonl")
     data = f"--prefix-tree-data-path {root / 'samples.jsonl'} --prefix-tree-no-shuffle"
@@ -186,6 +186,34 @@ def test_without_the_flag_it_is_megatrons_own_script(tmp_path: Path) -> None:
     printed = [[line for line in run.output.splitlines() if " ..... " in line] for run in (ours, own)]
     assert printed[0] == printed[1]
     assert "prefix_tree_" not in ours.output
+
+
+def test_a_sites_own_script_takes_three_lines(stock: Stock, tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_site.py"
+    script.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, os.environ['{VARIABLE}'])\n"
+        "from mcore_prefix_tree.testing.emulation import enable_training\n"
+        "enable_training()\n"
+        "from functools import partial\n"
+        "from gpt_builders import gpt_builder\n"
+        "from megatron.core.enums import ModelType\n"
+        "from megatron.training import pretrain\n"
+        "from model_provider import model_provider\n"
+        "from pretrain_gpt import forward_step, train_valid_test_datasets_provider\n"
+        "from mcore_prefix_tree.mcore.pretrain.providers import add_prefix_tree_args, prefix_tree_providers\n"
+        "own = train_valid_test_datasets_provider, partial(model_provider, gpt_builder), forward_step\n"
+        "train_valid_test_datasets_provider.is_distributed = True\n"
+        "datasets, model, step = prefix_tree_providers(*own)\n"
+        "pretrain(datasets, model, ModelType.encoder_or_decoder, step, extra_args_provider=add_prefix_tree_args)\n"
+    )
+    common = (CPU, MODEL, TRAIN, "--tokenizer-type NullTokenizer --exit-interval 2")
+    folded = trained((str(script),), *common, FOLDED, stock.data)
+    assert folded.losses[1] == pytest.approx(stock.losses[1], rel=LOSS)
+    assert folded.losses[2] == pytest.approx(stock.losses[2], rel=LOSS)
+    own = trained((str(script),), *common, "--mock-data --vocab-size 127 --micro-batch-size 8")
+    assert len(own.losses) == 2
+    assert "fold ratio" not in own.output
 
 
 def test_help_has_a_group_of_its_own() -> None:

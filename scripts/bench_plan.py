@@ -1,0 +1,231 @@
+#!/usr/bin/env python
+"""How far the slowest rank is above the lower bound: plans by cost, by tokens, by count, and Karmarkar-Karp.
+
+    scripts/bench_plan.py ../shared/data/tau_bench_airline_gpt4o.jsonl --expand-turns
+
+Beside the file as it is: the file several times over, where each copy has tokens of its own after the prompt that all
+samples share (a larger global batch of the same lengths and tree shapes), and inputs made to be awkward. All ways are
+judged by the same cost model, after every rank folded what it was given, each rank's repeated context included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_step import machine
+from rich.console import Console
+from rich.table import Table
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.data import load_tokenizer, read_samples
+from mcore_prefix_tree.plan import CostModel, ForestPlan, plan_step, report_plan
+from mcore_prefix_tree.plan.cuts import fewest_runs
+from mcore_prefix_tree.plan.pack import Leaves
+from mcore_prefix_tree.trie import sort_samples
+
+# A 7B model: 32 layers of 4096, grouped queries, a vocabulary of 131,072.
+COST = CostModel.from_dimensions(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_query_groups=8,
+    vocab_size=131072,
+)
+# Karmarkar-Karp in Python is quadratic: beyond so many (items x ranks) it is left out.
+KK_LIMIT = 2_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    samples: list[Sample]
+    dp_size: int
+    max_tokens: int
+
+
+def cut_ranks(samples: Sequence[Sample], ranks: Sequence[Sequence[int]], max_tokens: int) -> ForestPlan:
+    """Each rank folds its own samples under the budget, in as few micro-batches as runs of its order allow."""
+    cut = []
+    for indices in ranks:
+        own = [samples[index] for index in indices]
+        order, shared = sort_samples(own)
+        lengths = np.array([len(own[index]) for index in order], dtype=np.int64)
+        runs = fewest_runs((shared, lengths - shared, max_tokens))
+        cut.append([tuple(indices[index] for index in order[start:end].tolist()) for start, end in runs])
+    most = max(1, max(len(rank) for rank in cut))
+    return ForestPlan(
+        micro_batches=tuple((*rank, *[()] * (most - len(rank))) for rank in cut),
+        physical_tokens=tuple((0,) * most for _ in cut),  # report_plan counts
+    )
+
+
+def by_count(case: Case) -> ForestPlan:
+    """As many samples to each rank, neighbours of the depth-first order together."""
+    order, _ = sort_samples(case.samples)
+    return cut_ranks(case.samples, [part.tolist() for part in np.array_split(order, case.dp_size)], case.max_tokens)
+
+
+def karmarkar_karp(costs: Sequence[int], parts: int) -> list[list[int]]:
+    """The largest differencing method for ``parts`` sets (Karmarkar and Karp, 1982).
+
+    Partial partitions are merged, those of the largest spread first: the heaviest set of one with the lightest of the
+    other.
+    """
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for index, cost in enumerate(costs):
+        sets = [(0, [])] * (parts - 1) + [(cost, [index])]
+        heapq.heappush(heap, (-cost, index, sets))
+    while len(heap) > 1:
+        _, _, one = heapq.heappop(heap)
+        _, number, other = heapq.heappop(heap)
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        merged.sort(key=lambda item: item[0])
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], number, merged))
+    return [members for _, members in heap[0][2]] if heap else [[] for _ in range(parts)]
+
+
+def by_karmarkar_karp(case: Case, *, leaves: bool) -> ForestPlan | None:
+    """Karmarkar-Karp over the samples' own costs, as rollout frameworks do, or over what each leaf adds to the tree."""
+    order, shared = sort_samples(case.samples)
+    lengths = np.array([len(case.samples[index]) for index in order], dtype=np.int64)
+    if leaves:
+        items = Leaves.of_samples(shared, lengths)
+        costs = COST.units_of_path(items.length) - COST.units_of_path(items.context)
+    else:
+        items = Leaves.every_sample(shared, lengths)
+        costs = COST.units_of_path(items.length)
+    if len(costs) * case.dp_size > KK_LIMIT:
+        return None
+    ranks = karmarkar_karp(costs.tolist(), case.dp_size)
+    members = [
+        [index for item in rank for index in order[items.start[item] : items.end[item]].tolist()] for rank in ranks
+    ]
+    return cut_ranks(case.samples, members, case.max_tokens)
+
+
+def several_times(samples: list[Sample], copies: int) -> list[Sample]:
+    """Copies with tokens of their own after the prompt that all samples share."""
+    _, shared = sort_samples(samples)
+    prompt = int(shared[1:].min())
+    largest = 1 + max(int(sample.tokens.max()) for sample in samples)
+    more = list(samples)
+    for copy in range(1, copies):
+        for sample in samples:
+            tokens = sample.tokens.copy()
+            tokens[prompt:] += copy * largest
+            more.append(Sample(tokens=tokens, loss_mask=sample.loss_mask, source=sample.source))
+    return more
+
+
+def groups(prompts: int, completions: int) -> list[Sample]:
+    """Completions of spread lengths on long prompts of their own."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for prompt in range(prompts):
+        head = np.full(int(rng.integers(500, 8000)), prompt)
+        tails = [np.full(int(rng.lognormal(7.3, 0.7)) + 1, 1000 + one) for one in range(completions)]
+        samples += [Sample(tokens=np.concatenate([head, tail])) for tail in tails]
+    return samples
+
+
+def star(leaves: int, trunk: int, length: int) -> list[Sample]:
+    """Equal leaves on one trunk: each cut repeats the trunk."""
+    return [Sample(tokens=np.r_[np.zeros(trunk), np.full(length, 1 + leaf)].astype(np.int64)) for leaf in range(leaves)]
+
+
+def powers(count: int) -> list[Sample]:
+    """Nothing shared; lengths over three orders of magnitude."""
+    return [Sample(tokens=np.full(int(8 * 1.06**index), index)) for index in range(count)]
+
+
+def judge(case: Case) -> dict[str, Any]:
+    started = time.perf_counter()
+    ours = plan_step(case.samples, max_tokens=case.max_tokens, dp_size=case.dp_size, cost_model=COST)
+    seconds = time.perf_counter() - started
+    ways = {
+        "by cost": ours,
+        "by tokens": plan_step(case.samples, max_tokens=case.max_tokens, dp_size=case.dp_size),
+        "by count": by_count(case),
+        "Karmarkar-Karp, samples": by_karmarkar_karp(case, leaves=False),
+        "Karmarkar-Karp, leaves": by_karmarkar_karp(case, leaves=True),
+    }
+    reports = {
+        name: report_plan(case.samples, plan, COST, max_tokens=case.max_tokens)
+        for name, plan in ways.items()
+        if plan is not None
+    }
+    # The bound for as few micro-batches as ours; more of them never makes it larger without an overhead for each.
+    bound = reports["by cost"].bound
+    best = reports["by cost"]
+    return {
+        "case": case.name,
+        "dp_size": case.dp_size,
+        "max_tokens": case.max_tokens,
+        "samples": len(case.samples),
+        "logical_tokens": best.logical_tokens,
+        "unique_tokens": best.unique_tokens,
+        "micro_batches": {name: len(report.ranks[0]) for name, report in reports.items()},
+        "over_bound": {name: report.slowest / bound for name, report in reports.items()},
+        "imbalance": {name: report.imbalance for name, report in reports.items()},
+        "repeated_tokens": {name: report.repeated_tokens for name, report in reports.items()},
+        "plan_seconds": seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--tokenizer", default="mistral-v7")
+    parser.add_argument("--expand-turns", action="store_true")
+    parser.add_argument("--max-tokens", type=int, default=32768)
+    parser.add_argument("--copies", type=int, default=16, help="of the file, for the larger global batch")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/plan.json"))
+    arguments = parser.parse_args()
+    samples = read_samples(
+        arguments.files, tokenizer=load_tokenizer(arguments.tokenizer), expand_turns=arguments.expand_turns
+    )
+    many = several_times(samples, arguments.copies)
+    cases = [
+        Case(name=name, samples=some, dp_size=dp_size, max_tokens=arguments.max_tokens)
+        for name, some in (("file", samples), (f"file x {arguments.copies}", many))
+        for dp_size in (8, 64, 512)
+    ]
+    cases += [
+        Case(name="64 prompts x 16 completions", samples=groups(64, 16), dp_size=dp_size, max_tokens=32768)
+        for dp_size in (8, 64)
+    ]
+    cases.append(Case(name="star, trunk 2000", samples=star(1000, 2000, 300), dp_size=64, max_tokens=8192))
+    cases.append(Case(name="powers, none shared", samples=powers(120), dp_size=8, max_tokens=16384))
+
+    results = [judge(case) for case in cases]
+    ways = list(results[0]["over_bound"])
+    table = Table("input", "dp", "K", "samples", *ways, "plan, ms", box=None, title="slowest rank / lower bound")
+    for result in results:
+        ratios = [result["over_bound"].get(way, math.nan) for way in ways]
+        table.add_row(
+            result["case"],
+            str(result["dp_size"]),
+            str(result["micro_batches"]["by cost"]),
+            f"{result['samples']:,}",
+            *("-" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios),
+            f"{result['plan_seconds'] * 1e3:,.0f}",
+        )
+    Console(width=140).print(table)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(
+        json.dumps({"machine": machine(), "cost": vars(COST), "results": results}, indent=2) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
