@@ -60,7 +60,7 @@ def cut_ranks(samples: Sequence[Sample], ranks: Sequence[Sequence[int]], max_tok
         own = [samples[index] for index in indices]
         order, shared = sort_samples(own)
         lengths = np.array([len(own[index]) for index in order], dtype=np.int64)
-        runs = fewest_runs((shared, lengths - shared, max_tokens))
+        runs = fewest_runs(shared, lengths - shared, max_tokens)
         cut.append([tuple(indices[index] for index in order[start:end].tolist()) for start, end in runs])
     most = max(1, max(len(rank) for rank in cut))
     return ForestPlan(

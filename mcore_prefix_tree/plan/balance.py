@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.plan.bound import makespan_bound
 from mcore_prefix_tree.plan.cost import CostModel
-from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs
+from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, longest_runs, reach, reach_of_several
 from mcore_prefix_tree.plan.pack import MAX_ATOMS, Atoms, Leaves, place
 from mcore_prefix_tree.trie import trie_from_order
 
@@ -51,6 +51,7 @@ def balance(
         bound=bound - cost_model.units_of_micro_batch * micro_batches,  # which every plan has
     )
     search.even_runs()
+    search.even_ranks()
     search.least_repeating_runs()
     search.whole_ranks()
     search.even_bins()
@@ -80,7 +81,7 @@ class _Search:
         self.makespan = -1
         self.context = cost_model.units_of_path(leaves.context)
         self.fresh = cost_model.units_of_path(leaves.length) - self.context
-        self.fresh_tokens = leaves.length - leaves.context
+        self.token_reach = reach(leaves.context, leaves.length - leaves.context, max_tokens)
 
     def done(self) -> bool:
         return self.makespan * 1000 <= self.bound * (1000 + _GOOD_ENOUGH)
@@ -91,17 +92,34 @@ class _Search:
             self.best, self.makespan = ranks, slowest
 
     def even_runs(self) -> None:
-        """D * K runs of the order, the most expensive as cheap as it can be, to one part in ten thousand."""
-        count = self.dp_size * self.micro_batches
-        tokens = (self.leaves.context, self.fresh_tokens, self.max_tokens)
+        """D * K runs of the order, the most expensive as cheap as it can be."""
+        runs = self.cheapest_runs(self.dp_size * self.micro_batches, self.token_reach)
+        assert runs is not None, "the caller has made sure that the fewest runs are few enough"
+        self.deal([np.arange(*run) for run in runs])
+
+    def even_ranks(self) -> None:
+        """D runs of the order, the most expensive as cheap as it can be, each cut under the budget."""
+        if self.done() or self.dp_size == 1 or self.micro_batches == 1:
+            return
+        runs = self.cheapest_runs(self.dp_size, reach_of_several(self.token_reach, self.micro_batches))
+        if runs is not None:
+            ranks = [np.arange(*run) for run in runs]
+            self.consider_ranks(ranks + [np.arange(0)] * (self.dp_size - len(ranks)))
+
+    def cheapest_runs(self, count: int, furthest: Int64Array) -> list[Run] | None:
+        """At most ``count`` runs that go no further than ``furthest``, the most expensive as cheap as it can be, to one
+        part in ten thousand; None if so few cannot hold everything.
+        """
         low, high = int((self.context + self.fresh).max(initial=1)), int((self.context + self.fresh).sum()) + 1
+        if len(longest_runs(furthest)) > count:
+            return None
         while high - low > max(1, low // 10_000):
             middle = (low + high) // 2
-            if len(fewest_runs((self.context, self.fresh, middle), tokens)) <= count:
+            if len(longest_runs(np.minimum(reach(self.context, self.fresh, middle), furthest))) <= count:
                 high = middle
             else:
                 low = middle
-        self.deal([np.arange(*run) for run in fewest_runs((self.context, self.fresh, high), tokens)])
+        return longest_runs(np.minimum(reach(self.context, self.fresh, high), furthest))
 
     def least_repeating_runs(self) -> None:
         """Cuts that repeat the least. Of a single rank the cost is the sum, which this makes as small as runs can."""
@@ -116,10 +134,7 @@ class _Search:
         if self.done() or self.dp_size == 1:
             return
         for ranks in self.placed(self.dp_size, self.bound, self.makespan, self.max_tokens * self.micro_batches):
-            cut = [self.cut(chosen) for chosen in ranks]
-            within = [rank for rank in cut if rank is not None]
-            if len(within) == self.dp_size:
-                self.consider(within)
+            if self.consider_ranks(ranks):
                 return
 
     def even_bins(self) -> None:
@@ -156,6 +171,15 @@ class _Search:
                 sizes = np.bincount(bin_of_leaf, minlength=bins)
                 yield np.split(np.argsort(bin_of_leaf, kind="stable"), np.cumsum(sizes)[:-1])
 
+    def consider_ranks(self, ranks: list[Int64Array]) -> bool:
+        """Cut each rank's leaves into its micro-batches, if they are enough for all of them."""
+        cut = [self.cut(chosen) for chosen in ranks]
+        within = [rank for rank in cut if rank is not None]
+        if len(within) < len(ranks):
+            return False
+        self.consider(within)
+        return True
+
     def cut(self, chosen: Int64Array) -> RankBins | None:
         own = self.leaves.some(chosen)
         context = self.cost_model.units_of_path(own.context)
@@ -173,7 +197,7 @@ def _runs_within(leaves: Leaves, context: Int64Array, max_tokens: int, count: in
     fresh_tokens = leaves.length - leaves.context
     runs = least_repeating_runs(leaves.context, fresh_tokens, max_tokens, repeats=context)
     if len(runs) > count:
-        runs = fewest_runs((leaves.context, fresh_tokens, max_tokens))
+        runs = fewest_runs(leaves.context, fresh_tokens, max_tokens)
     return runs if len(runs) <= count else None
 
 

@@ -18,29 +18,45 @@ Int64Array = npt.NDArray[np.int64]
 Run = tuple[int, int]
 
 
-def fewest_runs(*limits: tuple[Int64Array, Int64Array, int]) -> list[Run]:
-    """As few runs as the budgets allow, each as long as they allow.
+def reach(context: Int64Array, fresh: Int64Array, budget: int) -> Int64Array:
+    """How far a run may go.
 
     Args:
-        limits: one or several of ``(context, fresh, budget)``. ``context`` int64 ``[S]`` is what the path of each
-            sample has in common with the one before, 0 for the first; ``fresh`` int64 ``[S]`` what it adds;
-            ``budget`` is for each run. A sample that does not fit by itself is a run of its own.
+        context: int64 ``[S]``, what the path of each sample has in common with the one before; 0 for the first.
+        fresh: int64 ``[S]``, what each sample adds to the one before.
+        budget: for a run. A sample that does not fit by itself is a run of its own.
 
     Returns:
-        ``(start, end)`` of each run.
+        int64 ``[S]``: the exclusive end of the longest run under the budget that begins with each sample.
     """
-    count = len(limits[0][1])
-    reach = np.full(count, count, dtype=np.int64)  # where a run that begins here ends
-    for context, fresh, budget in limits:
-        ends = np.cumsum(fresh)
-        np.minimum(reach, np.searchsorted(ends, budget + (ends - fresh) - context, side="right"), out=reach)
-    reached = np.maximum(reach, np.arange(count) + 1).tolist()
+    ends = np.cumsum(fresh)
+    furthest = np.searchsorted(ends, budget + (ends - fresh) - context, side="right")
+    return np.maximum(furthest, np.arange(len(fresh)) + 1)
+
+
+def reach_of_several(furthest: Int64Array, count: int) -> Int64Array:
+    """The same for ``count`` runs in a row, if a single one goes as far as ``furthest``."""
+    single = np.append(furthest, len(furthest))
+    several = single
+    for _ in range(count - 1):
+        several = single[several]
+    return several[:-1]
+
+
+def longest_runs(furthest: Int64Array) -> list[Run]:
+    """``(start, end)`` of runs from the first sample to the last, each as long as it may be; no others are fewer."""
+    ends = furthest.tolist()
     runs = []
     start = 0
-    while start < count:
-        runs.append((start, reached[start]))
-        start = reached[start]
+    while start < len(ends):
+        runs.append((start, ends[start]))
+        start = ends[start]
     return runs
+
+
+def fewest_runs(context: Int64Array, fresh: Int64Array, budget: int) -> list[Run]:
+    """As few runs as the budget allows; see :func:`reach`."""
+    return longest_runs(reach(context, fresh, budget))
 
 
 def smallest_budget(context: Int64Array, fresh: Int64Array, count: int, high: int) -> int:
@@ -48,7 +64,7 @@ def smallest_budget(context: Int64Array, fresh: Int64Array, count: int, high: in
     low = int((context + fresh).max(initial=1))
     while low < high:
         middle = (low + high) // 2
-        if len(fewest_runs((context, fresh, middle))) <= count:
+        if len(fewest_runs(context, fresh, middle)) <= count:
             high = middle
         else:
             low = middle + 1
@@ -66,7 +82,7 @@ def least_repeating_runs(
     window is kept in a queue: O(S).
 
     Args:
-        context: int64 ``[S]``, as in :func:`fewest_runs`.
+        context: int64 ``[S]``, as in :func:`reach`.
         fresh: int64 ``[S]``, the same.
         budget: for each run. A sample that does not fit it by itself is a run of its own.
         repeats: int64 ``[S]``, what a run that begins here costs besides its fresh part; ``context`` by default.

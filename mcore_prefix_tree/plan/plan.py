@@ -97,7 +97,7 @@ def plan_step(
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
     fresh = lengths - shared
 
-    needed = len(fewest_runs((shared, fresh, max_tokens)))
+    needed = len(fewest_runs(shared, fresh, max_tokens))
     step = dp_size * micro_batch_multiple
     per_rank = max(1, -(-needed // step)) * micro_batch_multiple
     if micro_batches is not None:
@@ -138,7 +138,7 @@ def _even_plan(
     budget = smallest_budget(shared, fresh, count, max_tokens)
     cuts = least_repeating_runs(shared, fresh, budget)
     if len(cuts) > count:
-        cuts = fewest_runs((shared, fresh, budget))
+        cuts = fewest_runs(shared, fresh, budget)
     runs = [(int(shared[start] + fresh[start:end].sum()), tuple(order[start:end].tolist())) for start, end in cuts]
     runs += [(0, ())] * (count - len(runs))
     # Largest first, back and forth over the ranks: each rank gets as many, and about as much.

@@ -14,7 +14,14 @@ from oracles import paths_of, sample_lists, samples_through
 
 from mcore_prefix_tree import fold
 from mcore_prefix_tree.plan import CostModel, plan_step
-from mcore_prefix_tree.plan.cuts import fewest_runs, least_repeating_runs, smallest_budget
+from mcore_prefix_tree.plan.cuts import (
+    fewest_runs,
+    least_repeating_runs,
+    longest_runs,
+    reach,
+    reach_of_several,
+    smallest_budget,
+)
 from mcore_prefix_tree.trie import sort_samples
 
 MODEL = CostModel(token=3.0, pair=0.5)
@@ -50,7 +57,7 @@ def test_no_cut_under_the_budget_repeats_less(samples, slack):
         if max(counted := tokens_of(samples, order, cut)) <= budget
     ]
     assert (sum(sizes), len(runs)) == min(feasible)
-    assert len(fewest_runs((shared, fresh, budget))) == min(count for _, count in feasible)
+    assert len(fewest_runs(shared, fresh, budget)) == min(count for _, count in feasible)
 
 
 @given(sample_lists(max_samples=8, min_samples=1), st.integers(0, 15), st.integers(0, 1 << 30))
@@ -85,27 +92,39 @@ def test_two_budgets_at_once(samples, slack, cost_slack):
         costs = [int(context[start] + (path - context)[start:end].sum()) for start, end in cut]
         return max(costs) <= limit and max(tokens_of(samples, order, cut)) <= budget
 
-    runs = fewest_runs((shared, fresh, budget), (context, path - context, limit))
+    runs = longest_runs(np.minimum(reach(shared, fresh, budget), reach(context, path - context, limit)))
     assert fits(runs)
     assert len(runs) == min(len(cut) for cut in all_cuts(len(samples)) if fits(cut))
+
+
+@given(sample_lists(max_samples=8, min_samples=1), st.integers(0, 9), st.integers(1, 4))
+def test_several_runs_in_a_row(samples, slack, count):
+    _, shared, fresh = ordered(samples)
+    single = reach(shared, fresh, max(map(len, samples)) + slack)
+    several = reach_of_several(single, count)
+    for start in range(len(samples)):
+        end = start
+        for _ in range(count):
+            end = int(single[end]) if end < len(samples) else end
+        assert several[start] == end
 
 
 def test_what_does_not_fit_is_alone():
     shared, fresh = np.array([0, 2, 2]), np.array([3, 9, 1])
     assert least_repeating_runs(shared, fresh, 5) == [(0, 1), (1, 2), (2, 3)]
-    assert fewest_runs((shared, fresh, 5)) == [(0, 1), (1, 2), (2, 3)]
+    assert fewest_runs(shared, fresh, 5) == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_nothing_to_cut():
     none = np.zeros(0, dtype=np.int64)
-    assert least_repeating_runs(none, none, 5) == fewest_runs((none, none, 5)) == []
+    assert least_repeating_runs(none, none, 5) == fewest_runs(none, none, 5) == []
 
 
 def test_it_cuts_between_trees_rather_than_through_one():
     """Two trees of 3 x 10 tokens on trunks of 50: filling up the first run would repeat a trunk."""
     shared = np.array([0, 50, 50, 0, 50, 50])
     fresh = np.array([60, 10, 10, 60, 10, 10])
-    assert fewest_runs((shared, fresh, 150)) == [(0, 5), (5, 6)]
+    assert fewest_runs(shared, fresh, 150) == [(0, 5), (5, 6)]
     assert least_repeating_runs(shared, fresh, 150) == [(0, 3), (3, 6)]
 
 
