@@ -31,7 +31,8 @@ def reach(context: Int64Array, fresh: Int64Array, budget: int) -> Int64Array:
     """
     ends = np.cumsum(fresh)
     furthest = np.searchsorted(ends, budget + (ends - fresh) - context, side="right")
-    return np.maximum(furthest, np.arange(len(fresh)) + 1)
+    at_least_one: Int64Array = np.maximum(furthest, np.arange(len(fresh)) + 1)
+    return at_least_one
 
 
 def reach_of_several(furthest: Int64Array, count: int) -> Int64Array:

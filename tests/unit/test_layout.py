@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from oracles import comb, flat_paths, parent_path, paths_of, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.trie import build_trie
 
 padded = st.sampled_from([{}, {"pad_to_multiple_of": 4}, {"padded_size": 200, "pad_token": 3}])
 
@@ -205,3 +207,24 @@ def test_deep_and_wide_forests_are_folded_in_linear_time():
     assert layout.subtree_end[0] == 2 * depth
     np.testing.assert_array_equal(layout.input_ids[layout.sample_tokens(depth - 1)], samples[depth - 1].tokens)
     assert elapsed < 15
+
+
+def test_memory_is_that_of_the_unique_tokens():
+    """Sorting needs 4 bytes for a logical token; the layout nothing, until somebody asks for the sample map."""
+    prompt = list(range(3000))
+    samples = [Sample(tokens=[*prompt, 5000 + leaf]) for leaf in range(200)]
+    logical = sum(map(len, samples))
+    trie, sorting = peak_of(lambda: build_trie(samples))
+    layout, folding = peak_of(lambda: fold(samples, trie=trie))
+    _, mapping = peak_of(lambda: layout.sample_map)
+    assert 4 * logical <= sorting < 4.5 * logical
+    assert folding < 100 * layout.physical_tokens < logical
+    assert 4 * logical <= mapping < 4.5 * logical
+
+
+def peak_of(run):
+    tracemalloc.start()
+    try:
+        return run(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

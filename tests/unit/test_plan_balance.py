@@ -180,6 +180,51 @@ def test_cheap_micro_batches_are_first_and_last():
     assert {sizes[0], sizes[-1]} == {9, 10}
 
 
+def pipeline_seconds(costs, stages):
+    """One forward, one backward (1F1B): a micro-batch's forward takes its cost on every stage, its backward twice."""
+    todo = []
+    for stage in range(stages):
+        ahead = min(stages - 1 - stage, len(costs))
+        order = [("forward", i) for i in range(ahead)]
+        for i in range(len(costs)):
+            order += [("forward", ahead + i)] * (ahead + i < len(costs)) + [("backward", i)]
+        todo.append(order)
+    done: dict = {}
+    clock, at = [0.0] * stages, [0] * stages
+    while any(at[stage] < len(todo[stage]) for stage in range(stages)):
+        for stage in range(stages):
+            while at[stage] < len(todo[stage]):
+                what, i = todo[stage][at[stage]]
+                if what == "forward":
+                    needs = (what, i, stage - 1) if stage else None
+                else:
+                    needs = (what, i, stage + 1) if stage < stages - 1 else ("forward", i, stage)
+                if needs is not None and needs not in done:
+                    break
+                begin = max(clock[stage], 0.0 if needs is None else done[needs])
+                clock[stage] = done[what, i, stage] = begin + costs[i] * (1 if what == "forward" else 2)
+                at[stage] += 1
+    return max(clock)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_that_order_shortens_a_pipeline(stages):
+    """By more than a tenth against chance, and by some against largest first, over many sets of costs."""
+    assert pipeline_seconds([1.0] * 8, stages) == 3 * (8 + stages - 1)
+    rng = np.random.default_rng(0)
+    by_chance = falling = ours = 0.0
+    for _ in range(50):
+        lengths = sorted(int(rng.lognormal(4, 0.5)) + 1 for _ in range(8))
+        samples = [Sample(tokens=np.full(length, index)) for index, length in enumerate(lengths)]
+        plan = plan_step(samples, max_tokens=max(lengths), micro_batches=8, cost_model=CostModel())
+        sizes = list(plan.physical_tokens[0])
+        ours += pipeline_seconds(sizes, stages)
+        by_chance += pipeline_seconds(rng.permutation(sizes).tolist(), stages)
+        falling += pipeline_seconds(sorted(sizes, reverse=True), stages)
+    assert ours < 0.9 * by_chance
+    assert ours < 0.98 * falling
+
+
 def test_asked_for_micro_batches():
     samples = [Sample(tokens=[length] * 10) for length in range(4)]
     plan = plan_step(samples, max_tokens=40, dp_size=2, micro_batches=2, cost_model=CostModel())

@@ -16,9 +16,10 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.forward_step import sft_forward_step
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.compare import Comparison, compare
-from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule
+from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.verify import VerifyReport
+from mcore_prefix_tree.plan import Ahead
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
 
@@ -35,8 +36,8 @@ class StepReport:
         samples: logical samples.
         logical_tokens: of these.
         physical_tokens: computed, over all ranks, without padding.
-        plan_seconds: on the host, for planning and folding; part of ``seconds``.
-        seconds: of the whole step.
+        plan_seconds: on the host, for planning and folding, while the step before computed.
+        seconds: of the step itself.
     """
 
     iteration: int
@@ -72,6 +73,14 @@ class Reporter(Protocol):
 
     def compared(self, comparison: Comparison) -> None:
         """The last batch was run folded and unfolded."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _PlannedStep:
+    iteration: int
+    samples: list[Sample]
+    folded: FoldedStep
+    seconds: float
 
 
 class Trainer:
@@ -132,16 +141,16 @@ class Trainer:
         done = 0 if saved is None else self._resume(saved, reporter)
         if self._place.is_main:
             reporter.started(done + 1, recipe.train_iters)
-        for iteration in range(done + 1, recipe.train_iters + 1):
-            report = self._step(iteration)
-            if self._place.is_main:
-                reporter.step(report)
-            if recipe.checkpoint.save is not None and (
-                iteration % recipe.checkpoint.save_interval == 0 or iteration == recipe.train_iters
-            ):
-                checkpoint.save(
-                    recipe.checkpoint.save, self._chunks, self._optimizer, self._scheduler, self._progress(iteration)
-                )
+        # The next step is planned while this one computes.
+        with Ahead(self._plan, first=done + 1, last=recipe.train_iters + 1) as steps:
+            for planned in steps:
+                report = self._step(planned)
+                if self._place.is_main:
+                    reporter.step(report)
+                if self._is_time_to_save(report.iteration):
+                    assert recipe.checkpoint.save is not None
+                    progress = self._progress(report.iteration)
+                    checkpoint.save(recipe.checkpoint.save, self._chunks, self._optimizer, self._scheduler, progress)
         if recipe.compare:
             comparison = self.compare(recipe.train_iters, repeats=1)
             if self._place.is_main:
@@ -181,11 +190,21 @@ class Trainer:
             reporter.message(f"resumed from {checkpoint.iteration_folder(folder, saved)}")
         return saved
 
-    def _step(self, iteration: int) -> StepReport:
+    def _is_time_to_save(self, iteration: int) -> bool:
+        options = self._recipe.checkpoint
+        return options.save is not None and (
+            iteration % options.save_interval == 0 or iteration == self._recipe.train_iters
+        )
+
+    def _plan(self, iteration: int) -> _PlannedStep:
         started = time.perf_counter()
         samples = self._samples(iteration)
-        folded = plan_folded(samples, self._recipe, self._place).micro_batches
-        planned = time.perf_counter() - started
+        folded = plan_folded(samples, self._recipe, self._place)
+        return _PlannedStep(iteration=iteration, samples=samples, folded=folded, seconds=time.perf_counter() - started)
+
+    def _step(self, planned: _PlannedStep) -> StepReport:
+        started = time.perf_counter()
+        samples, folded = planned.samples, planned.folded.micro_batches
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -196,14 +215,14 @@ class Trainer:
         self._scheduler.step(increment=len(samples))
         loss, physical = self._totals(reported, folded)
         return StepReport(
-            iteration=iteration,
+            iteration=planned.iteration,
             loss=loss,
             grad_norm=None if grad_norm is None else float(grad_norm),
             lr=float(lr),
             samples=len(samples),
             logical_tokens=sum(len(sample) for sample in samples),
             physical_tokens=physical,
-            plan_seconds=planned,
+            plan_seconds=planned.seconds,
             seconds=time.perf_counter() - started,
         )
 
