@@ -29,13 +29,36 @@ def bench_step_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def bench_trie_table(result: dict[str, Any]) -> str:
+    """Markdown for a result of scripts/bench_trie.py."""
+    times = result["median_ms"]
+    lines = ["| from samples to | milliseconds |", "|---|---|"]
+    lines += [f"| {name} | {times[key]:.0f} |" for name, key in (("a trie", "trie"), ("planned metadata", "all four"))]
+    peer = ""
+    if result.get("areal_ms"):
+        peer = f" AReaL's trie builder took {result['areal_ms']:,.0f} ms for the same samples in the same run."
+    lines += [
+        "",
+        f"{result['samples']:,} samples, {result['logical_tokens']:,} logical and {result['physical_tokens']:,} unique "
+        f"tokens, one core ({result['machine']['cpu']}).{peer}",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {
+    "bench_step": ("step_quickstart_cpu.json", bench_step_table),
+    "bench_trie": ("trie.json", bench_trie_table),
+}
+
+
 def rendered(readme: str) -> str:
     """The README with its tables renewed."""
-    begin, end = "<!-- bench_step:begin -->\n", "<!-- bench_step:end -->"
-    before, rest = readme.split(begin)
-    _, after = rest.split(end)
-    table = bench_step_table(json.loads((RESULTS / "step_quickstart_cpu.json").read_text()))
-    return f"{before}{begin}{table}\n{end}{after}"
+    for name, (file, table) in TABLES.items():
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        before, rest = readme.split(begin)
+        _, after = rest.split(end)
+        readme = f"{before}{begin}{table(json.loads((RESULTS / file).read_text()))}\n{end}{after}"
+    return readme
 
 
 if __name__ == "__main__":
