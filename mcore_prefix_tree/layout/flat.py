@@ -164,6 +164,8 @@ def fold(
         trie = build_trie(samples)
     elif len(trie.order) != len(samples):
         raise ValueError(f"the trie is of {len(trie.order)} samples, but there are {len(samples)}")
+    if pad_to_multiple_of < 1:
+        raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1")
     physical = trie.num_tokens
     if padded_size is None:
         padded_size = max(1, -(-physical // pad_to_multiple_of)) * pad_to_multiple_of

@@ -157,6 +157,7 @@ def test_resume_needs_a_folder(job: Path) -> None:
     ("override", "says"),
     [
         ("seed=7", "was written with seed=1234, this run has seed=7"),
+        ("data.shuffle=false", "was written with shuffle=True, this run has shuffle=False"),
         ("batch.global_batch_size=5", "was written with global_batch_size=6, this run has global_batch_size=5"),
     ],
 )

@@ -332,3 +332,24 @@ def test_the_three_ways_compute_the_same_loss(job: Path, monkeypatch: pytest.Mon
     assert len({count for _, count in losses}) == 1
     assert [total for total, _ in losses] == pytest.approx([losses[0][0]] * 6, rel=1e-5)
     assert losses[0][0] == pytest.approx(losses[0][1] * np.log(VOCAB), rel=0.3)
+
+
+def test_json_has_no_nan() -> None:
+    """An error that is not a number fails, and stays valid JSON."""
+    report = VerifyReport(
+        logprob_error=float("nan"),
+        entropy_error=0.0,
+        loss_error=float("inf"),
+        gradient_error=0.0,
+        worst_parameter="none",
+        tolerance=1e-5,
+        reference="unfolded",
+        unfolded_errors=None,
+        samples=1,
+        logical_tokens=1,
+        physical_tokens=1,
+        parameters=1,
+        dtype="float32",
+    )
+    written = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert (written["logprob_error"], written["loss_error"], written["passed"]) == (None, None, False)

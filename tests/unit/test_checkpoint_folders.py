@@ -35,7 +35,7 @@ def save(checkpoint, monkeypatch):
         monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda state, target: write(Path(target)))
         monkeypatch.setattr(checkpoint, "_state", lambda *_, **__: {})
         progress = checkpoint.Progress(
-            iteration=iteration, consumed_samples=8, global_batch_size=4, seed=1, samples_per_epoch=9
+            iteration=iteration, consumed_samples=8, global_batch_size=4, seed=1, shuffle=True, samples_per_epoch=9
         )
         with single_process():
             checkpoint.save(folder, [], None, Stateless(), progress)

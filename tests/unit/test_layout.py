@@ -161,6 +161,7 @@ def test_no_samples_give_padding_alone():
     [
         ({"padded_size": 4}, "padded_size=4 cannot hold the 5 unique tokens"),
         ({"padded_size": 0}, "padded_size=0 cannot hold"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0 must be at least 1"),
         ({"padded_size": 9, "pad_to_multiple_of": 4}, "padded_size=9 is not a multiple of pad_to_multiple_of=4"),
     ],
 )

@@ -33,6 +33,7 @@ class Progress:
         iteration: steps done.
         global_batch_size: of the recipe.
         seed: of the recipe.
+        shuffle: of the recipe's data.
         samples_per_epoch: in the data.
         consumed_samples: logical samples trained on.
     """
@@ -40,6 +41,7 @@ class Progress:
     iteration: int
     global_batch_size: int
     seed: int
+    shuffle: bool
     samples_per_epoch: int
     consumed_samples: int
 

@@ -171,6 +171,7 @@ class Trainer:
             consumed_samples=iteration * batch,
             global_batch_size=batch,
             seed=self._recipe.seed,
+            shuffle=self._recipe.data.shuffle,
             samples_per_epoch=self._order.samples_per_epoch,
         )
 

@@ -6,6 +6,7 @@ by itself and scores it with plain ``log_softmax``: it shares nothing with the c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -88,8 +89,12 @@ class VerifyReport:
         return all(error <= limit for error, limit in self.checks.values())
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, and ``passed``."""
-        return asdict(self) | {"passed": self.passed}
+        """All fields, and ``passed``; JSON has no NaN, so an error that is none is null."""
+        fields = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
+        return fields | {"passed": self.passed}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
