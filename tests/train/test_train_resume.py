@@ -56,6 +56,7 @@ def test_checkpoints_are_where_megatron_puts_them(undisturbed: tuple[Path, Path,
         "consumed_samples": 4 * BATCH,
         "global_batch_size": BATCH,
         "seed": 1234,
+        "shuffle": True,
         "samples_per_epoch": 16,
     }
 
