@@ -85,6 +85,16 @@ class ParallelConfig:
     context_parallel_size: PositiveInt = 1
     sequence_parallel: bool = False
 
+    @property
+    def sequence_multiple(self) -> int:
+        """What sequence lengths are a multiple of: sequence parallelism cuts them over the tensor-parallel ranks."""
+        return self.tensor_model_parallel_size if self.sequence_parallel else 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What a rank's micro-batches come in multiples of: interleaved stages take them in groups of the pipeline."""
+        return 1 if self.virtual_pipeline_model_parallel_size is None else self.pipeline_model_parallel_size
+
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class BatchConfig:

@@ -24,27 +24,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench_plan import COST
 from bench_step import machine
 from rich.console import Console
 from rich.table import Table
 
 from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.data import load_tokenizer, read_samples
-from mcore_prefix_tree.plan import CostModel, plan_step
+from mcore_prefix_tree.plan import plan_step
 from mcore_prefix_tree.trie import build_trie
 
 TREE_FILE = Path("areal/models/tree_attn/tree.py")
 BUILDER = {"TrieNode", "_BuildNode", "_count_additional_nodes", "_insert_sequence", "_compress_trie"}
 BUILDER |= {"_greedy_build_tries"}
-# Of a 7B model, as in bench_plan.py.
-COST = CostModel.from_dimensions(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_attention_heads=32,
-    num_query_groups=8,
-    vocab_size=131072,
-)
 
 
 def timed(run: Callable[[], Any], repeats: int) -> float:

@@ -7,39 +7,23 @@ from typing import Annotated, Any
 
 import typer
 
-from mcore_prefix_tree.cli.tokenizer import TokenizerOnDemand
+from mcore_prefix_tree.cli.samples import ExpandTurns, Files, TokenizerName, read_files
 
 
 def inspect(
-    files: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE...", help="JSON Lines files or globs, .gz too; '-' is standard input."),
-    ],
+    files: Files,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a drawing.")] = False,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Of chat messages: mistral-v7 (if none is given), mistral-v3, mistral-v3-tekken, or a folder with a "
-            "Hugging Face tokenizer.",
-        ),
-    ] = None,
-    expand_turns: Annotated[
-        bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
-    ] = False,
+    tokenizer: TokenizerName = None,
+    expand_turns: ExpandTurns = False,
     trees: Annotated[int, typer.Option(min=0, metavar="N", help="How many trees to draw, largest first.")] = 3,
 ) -> None:
     """Fold samples and show what folding is worth: tokens, ratios and the largest trees."""
     import numpy as np
 
-    from mcore_prefix_tree.data import DEFAULT_TOKENIZER, read_samples
     from mcore_prefix_tree.layout import fold
     from mcore_prefix_tree.stats import forest_stats, largest_trees
 
-    on_demand = TokenizerOnDemand(tokenizer or DEFAULT_TOKENIZER)
-    if tokenizer is not None:
-        on_demand.load()  # a wrong name is an error whatever the files hold
-    samples = read_samples(files, tokenizer=on_demand, expand_turns=expand_turns)
+    samples, on_demand = read_files(files, tokenizer=tokenizer, expand_turns=expand_turns)
     layout = fold(samples)
     stats = forest_stats(layout)
     longest = samples[int(np.argmax(np.diff(layout.cu_sample_lens)))].source

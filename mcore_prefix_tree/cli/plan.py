@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.tokenizer import TokenizerOnDemand
+from mcore_prefix_tree.cli.samples import ExpandTurns, Files, TokenizerName, read_files
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.plan import PlanReport
@@ -17,10 +17,7 @@ _RANKS_SHOWN = 16
 
 
 def plan(
-    files: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE...", help="JSON Lines files or globs, .gz too; '-' is standard input."),
-    ],
+    files: Files,
     max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Physical tokens that a micro-batch may hold.")],
     dp: Annotated[int, typer.Option(min=1, metavar="D", help="Data-parallel ranks.")] = 1,
     micro_batches: Annotated[
@@ -35,39 +32,24 @@ def plan(
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw the ranks' micro-batches into a PNG or SVG file.")
     ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Of chat messages: mistral-v7 (if none is given), mistral-v3, mistral-v3-tekken, or a folder with a "
-            "Hugging Face tokenizer.",
-        ),
-    ] = None,
-    expand_turns: Annotated[
-        bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
-    ] = False,
+    tokenizer: TokenizerName = None,
+    expand_turns: ExpandTurns = False,
 ) -> None:
     """Plan all samples as one step and show the ranks: tokens, predicted cost, balance and repeated context."""
-    from mcore_prefix_tree.data import DEFAULT_TOKENIZER, read_samples
     from mcore_prefix_tree.plan import CostModel, plan_step, report_plan
     from mcore_prefix_tree.recipe import load_recipe
 
     if plot is not None:
         _require_matplotlib()  # before the work, not after it
     recipe = None if model is None else load_recipe(model)
-    on_demand = TokenizerOnDemand(tokenizer or DEFAULT_TOKENIZER)
-    if tokenizer is not None:
-        on_demand.load()  # a wrong name is an error whatever the files hold
-    samples = read_samples(files, tokenizer=on_demand, expand_turns=expand_turns)
+    samples, on_demand = read_files(files, tokenizer=tokenizer, expand_turns=expand_turns)
 
     cost_model, padding, multiple = CostModel(), 1, 1
     if recipe is not None:
         vocab_size = None if recipe.model.vocab_size else on_demand.vocab_size
         cost_model = CostModel.from_model(recipe.model, vocab_size=vocab_size)
         parallel = recipe.parallel
-        padding = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        if parallel.virtual_pipeline_model_parallel_size is not None:
-            multiple = parallel.pipeline_model_parallel_size
+        padding, multiple = parallel.sequence_multiple, parallel.micro_batch_multiple
     planned = plan_step(
         samples,
         max_tokens=max_tokens,

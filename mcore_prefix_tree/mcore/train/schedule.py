@@ -62,28 +62,21 @@ def plan_folded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> Fo
     Raises:
         BudgetError: one sample alone is longer than ``batch.max_tokens``.
     """
-    parallel = recipe.parallel
-    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     plan = plan_step(
         samples,
         max_tokens=recipe.batch.max_tokens,
         dp_size=place.dp_size,
-        micro_batch_multiple=parallel.pipeline_model_parallel_size if interleaved else 1,
+        micro_batch_multiple=recipe.parallel.micro_batch_multiple,
     )
     mine = plan.micro_batches[place.dp_rank]
     return FoldedStep(
         sample_index=mine,
         micro_batches=[
             MicroBatch.from_layout(
-                fold([samples[index] for index in indices], pad_to_multiple_of=sequence_multiple(recipe)),
+                fold([samples[index] for index in indices], pad_to_multiple_of=recipe.parallel.sequence_multiple),
                 device=place.device,
                 attention_backend=recipe.attention_backend,
             )
             for indices in mine
         ],
     )
-
-
-def sequence_multiple(recipe: Recipe) -> int:
-    """What sequence lengths have to be a multiple of: sequence parallelism cuts them over the tensor-parallel ranks."""
-    return recipe.parallel.tensor_model_parallel_size if recipe.parallel.sequence_parallel else 1

@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from mcore_prefix_tree.mcore.forward_step import LossOutput
 from mcore_prefix_tree.mcore.train.memory import available_bytes
-from mcore_prefix_tree.mcore.train.schedule import sequence_multiple
 from mcore_prefix_tree.mcore.train.session import Session, everyone
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
@@ -70,9 +69,9 @@ class UnfoldedStep:
 
 def plan_unfolded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> UnfoldedStep:
     """Deal the samples to the data-parallel ranks in turn, one a micro-batch."""
-    multiple = recipe.parallel.pipeline_model_parallel_size
+    multiple = recipe.parallel.micro_batch_multiple
     rounds = -(-len(samples) // place.dp_size)
-    rounds = -(-rounds // multiple) * multiple if recipe.parallel.virtual_pipeline_model_parallel_size else rounds
+    rounds = -(-rounds // multiple) * multiple
     mine = tuple(
         (index,) if index < len(samples) else ()
         for index in range(place.dp_rank, rounds * place.dp_size, place.dp_size)
@@ -81,7 +80,9 @@ def plan_unfolded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> 
         sample_index=mine,
         micro_batches=[
             StockBatch.from_sample(
-                samples[indices[0]] if indices else None, multiple=sequence_multiple(recipe), device=place.device
+                samples[indices[0]] if indices else None,
+                multiple=recipe.parallel.sequence_multiple,
+                device=place.device,
             )
             for indices in mine
         ],

@@ -22,7 +22,7 @@ from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs_and
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.train.compare import physical_tokens
 from mcore_prefix_tree.mcore.train.model import build_chunks
-from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule
+from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session, everyone
 from mcore_prefix_tree.mcore.train.unfolded import (
     StockBatch,
@@ -135,12 +135,12 @@ def verify(
         raise RecipeError(
             f"verify cannot run the unfolded side: {obstacle}; verify on shorter samples, or set verify.enabled=false"
         )
-    folded = _run_folded(chunks, samples, recipe, place)
+    step = plan_folded(samples, recipe, place)
+    folded = _run_folded(chunks, step, place)
     unfolded = _run_unfolded(chunks, samples, recipe, place)
     half = recipe.model.dtype == "bfloat16"
     reference = _run_reference(chunks, samples, recipe, place) if half else unfolded
     errors, worst, count = _compare(folded, reference)
-    physical = physical_tokens(plan_folded(samples, recipe, place).micro_batches, place)
     return VerifyReport(
         **errors,
         worst_parameter=worst,
@@ -149,7 +149,7 @@ def verify(
         unfolded_errors=_compare(unfolded, reference)[0] if half else None,
         samples=len(samples),
         logical_tokens=sum(len(sample) for sample in samples),
-        physical_tokens=physical,
+        physical_tokens=physical_tokens(step.micro_batches, place),
         parameters=count,
         dtype=recipe.model.dtype,
     )
@@ -163,11 +163,7 @@ def _tolerance(recipe: Recipe, place: Session) -> float:
     return TOLERANCE["float32" if fp32_inside else recipe.model.dtype]
 
 
-def _run_folded(
-    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
-) -> _Outcome:
-    step = plan_folded(samples, recipe, place)
-
+def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, place: Session) -> _Outcome:
     def score(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         logprob, entropy = tree_logprobs_and_entropy(logits, batch)
         rows = zip(restore(logprob, batch.layout), restore(entropy, batch.layout), strict=True)

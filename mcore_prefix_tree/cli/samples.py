@@ -1,0 +1,74 @@
+"""The files that commands read samples from, and the options that say how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn
+    from mcore_prefix_tree.sample import Sample
+
+Files = Annotated[
+    list[str],
+    typer.Argument(metavar="FILE...", help="JSON Lines files or globs, .gz too; '-' is standard input."),
+]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Of chat messages: mistral-v7 (if none is given), mistral-v3, mistral-v3-tekken, or a folder with a "
+        "Hugging Face tokenizer.",
+    ),
+]
+ExpandTurns = Annotated[
+    bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
+]
+
+
+class TokenizerOnDemand:
+    """Loads a tokenizer when the first chat message comes: files of tokens need none, and some are slow to load."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.loaded: ChatTokenizer | None = None
+
+    def load(self) -> ChatTokenizer:
+        """The tokenizer, from now on at least."""
+        from mcore_prefix_tree.data import load_tokenizer
+
+        if self.loaded is None:
+            self.loaded = load_tokenizer(self.name)
+        return self.loaded
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the tokenizer."""
+        return self.load().vocab_size
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens."""
+        return self.load().decode(tokens)
+
+    def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
+        """See ``ChatTokenizer``."""
+        return self.load().encode_turns(messages)
+
+
+def read_files(
+    files: list[str], *, tokenizer: str | None, expand_turns: bool
+) -> tuple[list[Sample], TokenizerOnDemand]:
+    """The samples of the files, and the tokenizer, which is loaded if a line or the caller named one.
+
+    Raises:
+        SampleError: bad data; names file, line and field.
+        ValueError: there is no such tokenizer.
+    """
+    from mcore_prefix_tree.data import DEFAULT_TOKENIZER, read_samples
+
+    on_demand = TokenizerOnDemand(tokenizer or DEFAULT_TOKENIZER)
+    if tokenizer is not None:
+        on_demand.load()  # a wrong name is an error whatever the files hold
+    return read_samples(files, tokenizer=on_demand, expand_turns=expand_turns), on_demand
