@@ -1,0 +1,153 @@
+"""Whole training steps of one batch of samples, folded, for worlds of gloo processes; and the single-process oracle.
+
+The functions here run inside the processes of :mod:`mcore_prefix_tree.testing.launcher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.plan import plan_step
+
+VOCAB = 128
+# AdamW divides a gradient by its own size: with a tiny eps, entries that are zero up to rounding move the weights by
+# rounding errors blown up to the learning rate, in any two runs whatsoever.
+ADAM_EPS = 1e-3
+
+
+def branching_samples(seed: int = 0) -> list[Sample]:
+    """Trees of depth four that branch at every level, with duplicates, strict prefixes, loners and a one-token sample."""
+    rng = np.random.default_rng(seed)
+    samples: list[Sample] = []
+
+    def grow(prefix: list[int], level: int) -> None:
+        path = prefix + rng.integers(0, VOCAB, size=rng.integers(2, 9)).tolist()
+        if level == 0 or rng.random() < 0.3:
+            mask = rng.choice([0.0, 0.5, 1.0], size=len(path))
+            samples.append(Sample(tokens=path, loss_mask=mask, source=f"sample {len(samples)}"))
+        if level:
+            for _ in range(int(rng.integers(2, 4))):
+                grow(path, level - 1)
+
+    for _ in range(2):
+        grow([], 3)
+    samples.append(Sample(tokens=samples[0].tokens, source="duplicate"))
+    samples.append(Sample(tokens=samples[1].tokens[:5], source="strict prefix"))
+    samples.append(Sample(tokens=[7], source="one token"))
+    samples.append(Sample(tokens=samples[2].tokens, merge_key="other policy", source="other merge key"))
+    return samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """How the batch is cut and trained."""
+
+    max_tokens: int = 10_000
+    dtype: torch.dtype = torch.float64
+    steps: int = 0
+    distributed_optimizer: bool = False
+    share_embeddings: bool = False
+    backend: str = "path"
+    config: tuple[tuple[str, Any], ...] = ()
+
+
+def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any], int]:
+    """Every rank: the step's loss, its parts of the gradients after ``job.steps`` steps, and its micro-batches."""
+    from megatron.core import parallel_state
+
+    from mcore_prefix_tree.mcore.forward_step import sft_forward_step
+    from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
+    from mcore_prefix_tree.testing.weights import local_parts
+
+    config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
+    chunks = build_chunks(config, tree_spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)
+    trainer = Trainer.of(chunks, distributed_optimizer=job.distributed_optimizer, adam_eps=ADAM_EPS)
+    plan = plan_step(
+        samples,
+        max_tokens=job.max_tokens,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        micro_batch_multiple=layout.pp if layout.vpp else 1,
+    )
+    batches = [
+        MicroBatch.from_layout(
+            fold([samples[i] for i in indices], pad_to_multiple_of=layout.tp if layout.sequence_parallel else 1),
+            attention_backend=job.backend,
+        )
+        for indices in plan.micro_batches[parallel_state.get_data_parallel_rank()]
+    ]
+    for _ in range(job.steps):
+        trainer.step(sft_forward_step, batches, seq_length=1)
+    reported = trainer.backward(sft_forward_step, batches, seq_length=1)
+    # Where the optimizer is distributed, gradients are scattered: the weights tell instead.
+    parts = local_parts(trainer.chunks, lambda p: p.data if job.distributed_optimizer else p.main_grad)
+    return _loss(reported), parts, len(batches)
+
+
+def tree_spec(config: Any, vp_stage: int | None) -> Any:
+    """The same block, tree-capable."""
+    from mcore_prefix_tree.mcore import with_prefix_tree
+
+    return with_prefix_tree(stock_spec(config, vp_stage))
+
+
+def stock_spec(config: Any, vp_stage: int | None) -> Any:
+    """Megatron's local block for this stage, untouched."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+
+
+def _loss(reported: Sequence[dict[str, torch.Tensor]]) -> float:
+    from megatron.core import parallel_state
+
+    total = torch.zeros(2, dtype=torch.float64)
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        total[0] = sum(float(entry["loss_sum"]) for entry in reported)
+        total[1] = sum(float(entry["num_tokens"]) for entry in reported)
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    torch.distributed.all_reduce(
+        total, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_pipeline_model_parallel_group()
+    )
+    return float(total[0] / total[1])
+
+
+def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]]:
+    """One process, stock specs, each sample alone: loss and gradients, divided by the supervised tokens of the batch.
+
+    With ``job.steps`` the weights after as many AdamW steps on those gradients.
+    """
+    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
+    from mcore_prefix_tree.testing.weights import local_parts
+
+    config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
+    chunks = build_chunks(config, stock_spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)
+    trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
+    for _ in range(job.steps):
+        trainer.step(_stock_step, samples, seq_length=1)
+    reported = trainer.backward(_stock_step, samples, seq_length=1)
+    parts = local_parts(trainer.chunks, lambda p: p.data if job.distributed_optimizer else p.main_grad)
+    return _loss(reported), parts
+
+
+def _stock_step(data_iterator: Any, model: Any) -> Any:
+    sample: Sample = next(data_iterator)
+    ids = torch.from_numpy(sample.tokens.astype(np.int64)).unsqueeze(0)
+    logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)
+
+    def loss_func(logits: torch.Tensor) -> Any:
+        logprobs = torch.log_softmax(logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        mask = torch.from_numpy(sample.loss_mask[1:].copy()).to(logprobs.dtype)
+        loss = -(logprobs * mask).sum()
+        num_tokens = mask.count_nonzero().to(torch.int)
+        return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
+
+    return logits, loss_func

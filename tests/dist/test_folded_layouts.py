@@ -1,0 +1,149 @@
+"""A folded step equals each sample alone through the stock model, in every parallel layout and however it is cut."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from folded_jobs import VOCAB, Job, branching_samples, folded_gradients, unfolded_gradients
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.testing.launcher import Layout, world
+from mcore_prefix_tree.testing.weights import assemble
+
+SAMPLES = branching_samples()
+LONGEST = max(len(sample) for sample in SAMPLES)
+FP64, FP32 = 1e-12, 1e-5
+# Upstream routes in fp32 whatever the dtype of the model: a shared token's gradient is rounded there once instead of
+# once per sample. One wrong key costs 1e-2.
+FP32_INSIDE = 1e-6
+MOE = (
+    ("num_moe_experts", 4),
+    ("moe_ffn_hidden_size", 32),
+    ("moe_router_topk", 2),
+    ("moe_router_load_balancing_type", "none"),
+)
+
+Result = tuple[float, dict[str, torch.Tensor]]
+
+
+@functools.cache
+def _oracle(job: Job) -> Result:
+    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, SAMPLES, layout=Layout())
+    return loss, assemble(parts)
+
+
+def oracle(job: Job) -> Result:
+    """Each sample alone, one process, stock layers; run once for all the ways of cutting the batch."""
+    return _oracle(replace(job, max_tokens=0, backend="none"))
+
+
+def folded(size: int, layout: Layout, job: Job, samples: Sequence[Sample] = SAMPLES) -> Result:
+    results = world(size).run(folded_gradients, layout, job, samples, layout=layout)
+    losses = {loss for loss, _, _ in results}
+    assert max(losses) - min(losses) <= 1e-12 * abs(max(losses)), "all ranks report one loss"
+    return results[0][0], assemble(itertools.chain.from_iterable(parts for _, parts, _ in results))
+
+
+def check(actual: Result, expected: Result, limit: float) -> None:
+    assert abs(actual[0] - expected[0]) <= limit * abs(expected[0])
+    assert actual[1].keys() == expected[1].keys()
+    for name, tensor in expected[1].items():
+        error = torch.linalg.vector_norm((actual[1][name] - tensor).double()) / torch.linalg.vector_norm(tensor.double())
+        assert error <= limit, f"{name}: {error:.2e}"
+
+
+def test_the_batch_is_a_hard_one() -> None:
+    layout = fold(SAMPLES)
+    depth = [0] * layout.num_nodes
+    for node, parent in enumerate(layout.node_parent.tolist()):
+        depth[node] = depth[parent] + 1 if parent >= 0 else 1
+    assert max(depth) >= 4
+    assert layout.fold_ratio > 1.5
+    assert layout.num_trees >= 4
+    assert max(sample.tokens.max() for sample in SAMPLES) < VOCAB
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        pytest.param(1, Layout(), id="single"),
+        pytest.param(2, Layout(tp=2), id="tp2"),
+        pytest.param(2, Layout(tp=2, sequence_parallel=True), id="tp2-sp"),
+        pytest.param(2, Layout(pp=2), id="pp2"),
+        pytest.param(2, Layout(pp=2, vpp=2), id="pp2-vpp2"),
+        pytest.param(2, Layout(), id="dp2"),
+        pytest.param(4, Layout(tp=2, pp=2), id="tp2-pp2"),
+        pytest.param(4, Layout(tp=2), id="tp2-dp2"),
+        pytest.param(4, Layout(tp=2, pp=2, vpp=2, sequence_parallel=True), id="tp2-sp-pp2-vpp2"),
+        pytest.param(4, Layout(), id="dp4"),
+    ],
+)
+def test_every_layout(size: int, layout: Layout) -> None:
+    job = Job(max_tokens=LONGEST + 10)
+    check(folded(size, layout, job), oracle(Job()), FP64)
+
+
+@pytest.mark.parametrize("max_tokens", [LONGEST, 2 * LONGEST, 10_000])
+def test_the_budget_changes_nothing(max_tokens: int) -> None:
+    check(folded(1, Layout(), Job(max_tokens=max_tokens)), oracle(Job()), FP64)
+
+
+def test_the_order_of_samples_changes_nothing() -> None:
+    shuffled = [SAMPLES[i] for i in torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()]
+    check(folded(2, Layout(), Job(max_tokens=LONGEST), shuffled), oracle(Job()), FP64)
+
+
+def test_a_rank_without_samples() -> None:
+    """Four replicas, two samples that share nothing: two ranks compute padding, and no gradient changes."""
+    two = [SAMPLES[0], SAMPLES[-2]]
+    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), Job(), two, layout=Layout())
+    check(folded(4, Layout(), Job(max_tokens=LONGEST), two), (loss, assemble(parts)), FP64)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "job"),
+    [
+        pytest.param(2, Layout(pp=2), Job(share_embeddings=True), id="tied-pp2"),
+        pytest.param(2, Layout(tp=2), Job(config=(("qk_layernorm", True),)), id="qk-layernorm-tp2"),
+        pytest.param(2, Layout(tp=2, sequence_parallel=True), Job(config=MOE), id="moe-tp2-sp"),
+        pytest.param(2, Layout(ep=2), Job(config=MOE), id="moe-ep2"),
+        pytest.param(2, Layout(tp=2), Job(backend="reference"), id="reference-tp2"),
+        pytest.param(
+            2,
+            Layout(tp=2),
+            Job(
+                config=(
+                    ("recompute_granularity", "full"),
+                    ("recompute_method", "uniform"),
+                    ("recompute_num_layers", 1),
+                )
+            ),
+            id="full-recompute-tp2",
+        ),
+    ],
+)
+def test_other_models(size: int, layout: Layout, job: Job) -> None:
+    job = replace(job, max_tokens=2 * LONGEST)
+    check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.config == MOE else FP64)
+
+
+def test_the_distributed_optimizer() -> None:
+    """After two steps the weights are those of training without it on each sample alone, in fp32."""
+    job = Job(dtype=torch.float32, steps=2, distributed_optimizer=True, max_tokens=LONGEST)
+    check(folded(2, Layout(), job), oracle(job), FP32)
+
+
+def test_fp32() -> None:
+    job = Job(dtype=torch.float32, max_tokens=2 * LONGEST)
+    check(folded(2, Layout(tp=2), job), oracle(job), FP32)
+
+
+def test_the_same_bits_twice() -> None:
+    first, second = (folded(2, Layout(tp=2), Job(max_tokens=LONGEST)) for _ in range(2))
+    assert first[0] == second[0]
+    assert all(torch.equal(tensor, second[1][name]) for name, tensor in first[1].items())

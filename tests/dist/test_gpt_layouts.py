@@ -1,0 +1,149 @@
+"""Stock megatron-core trains on the CPU, and every layout trains the same model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_prefix_tree.testing.launcher import Layout, world
+
+VOCAB = 128
+LENGTHS = (16, 24, 32, 20)
+STEPS = 3  # the losses of the third see two optimizer steps
+Microbatch = tuple[torch.Tensor, torch.Tensor]
+
+
+def microbatches() -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for length in LENGTHS:
+        tokens = torch.randint(0, VOCAB, (1, length + 1), generator=generator)
+        mask = (torch.rand(1, length, generator=generator) < 0.7).double()
+        made.append((tokens, mask))
+    return made
+
+
+def forward_step(
+    data: Iterator[Microbatch], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]]:
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    tokens, mask = next(data)
+    positions = torch.arange(tokens.shape[1] - 1)[None]
+    output = model(tokens[:, :-1], positions, None)
+
+    def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        # Megatron's own vocabulary-parallel cross entropy goes through float32.
+        whole = gather_from_tensor_model_parallel_region(logits)
+        per_token = torch.nn.functional.cross_entropy(whole[0], tokens[0, 1:], reduction="none")
+        total = (per_token * mask[0].to(per_token.dtype)).sum()
+        return total, mask.sum().int(), {"loss": total.item(), "tokens": mask.sum().item()}
+
+    return output, loss
+
+
+def train(layout: Layout, kind: str, dtype: torch.dtype, distributed_optimizer: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
+    from mcore_prefix_tree.testing.weights import local_parts
+
+    changes, layer = {}, {}
+    if kind == "moe":
+        changes = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_load_balancing_type": "none"}
+        layer = {"num_experts": 4}
+    if kind == "qk-layernorm":
+        changes = layer = {"qk_layernorm": True, "normalization": "LayerNorm"}
+    config = tiny_gpt_config(layout=layout, dtype=dtype, **changes)
+    spec = get_gpt_layer_local_spec(**{"normalization": config.normalization, **layer})
+    chunks = build_chunks(config, spec, vocab_size=VOCAB, share_embeddings=kind == "tied")
+    trainer = Trainer.of(chunks, distributed_optimizer=distributed_optimizer)
+    weights = local_parts(trainer.chunks, lambda p: p.data)
+
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    mine = microbatches()[rank::size]
+    trainer.backward(forward_step, mine, seq_length=max(LENGTHS))
+    # The distributed optimizer leaves each data-parallel rank with the sum of its own shard only.
+    gradients = [] if distributed_optimizer else local_parts(trainer.chunks, lambda p: p.main_grad)
+    reports = [trainer.step(forward_step, mine, seq_length=max(LENGTHS)) for _ in range(STEPS)]
+    if parallel_state.get_tensor_model_parallel_rank() > 0:
+        reports = []
+    return {"reports": reports, "weights": weights, "gradients": gradients}
+
+
+def losses(results: list[dict[str, Any]]) -> torch.Tensor:
+    curve = []
+    for step in range(STEPS):
+        items = [item for result in results if result["reports"] for item in result["reports"][step]]
+        assert len(items) == len(LENGTHS)
+        curve.append(sum(item["loss"] for item in items) / sum(item["tokens"] for item in items))
+    return torch.tensor(curve, dtype=torch.float64)
+
+
+@functools.cache
+def single(kind: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    return world(1).run(train, Layout(), kind, dtype, False, layout=Layout())
+
+
+def whole(results: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
+    from mcore_prefix_tree.testing.weights import assemble
+
+    return assemble(part for result in results for part in result[key])
+
+
+LAYOUTS = {
+    "tp2": (2, Layout(tp=2), "dense"),
+    "tp2-sp": (2, Layout(tp=2, sequence_parallel=True), "dense"),
+    "pp2": (2, Layout(pp=2), "dense"),
+    "tp2-pp2": (4, Layout(tp=2, pp=2), "dense"),
+    "pp2-vpp2": (2, Layout(pp=2, vpp=2), "dense"),
+    "tp2-sp-pp2-vpp2": (4, Layout(tp=2, pp=2, vpp=2, sequence_parallel=True), "dense"),
+    "dp2": (2, Layout(), "dense"),
+    "dp2-tp2": (4, Layout(tp=2), "dense"),
+    "tied-tp2-pp2": (4, Layout(tp=2, pp=2), "tied"),
+    "qk-layernorm-tp2-sp": (2, Layout(tp=2, sequence_parallel=True), "qk-layernorm"),
+    "moe-tp2-sp": (2, Layout(tp=2, sequence_parallel=True), "moe"),
+    "moe-ep2": (2, Layout(ep=2), "moe"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_float64_layouts_train_the_same_model(name: str) -> None:
+    size, layout, kind = LAYOUTS[name]
+    results = world(size).run(train, layout, kind, torch.float64, False, layout=layout)
+    expected = single(kind, torch.float64)
+
+    weights, expected_weights = whole(results, "weights"), whole(expected, "weights")
+    assert weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[key], expected_weights[key]) for key in weights)
+
+    gradients, expected_gradients = whole(results, "gradients"), whole(expected, "gradients")
+    assert gradients.keys() == expected_gradients.keys() == weights.keys()
+    for key, gradient in gradients.items():
+        assert gradient.dtype is torch.float64
+        assert expected_gradients[key].norm() > 0, key
+        error = (gradient - expected_gradients[key]).norm() / expected_gradients[key].norm()
+        assert error < 1e-12, (key, error)
+
+    torch.testing.assert_close(losses(results), losses(expected), rtol=1e-10, atol=0)
+    assert losses(results)[-1] < losses(results)[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_distributed_optimizer_trains_the_same_model(size: int) -> None:
+    results = world(size).run(train, Layout(), "dense", torch.float32, True, layout=Layout())
+    expected = losses(single("dense", torch.float32))
+    torch.testing.assert_close(losses(results), expected, rtol=1e-5, atol=0)
+    # float32 is close to float64 as well, so the bound above says something.
+    torch.testing.assert_close(expected, losses(single("dense", torch.float64)), rtol=1e-5, atol=0)
+
+
+def test_bfloat16_trains() -> None:
+    layout = Layout(tp=2, sequence_parallel=True)
+    results = world(2).run(train, layout, "dense", torch.bfloat16, False, layout=layout)
+    torch.testing.assert_close(losses(results), losses(single("dense", torch.float64)), rtol=3e-3, atol=0)
