@@ -1,0 +1,54 @@
+# shellcheck shell=bash disable=SC2034
+# Qwen3 30B A3B, a mixture of 128 experts: TP=2 with sequence parallelism, PP=2, EP=8.
+#
+# Hardware  2, 4, ... nodes of 8 GPUs with 80 GB: EP and PP take 16 GPUs. TransformerEngine, for the grouped GEMM.
+# Expect    on two nodes, by the dry run's estimate, 33.6 GiB of weights, gradients and optimizer on a rank and 22.5 GiB
+#           of activations in a micro-batch of MAX_TOKENS, logits aside. Speed: not yet measured.
+# Start     NNODES=2 recipes/launch/{dry_run.sh,torchrun.sh} recipes/qwen3_30b_a3b.sh
+#           sbatch --nodes=2 recipes/launch/slurm.sbatch recipes/qwen3_30b_a3b.sh
+# Edit      the numbers below, or export them; what is yours is in recipes/launch/site.sh.
+
+: "${NNODES:=2}"
+: "${MAX_TOKENS:=16384}"      # unique tokens of a micro-batch, and the longest sample; what memory depends on
+: "${MICRO_BATCH_SIZE:=8}"    # samples folded into one micro-batch on average
+: "${GLOBAL_BATCH_SIZE:=256}" # samples of a step
+: "${TRAIN_ITERS:=500}"
+: "${LR:=1e-5}"
+
+MODEL_ARGS=(
+    --num-layers 48
+    --hidden-size 2048
+    --ffn-hidden-size 6144
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 4
+    --kv-channels 128
+    --qk-layernorm
+    --vocab-size 151936
+    --max-position-embeddings 40960
+    --position-embedding-type rope
+    --rotary-base 1000000
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0
+    --hidden-dropout 0
+    --num-experts 128
+    --moe-ffn-hidden-size 768
+    --moe-router-topk 8
+    --moe-router-dtype fp32
+    # A balancing loss would count a shared token once instead of once per sample: folding refuses it.
+    --moe-router-load-balancing-type none
+    --moe-token-dispatcher-type alltoall
+    --moe-grouped-gemm
+)
+
+LAYOUT_ARGS=(
+    --tensor-model-parallel-size 2
+    --sequence-parallel
+    --pipeline-model-parallel-size 2
+    --expert-model-parallel-size 8
+    --expert-tensor-parallel-size 1
+)

@@ -1,0 +1,248 @@
+"""``torchrun -m mcore_prefix_tree``: two real processes, killed, resumed and cut another way."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from torchrun_jobs import TRACKER, VOCAB, assert_same_bits, checkpoint_content, environment, rows, write_job
+
+STEPS = 12
+RECIPE = f"""
+model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: {VOCAB}}}
+batch: {{global_batch_size: 4, max_tokens: 40}}
+optimizer: {{lr: 1e-2, lr_warmup_steps: 1}}
+train_iters: {STEPS}
+compare: false
+verify: {{enabled: false}}
+"""
+TP2 = "parallel.tensor_model_parallel_size=2"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("job"), RECIPE)
+
+
+def command(ranks: int, *arguments: object) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *launcher, "-m", "mcore_prefix_tree", *map(str, arguments)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A run of the command line that is over."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def losses(self) -> dict[int, str]:
+        """As printed, by step; fails if a step was told twice."""
+        found = re.findall(r"^step (\d+) \| loss (\S+) ", self.out, flags=re.MULTILINE)
+        assert len(found) == len({step for step, _ in found})
+        return {int(step): loss for step, loss in found}
+
+    @property
+    def errors(self) -> list[str]:
+        """What our own code says; torchrun adds a report."""
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+
+def run(ranks: int, *arguments: object, stdin: str | None = None, timeout_s: float = 240) -> Ended:
+    done = subprocess.run(
+        command(ranks, *arguments),
+        input=stdin or "",
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment(),
+    )
+    return Ended(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def saving(folder: Path) -> tuple[str, str]:
+    return f"checkpoint.save={folder}", "checkpoint.save_interval=3"
+
+
+@pytest.fixture(scope="module")
+def alone(job: Path) -> tuple[Path, Ended]:
+    """One process, all steps: its checkpoints and what it said."""
+    folder = job.parent / "alone"
+    done = run(1, "train", job, *saving(folder))
+    assert done.code == 0, done.err
+    assert list(done.losses) == list(range(1, STEPS + 1))
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job: Path) -> tuple[Path, Ended]:
+    """Two tensor-parallel ranks, all steps."""
+    folder = job.parent / "undisturbed"
+    done = run(2, "train", job, TP2, *saving(folder))
+    assert done.code == 0, done.err
+    assert list(done.losses) == list(range(1, STEPS + 1))
+    return folder, done
+
+
+def continue_at(folder: Path, iteration: int, target: Path) -> Path:
+    """A copy of a checkpoint folder in which nothing came after an iteration."""
+    target.mkdir()
+    shutil.copytree(folder / f"iter_{iteration:07d}", target / f"iter_{iteration:07d}")
+    (target / TRACKER).write_text(str(iteration))
+    return target
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((TP2, "parallel.sequence_parallel=true"), id="tensor and sequence parallel"),
+        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline parallel"),
+        pytest.param((), id="data parallel"),
+    ],
+)
+def test_a_checkpoint_of_one_process_goes_on_in_two(
+    job: Path, alone: tuple[Path, Ended], tmp_path: Path, layout: Sequence[str]
+) -> None:
+    folder, reference = alone
+    saved = continue_at(folder, 3, tmp_path / "saved")
+    done = run(2, "train", job, *layout, *saving(saved), "--resume")
+    assert done.code == 0, done.err
+    assert done.out.startswith(f"resumed from {saved / 'iter_0000003'}\n")
+    assert done.out.count("resumed from") == 1
+    assert list(done.losses) == list(range(4, STEPS + 1))
+    for step, loss in done.losses.items():
+        assert float(loss) == pytest.approx(float(reference.losses[step]), rel=1e-6, abs=1e-6)  # six digits are printed
+    # And what they trained: weights, as far apart as fp32 sums in another order bring them.
+    actual, expected = checkpoint_content(saved, STEPS), checkpoint_content(folder, STEPS)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        if not name.startswith("optimizer."):
+            assert (actual[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(
+    job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path
+) -> None:
+    folder, reference = undisturbed
+    done = run(1, "train", job, *saving(continue_at(folder, 9, tmp_path / "saved")), "--resume")
+    assert done.code == 0, done.err
+    assert list(done.losses) == [10, 11, 12]
+    for step, loss in done.losses.items():
+        assert float(loss) == pytest.approx(float(reference.losses[step]), rel=1e-6, abs=1e-6)
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path) -> None:
+    reference_folder, reference = undisturbed
+    saved = tmp_path / "saved"
+    arguments = ("train", job, TP2, *saving(saved))
+    lines: list[str] = []
+    with subprocess.Popen(
+        command(2, *arguments), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step 5 "):
+                break
+        # In the middle of a step or of a checkpoint, whatever comes after the fifth step right now.
+        launcher = psutil.Process(process.pid)
+        for member in [*launcher.children(recursive=True), launcher]:
+            member.kill()
+        lines += process.stdout.readlines()
+    killed = Ended(code=process.returncode, out="".join(lines), err="")
+    assert killed.code == -9
+    assert 5 in killed.losses
+    assert STEPS not in killed.losses
+    done_before = int((saved / TRACKER).read_text())
+    assert done_before >= 3
+
+    resumed = run(2, *arguments, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert list(resumed.losses) == list(range(done_before + 1, STEPS + 1))
+    assert killed.losses | resumed.losses == reference.losses
+    assert_same_bits(checkpoint_content(saved, STEPS), checkpoint_content(reference_folder, STEPS))
+
+
+def test_all_ranks_go_on_from_the_main_rank_s_checkpoint(
+    job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path
+) -> None:
+    folder, _ = undisturbed
+    for rank in ("0", "1"):
+        continue_at(folder, 3, tmp_path / rank)
+    (tmp_path / "1" / TRACKER).unlink()  # what a network folder still shows to another machine
+    done = run(
+        2, "train", job, TP2, f"checkpoint.save={tmp_path}/${{oc.env:RANK}}", "train_iters=3", "--resume", timeout_s=120
+    )
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        f"resumed from {tmp_path / '0' / 'iter_0000003'}",
+        "nothing to train: train_iters=3 are done",
+    ]
+
+
+def test_standard_input_reaches_every_rank(job: Path, undisturbed: tuple[Path, Ended]) -> None:
+    _, reference = undisturbed
+    text = "".join(json.dumps(row) + "\n" for row in rows())
+    done = run(2, "train", job, TP2, "data.path=-", stdin=text)
+    assert done.code == 0, done.err
+    assert done.losses == reference.losses
+
+
+def test_bad_standard_input_is_told_once(job: Path) -> None:
+    done = run(2, "train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 99]}\n')
+    assert done.code == 1
+    assert done.errors == [
+        "error: <stdin>:2: field 'tokens' has 99 at index 1, outside the model's vocabulary of 64; use the model's "
+        "tokenizer or a larger vocabulary"
+    ]
+    assert done.out == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train_iters=never", "recipe.yaml: train_iters: input should be a valid integer"),  # before megatron is there
+        ("data.path=nope.jsonl", "error: nope.jsonl: no such file in "),  # after the ranks have met
+        (
+            "parallel.tensor_model_parallel_size=4",
+            "need a multiple of 4 ranks, but this job has 2; start it with torchrun",
+        ),
+    ],
+)
+def test_a_mistake_is_told_once(job: Path, override: str, says: str) -> None:
+    done = run(2, "train", job, override)
+    assert done.code == 1  # torchrun's own
+    assert "exitcode  : 2 " in done.err
+    assert len(done.errors) == 1
+    assert says in done.errors[0]
+    assert "mcore_prefix_tree/" not in done.err, "no traceback of ours"
+    assert done.out == ""
+
+
+def test_verify_on_two_ranks(job: Path) -> None:
+    passed = run(2, "verify", job, TP2, "model.dtype=float64", "--json")
+    assert passed.code == 0, passed.err
+    report = json.loads(passed.out)
+    assert report["passed"] is True
+    assert report["gradient_error"] <= report["tolerance"] == 1e-12
+    assert report["parameters"] == 2 * 15, "of both ranks"
+
+
+def test_a_failed_verification_is_told_once(job: Path) -> None:
+    failed = run(2, "train", job, TP2, "verify.enabled=true", "verify.tolerance=1e-30")
+    assert failed.code == 1
+    assert failed.out.count("verify: folded against unfolded") == 1
+    assert "TOO LARGE" in failed.out
+    assert failed.losses == {}
+    assert len(failed.errors) == 1
+    assert failed.errors[0].startswith("error: folded and unfolded runs differ by more than rounding, ")

@@ -1,0 +1,53 @@
+"""What tests of ``torchrun -m mcore_prefix_tree`` share: data, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+VOCAB = 64
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def rows() -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    made = []
+    for _ in range(5):
+        root = rng.integers(1, VOCAB, size=6).tolist()
+        made += [{"tokens": root + rng.integers(1, VOCAB, size=int(rng.integers(2, 8))).tolist()} for _ in range(3)]
+    return made
+
+
+def write_job(folder: Path, recipe: str) -> Path:
+    """A recipe's file, with the rows as its data."""
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    file = folder / "recipe.yaml"
+    file.write_text(f"data: {{path: {data}}}\n{recipe}")
+    return file
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def checkpoint_content(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
+    """Every whole tensor of a checkpoint, model and optimizer, whatever layout wrote it."""
+    from megatron.core import dist_checkpointing
+
+    from mcore_prefix_tree.testing.launcher import single_process
+
+    with single_process():
+        content: dict[str, Any] = dist_checkpointing.load_plain_tensors(str(folder / f"iter_{iteration:07d}"))
+    return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+
+
+def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert len(expected) > 20
+    assert actual.keys() == expected.keys()
+    assert not [name for name, value in expected.items() if not torch.equal(actual[name], value)]

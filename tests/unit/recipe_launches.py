@@ -1,0 +1,88 @@
+"""What the recipes' launchers would start: torchrun, srun and their like are programs here that write down a call."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "recipes" / "launch"
+RECIPES = sorted((ROOT / "recipes").glob("*.sh"))
+
+# ``ANSWER_<program>`` is what a program prints, ``EFFECT_<program>`` a Python statement that it runs.
+_RECORDER = f"""#!{sys.executable}
+import json, os, sys
+name = os.path.basename(sys.argv[0])
+with open(os.environ["RECORD"], "a") as record:
+    record.write(json.dumps({{"program": name, "words": sys.argv[1:], "environment": dict(os.environ)}}) + "\\n")
+print(os.environ.get("ANSWER_" + name, ""))
+exec(os.environ.get("EFFECT_" + name, ""))
+"""
+_PROGRAMS = ("torchrun", "python", "srun", "scontrol")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A program that was started."""
+
+    program: str
+    words: list[str]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A launcher that is over."""
+
+    status: int
+    error: str
+    calls: list[Call]
+
+    @property
+    def call(self) -> Call:
+        (only,) = self.calls
+        return only
+
+
+def launch(folder: Path, launcher: str, *arguments: object, cwd: Path = ROOT, **variables: object) -> Launch:
+    """Run ``recipes/launch/LAUNCHER`` with only these variables of its own set."""
+    programs, record = folder / "bin", folder / "record.jsonl"
+    programs.mkdir(exist_ok=True)
+    for program in _PROGRAMS:
+        (programs / program).write_text(_RECORDER)
+        (programs / program).chmod(0o755)
+    record.write_text("")
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": os.environ.get("HOME", "/"), "RECORD": str(record)}
+    done = subprocess.run(
+        ["bash", str(LAUNCH / launcher), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=60,
+        env=environment | {name: str(value) for name, value in variables.items()},
+    )
+    calls = [Call(**json.loads(line)) for line in record.read_text().splitlines()]
+    return Launch(status=done.returncode, error=done.stderr, calls=calls)
+
+
+def slurm(folder: Path, recipe: Path, *arguments: object, nodes: int, **variables: object) -> Launch:
+    """As Slurm runs the batch script, on the first of ``nodes`` nodes."""
+    return launch(
+        folder,
+        "slurm.sbatch",
+        recipe,
+        *arguments,
+        cwd=folder,
+        **{
+            "SLURM_SUBMIT_DIR": ROOT,
+            "SLURM_JOB_ID": 1234567,
+            "SLURM_JOB_NUM_NODES": nodes,
+            "SLURM_JOB_NODELIST": f"gpu[01-{nodes:02d}]",
+            "ANSWER_scontrol": "\n".join(f"gpu{number:02d}" for number in range(1, nodes + 1)),
+            **variables,
+        },
+    )

@@ -1,0 +1,247 @@
+"""Every recipe and launcher: well formed, the same job whoever starts it, and on Slurm what goes on after an end."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipe_launches import LAUNCH, RECIPES, ROOT, Call, launch, slurm
+from torch.distributed.run import parse_args as parse_torchrun
+
+from mcore_prefix_tree.mcore.arguments import add_prefix_tree_args
+from mcore_prefix_tree.recipe import load_recipe
+
+SHELL_FILES = sorted([*RECIPES, *LAUNCH.iterdir()])
+YAML_FILES = sorted((ROOT / "recipes").glob("*.yaml"))
+ENTRY = "mcore_prefix_tree.pretrain_gpt"
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+
+
+def torchrun_of(call: Call) -> tuple[argparse.Namespace, list[str]]:
+    """What torchrun's own parser makes of a call, and the words that it hands on."""
+    words = call.words
+    if call.program == "srun":
+        words = words[words.index("torchrun") + 1 :]
+    options = parse_torchrun(words)
+    assert (options.module, options.training_script) == (True, ENTRY)
+    return options, options.training_script_args
+
+
+def options_of(words: list[str]) -> dict[str, list[str]]:
+    """Options and their values; each option is given once."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            assert re.fullmatch(r"--[a-z0-9]+(-[a-z0-9]+)*", word), word
+            assert word not in found, f"{word} twice"
+            found[word] = []
+        else:
+            assert word.strip() == word != ""
+            found[[*found][-1]].append(word)
+    return found
+
+
+def number(options: dict[str, list[str]], name: str, default: int = 1) -> int:
+    (value,) = options.get(name, [str(default)])
+    return int(value)
+
+
+@pytest.mark.parametrize("file", SHELL_FILES, ids=lambda path: path.name)
+def test_the_shell_finds_nothing(file: Path) -> None:
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    checked = subprocess.run(
+        [str(shellcheck), "-x", "-P", "SCRIPTDIR", "-P", str(ROOT), str(file)], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
+
+
+@each_recipe
+def test_every_launcher_starts_the_same_job(tmp_path: Path, recipe: Path) -> None:
+    more = ("--tensorboard-queue-size", "5")
+    one = launch(tmp_path, "torchrun.sh", recipe, *more, NNODES=1).call
+    two = launch(tmp_path, "torchrun.sh", recipe, *more, NNODES=2, HEAD="a").call
+    dry = launch(tmp_path, "dry_run.sh", recipe, *more).call
+    _, batch = slurm(tmp_path, recipe, *more, nodes=2).calls
+    words = torchrun_of(one)[1]
+    assert words[-2:] == list(more)
+    assert torchrun_of(two)[1] == words
+    assert torchrun_of(batch)[1] == words
+    assert (dry.program, dry.words) == ("python", ["-m", ENTRY, *words, "--prefix-tree-dry-run"])
+    for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        assert {call.environment[variable] for call in (one, two, dry, batch)} == {"1"}
+    assert {call.environment["MEGATRON_LM_PATH"] for call in (one, two, dry, batch)} == {"../Megatron-LM"}
+
+
+@each_recipe
+def test_the_arguments_fit_each_other_and_the_machines(tmp_path: Path, recipe: Path) -> None:
+    call = launch(tmp_path, "dry_run.sh", recipe).call
+    options = options_of(call.words[2:])
+    ours, _ = add_prefix_tree_args(argparse.ArgumentParser()).parse_known_args(
+        [word for name, values in options.items() if name.startswith("--prefix-tree") for word in (name, *values)],
+        argparse.Namespace(dataloader_type=None),
+    )
+    assert ours.prefix_tree is True
+    assert ours.prefix_tree_expand_turns is True
+    assert ours.prefix_tree_tokenizer == "mistral-v7"
+    assert all(Path(path).is_file() for path in ours.prefix_tree_data_path)
+    assert number(options, "--seq-length") <= ours.prefix_tree_max_tokens
+    assert options["--save"] == options["--load"] == [f"runs/{recipe.stem}"]
+    assert "--exit-signal-handler" in options
+    assert options["--attention-dropout"] == options["--hidden-dropout"] == ["0"]
+
+    pipeline = number(options, "--pipeline-model-parallel-size")
+    replica = number(options, "--tensor-model-parallel-size") * pipeline
+    experts = number(options, "--expert-tensor-parallel-size") * number(options, "--expert-model-parallel-size")
+    world_size = int(call.environment["WORLD_SIZE"])
+    for nodes in (1, 2, 4):  # times what the recipe starts with
+        ranks = world_size * nodes
+        assert ranks % replica == 0
+        assert ranks % (experts * pipeline) == 0
+        per_micro_batch = number(options, "--micro-batch-size") * ranks // replica
+        micro_batches, left = divmod(number(options, "--global-batch-size"), per_micro_batch)
+        assert left == 0
+        assert micro_batches >= pipeline, "less than that leaves stages idle all the time"
+
+
+def test_the_recipes_are_those_that_were_promised() -> None:
+    assert [path.stem for path in RECIPES] == ["llama3_8b", "qwen3_30b_a3b"]
+    assert [path.stem for path in YAML_FILES] == ["one_gpu", "quickstart"]
+
+
+def test_one_machine_and_several(tmp_path: Path) -> None:
+    recipe = RECIPES[0]
+    one, _ = torchrun_of(launch(tmp_path, "torchrun.sh", recipe).call)
+    assert (one.nnodes, one.nproc_per_node, one.rdzv_backend) == ("1", "8", "c10d")
+    assert one.rdzv_endpoint == "localhost:0"
+    several, _ = torchrun_of(
+        launch(tmp_path, "torchrun.sh", recipe, NNODES=4, HEAD="gpu01", PORT=1, GPUS_PER_NODE=4, MAX_RESTARTS=7).call
+    )
+    assert (several.nnodes, several.nproc_per_node, several.max_restarts) == ("4", "4", 7)
+    assert (several.rdzv_endpoint, several.rdzv_id) == ("gpu01:1", "llama3_8b")
+
+
+def test_a_dry_run_is_of_all_ranks(tmp_path: Path) -> None:
+    call = launch(tmp_path, "dry_run.sh", RECIPES[0], NNODES=4, GPUS_PER_NODE=2).call
+    assert call.environment["WORLD_SIZE"] == "8"
+
+
+def test_what_is_exported_counts(tmp_path: Path) -> None:
+    call = launch(
+        tmp_path,
+        "dry_run.sh",
+        RECIPES[0],
+        DATA="my data/*.jsonl",
+        SAVE="/shared/run",
+        WEIGHTS="/shared/base",
+        MAX_TOKENS=1024,
+        MEGATRON_LM_PATH="/opt/megatron",
+    ).call
+    options = options_of(call.words[2:])
+    assert options["--prefix-tree-data-path"] == ["my data/*.jsonl"]
+    assert "--prefix-tree-tokenizer" not in options, "the shipped rollouts' is not for other data"
+    assert options["--save"] == options["--load"] == ["/shared/run"]
+    assert options["--pretrained-checkpoint"] == ["/shared/base"]
+    assert options["--prefix-tree-max-tokens"] == options["--seq-length"] == ["1024"]
+    assert call.environment["MEGATRON_LM_PATH"] == "/opt/megatron"
+
+    call = launch(tmp_path, "dry_run.sh", RECIPES[0], DATA="chats.jsonl", TOKENIZER="tok", EXPAND_TURNS="no").call
+    options = options_of(call.words[2:])
+    assert options["--prefix-tree-tokenizer"] == ["tok"]
+    assert "--prefix-tree-expand-turns" not in options
+
+
+def test_a_copy_of_a_recipe_elsewhere_is_one_too(tmp_path: Path) -> None:
+    copy = tmp_path / "my_model.sh"
+    copy.write_text(RECIPES[0].read_text().replace("--num-layers 32", "--num-layers 4"))
+    options = options_of(launch(tmp_path, "dry_run.sh", copy).call.words[2:])
+    assert options["--num-layers"] == ["4"]
+    assert options["--save"] == ["runs/my_model"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "says"),
+    [
+        ((), {}, "error: name a recipe: "),
+        (("recipes/nope.sh",), {}, "error: recipes/nope.sh does not exist; name a recipe: "),
+        ((RECIPES[0],), {"NNODES": 2}, "HEAD: with NNODES=2 name one of the machines, the same on all: HEAD=HOST"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(
+    tmp_path: Path, arguments: tuple[object, ...], variables: dict[str, object], says: str
+) -> None:
+    done = launch(tmp_path, "torchrun.sh", *arguments, **variables)
+    assert done.status != 0
+    assert done.calls == []
+    assert says in done.error
+    assert done.error.count("\n") == 1
+
+
+def test_slurm_meets_on_the_first_node(tmp_path: Path) -> None:
+    done = slurm(tmp_path, RECIPES[0], nodes=3)
+    assert done.status == 0, done.error
+    hosts, job = done.calls
+    assert (hosts.program, hosts.words) == ("scontrol", ["show", "hostnames", "gpu[01-03]"])
+    assert job.program == "srun"
+    options, _ = torchrun_of(job)
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_backend) == ("3", "8", "c10d")
+    assert (options.rdzv_endpoint, options.rdzv_id) == ("gpu01:24567", "1234567")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "status", "requeued"),
+    [
+        (None, None, 1, False),  # failed before its first checkpoint
+        (None, "50", 1, True),
+        ("50", "50", 1, False),
+        ("50", "73", 143, True),
+        ("50", "100", 0, False),  # done
+    ],
+)
+def test_slurm_goes_on_as_long_as_there_is_progress(
+    tmp_path: Path, before: str | None, after: str | None, status: int, requeued: bool
+) -> None:
+    tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir()
+    if before is not None:
+        tracker.write_text(before)
+    write = "" if after is None else f"open({str(tracker)!r}, 'w').write({after!r})"
+    done = slurm(tmp_path, RECIPES[0], nodes=1, SAVE=tracker.parent, EFFECT_srun=f"{write}\nsys.exit({status})")
+    assert done.status == status
+    requeue = [call.words for call in done.calls if call.words[:1] == ["requeue"]]
+    assert requeue == ([["requeue", "1234567"]] if requeued else [])
+
+
+def test_slurm_gives_the_workers_the_time_that_torchrun_does(tmp_path: Path) -> None:
+    script = (LAUNCH / "slurm.sbatch").read_text()
+    (seconds,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", script, flags=re.MULTILINE)
+    assert slurm(tmp_path, RECIPES[0], nodes=1).calls[1].environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == seconds
+    # sbatch reads options up to the first command.
+    head, _, rest = script.partition("set -euo pipefail")
+    assert head.count("\n#SBATCH") >= 8
+    assert "#SBATCH" not in rest
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("recipe", YAML_FILES, ids=lambda path: path.stem)
+def test_yaml_recipes_are_models_that_can_be_folded(recipe: Path, on_gpu: bool) -> None:
+    from mcore_prefix_tree.mcore.train.model import transformer_config
+    from mcore_prefix_tree.mcore.validation import check_config
+
+    check_config(transformer_config(load_recipe(recipe), on_gpu=on_gpu))
+
+
+def test_the_readme_has_a_row_for_each() -> None:
+    readme = (ROOT / "recipes" / "README.md").read_text()
+    table = [line for line in readme.splitlines() if line.startswith("| [")]
+    assert sorted(re.findall(r"^\| \[(.+?)\]\(\1\)", "\n".join(table), flags=re.MULTILINE)) == sorted(
+        str(path.relative_to(ROOT / "recipes")) for path in [*RECIPES, *YAML_FILES]
+    )
+    links = re.findall(r"\]\(([^)#:]+)\)", readme)
+    assert [link for link in links if not (ROOT / "recipes" / link).exists()] == []
+    for file in LAUNCH.iterdir():
+        assert f"launch/{file.name}" in readme

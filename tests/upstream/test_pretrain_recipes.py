@@ -1,0 +1,161 @@
+"""The shell recipes through Megatron-LM itself: its parser, its validation, its estimate; and one of them, made small,
+trained, ended by a signal and started again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from megatron_lm import CPU, VARIABLE, Run, search_path
+
+if VARIABLE not in os.environ:
+    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+pytest.importorskip("triton", reason="megatron.training imports triton")
+pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "recipes" / "launch"
+TRACKER = "latest_checkpointed_iteration.txt"
+GIB = 1024**3
+
+
+def environment(**variables: object) -> dict[str, str]:
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PATH": search_path()}
+    return os.environ | fixed | {name: str(value) for name, value in variables.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model and how it is cut, in the numbers of its publisher."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tp: int
+    pp: int
+    fewest_nodes: int = 1
+    experts: int = 0
+    ep: int = 1
+
+    def weight_bytes(self, ranks: int) -> float:
+        """Of the first stage: bf16 weights, fp32 gradients, and 12 bytes of optimizer over the replicas.
+
+        Without the routers, less than a thousandth, which Megatron's estimate leaves out too.
+        """
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.groups)
+        mlp = 3 * self.hidden * self.ffn
+        norms = 2 * self.hidden
+        blocks = self.layers * (attention + norms + (0 if self.experts else mlp)) + self.hidden
+        dense = (blocks / self.pp + self.vocab * self.hidden) / self.tp
+        routed = self.layers * mlp * self.experts / self.pp / self.ep
+        replicas, expert_replicas = ranks / (self.tp * self.pp), ranks / (self.pp * self.ep)
+        return dense * (6 + 12 / replicas) + routed * (6 + 12 / expert_replicas)
+
+
+MODELS = {
+    "llama3_8b": Model(
+        layers=32, hidden=4096, heads=32, groups=8, head_dim=128, ffn=14336, vocab=128256, tp=4, pp=2
+    ),
+    "qwen3_30b_a3b": Model(
+        layers=48, hidden=2048, heads=32, groups=4, head_dim=128, ffn=768, vocab=151936, tp=2, pp=2,
+        fewest_nodes=2, experts=128, ep=8,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("llama3_8b", 1), ("llama3_8b", 4), ("qwen3_30b_a3b", 2), ("qwen3_30b_a3b", 4)]
+)
+def test_megatron_takes_the_arguments_and_plans_the_job(name: str, nodes: int, tmp_path: Path) -> None:
+    """Refused by Megatron's parser or validation, or by ours, there is no plan."""
+    recipe, model, ranks = ROOT / "recipes" / f"{name}.sh", MODELS[name], 8 * nodes
+    done = subprocess.run(
+        [str(LAUNCH / "dry_run.sh"), str(recipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=environment(NNODES=nodes),
+    )
+    assert done.returncode == 0, done.stdout
+    assert "emulation" not in done.stdout
+    replicas = ranks // (model.tp * model.pp)
+    assert (
+        f"a step, in {re.search(r'(?<=in )[0-9]+', done.stdout)[0]} micro-batches on each of {replicas} " in done.stdout
+    )
+    assert done.stdout.count("  data-parallel rank ") == replicas
+    (ratio,) = re.findall(r"fold ratio (\S+)", done.stdout)
+    assert float(ratio) > 2
+    assert f"estimate, of {ranks} ranks:" in done.stdout
+    (weights,) = re.findall(r"weights, gradients, optimizer: (\S+) GiB", done.stdout)
+    assert float(weights) == pytest.approx(model.weight_bytes(ranks) / GIB, rel=5e-3)  # three digits are printed
+    (activations,) = re.findall(r"at --prefix-tree-max-tokens \(\d+ tokens\): (\S+) GiB", done.stdout)
+    if nodes == model.fewest_nodes:
+        told = re.findall(r"\S+(?= GiB)", recipe.read_text())
+        assert told == [weights, activations]
+
+
+def test_a_dry_run_under_torchrun_is_told_once(tmp_path: Path) -> None:
+    done = start(tmp_path, "--prefix-tree-dry-run", GPUS_PER_NODE=2)
+    output, _ = done.communicate(timeout=300)
+    assert done.returncode == 0, output
+    assert output.count("first step: ") == 1
+    assert "of 2 ranks" in output
+
+
+SMALL = (
+    f"{CPU} --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2 "
+    "--kv-channels 8 --vocab-size 32768 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+    "--no-load-optim --no-load-rng"
+).split()
+
+
+def start(folder: Path, *arguments: str, **variables: object) -> subprocess.Popen[str]:
+    """The dense recipe, small enough for this machine, by its own launcher."""
+    chosen = {
+        "GPUS_PER_NODE": 1,
+        "MAX_TOKENS": 2048,
+        "MICRO_BATCH_SIZE": 8,
+        "GLOBAL_BATCH_SIZE": 16,
+        "TRAIN_ITERS": 200,
+        "MAX_RESTARTS": 0,
+        "SAVE": folder,
+    }
+    return subprocess.Popen(
+        [str(LAUNCH / "torchrun.sh"), str(ROOT / "recipes" / "llama3_8b.sh"), *SMALL, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(**(chosen | variables)),
+    )
+
+
+def test_a_job_ended_by_a_signal_is_continued_by_the_same_command(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with start(tmp_path) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            lines.append(line)
+            if re.search(r" iteration +3/", line):
+                job.send_signal(signal.SIGTERM)  # what Slurm sends to torchrun when time is nearly up
+    ended = Run("".join(lines), job.returncode)
+    assert ended.status != 0, "for Slurm it is not done"
+    saved = int((tmp_path / TRACKER).read_text())
+    assert saved == max(ended.losses) >= 3
+
+    with start(tmp_path, "--exit-interval", str(saved + 2)) as job:
+        output, _ = job.communicate(timeout=300)
+    again = Run(output, job.returncode)
+    assert again.status == 0, output
+    assert min(again.losses) == saved + 1
+    assert again.iterations[saved + 1]["consumed samples"] == 16 * (saved + 1)
