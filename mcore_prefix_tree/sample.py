@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.signals import SampleError, Signals, check_signals
+
 INT32_MAX = np.iinfo(np.int32).max
 
+__all__ = ["INT32_MAX", "Sample", "SampleError", "Signals", "Tempered"]
 
-class SampleError(ValueError):
-    """A sample that cannot be trained on. The message names where it came from and the field at fault."""
+
+@dataclass(frozen=True, kw_only=True)
+class Tempered:
+    """A merge key that says at which temperature samples were drawn: their logits are divided by it.
+
+    Attributes:
+        temperature: finite and above 0.
+        key: what else has to be equal for two samples to share.
+    """
+
+    temperature: float
+    key: Hashable = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,9 +40,10 @@ class Sample:
         tokens: int32 ``[n]``, n >= 1, token ids >= 0.
         loss_mask: float32 ``[n]``, finite and >= 0. ``loss_mask[t]`` weighs the loss of predicting ``tokens[t]`` from
             ``tokens[:t]``; 0 leaves it unscored. ``loss_mask[0]`` has no effect: nothing predicts the first token.
-        merge_key: what has to be equal, besides the tokens, for two samples to share (temperature, adapter or policy
-            version, ...); a value whose ``repr`` is the same in every process.
+        merge_key: what has to be equal, besides the tokens, for two samples to share (adapter or policy version, ...);
+            a value whose ``repr`` is the same in every process. A :class:`Tempered` one also sets the temperature.
         source: where the sample came from (``file:line``, ``file:line turn 3``), for messages.
+        signals: what objectives other than supervised training read: rewards, log-probabilities, preferences, ...
 
     Raises:
         SampleError: on construction, if a field is malformed; names ``source`` and the field.
@@ -38,6 +53,7 @@ class Sample:
     loss_mask: npt.NDArray[np.float32]
     merge_key: Hashable = None
     source: str = "sample"
+    signals: Signals = field(default_factory=Signals)
 
     def __init__(
         self,
@@ -46,6 +62,7 @@ class Sample:
         loss_mask: Sequence[float] | npt.NDArray[np.floating | np.integer | np.bool_] | None = None,
         merge_key: Hashable = None,
         source: str = "sample",
+        signals: Signals | None = None,
     ) -> None:
         """``loss_mask=None`` scores every token that has a predictor."""
         checked_tokens = _token_array(tokens, source)
@@ -58,11 +75,23 @@ class Sample:
         object.__setattr__(self, "tokens", checked_tokens)
         object.__setattr__(self, "loss_mask", checked_mask)
         object.__setattr__(self, "merge_key", merge_key)
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise SampleError(f"{source}: the temperature of its merge_key is {self.temperature}; it must be above 0")
         object.__setattr__(self, "source", source)
+        checked_signals = NO_SIGNALS if signals is None else check_signals(signals, checked_mask, source)
+        object.__setattr__(self, "signals", checked_signals)
 
     def __len__(self) -> int:
         """Number of tokens."""
         return len(self.tokens)
+
+    @property
+    def temperature(self) -> float:
+        """What the logits of its predictions are divided by."""
+        return self.merge_key.temperature if isinstance(self.merge_key, Tempered) else 1.0
+
+
+NO_SIGNALS = Signals()
 
 
 def _token_array(tokens: object, source: str) -> npt.NDArray[np.int32]:

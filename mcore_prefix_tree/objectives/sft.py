@@ -1,8 +1,19 @@
-"""Supervised fine-tuning: the weighted negative log-likelihood of every supervised token of every sample."""
+"""Supervised fine-tuning: the weighted negative log-likelihood of every scored token of every sample."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
+from pydantic import ConfigDict, PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.normalise import By, normalise
+from mcore_prefix_tree.objectives.rows import Rows, Targets
+from mcore_prefix_tree.objectives.scored import ScoredTokens
+from mcore_prefix_tree.sample import Sample
 
 
 def sft_loss(logprob: torch.Tensor, loss_weight: torch.Tensor) -> torch.Tensor:
@@ -21,3 +32,36 @@ def sft_loss(logprob: torch.Tensor, loss_weight: torch.Tensor) -> torch.Tensor:
         Scalar, the sum.
     """
     return -torch.dot(logprob, loss_weight.to(logprob.dtype))
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class SupervisedFineTuning:
+    """``- sum_t w_t log p_t`` with the loss mask as weight.
+
+    Attributes:
+        normalise: what the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+        normalise_length: the constant of ``sample_sum``.
+    """
+
+    normalise: By = "token"
+    normalise_length: PositiveFloat | None = None
+    reads: ClassVar[str] = "logprobs"
+    needs_entropy: ClassVar[bool] = False
+
+    def targets(self, samples: Sequence[Sample]) -> Targets:
+        """Weights of a step, on the host; raises SampleError as :func:`normalise` does."""
+        scored = ScoredTokens.of(samples)
+        normalised = normalise(scored, self.normalise, length=self.normalise_length)
+        return Targets(scored=scored, weight=normalised.weight, count=normalised.count)
+
+    def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
+        """The weighted sum over a micro-batch; ``logprob`` and ``entropy`` are ``[P]``."""
+        scored = logprob[rows.token]
+        metrics = {"nll": mean_of(-scored)}
+        if entropy is not None:
+            metrics["entropy"] = mean_of(entropy[rows.predictor])
+        return LossOutput(
+            loss=-torch.dot(scored, rows.weight.to(scored.dtype)),
+            metrics=metrics,
+            bad_sample=first_bad_sample(scored, rows.sample),
+        )

@@ -1,0 +1,80 @@
+"""The training signals of one JSON line: rewards, log-probabilities, preferences, a teacher."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from mcore_prefix_tree.signals import PER_TOKEN, SampleError, Signals, Teacher
+
+_NAMES = tuple(field.name for field in fields(Signals))
+_IDS = ("group", "rollout", "pair")
+
+
+def signals_of_tokens(row: dict[str, Any], source: str) -> Signals | None:
+    """Of a line with ``tokens``; None if it has no such field, or only null ones.
+
+    ``Sample`` checks the values; here only what NumPy would convert without a word, and ids, are.
+
+    Raises:
+        SampleError: names ``source`` and the field.
+    """
+    given: dict[str, Any] = {name: row[name] for name in _NAMES if row.get(name) is not None}
+    for name in _IDS:
+        value = given.get(name)
+        if isinstance(value, (dict, list)) or (isinstance(value, float) and math.isnan(value)):
+            raise SampleError(f"{source}: field '{name}' must be a string, a number or a boolean")
+    for name in ("reward", "advantage", *PER_TOKEN):
+        value = given.get(name)
+        if isinstance(value, bool) or (isinstance(value, list) and bool in set(map(type, value))):
+            raise SampleError(f"{source}: field '{name}' must be numbers, not true or false")
+    if "teacher" in given:
+        given["teacher"] = _teacher(given["teacher"], source)
+    return Signals(**given) if given else None
+
+
+def _teacher(value: Any, source: str) -> Teacher:
+    if not isinstance(value, dict) or set(value) != {"token_ids", "logprobs"}:
+        raise SampleError(f"{source}: field 'teacher' must be an object with 'token_ids' and 'logprobs'")
+    try:
+        return Teacher(token_ids=np.array(value["token_ids"]), logprobs=np.array(value["logprobs"], dtype=np.float32))
+    except (ValueError, TypeError, OverflowError):
+        raise SampleError(
+            f"{source}: fields 'teacher.token_ids' and 'teacher.logprobs' must be lists of k numbers for each token"
+        ) from None
+
+
+def signals_of_conversation(row: dict[str, Any], source: str) -> Signals | None:
+    """Of a line with ``messages``; as :func:`signals_of_tokens`, and refuses what has an entry for each token."""
+    for name in (*PER_TOKEN, "teacher"):
+        if row.get(name) is not None:
+            raise SampleError(f"{source}: field '{name}' goes with 'tokens'; it has an entry for each of them")
+    if isinstance(row.get("advantage"), list):
+        raise SampleError(f"{source}: field 'advantage' must be a single number with 'messages'")
+    return signals_of_tokens(row, source)
+
+
+def signals_of_turns(row: dict[str, Any], source: str, turns: int) -> list[Signals | None]:
+    """Of the samples that the turns of a conversation become: parts of one rollout.
+
+    Raises:
+        SampleError: also if there is not one reward for every turn, or a side of a preference pair has several turns.
+    """
+    signals = signals_of_conversation(row, source)
+    if signals is None:
+        return [None] * turns
+    if isinstance(signals.reward, list) and len(signals.reward) != turns:
+        raise SampleError(
+            f"{source}: field 'reward' has {len(signals.reward)} entries, but 'messages' has {turns} assistant turns; "
+            "give one reward for every turn, or a single number"
+        )
+    if signals.pair is not None and turns > 1:
+        raise SampleError(
+            f"{source}: field 'pair' compares whole conversations, but this one becomes {turns} samples; set "
+            "data.expand_turns=false"
+        )
+    rollout = source if signals.rollout is None else signals.rollout
+    return [replace(signals, rollout=rollout, turn=turn) for turn in range(turns)]

@@ -1,0 +1,168 @@
+"""Advantages from rewards, on the host before a step runs: group baselines, turns, whitening.
+
+Legend: S samples, K scored tokens, R rollouts, W rewards (one for every rollout, or one for every turn of it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
+from mcore_prefix_tree.signals import SampleError
+
+Baseline = Literal["none", "group_mean", "group_mean_std", "leave_one_out"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rewards:
+    """The rewards of a step, each counted once however many samples its rollout was cut into.
+
+    Attributes:
+        value: float64 ``[W]``.
+        rollout: int64 ``[W]``, which rollout each belongs to.
+        cu_turns: int64 ``[R + 1]``, rollout r has the rewards ``cu_turns[r]:cu_turns[r + 1]``.
+        group: int64 ``[R]``.
+        first_sample: int64 ``[R]``, a sample of each rollout, for messages.
+        of_token: int64 ``[K]``, the first reward that a scored token can have earned.
+    """
+
+    value: Float64Array
+    rollout: Int64Array
+    cu_turns: Int64Array
+    group: Int64Array
+    first_sample: Int64Array
+    of_token: Int64Array
+
+    @classmethod
+    def of(cls, scored: ScoredTokens, *, setting: str, grouped: bool) -> Rewards:
+        """Collect them.
+
+        Args:
+            scored: of the step.
+            setting: what needs the rewards, for messages.
+            grouped: whether every sample needs a ``group``.
+
+        Raises:
+            SampleError: a sample lacks ``reward`` or ``group``; two samples of one rollout do not agree on the reward.
+        """
+        rollouts: dict[Hashable, int] = {}
+        groups: dict[Hashable, int] = {}
+        values: list[Float64Array] = []
+        group: list[int] = []
+        first_sample: list[int] = []
+        rollout_of_sample = np.empty(len(scored.samples), dtype=np.int64)
+        turn_of_sample = np.empty(len(scored.samples), dtype=np.int64)
+        for index, sample in enumerate(scored.samples):
+            signals = sample.signals
+            reward = np.atleast_1d(np.asarray(scored.required(index, "reward", setting), dtype=np.float64))
+            own_group = scored.required(index, "group", setting) if grouped else signals.group
+            key = index if signals.rollout is None else (own_group, signals.rollout)
+            found = rollouts.setdefault(key, len(values))
+            if found == len(values):
+                values.append(reward)
+                group.append(groups.setdefault(own_group, len(groups)))
+                first_sample.append(index)
+            elif not np.array_equal(values[found], reward):
+                other = scored.samples[first_sample[found]].source
+                raise SampleError(
+                    f"{sample.source}: field 'reward' differs from that of {other}, which is of the same rollout "
+                    f"{signals.rollout!r}; all samples of a rollout carry the same"
+                )
+            rollout_of_sample[index] = found
+            # The turn of each token: the sample's own, or -1 to count them; a single reward is for all.
+            turn_of_sample[index] = (
+                0 if isinstance(signals.reward, float) else -1 if signals.turn is None else signals.turn
+            )
+        lens = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
+        cu_turns = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lens)])
+        turn = turn_of_sample[scored.sample]
+        return cls(
+            value=np.concatenate(values) if values else np.empty(0),
+            rollout=np.repeat(np.arange(len(values)), lens),
+            cu_turns=cu_turns,
+            group=np.array(group, dtype=np.int64),
+            first_sample=np.array(first_sample, dtype=np.int64),
+            of_token=cu_turns[rollout_of_sample[scored.sample]] + np.where(turn < 0, scored.turn, turn),
+        )
+
+
+def baseline_advantages(
+    scored: ScoredTokens, rewards: Rewards, baseline: Baseline, *, eps: float, penalty: Float64Array | None = None
+) -> Float64Array:
+    """Advantage of every scored token from the rewards of its rollout.
+
+    With one reward per rollout, all its tokens have the advantage
+
+    - ``none``: r, as in REINFORCE (Williams, 1992);
+    - ``group_mean``: r - mean(group), as in Dr. GRPO (Liu et al., 2025, arXiv:2503.20783);
+    - ``group_mean_std``: (r - mean(group)) / (std(group) + eps), as in GRPO (Shao et al., 2024, arXiv:2402.03300,
+      section 4.1.2), with the unbiased std;
+    - ``leave_one_out``: r - mean(group without this rollout), as in RLOO (Ahmadian et al., 2024, arXiv:2402.14740).
+
+    With one reward per turn, the same is done with all rewards of the group, and a token has the sum of what its own
+    and all later turns then have (the same GRPO paper, section 4.1.3, process supervision); ``leave_one_out`` leaves
+    out all turns of the rollout. A group of equal rewards has advantages of exactly 0.
+
+    Args:
+        scored: of the step.
+        rewards: of the step.
+        baseline: see above.
+        eps: beside the standard deviation.
+        penalty: float64 ``[K]``, taken off the rewards that the tokens earned.
+
+    Returns:
+        float64 ``[K]``.
+
+    Raises:
+        SampleError: a group of a single rollout has nothing to be compared with.
+    """
+    value = rewards.value
+    if penalty is not None:
+        value = value - np.bincount(rewards.of_token, weights=penalty, minlength=len(value))
+    if baseline != "none":
+        value = _within_groups(scored, rewards, value, baseline, eps)
+    # Reward to go: what its own and all later turns of the rollout have.
+    total = np.cumsum(value)
+    last = rewards.cu_turns[1:][rewards.rollout] - 1
+    advantage: Float64Array = (total[last] - total + value)[rewards.of_token]
+    return advantage
+
+
+def _within_groups(
+    scored: ScoredTokens, rewards: Rewards, value: Float64Array, baseline: Baseline, eps: float
+) -> Float64Array:
+    rollouts = np.bincount(rewards.group)
+    if (rollouts == 1).any():
+        alone = scored.samples[rewards.first_sample[np.argmax(rollouts[rewards.group] == 1)]]
+        raise SampleError(
+            f"{alone.source}: group {alone.signals.group!r} has only this rollout in the step, and "
+            f"advantage={baseline} compares the rollouts of a group; put the whole group in one step, or set "
+            "advantage=given or reward"
+        )
+    group = rewards.group[rewards.rollout]
+    number, total = np.bincount(group), np.bincount(group, weights=value)
+    if baseline == "leave_one_out":
+        own = np.bincount(rewards.rollout, weights=value)[rewards.rollout]
+        centred = value - (total[group] - own) / (number[group] - np.diff(rewards.cu_turns)[rewards.rollout])
+    else:
+        centred = value - (total / number)[group]
+    low, high = np.full(len(number), np.inf), np.full(len(number), -np.inf)
+    np.minimum.at(low, group, value)
+    np.maximum.at(high, group, value)
+    centred[(low == high)[group]] = 0.0  # not what rounding leaves of it
+    if baseline == "group_mean_std":
+        variance = np.bincount(group, weights=np.square(centred)) / (number - 1)
+        centred /= (np.sqrt(variance) + eps)[group]
+    return centred
+
+
+def whiten(advantage: Float64Array, *, eps: float) -> Float64Array:
+    """Mean 0 and (unbiased) standard deviation 1 over all scored tokens of the step, as is usual for PPO."""
+    if len(advantage) < 2:
+        return np.zeros_like(advantage)
+    whitened: Float64Array = (advantage - advantage.mean()) / (advantage.std(ddof=1) + eps)
+    return whitened

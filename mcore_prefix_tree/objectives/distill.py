@@ -1,0 +1,182 @@
+"""Distillation from a teacher of the same vocabulary, once per unique token.
+
+The distribution that predicts a token depends on what leads to it and on nothing else, so all samples that score a
+token with one predictor read the same row of the student and of the teacher. The divergence D of that row is computed
+once and weighed by the sum of their weights. With p the teacher's distribution and q the student's,
+
+    forward_kl  sum_v p (log p - log q)
+    reverse_kl  sum_v q (log q - log p)
+    jsd         b KL(p || m) + (1 - b) KL(q || m),  m = b p + (1 - b) q       generalized JSD (Agarwal et al., 2024,
+                                                                              arXiv:2306.13649, eq. 1), b = jsd_beta
+
+``top_k`` knows the teacher's k likeliest tokens (:class:`~mcore_prefix_tree.signals.Teacher`). v ranges over them and
+one more outcome, "any other token", whose probability both sides have as what is left of 1. By the data-processing
+inequality this D is never above that of the whole vocabulary; with k = V it is that one.
+
+``full`` reads the teacher's logits of the same micro-batch, vocabulary-parallel as the student's.
+
+Legend: P padded tokens, R unique predictors with a scored token, k teacher's tokens, Vl vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass as plain_dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.objectives.divergence import Divergence, divergence, log1mexp
+from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.normalise import By, normalise
+from mcore_prefix_tree.objectives.rows import Targets
+from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import SampleError
+
+
+@plain_dataclass(frozen=True, kw_only=True, eq=False)
+class TeacherRows:
+    """The unique predictors of a micro-batch's scored tokens, on the device.
+
+    Attributes:
+        predictor: int64 ``[R]``, flat indices, increasing.
+        weight: float64 ``[R]``, the weights of all scored tokens that each predicts, added up.
+        multiplicity: float64 ``[R]``, how many those are.
+        first_sample: int64 ``[R]``, the first sample of the micro-batch that scores one, for messages.
+        token_ids: int64 ``[R, k]``, of the teacher; k is 0 if it is asked for its logits instead.
+        logprobs: float32 ``[R, k]``.
+        count: of the micro-batch, towards the step's divisor.
+    """
+
+    predictor: torch.Tensor
+    weight: torch.Tensor
+    multiplicity: torch.Tensor
+    first_sample: torch.Tensor
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class Distillation:
+    """A divergence between teacher and student at every scored token; see the formulas above.
+
+    Attributes:
+        divergence: see above.
+        jsd_beta: b of ``jsd``; towards 0 the divergence is b times the forward, towards 1 it is 1 - b times the reverse
+            KL.
+        teacher: where the teacher's distributions come from.
+        normalise: what the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+    """
+
+    divergence: Divergence = "forward_kl"
+    jsd_beta: float = Field(default=0.5, gt=0, lt=1)
+    teacher: Literal["top_k", "full"] = "top_k"
+    normalise: By = "token"
+    needs_entropy: ClassVar[bool] = False
+
+    @property
+    def reads(self) -> str:
+        """Log-probabilities of the teacher's tokens, or logits."""
+        return "edges" if self.teacher == "top_k" else "logits"
+
+    def targets(self, samples: Sequence[Sample]) -> Targets:
+        """Weights of a step, on the host.
+
+        Raises:
+            SampleError: a sample with scored tokens has no teacher, or one of another k.
+        """
+        scored = ScoredTokens.of(samples)
+        normalised = normalise(scored, self.normalise)
+        if self.teacher == "top_k":
+            sizes: dict[int, int] = {}
+            for index in np.flatnonzero(scored.lens).tolist():
+                sizes.setdefault(scored.required(index, "teacher", "teacher=top_k").token_ids.shape[1], index)
+            if len(sizes) > 1:
+                (one, first), (other, second) = list(sizes.items())[:2]
+                raise SampleError(
+                    f"{samples[second].source}: field 'teacher' has rows of {other}, but those of "
+                    f"{samples[first].source} have {one}; all samples of a step need the same"
+                )
+        return Targets(scored=scored, weight=normalised.weight, count=normalised.count)
+
+    def rows(
+        self, targets: Targets, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu"
+    ) -> TeacherRows:
+        """The part of one micro-batch; arguments as of :meth:`Targets.rows`.
+
+        Raises:
+            SampleError: the teacher of two samples differs where one row of the student serves both.
+        """
+        entries, local, token = targets.located(layout, indices)
+        predictor, first, inverse = np.unique(layout.predictor[token], return_index=True, return_inverse=True)
+        weight = np.bincount(inverse, weights=targets.weight[entries], minlength=len(predictor))
+        token_ids, logprobs = np.empty((len(first), 0), dtype=np.int32), np.empty((len(first), 0), dtype=np.float32)
+        if self.teacher == "top_k" and len(first):
+            token_ids, logprobs = _teacher_rows(targets.scored, indices, first, inverse, local)
+        return TeacherRows(
+            predictor=torch.from_numpy(predictor.astype(np.int64)).to(device),
+            weight=torch.from_numpy(weight).to(device),
+            multiplicity=torch.from_numpy(np.bincount(inverse, minlength=len(predictor)).astype(np.float64)).to(device),
+            first_sample=torch.from_numpy(local[first]).to(device),
+            token_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device),
+            logprobs=torch.from_numpy(logprobs).to(device),
+            count=int(targets.count[np.asarray(indices, dtype=np.int64)].sum()),
+        )
+
+    def loss(self, logprobs: torch.Tensor, rows: TeacherRows) -> LossOutput:
+        """The weighted sum over a micro-batch, of ``top_k``.
+
+        Args:
+            logprobs: ``[R, k]``, the student's, of ``rows.token_ids`` given ``rows.predictor``.
+            rows: of the same micro-batch.
+        """
+        return self.weighed(self.of_rows(rows.logprobs.to(logprobs.dtype), logprobs), rows)
+
+    def of_rows(self, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+        """``[R]`` divergences of ``top_k``, from both sides' log-probabilities of the same tokens, ``[R, k]``."""
+        return divergence(_with_rest(teacher), _with_rest(student), self.divergence, self.jsd_beta)
+
+    def weighed(self, of_row: torch.Tensor, rows: TeacherRows) -> LossOutput:
+        """The weighted sum of ``[R]`` divergences."""
+        return LossOutput(
+            loss=torch.dot(of_row, rows.weight.to(of_row.dtype)),
+            metrics={self.divergence: mean_of(of_row, rows.multiplicity)},
+            bad_sample=first_bad_sample(of_row, rows.first_sample),
+        )
+
+
+def _teacher_rows(
+    scored: ScoredTokens, indices: Sequence[int], first: Int64Array, inverse: Int64Array, local: Int64Array
+) -> tuple[np.ndarray, np.ndarray]:
+    """The teacher's rows of the first token of each predictor, having made sure that the others agree."""
+    own = [index for index in indices if scored.lens[index]]
+    fields = []
+    for name in ("token_ids", "logprobs"):
+        parts = [
+            getattr(scored.samples[index].signals.teacher, name)[
+                scored.position[scored.cu_lens[index] : scored.cu_lens[index + 1]]
+            ]
+            for index in own
+        ]
+        fields.append(np.concatenate(parts))
+    for values in fields:
+        differs = (values != values[first][inverse]).any(axis=1)
+        if differs.any():
+            at = int(np.argmax(differs))
+            one, other = (scored.samples[indices[local[k]]] for k in (first[inverse[at]], at))
+            raise SampleError(
+                f"{other.source}: field 'teacher' differs from that of {one.source} at a token that they share; score "
+                "both with the teacher in one folded batch, or give them different merge keys"
+            )
+    return fields[0][first], fields[1][first]
+
+
+def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:
+    """``[R, k]`` to ``[R, k + 1]``: the last column is what the others lack to a probability of 1."""
+    return torch.cat([logprobs, log1mexp(torch.logsumexp(logprobs, dim=1, keepdim=True))], dim=1)

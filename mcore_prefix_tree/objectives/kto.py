@@ -1,0 +1,139 @@
+"""Kahneman-Tversky optimisation: single completions that are desirable or not.
+
+Legend: P padded tokens, K scored tokens, S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.rows import Rows, Targets
+from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import SampleError, Signals
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class KTO:
+    """Kahneman-Tversky optimisation of labelled completions (Ethayarajh et al., 2024, arXiv:2402.01306, section 4).
+
+    With r = sum over the scored tokens of ``mask (log pi - log ref)``, the loss of a sample is
+
+        desirable_weight   (1 - sigma(beta (r - z)))   where ``label`` is true
+        undesirable_weight (1 - sigma(beta (z - r)))   where it is false
+
+    and the step's loss is the mean over labelled samples. The reference point z has no gradient: with
+    ``reference_point=mismatched`` it is the mean of r, and at least 0, over the step's ``mismatched`` samples (another
+    prompt's completion, scored under both policies before the step, see :func:`mismatched`), which have no loss of
+    their own; with ``zero`` it is 0 (TRL's ``apo_zero_unpaired``).
+
+    Attributes:
+        beta: see above.
+        desirable_weight: lambda_D.
+        undesirable_weight: lambda_U.
+        reference_point: see above.
+    """
+
+    beta: PositiveFloat = 0.1
+    desirable_weight: NonNegativeFloat = 1.0
+    undesirable_weight: NonNegativeFloat = 1.0
+    reference_point: Literal["mismatched", "zero"] = "mismatched"
+    reads: ClassVar[str] = "logprobs"
+    needs_entropy: ClassVar[bool] = False
+
+    def targets(self, samples: Sequence[Sample]) -> Targets:
+        """Labels and the reference point of a step, on the host.
+
+        Raises:
+            SampleError: a sample lacks ``label`` or ``ref_logprobs``; with ``reference_point=mismatched``, a mismatched
+                one lacks ``old_logprobs``, or there is none.
+        """
+        scored = ScoredTokens.of(samples)
+        counts = np.array([not sample.signals.mismatched for sample in samples], dtype=np.int64)
+        labels = [
+            0.0 if sample.signals.mismatched else 1.0 if scored.required(index, "label", "kto") else -1.0
+            for index, sample in enumerate(samples)
+        ]
+        point = self._reference_point(scored, counts)
+        return Targets(
+            scored=scored,
+            weight=scored.mask,
+            count=counts,
+            columns={"ref_logprobs": scored.column("ref_logprobs", "kto")},
+            sample_columns={"label": np.array(labels), "reference_point": np.full(len(samples), point)},
+            metrics={"reference_point": (point, 1.0)},
+        )
+
+    def _reference_point(self, scored: ScoredTokens, counts: Int64Array) -> float:
+        if self.reference_point == "zero" or not len(counts):
+            return 0.0
+        measuring = np.flatnonzero(counts == 0)
+        if not len(measuring):
+            raise SampleError(
+                f"{scored.samples[0].source}: neither this nor another sample of the step is mismatched, and kto with "
+                "reference_point=mismatched needs some; add them, or set reference_point=zero"
+            )
+        total = 0.0
+        for index in measuring.tolist():
+            old, ref = (scored.required(index, f"{name}_logprobs", "a mismatched sample") for name in ("old", "ref"))
+            entries = slice(scored.cu_lens[index], scored.cu_lens[index + 1])
+            at = scored.position[entries]
+            total += float(np.dot(scored.mask[entries], old[at].astype(np.float64) - ref[at]))
+        return max(0.0, total / len(measuring))
+
+    def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
+        """The sum over the labelled samples of a micro-batch; ``logprob`` is ``[P]``."""
+        scored = logprob[rows.token]
+        dtype = scored.dtype
+        relative = scored - rows.columns["ref_logprobs"].to(dtype)
+        reward = rows.sum_per_sample(rows.weight.to(dtype) * relative)
+        label = rows.sample_columns["label"].to(dtype)
+        weight = self.desirable_weight * (label > 0).to(dtype) + self.undesirable_weight * (label < 0).to(dtype)
+        # 1 - sigma(x) = sigma(-x), without cancellation.
+        loss = weight * torch.sigmoid(-self.beta * label * (reward - rows.sample_columns["reference_point"].to(dtype)))
+        return LossOutput(
+            loss=loss.sum(),
+            metrics={
+                "reward_chosen": mean_of(self.beta * reward, label > 0),
+                "reward_rejected": mean_of(self.beta * reward, label < 0),
+            },
+            bad_sample=first_bad_sample(scored, rows.sample),
+        )
+
+
+def mismatched(samples: Sequence[Sample]) -> list[Sample]:
+    """Each sample's prompt with the next one's completion, to measure KTO's reference point with.
+
+    The prompt is what comes before the first scored token. They share it with the samples they were made from.
+
+    Raises:
+        SampleError: a sample without a prompt or without a scored token.
+    """
+    begins = []
+    for sample in samples:
+        scored = np.flatnonzero(sample.loss_mask)
+        if not len(scored) or scored[0] == 0:
+            missing = "prompt before its first scored token" if len(scored) else "scored token"
+            raise SampleError(f"{sample.source}: has no {missing}, and kto exchanges completions between prompts")
+        begins.append(int(scored[0]))
+    made = []
+    for index, sample in enumerate(samples):
+        other = (index + 1) % len(samples)
+        completion = slice(begins[other], None)
+        made.append(
+            Sample(
+                tokens=np.concatenate([sample.tokens[: begins[index]], samples[other].tokens[completion]]),
+                loss_mask=np.concatenate([np.zeros(begins[index]), samples[other].loss_mask[completion]]),
+                merge_key=sample.merge_key,
+                source=f"{sample.source} with the completion of {samples[other].source}",
+                signals=Signals(mismatched=True),
+            )
+        )
+    return made

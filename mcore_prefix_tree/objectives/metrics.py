@@ -1,0 +1,84 @@
+"""What a loss returns: a sum over the micro-batch, and means that add up over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import SampleError
+
+# By name, float64 tensors [2]: a sum and its weight. They are added up as they are, and divided last.
+Means = dict[str, torch.Tensor]
+
+NO_SAMPLE = 2**62
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossOutput:
+    """Of one micro-batch.
+
+    Attributes:
+        loss: scalar, the weighted sum; the step divides it by its divisor.
+        metrics: additive means, detached.
+        bad_sample: int64 scalar tensor, the first sample of the micro-batch for which the model's output is NaN or
+            infinite, or NO_SAMPLE. Read it once a step (:func:`check_outputs`): that waits for the device.
+    """
+
+    loss: torch.Tensor
+    metrics: Means
+    bad_sample: torch.Tensor
+
+
+def mean_of(values: torch.Tensor, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """``[2]``: the weighted sum of values and the sum of the weights; a number weighs all the same."""
+    values = values.detach().double()
+    weights = torch.as_tensor(weight, dtype=torch.float64, device=values.device).expand_as(values)
+    return torch.stack([(values * weights).sum(), weights.sum()])
+
+
+def add_means(outputs: Iterable[Mapping[str, torch.Tensor]]) -> Means:
+    """Sum by name; a metric that only some have keeps its own weight."""
+    total: Means = {}
+    for metrics in outputs:
+        for name, pair in metrics.items():
+            total[name] = total[name] + pair if name in total else pair
+    return total
+
+
+def divided(means: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The means; what has no weight (no pair in the step, say) is left out."""
+    values = {name: pair.tolist() for name, pair in means.items()}
+    return {name: total / weight for name, (total, weight) in values.items() if weight}
+
+
+def first_bad_sample(values: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    """The first sample with a value that is not finite, or NO_SAMPLE; does not wait for the device.
+
+    Args:
+        values: ``[K]``.
+        sample: int64 ``[K]``, whose each of them is.
+    """
+    none = torch.full((1,), NO_SAMPLE, dtype=torch.int64, device=values.device)
+    return torch.cat([torch.where(torch.isfinite(values.detach()), none, sample), none]).amin()
+
+
+def check_outputs(outputs: Sequence[LossOutput], samples: Sequence[Sequence[Sample]]) -> None:
+    """Refuse a step whose model output is not finite, before the optimizer sees its gradient.
+
+    Args:
+        outputs: of this rank's micro-batches.
+        samples: of the same micro-batches.
+
+    Raises:
+        SampleError: names the first such sample.
+    """
+    for output, own in zip(outputs, samples, strict=True):
+        bad = int(output.bad_sample)
+        if bad != NO_SAMPLE:
+            raise SampleError(
+                f"{own[bad].source}: the model's output for this sample is NaN or infinite; the weights have diverged, "
+                "or its tokens lead outside what the model's dtype can hold"
+            )

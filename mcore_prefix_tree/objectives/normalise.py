@@ -1,0 +1,72 @@
+"""The one normaliser: what each scored token weighs, and what the whole step is divided by.
+
+A step's loss is ``sum over scored tokens of weight * loss / divisor``. The weights are set on the host from the samples
+of the whole step, and the divisor is an integer that every sample adds its own part to. So a micro-batch returns the
+sum of its own tokens and of its own samples' parts, whatever the cut; Megatron-Core adds both up over micro-batches and
+data-parallel ranks and divides once, as it does by the number of tokens (``calculate_per_token_loss=True``).
+
+The loss mask multiplies a token's loss; it does not change the divisor, which counts tokens with a mask that is not 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
+
+By = Literal["token", "sample", "group", "sample_sum"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Normalised:
+    """What :func:`normalise` decides.
+
+    Attributes:
+        weight: float64 ``[K]``, of each scored token's loss.
+        count: int64 ``[S]``, what each sample adds to the step's divisor.
+    """
+
+    weight: Float64Array
+    count: Int64Array
+
+
+def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> Normalised:
+    """Weigh the scored tokens of a step.
+
+    Args:
+        scored: of the step.
+        by: ``token``: the mean over all tokens (DAPO; verl's ``token-mean``). ``sample``: the mean over samples of the
+            mean over each one's tokens (GRPO; ``seq-mean-token-mean``). ``group``: the mean over groups of the mean
+            over all tokens of each. ``sample_sum``: the mean over samples of the sum over each one's tokens
+            (``seq-mean-token-sum``), divided by ``length`` if that is given (Dr. GRPO; ``seq-mean-token-sum-norm``).
+            Samples and groups without a scored token do not count.
+        length: the constant of ``sample_sum``, usually the longest completion allowed; 1 by default.
+
+    Raises:
+        SampleError: ``group`` is asked for, and a sample has none.
+    """
+    lens = scored.lens
+    has_tokens = (lens > 0).astype(np.int64)
+    if by == "token":
+        return Normalised(weight=scored.mask, count=lens)
+    if by == "sample":
+        return Normalised(weight=scored.mask / lens[scored.sample], count=has_tokens)
+    if by == "sample_sum":
+        return Normalised(weight=scored.mask / (length or 1.0), count=has_tokens)
+    seen: dict[Hashable, int] = {}
+    group = np.array(
+        [
+            seen.setdefault(scored.required(index, "group", "normalise=group"), len(seen)) if lens[index] else -1
+            for index in range(len(lens))
+        ],
+        dtype=np.int64,
+    )
+    per_group = np.bincount(group[scored.sample], minlength=len(seen))
+    count = np.zeros_like(lens)
+    first = np.unique(group, return_index=True)[1] if len(group) else group
+    count[first] = has_tokens[first]
+    return Normalised(weight=scored.mask / per_group[group[scored.sample]], count=count)

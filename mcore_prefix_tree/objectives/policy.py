@@ -1,0 +1,290 @@
+"""Policy gradient: a ratio, a surrogate of it, and what is added to that; the papers are settings of one objective.
+
+Per scored token, with the advantage A, the ratio r = pi / old, and ``sg`` for "no gradient":
+
+    loss = tis * surrogate(r, A) + kl_coef * KL(pi || ref) - entropy_coef * H(pi)
+
+    clip       -min(r A, clip(r, 1 - clip_eps_low, 1 + clip_eps_high) A)    PPO (Schulman et al., 2017,
+                                                                            arXiv:1707.06347), eq. 7
+               and where A < 0 no more than -dual_clip A                    Ye et al., 2020, arXiv:1912.09729
+    cispo      -sg(clip(r, 1 - clip_eps_low, 1 + clip_eps_high)) A log pi   MiniMax-M1, 2025, arXiv:2506.13585
+    reinforce  -A log pi                                                    Williams, 1992
+
+    ratio_level=sequence: r of a token is sg(exp(mean over the sample of log pi - log old)) * pi / sg(pi): GSPO's
+    sequence ratio (Zheng et al., 2025, arXiv:2507.18071, eq. 5-7), as its authors write it for advantages per token
+    (GSPO-token); for one advantage per sample the two have the same value and gradient.
+
+    tis = min(old / rollout, tis_cap), of a token or (the product over the sample's tokens) of a sequence, for tokens
+    sampled by an engine that is not quite the old policy (Yao et al., "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training", 2025).
+
+Legend: P padded tokens, K scored tokens, S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from mcore_prefix_tree.objectives.advantages import Rewards, baseline_advantages, whiten
+from mcore_prefix_tree.objectives.gae import gae, token_rewards
+from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, kl_estimate
+from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.normalise import By, normalise
+from mcore_prefix_tree.objectives.rows import Rows, Targets
+from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens
+from mcore_prefix_tree.sample import Sample
+
+Level = Literal["token", "sequence"]
+Advantage = Literal["given", "reward", "group_mean", "group_mean_std", "leave_one_out", "gae"]
+
+
+def log_ratio(logprob: torch.Tensor, old: torch.Tensor, rows: Rows, level: Level) -> torch.Tensor:
+    """``[K]``: log of each token's ratio, cut at +-LOG_RATIO_LIMIT, beyond which it has no gradient."""
+    ratio = logprob - old
+    if level == "sequence":
+        of_sequence = rows.mean_per_sample(ratio.detach())[rows.sample]
+        ratio = of_sequence + (logprob - logprob.detach())  # in this order: the second is exactly 0
+    return ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float, dual: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[K]`` losses, and where clipping took the gradient away."""
+    plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high)
+    loss, active = torch.maximum(plain, clipped), clipped > plain
+    if dual is not None:
+        bound = -dual * advantage
+        active = active | ((advantage < 0) & (loss > bound))
+        loss = torch.where(advantage < 0, torch.minimum(loss, bound), loss)
+    return loss, active
+
+
+def truncated_weight(old: torch.Tensor, rollout: torch.Tensor, rows: Rows, config: PolicyGradient) -> torch.Tensor:
+    """``[K]``: min(old / rollout, tis_cap), without a gradient."""
+    assert config.tis_cap is not None
+    difference = (old - rollout).detach()
+    if config.tis_level == "sequence":
+        difference = rows.sum_per_sample(difference)[rows.sample]
+    return difference.clamp(max=LOG_RATIO_LIMIT).exp().clamp(max=config.tis_cap)
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class PolicyGradient:
+    """Policy gradient on the log-probabilities of sampled tokens; see the formulas above.
+
+    Attributes:
+        advantage: ``given`` by the samples, computed from their rewards (``reward`` is the reward itself; the others as
+            in :func:`~mcore_prefix_tree.objectives.advantages.baseline_advantages`), or from rewards and values
+            (``gae``).
+        advantage_eps: beside the standard deviation.
+        whiten: normalise the advantages over the step's tokens.
+        gamma: discount, for ``gae``.
+        lam: lambda, for ``gae``.
+        surrogate: see above.
+        ratio_level: of a token or of its whole sequence.
+        clip_eps_low: how far below 1 the ratio may count.
+        clip_eps_high: how far above 1.
+        dual_clip: greater than 1; None has none.
+        on_policy: the tokens were sampled from the very weights that this step starts from, and they are used once: the
+            current log-probabilities stand for the old ones, and samples need none.
+        tis_cap: of truncated importance weights; None has none.
+        tis_level: of a token or of its whole sequence.
+        kl_coef: of the divergence from the reference policy.
+        kl_estimator: see :mod:`mcore_prefix_tree.objectives.kl`.
+        kl_in: ``loss`` differentiates it; ``reward`` takes it, between the old and the reference policy, off the
+            rewards.
+        kl_importance: multiply the estimator in the loss by the token's ratio, differentiated too.
+        entropy_coef: of the entropy of the distribution that each token is drawn from.
+        normalise: what the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+        normalise_length: the constant of ``sample_sum``.
+    """
+
+    advantage: Advantage = "group_mean_std"
+    advantage_eps: NonNegativeFloat = 1e-6
+    whiten: bool = False
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    lam: float = Field(default=1.0, ge=0, le=1)
+    surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
+    ratio_level: Level = "token"
+    clip_eps_low: float = Field(default=0.2, ge=0, le=1)
+    clip_eps_high: NonNegativeFloat = 0.2
+    dual_clip: float | None = Field(default=None, gt=1)
+    on_policy: bool = False
+    tis_cap: PositiveFloat | None = None
+    tis_level: Level = "token"
+    kl_coef: NonNegativeFloat = 0.0
+    kl_estimator: KLEstimator = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_importance: bool = False
+    entropy_coef: float = 0.0
+    normalise: By = "sample"
+    normalise_length: PositiveFloat | None = None
+    reads: ClassVar[str] = "logprobs"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other."""
+        if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1" and not self.kl_importance:
+            raise ValueError(
+                "kl_estimator=k1 has no expected gradient in the loss; set kl_estimator=k2, kl_importance=true or "
+                "kl_in=reward"
+            )
+        if self.kl_coef and self.kl_in == "reward" and self.advantage == "given":
+            raise ValueError("kl_in=reward changes rewards, but advantage=given does not read them; set kl_in=loss")
+        if self.normalise_length is not None and self.normalise != "sample_sum":
+            raise ValueError("normalise_length goes with normalise=sample_sum")
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss has a gradient through the entropy."""
+        return self.entropy_coef != 0
+
+    def targets(self, samples: Sequence[Sample]) -> Targets:
+        """Advantages, weights and columns of a step, on the host.
+
+        Args:
+            samples: of the whole step, all micro-batches and ranks.
+
+        Raises:
+            SampleError: a sample lacks a field that these settings read, or its group has no other rollout.
+        """
+        scored = ScoredTokens.of(samples)
+        normalised = normalise(scored, self.normalise, length=self.normalise_length)
+        columns = {name: scored.column(name, setting) for name, setting in self._needed().items()}
+        advantage = self._advantages(scored)
+        metrics = {
+            "advantage": (float(advantage.sum()), float(len(advantage))),
+            "zero_advantage": (float(np.count_nonzero(advantage == 0)), float(len(advantage))),
+        }
+        # Once for each rollout, however many samples it was cut into.
+        rewards = {
+            index if sample.signals.rollout is None else (sample.signals.group, sample.signals.rollout): sample.signals
+            for index, sample in enumerate(samples)
+            if sample.signals.reward is not None
+        }
+        if rewards:
+            total = sum(float(np.asarray(signals.reward).sum()) for signals in rewards.values())
+            metrics["reward"] = (total, float(len(rewards)))
+        return Targets(
+            scored=scored,
+            weight=normalised.weight,
+            count=normalised.count,
+            columns=columns | {"advantage": advantage},
+            metrics=metrics,
+        )
+
+    def _needed(self) -> dict[str, str]:
+        """Columns that the loss reads on the device, and which setting makes it."""
+        needed = {}
+        reads_ratio = self.surrogate != "reinforce" or (self.kl_importance and self.kl_coef)
+        if not self.on_policy and (reads_ratio or self.tis_cap is not None):
+            needed["old_logprobs"] = "this objective without on_policy=true"
+        if self.kl_coef and self.kl_in == "loss":
+            needed["ref_logprobs"] = f"kl_coef={self.kl_coef}"
+        if self.tis_cap is not None:
+            needed["rollout_logprobs"] = f"tis_cap={self.tis_cap}"
+        return needed
+
+    def _advantages(self, scored: ScoredTokens) -> Float64Array:
+        setting = f"advantage={self.advantage}"
+        penalty = None
+        if self.kl_coef and self.kl_in == "reward":
+            old, ref = (torch.from_numpy(scored.column(f"{name}_logprobs", "kl_in=reward")) for name in ("old", "ref"))
+            penalty = self.kl_coef * kl_estimate(old.double(), ref.double(), self.kl_estimator).numpy()
+        if self.advantage == "given":
+            advantage = scored.column("advantage", setting).astype(np.float64)
+        elif self.advantage == "gae":
+            rewards = token_rewards(scored, setting, penalty=penalty)
+            values = scored.column("values", setting).astype(np.float64)
+            advantage, _ = gae(scored, rewards, values, gamma=self.gamma, lam=self.lam)
+        else:
+            baseline = "none" if self.advantage == "reward" else self.advantage
+            collected = Rewards.of(scored, setting=setting, grouped=baseline != "none")
+            advantage = baseline_advantages(scored, collected, baseline, eps=self.advantage_eps, penalty=penalty)
+        return whiten(advantage, eps=self.advantage_eps) if self.whiten else advantage
+
+    def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
+        """The weighted sum over a micro-batch.
+
+        Args:
+            logprob: ``[P]``, of each token at its own flat index.
+            entropy: ``[P]``, of the distribution that each token predicts; only needed if :attr:`needs_entropy`.
+            rows: of the same micro-batch.
+        """
+        scored = logprob[rows.token]
+        dtype = scored.dtype
+        column = {name: values.to(dtype) for name, values in rows.columns.items()}
+        old = scored.detach() if self.on_policy or "old_logprobs" not in column else column["old_logprobs"]
+        metrics: Means = {}
+
+        per_token, ratio_metrics = self._surrogate(scored, old, column["advantage"], rows)
+        metrics |= ratio_metrics
+        if self.tis_cap is not None:
+            weight = truncated_weight(old, column["rollout_logprobs"], rows, self)
+            per_token = per_token * weight
+            metrics |= {"tis_weight": mean_of(weight), "tis_capped": mean_of(weight >= self.tis_cap)}
+        if "ref_logprobs" in column:
+            divergence = kl_estimate(scored, column["ref_logprobs"], self.kl_estimator)
+            if self.kl_importance:
+                divergence = divergence * log_ratio(scored, old, rows, "token").exp()
+            per_token = per_token + self.kl_coef * divergence
+            metrics["kl"] = mean_of(kl_estimate(scored, column["ref_logprobs"], "k3"))
+        if entropy is not None:
+            of_token = entropy[rows.predictor].to(dtype)
+            metrics["entropy"] = mean_of(of_token)
+            if self.needs_entropy:
+                per_token = per_token - self.entropy_coef * of_token
+        return LossOutput(
+            loss=torch.dot(per_token, rows.weight.to(dtype)),
+            metrics=metrics,
+            bad_sample=first_bad_sample(scored, rows.sample),
+        )
+
+    def _surrogate(
+        self, logprob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, rows: Rows
+    ) -> tuple[torch.Tensor, Means]:
+        if self.surrogate == "reinforce":
+            return -advantage * logprob, {}
+        log_of_ratio = log_ratio(logprob, old, rows, self.ratio_level)
+        ratio = log_of_ratio.exp()
+        if self.surrogate == "clip":
+            loss, clipped = clipped_surrogate(ratio, advantage, self.clip_eps_low, self.clip_eps_high, self.dual_clip)
+        else:
+            weight = ratio.detach().clamp(1 - self.clip_eps_low, 1 + self.clip_eps_high)
+            loss, clipped = -weight * advantage * logprob, weight != ratio
+        return loss, {
+            "ratio": mean_of(ratio),
+            "clip_fraction": mean_of(clipped),
+            # Schulman's k3 of KL(old || pi), from tokens drawn from old: how far the policy has moved.
+            "kl_old": mean_of(torch.expm1(log_of_ratio) - log_of_ratio),
+        }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "reinforce": {"advantage": "reward", "surrogate": "reinforce", "normalise": "sample_sum"},
+    "rloo": {"advantage": "leave_one_out", "surrogate": "reinforce", "normalise": "sample_sum"},
+    "ppo": {"advantage": "gae", "whiten": True, "normalise": "token"},
+    "grpo": {"advantage": "group_mean_std", "normalise": "sample"},
+    "dr_grpo": {"advantage": "group_mean", "normalise": "sample_sum"},
+    "dapo": {"advantage": "group_mean_std", "clip_eps_high": 0.28, "normalise": "token"},
+    "gspo": {
+        "advantage": "group_mean_std",
+        "ratio_level": "sequence",
+        "clip_eps_low": 3e-4,
+        "clip_eps_high": 4e-4,
+        "normalise": "sample",
+    },
+    "cispo": {
+        "advantage": "group_mean_std",
+        "surrogate": "cispo",
+        "clip_eps_low": 1.0,  # no lower bound, as in the paper
+        "clip_eps_high": 4.0,  # a weight of at most 5, as in ScaleRL (Khatri et al., 2025)
+        "normalise": "token",
+    },
+}

@@ -1,0 +1,170 @@
+"""Preferences between the two completions of a pair, both in one micro-batch.
+
+With s(y) the sum over a completion's scored tokens of ``mask (log pi - log ref)`` (``reference``) or ``mask log pi``,
+divided by the sum of its masks if ``average``, and D = s(chosen) - s(rejected), the loss of a pair is
+
+    sigmoid     -(1 - label_smoothing) log sigma(beta D - gamma) - label_smoothing log sigma(-(beta D - gamma))
+    hinge       max(0, 1 - beta D)
+    ipo         (D - 1 / (2 beta))^2
+    odds_ratio  -beta log sigma(log odds(chosen) - log odds(rejected)),  log odds = s - log(1 - exp(s))
+
+plus nll_coef times the mean negative log-likelihood of the chosen completion. So DPO (Rafailov et al., 2023,
+arXiv:2305.18290, eq. 7) is sigmoid with a reference, label_smoothing is conservative DPO (Mitchell, 2023), IPO (Azar et
+al., 2024, arXiv:2310.12036, eq. 17) is ipo with a reference, averaged as its authors did (TRL's ``ipo``), SimPO (Meng
+et al., 2024, arXiv:2405.14734, eq. 6) is sigmoid without a reference, averaged, with a margin gamma, and ORPO (Hong et
+al., 2024, arXiv:2403.07691, eq. 6-7) is odds_ratio without a reference, averaged, with nll_coef=1. The step's loss is
+the mean over pairs.
+
+Legend: P padded tokens, K scored tokens, S samples, Q pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from mcore_prefix_tree.objectives.divergence import log1mexp
+from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.rows import Rows, Targets
+from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import SampleError
+
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+def pairs_of(samples: Sequence[Sample], setting: str) -> Int64Array:
+    """int64 ``[Q, 2]``: the chosen and the rejected sample of every pair, in the order in which pairs first appear.
+
+    Raises:
+        SampleError: a sample without ``pair``, without its partner in the step, or a second chosen or rejected one.
+    """
+    sides: dict[Hashable, list[int]] = {}
+    for index, sample in enumerate(samples):
+        signals = sample.signals
+        if signals.pair is None:
+            raise SampleError(f"{sample.source}: field 'pair' is missing, and {setting} needs it")
+        own = sides.setdefault(signals.pair, [-1, -1])
+        side = 0 if signals.chosen else 1
+        if own[side] >= 0:
+            role = "chosen" if signals.chosen else "rejected"
+            raise SampleError(
+                f"{sample.source}: pair {signals.pair!r} has a second {role} sample beside "
+                f"{samples[own[side]].source}; give every pair its own id"
+            )
+        own[side] = index
+    for pair, own in sides.items():
+        if min(own) < 0:
+            raise SampleError(
+                f"{samples[max(own)].source}: the partner of pair {pair!r} is not in this step; both sides must be in "
+                "the same one"
+            )
+    return np.array(list(sides.values()), dtype=np.int64).reshape(-1, 2)
+
+
+def together(samples: Sequence[Sample]) -> list[Hashable]:
+    """What ``plan_step(together=...)`` takes to keep the pairs of these samples in one micro-batch each."""
+    return [sample.signals.pair for sample in samples]
+
+
+def pair_targets(samples: Sequence[Sample], setting: str, reference: bool) -> Targets:
+    """Of a step of pairs: every pair counts 1 towards the divisor, with its chosen sample."""
+    scored = ScoredTokens.of(samples)
+    pairs = pairs_of(samples, setting)
+    for index in np.flatnonzero(scored.lens == 0).tolist():
+        raise SampleError(f"{samples[index].source}: no token is scored, and {setting} compares completions")
+    count = np.zeros(len(samples), dtype=np.int64)
+    count[pairs[:, 0]] = 1
+    columns = {"ref_logprobs": scored.column("ref_logprobs", setting)} if reference else {}
+    return Targets(scored=scored, weight=scored.mask, count=count, columns=columns, pairs=pairs)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Preference:
+    """Loss on pairs of completions; see the formulas above.
+
+    Attributes:
+        link: what a pair's difference is put into.
+        beta: see above; ORPO's lambda.
+        gamma: margin of ``sigmoid``.
+        label_smoothing: how likely a pair is the wrong way round, for ``sigmoid``.
+        reference: compare with the reference policy's log-probabilities.
+        average: over the tokens of a completion, instead of their sum.
+        nll_coef: of the negative log-likelihood of the chosen completion, per token.
+    """
+
+    link: Literal["sigmoid", "hinge", "ipo", "odds_ratio"] = "sigmoid"
+    beta: PositiveFloat = 0.1
+    gamma: float = 0.0
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    reference: bool = True
+    average: bool = False
+    nll_coef: NonNegativeFloat = 0.0
+    reads: ClassVar[str] = "logprobs"
+    needs_entropy: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other."""
+        if self.link == "odds_ratio" and (self.reference or not self.average):
+            raise ValueError("link=odds_ratio takes probabilities: set reference=false and average=true")
+        if self.link != "sigmoid" and (self.gamma or self.label_smoothing):
+            raise ValueError("gamma and label_smoothing go with link=sigmoid")
+
+    def targets(self, samples: Sequence[Sample]) -> Targets:
+        """Pairs and columns of a step, on the host; raises SampleError as :func:`pairs_of` does."""
+        return pair_targets(samples, "a preference objective", self.reference)
+
+    def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
+        """The sum over the pairs of a micro-batch; ``logprob`` is ``[P]``."""
+        scored = logprob[rows.token]
+        weight = rows.weight.to(scored.dtype)
+        total_weight = rows.sum_per_sample(weight)
+        relative = scored - rows.columns["ref_logprobs"].to(scored.dtype) if self.reference else scored
+        score = rows.sum_per_sample(weight * relative)
+        if self.average:
+            score = score / total_weight
+        chosen, rejected = score[rows.pairs[:, 0]], score[rows.pairs[:, 1]]
+        loss = self._of_pairs(chosen, rejected)
+        mean_nll = (-rows.sum_per_sample(weight * scored) / total_weight)[rows.pairs[:, 0]]
+        if self.nll_coef:
+            loss = loss + self.nll_coef * mean_nll
+        return LossOutput(
+            loss=loss.sum(),
+            metrics=reward_means(self.beta * chosen, self.beta * rejected) | {"chosen_nll": mean_of(mean_nll)},
+            bad_sample=first_bad_sample(scored, rows.sample),
+        )
+
+    def _of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        difference = chosen - rejected
+        if self.link == "ipo":
+            return (difference - 1 / (2 * self.beta)).square()
+        if self.link == "hinge":
+            return F.relu(1 - self.beta * difference)
+        if self.link == "odds_ratio":
+            return -self.beta * F.logsigmoid(difference - log1mexp(chosen) + log1mexp(rejected))
+        logits = self.beta * difference - self.gamma
+        return -(1 - self.label_smoothing) * F.logsigmoid(logits) - self.label_smoothing * F.logsigmoid(-logits)
+
+
+def reward_means(chosen: torch.Tensor, rejected: torch.Tensor) -> Means:
+    """What people watch of pairs, from ``[Q]`` rewards of each side."""
+    return {
+        "reward_chosen": mean_of(chosen),
+        "reward_rejected": mean_of(rejected),
+        "accuracy": mean_of(chosen > rejected),
+        "margin": mean_of(chosen - rejected),
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "dpo": {"link": "sigmoid", "beta": 0.1},
+    "ipo": {"link": "ipo", "beta": 0.1, "average": True},
+    "simpo": {"link": "sigmoid", "beta": 2.0, "gamma": 1.0, "reference": False, "average": True},
+    "orpo": {"link": "odds_ratio", "beta": 0.1, "reference": False, "average": True, "nll_coef": 1.0},
+}

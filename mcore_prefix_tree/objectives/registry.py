@@ -1,0 +1,41 @@
+"""Objectives by the names that people know them by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_prefix_tree.objectives import policy, preference
+from mcore_prefix_tree.objectives.distill import Distillation
+from mcore_prefix_tree.objectives.kto import KTO
+from mcore_prefix_tree.objectives.policy import PolicyGradient
+from mcore_prefix_tree.objectives.preference import Preference
+from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
+from mcore_prefix_tree.objectives.sft import SupervisedFineTuning
+
+Objective = SupervisedFineTuning | PolicyGradient | Preference | KTO | Critic | RewardModel | Distillation
+
+# Each name, the class that it is, and what it sets of that class's fields; the rest are the class's own defaults.
+OBJECTIVES: dict[str, tuple[type[Any], Mapping[str, Any]]] = {
+    "sft": (SupervisedFineTuning, {}),
+    **{name: (PolicyGradient, settings) for name, settings in policy.PRESETS.items()},
+    **{name: (Preference, settings) for name, settings in preference.PRESETS.items()},
+    "kto": (KTO, {}),
+    "critic": (Critic, {}),
+    "reward_model": (RewardModel, {}),
+    "distill": (Distillation, {}),
+}
+
+
+def make_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective:
+    """An objective with some of its settings changed.
+
+    Raises:
+        ValueError: there is no such objective; pydantic's ``ValidationError``, which is one, for an option that it does
+            not have or that is out of range.
+    """
+    if name not in OBJECTIVES:
+        raise ValueError(f"there is no objective {name!r}; there are {', '.join(sorted(OBJECTIVES))}")
+    made, settings = OBJECTIVES[name]
+    objective: Objective = made(**{**settings, **(options or {})})
+    return objective

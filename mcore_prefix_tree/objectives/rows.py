@@ -1,0 +1,150 @@
+"""What a loss reads of one micro-batch: the scored tokens of its samples, one after another, on the device.
+
+A token that several samples score has an entry for each of them, so whatever is per sample (advantages, ratios, sums
+over a sequence) is exact, and autograd adds up the gradients where the log-probabilities were gathered.
+
+Legend: P padded tokens, K scored tokens, S samples, Q pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
+
+FloatColumn = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """The scored tokens of a micro-batch.
+
+    Attributes:
+        token: int64 tensor ``[K]``, flat index of each.
+        predictor: int64 ``[K]``, flat index of the token that predicts it.
+        sample: int64 ``[K]``, which sample of the micro-batch it is of.
+        weight: float64 ``[K]``, of its loss; see :mod:`mcore_prefix_tree.objectives.normalise`.
+        lens: float64 ``[S]``, scored tokens of each sample.
+        last: int64 ``[S]``, flat index of each sample's last token.
+        columns: ``[K]`` each, what else the objective reads of a token, by name.
+        sample_columns: ``[S]`` each, what it reads of a sample.
+        pairs: int64 ``[Q, 2]``, the chosen and the rejected sample of each pair.
+        count: of the micro-batch, towards the step's divisor.
+    """
+
+    token: torch.Tensor
+    predictor: torch.Tensor
+    sample: torch.Tensor
+    weight: torch.Tensor
+    lens: torch.Tensor
+    last: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+    sample_columns: Mapping[str, torch.Tensor]
+    pairs: torch.Tensor
+    count: int
+
+    @property
+    def num_samples(self) -> int:
+        """S."""
+        return len(self.last)
+
+    def sum_per_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """``[K]`` to ``[S]``."""
+        return values.new_zeros(self.num_samples).index_add(0, self.sample, values)
+
+    def mean_per_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """``[K]`` to ``[S]``; 0 for a sample without scored tokens."""
+        return self.sum_per_sample(values) / self.lens.clamp(min=1).to(values.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Targets:
+    """What a step's losses read besides the model's output, made on the host once for all micro-batches.
+
+    Attributes:
+        scored: the step's scored tokens.
+        weight: float64 ``[K]``, as in ``Rows``.
+        count: int64 ``[S]``, each sample's part of the divisor.
+        columns: ``[K]`` each, by name.
+        sample_columns: ``[S]`` each, by name.
+        pairs: int64 ``[Q, 2]``, indices of samples.
+        metrics: what is known before the step runs, as (sum, weight).
+    """
+
+    scored: ScoredTokens
+    weight: Float64Array
+    count: Int64Array
+    columns: Mapping[str, FloatColumn] = field(default_factory=dict)
+    sample_columns: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict)
+    pairs: Int64Array = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def divisor(self) -> int:
+        """Of the whole step."""
+        return int(self.count.sum())
+
+    def rows(self, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu") -> Rows:
+        """The part of one micro-batch.
+
+        Args:
+            layout: of the samples at ``indices``, in this order.
+            indices: into the step's samples.
+            device: of the tensors.
+
+        Raises:
+            ValueError: the two sides of a pair are not both in the micro-batch.
+        """
+        entries, local, token = self.located(layout, indices)
+        chosen = np.asarray(indices, dtype=np.int64)
+
+        def on_device(array: npt.NDArray[np.generic]) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        return Rows(
+            token=on_device(token),
+            predictor=on_device(layout.predictor[token].astype(np.int64)),
+            sample=on_device(local),
+            weight=on_device(self.weight[entries]),
+            lens=on_device(self.scored.lens[chosen].astype(np.float64)),
+            last=on_device(layout.sample_map[layout.cu_sample_lens[1:] - 1].astype(np.int64)),
+            columns={name: on_device(values[entries]) for name, values in self.columns.items()},
+            sample_columns={name: on_device(values[chosen]) for name, values in self.sample_columns.items()},
+            pairs=on_device(self._local_pairs(chosen)),
+            count=int(self.count[chosen].sum()),
+        )
+
+    def located(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Of the K' scored tokens of one micro-batch; arguments as of :meth:`rows`.
+
+        Returns:
+            int64 ``[K']`` each: which of the step's scored tokens it is, its sample's place in the micro-batch, and
+            its flat index.
+        """
+        assert layout.num_samples == len(indices)
+        chosen = np.asarray(indices, dtype=np.int64)
+        lens = self.scored.lens[chosen]
+        local = np.repeat(np.arange(len(chosen)), lens)
+        within = np.arange(len(local)) - (np.cumsum(lens) - lens)[local]
+        entries = self.scored.cu_lens[chosen][local] + within
+        token = layout.sample_map[layout.cu_sample_lens[local] + self.scored.position[entries]].astype(np.int64)
+        return entries, local, token
+
+    def _local_pairs(self, chosen: Int64Array) -> Int64Array:
+        local = np.full(len(self.scored.samples), -1, dtype=np.int64)
+        local[chosen] = np.arange(len(chosen))
+        here = local[self.pairs]
+        split = (here < 0).any(axis=1) & (here >= 0).any(axis=1)
+        if split.any():
+            one, other = (self.scored.samples[index] for index in self.pairs[np.argmax(split)].tolist())
+            raise ValueError(
+                f"{one.source} and {other.source} are the two sides of a pair but not in one micro-batch; plan the "
+                "step with plan_step(together=...)"
+            )
+        return here[here[:, 0] >= 0]

@@ -1,0 +1,124 @@
+"""Losses on a scalar head: a critic's value at every scored token, a reward model's score at the end of a sample.
+
+Legend: P padded tokens, K scored tokens, S samples, Q pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from mcore_prefix_tree.objectives.gae import gae, token_rewards
+from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.normalise import By, normalise
+from mcore_prefix_tree.objectives.preference import pairs_of, reward_means
+from mcore_prefix_tree.objectives.rows import Rows, Targets
+from mcore_prefix_tree.objectives.scored import ScoredTokens
+from mcore_prefix_tree.sample import Sample
+
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Critic:
+    """Regression of values on returns, clipped around the old values as in PPO's reference implementation.
+
+    Per scored token, with the value V of the state that the token is chosen in, that is, at its predictor:
+
+        1/2 max((V - R)^2, (clip(V, old - clip_eps, old + clip_eps) - R)^2)
+
+    (Schulman et al., 2016, arXiv:1506.02438, section 5, without the clipping; the clipping is that of OpenAI Baselines'
+    ``ppo2``, TRL's and verl's ``cliprange_value``.)
+
+    Attributes:
+        clip_eps: see above; None does not clip.
+        returns: ``given`` by the samples, or ``gae`` from their rewards and old values.
+        gamma: discount, for ``gae``.
+        lam: lambda, for ``gae``.
+        normalise: what the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+    """
+
+    clip_eps: PositiveFloat | None = 0.2
+    returns: Literal["given", "gae"] = "gae"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    lam: float = Field(default=1.0, ge=0, le=1)
+    normalise: By = "token"
+    reads: ClassVar[str] = "values"
+    needs_entropy: ClassVar[bool] = False
+
+    def targets(self, samples: Sequence[Sample]) -> Targets:
+        """Returns, old values and weights of a step, on the host; raises SampleError for a field that is missing."""
+        scored = ScoredTokens.of(samples)
+        normalised = normalise(scored, self.normalise)
+        columns = {}
+        if self.returns == "gae" or self.clip_eps is not None:
+            columns["values"] = scored.column("values", "a critic")
+        if self.returns == "gae":
+            rewards = token_rewards(scored, "returns=gae")
+            values = columns["values"].astype(np.float64)
+            _, columns["returns"] = gae(scored, rewards, values, gamma=self.gamma, lam=self.lam)
+        else:
+            columns["returns"] = scored.column("returns", "returns=given")
+        return Targets(scored=scored, weight=normalised.weight, count=normalised.count, columns=columns)
+
+    def loss(self, values: torch.Tensor, rows: Rows) -> LossOutput:
+        """The weighted sum over a micro-batch; ``values`` is ``[P]``, of the state after each token."""
+        predicted = values[rows.predictor]
+        dtype = predicted.dtype
+        returns = rows.columns["returns"].to(dtype)
+        loss = (predicted - returns).square()
+        metrics: Means = {"value": mean_of(predicted), "return": mean_of(returns), "value_error": mean_of(loss)}
+        if self.clip_eps is not None:
+            old = rows.columns["values"].to(dtype)
+            clipped = (predicted.clamp(old - self.clip_eps, old + self.clip_eps) - returns).square()
+            metrics["clip_fraction"] = mean_of(clipped > loss)
+            loss = torch.maximum(loss, clipped)
+        return LossOutput(
+            loss=torch.dot(loss, rows.weight.to(dtype)) / 2,
+            metrics=metrics,
+            bad_sample=first_bad_sample(predicted, rows.sample),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RewardModel:
+    """Bradley-Terry loss of pairs: ``-log sigma(r(chosen) - r(rejected)) + center_coef (r(chosen) + r(rejected))^2``.
+
+    r is the score after the sample's last token (Ouyang et al., 2022, arXiv:2203.02155, eq. 1); the second term keeps
+    the scores around 0 (Eisenstein et al., 2023, arXiv:2312.09244, eq. 2). The step's loss is the mean over pairs.
+
+    Attributes:
+        center_coef: see above; 0 has no such term.
+    """
+
+    center_coef: NonNegativeFloat = 0.0
+    reads: ClassVar[str] = "values"
+    needs_entropy: ClassVar[bool] = False
+
+    def targets(self, samples: Sequence[Sample]) -> Targets:
+        """Pairs of a step, on the host; raises SampleError as :func:`pairs_of` does."""
+        pairs = pairs_of(samples, "a reward model")
+        count = np.zeros(len(samples), dtype=np.int64)
+        count[pairs[:, 0]] = 1
+        scored = ScoredTokens.of(samples)
+        return Targets(scored=scored, weight=scored.mask, count=count, pairs=pairs)
+
+    def loss(self, values: torch.Tensor, rows: Rows) -> LossOutput:
+        """The sum over the pairs of a micro-batch; ``values`` is ``[P]``, the score after each token."""
+        score = values[rows.last]
+        chosen, rejected = score[rows.pairs[:, 0]], score[rows.pairs[:, 1]]
+        loss = -F.logsigmoid(chosen - rejected)
+        if self.center_coef:
+            loss = loss + self.center_coef * (chosen + rejected).square()
+        of_sample = torch.arange(rows.num_samples, device=score.device)
+        return LossOutput(
+            loss=loss.sum(),
+            metrics=reward_means(chosen, rejected),
+            bad_sample=first_bad_sample(score, of_sample),
+        )

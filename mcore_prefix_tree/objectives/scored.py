@@ -1,0 +1,105 @@
+"""The scored tokens of a step's samples as columns: what the host computes of a step before it runs.
+
+Legend: S samples of the step, K scored tokens of all of them, sample after sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import SampleError
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoredTokens:
+    """Every token with a predictor and a loss mask that is not zero.
+
+    Attributes:
+        samples: of the whole step, all micro-batches and ranks.
+        position: int64 ``[K]``, index of each token in its own sample.
+        sample: int64 ``[K]``, which sample it belongs to.
+        cu_lens: int64 ``[S + 1]``, sample s has the entries ``cu_lens[s]:cu_lens[s + 1]``.
+        mask: float64 ``[K]``, its loss mask.
+    """
+
+    samples: Sequence[Sample]
+    position: Int64Array
+    sample: Int64Array
+    cu_lens: Int64Array
+    mask: Float64Array
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> ScoredTokens:
+        """Of all samples of a step."""
+        # Nothing predicts the first token.
+        positions = [np.flatnonzero(sample.loss_mask[1:]) + 1 for sample in samples]
+        masks = [sample.loss_mask[own] for sample, own in zip(samples, positions, strict=True)]
+        lens = np.fromiter(map(len, positions), dtype=np.int64, count=len(samples))
+        return cls(
+            samples=samples,
+            position=np.concatenate(positions) if samples else np.empty(0, dtype=np.int64),
+            sample=np.repeat(np.arange(len(samples)), lens),
+            cu_lens=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lens)]),
+            mask=np.concatenate(masks).astype(np.float64) if samples else np.empty(0),
+        )
+
+    def __len__(self) -> int:
+        """K."""
+        return len(self.position)
+
+    @property
+    def lens(self) -> Int64Array:
+        """int64 ``[S]``, scored tokens of each sample."""
+        return np.diff(self.cu_lens)
+
+    @cached_property
+    def turn(self) -> Int64Array:
+        """int64 ``[K]``, which turn (unbroken run of scored tokens) of its sample a token belongs to."""
+        # Whether a run goes on from one sample into the next makes no difference to its number within either.
+        run = np.cumsum(np.diff(self.position, prepend=0) != 1)
+        has_tokens = np.flatnonzero(self.lens)
+        first_run = np.zeros(len(self.samples), dtype=np.int64)
+        first_run[has_tokens] = run[self.cu_lens[has_tokens]]
+        turn: Int64Array = run - first_run[self.sample]
+        return turn
+
+    def column(self, name: str, setting: str) -> npt.NDArray[Any]:
+        """``[K]``, a signal per token.
+
+        Args:
+            name: a field of ``Signals`` that is a number per token, or one for all tokens of the sample.
+            setting: what needs it, for the message.
+
+        Raises:
+            SampleError: a sample with scored tokens does not have the field.
+        """
+        parts = []
+        for index in np.flatnonzero(self.lens).tolist():
+            value = self.required(index, name, setting)
+            entries = slice(self.cu_lens[index], self.cu_lens[index + 1])
+            positions = self.position[entries]
+            parts.append(np.full(len(positions), value) if np.ndim(value) == 0 else value[positions])
+        return np.concatenate(parts) if parts else np.empty(0)
+
+    def required(self, index: int, name: str, setting: str) -> Any:
+        """The field of a sample's signals, which must be there."""
+        sample = self.samples[index]
+        value = getattr(sample.signals, name)
+        if value is None:
+            raise SampleError(f"{sample.source}: field '{name}' is missing, and {setting} needs it")
+        return value
+
+    def per_sample(self, values: Float64Array) -> Float64Array:
+        """float64 ``[S]``, the sum over each sample's scored tokens of ``[K]`` values."""
+        summed: Float64Array = np.bincount(self.sample, weights=values, minlength=len(self.samples)).astype(np.float64)
+        return summed

@@ -1,0 +1,63 @@
+"""Samples that have to be in one micro-batch, such as the two sides of a preference pair.
+
+Legend: S samples, C clusters of such samples; a sample that is free to go anywhere is a cluster by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.plan.cuts import Run
+from mcore_prefix_tree.plan.pack import Leaves
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Clusters:
+    """Clusters in the order of their first samples, to be cut into runs like samples.
+
+    What a run of clusters costs by ``context`` and ``fresh`` is never less than its unique tokens: of two neighbours it
+    counts once only what their first samples have in common.
+
+    Attributes:
+        members: of each, the places of its samples in the depth-first order, increasing.
+        context: int64 ``[C]``, tokens that each cluster's first sample has in common with the first one of the cluster
+            before.
+        fresh: int64 ``[C]``, its other unique tokens.
+    """
+
+    members: list[Int64Array]
+    context: Int64Array
+    fresh: Int64Array
+
+    @classmethod
+    def of(cls, keys: Sequence[Hashable], leaves: Leaves) -> Clusters:
+        """Those samples together that have the same key.
+
+        Args:
+            keys: of the samples in depth-first order; None leaves a sample free.
+            leaves: every sample, in the same order.
+        """
+        members: dict[Hashable, list[int]] = {}
+        for place, key in enumerate(keys):
+            members.setdefault(("free", place) if key is None else ("kept", key), []).append(place)
+        arrays = [np.array(places, dtype=np.int64) for places in members.values()]
+        first = np.array([places[0] for places in arrays], dtype=np.int64)
+        # What two samples have in common is the least that neighbours between them have.
+        context = leaves.some(first).context
+        tokens = np.array([leaves.some(places).tokens for places in arrays], dtype=np.int64)
+        return cls(members=arrays, context=context, fresh=tokens - context)
+
+    @property
+    def tokens(self) -> Int64Array:
+        """int64 ``[C]``, unique tokens of each by itself."""
+        return self.context + self.fresh
+
+    def places(self, run: Run) -> Int64Array:
+        """The samples of a run of clusters, in depth-first order."""
+        return np.sort(np.concatenate(self.members[slice(*run)]))

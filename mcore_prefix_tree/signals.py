@@ -1,0 +1,228 @@
+"""What an objective reads of a sample besides its tokens: rewards, log-probabilities, preferences, a teacher.
+
+A field per token has one entry for each of the sample's n tokens, and entry t belongs to the *prediction* of
+``tokens[t]``, as in ``loss_mask``. Only the entries of scored tokens (``loss_mask[t] != 0``, t >= 1) are read; the
+others may be NaN. A turn is an unbroken run of scored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+Numbers = Sequence[float] | npt.NDArray[np.floating]
+
+PER_TOKEN = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "returns")
+# A teacher's top entries may add up to a little more than 1 where they were rounded.
+_MASS_TOLERANCE = 1e-3
+
+
+class SampleError(ValueError):
+    """A sample that cannot be trained on. The message names where it came from and the field at fault."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Teacher:
+    """A teacher's distribution at every token of a sample, in the student's own vocabulary: its k likeliest tokens.
+
+    Attributes:
+        token_ids: int32 ``[n, k]``, different ids in each row.
+        logprobs: float32 ``[n, k]`` in nats; row t is of the distribution that ``tokens[t]`` is predicted from. What a
+            row lacks to a probability of 1 is the rest of the vocabulary.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Signals:
+    """Optional training signals of one sample; :class:`~mcore_prefix_tree.sample.Sample` checks them.
+
+    Attributes:
+        reward: one number, or one for every turn of the rollout.
+        group: id of the prompt; rollouts of one group are compared with each other.
+        rollout: id of the rollout within its group, where several samples (its turns) are parts of one; they carry the
+            same ``reward`` and it counts once.
+        turn: which turn of its rollout the sample is, from 0.
+        advantage: one number, or float64 ``[n]``.
+        old_logprobs: ``[n]`` in nats, under the policy that the ratio is taken against.
+        ref_logprobs: ``[n]``, under the reference policy.
+        rollout_logprobs: ``[n]``, as the engine that sampled the tokens reported them.
+        values: ``[n]``, the critic's estimate of the state that ``tokens[t]`` is chosen in.
+        returns: ``[n]``, what the critic should have said there.
+        pair: id of a preference pair; one sample of it is chosen and one is not.
+        chosen: which of the two this one is.
+        label: whether the completion is desirable (KTO).
+        mismatched: the completion belongs to another prompt; only measures the divergence from the reference (KTO).
+        teacher: to distil from.
+    """
+
+    reward: float | Numbers | None = None
+    group: Hashable = None
+    rollout: Hashable = None
+    turn: int | None = None
+    advantage: float | Numbers | None = None
+    old_logprobs: Numbers | None = None
+    ref_logprobs: Numbers | None = None
+    rollout_logprobs: Numbers | None = None
+    values: Numbers | None = None
+    returns: Numbers | None = None
+    pair: Hashable = None
+    chosen: bool | None = None
+    label: bool | None = None
+    mismatched: bool = False
+    teacher: Teacher | None = None
+
+    def __repr__(self) -> str:
+        """Only what is given."""
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) is not f.default]
+        return f"Signals({', '.join(given)})"
+
+
+def check_signals(signals: Signals, loss_mask: npt.NDArray[np.float32], source: str) -> Signals:
+    """The same signals with their numbers as read-only arrays.
+
+    Args:
+        signals: as a user made them.
+        loss_mask: ``[n]`` of the sample.
+        source: of the sample, for messages.
+
+    Returns:
+        Fields per token are float32, or float64 if they were given as such; ``reward`` and ``advantage`` are a float or
+        float64.
+
+    Raises:
+        SampleError: names ``source`` and the field.
+    """
+    scored = loss_mask != 0
+    scored[:1] = False
+    checked: dict[str, Any] = {}
+    if signals.reward is not None:
+        checked["reward"] = _reward(signals, scored, source)
+    if signals.advantage is not None:
+        advantage = _numbers(signals.advantage, "advantage", source)
+        _check_per_token(advantage, "advantage", scored, source, scalar_too=True)
+        checked["advantage"] = float(advantage) if advantage.ndim == 0 else _frozen(advantage.astype(np.float64))
+    for name in PER_TOKEN:
+        value = getattr(signals, name)
+        if value is not None:
+            array = _numbers(value, name, source)
+            _check_per_token(array, name, scored, source)
+            is_double = isinstance(value, np.ndarray) and value.dtype == np.float64
+            checked[name] = _frozen(array.astype(np.float64 if is_double else np.float32))
+    if signals.teacher is not None:
+        checked["teacher"] = _teacher(signals.teacher, scored, source)
+    _check_roles(signals, source)
+    return replace(signals, **checked)
+
+
+def _check_roles(signals: Signals, source: str) -> None:
+    if (signals.pair is None) != (signals.chosen is None):
+        present, missing = ("pair", "chosen") if signals.chosen is None else ("chosen", "pair")
+        raise SampleError(f"{source}: field '{present}' needs field '{missing}' beside it; give both or neither")
+    for name in ("group", "rollout", "pair"):
+        if not isinstance(getattr(signals, name), Hashable):
+            raise SampleError(f"{source}: field '{name}' must be hashable, such as a string or a number")
+    for name in ("chosen", "label", "mismatched"):
+        value = getattr(signals, name)
+        if value is not None and not isinstance(value, (bool, np.bool_)):
+            raise SampleError(f"{source}: field '{name}' must be true or false, not {value!r}")
+    if signals.turn is not None and (not isinstance(signals.turn, int) or signals.turn < 0):
+        raise SampleError(f"{source}: field 'turn' must be an integer from 0, not {signals.turn!r}")
+
+
+def _reward(signals: Signals, scored: npt.NDArray[np.bool_], source: str) -> float | npt.NDArray[np.float64]:
+    reward = _numbers(signals.reward, "reward", source)
+    if not np.isfinite(reward).all() or reward.ndim > 1:
+        raise SampleError(f"{source}: field 'reward' must be a finite number, or a list of one for every turn")
+    if reward.ndim == 0:
+        return float(reward)
+    if signals.turn is None:
+        turns = int(np.count_nonzero(np.diff(scored, prepend=False) & scored))
+        if len(reward) != turns:
+            raise SampleError(
+                f"{source}: field 'reward' has {len(reward)} entries, but 'loss_mask' scores {turns} turns (unbroken "
+                "runs of tokens); give one reward for every turn, or a single number"
+            )
+    elif signals.turn >= len(reward):
+        raise SampleError(
+            f"{source}: field 'reward' has {len(reward)} entries, but this is turn {signals.turn}, counted from 0; "
+            "give one reward for every turn of the rollout"
+        )
+    return _frozen(reward.astype(np.float64))
+
+
+def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Teacher:
+    logprobs = _numbers(teacher.logprobs, "teacher.logprobs", source)
+    try:
+        token_ids: npt.NDArray[Any] = np.asarray(teacher.token_ids)
+    except ValueError:  # a ragged list
+        token_ids = np.empty(0)
+    length = len(scored)
+    if token_ids.ndim != 2 or token_ids.dtype.kind not in "iu" or token_ids.shape != logprobs.shape:
+        raise SampleError(
+            f"{source}: fields 'teacher.token_ids' and 'teacher.logprobs' must both be {length} lists of k"
+        )
+    if len(token_ids) != length or not token_ids.shape[1]:
+        raise SampleError(
+            f"{source}: field 'teacher' has {len(token_ids)} rows of {token_ids.shape[1]} but 'tokens' has {length} "
+            "entries; there must be a row of at least one token for each"
+        )
+    ordered = np.sort(token_ids, axis=1)
+    mass = np.exp(logprobs.astype(np.float64)).sum(axis=1)
+    faults = {
+        "token ids that are not different and >= 0": (np.diff(ordered, axis=1) == 0).any(axis=1) | (ordered[:, 0] < 0),
+        "log-probabilities that are not finite": ~np.isfinite(logprobs).all(axis=1),
+        "more probability than 1": mass > 1 + _MASS_TOLERANCE,
+    }
+    for fault, rows in faults.items():
+        if (rows & scored).any():
+            raise SampleError(f"{source}: field 'teacher' has {fault} at token {int(np.argmax(rows & scored))}")
+    return Teacher(token_ids=_frozen(token_ids.astype(np.int32)), logprobs=_frozen(logprobs.astype(np.float32)))
+
+
+def _numbers(value: object, name: str, source: str) -> npt.NDArray[Any]:
+    """An array of numbers; None in a list is NaN."""
+    try:
+        array = np.asarray(value)
+        if array.dtype == object:
+            array = array.astype(np.float64)
+    except (ValueError, TypeError):
+        array = np.empty(0, dtype=np.str_)
+    if array.dtype.kind not in "iuf":
+        raise SampleError(f"{source}: field '{name}' must be numbers")
+    return array
+
+
+def _check_per_token(
+    array: npt.NDArray[Any], name: str, scored: npt.NDArray[np.bool_], source: str, *, scalar_too: bool = False
+) -> None:
+    if array.ndim == 0 and scalar_too:
+        if not np.isfinite(array):
+            raise SampleError(f"{source}: field '{name}' is {array}; it must be finite")
+        return
+    if array.ndim != 1:
+        raise SampleError(f"{source}: field '{name}' must be a flat list of numbers")
+    if len(array) != len(scored):
+        raise SampleError(
+            f"{source}: field '{name}' has {len(array)} entries but 'tokens' has {len(scored)}; there must be one for "
+            "each, null where 'loss_mask' is 0"
+        )
+    with np.errstate(over="ignore"):
+        bad = ~np.isfinite(array.astype(np.float32)) & scored
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise SampleError(
+            f"{source}: field '{name}' has {array[at]} at index {at}, which 'loss_mask' scores; it must be finite there"
+        )
+
+
+def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,342 @@
+"""Objectives spelled out sample by sample and token by token, in plain Python over fp64 scalars."""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from mcore_prefix_tree import FlatLayout, Sample, Signals, fold
+from mcore_prefix_tree.objectives import LossOutput, PolicyGradient, Targets
+from mcore_prefix_tree.signals import Teacher
+
+VOCAB = 41
+
+Scalars = list[torch.Tensor | None]  # of one sample; entry t scores tokens[t], None at the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A model that is a table: one row of logits (and one scalar) for every unique token."""
+
+    samples: list[Sample]
+    layout: FlatLayout
+    logits: torch.Tensor
+    scalar: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: list[Sample], seed: int) -> World:
+        layout = fold(samples)
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(layout.padded_size, VOCAB, generator=generator, dtype=torch.float64).requires_grad_()
+        scalar = torch.randn(layout.padded_size, generator=generator, dtype=torch.float64).requires_grad_()
+        return cls(samples=samples, layout=layout, logits=logits, scalar=scalar)
+
+    def distributions(self, index: int) -> Scalars:
+        """Log-probabilities over the vocabulary from which each token of a sample is predicted."""
+        rows = [torch.log_softmax(self.logits[flat], dim=0) for flat in self.layout.sample_tokens(index).tolist()]
+        return [None, *rows[:-1]]
+
+    def logprobs(self, index: int) -> Scalars:
+        tokens = self.samples[index].tokens.tolist()
+        return [
+            None if row is None else row[token] for row, token in zip(self.distributions(index), tokens, strict=True)
+        ]
+
+    def entropies(self, index: int) -> Scalars:
+        return [None if row is None else -(row.exp() * row).sum() for row in self.distributions(index)]
+
+    def values_before(self, index: int) -> Scalars:
+        flat = self.layout.sample_tokens(index).tolist()
+        return [None, *(self.scalar[f] for f in flat[:-1])]
+
+    def part(self, indices: Sequence[int]) -> tuple[FlatLayout, torch.Tensor]:
+        """The layout of one micro-batch, and where each of its tokens is in the table."""
+        layout = fold([self.samples[index] for index in indices], pad_to_multiple_of=3)
+        table_row = torch.zeros(layout.padded_size, dtype=torch.int64)
+        for local, index in enumerate(indices):
+            table_row[layout.sample_tokens(local)] = torch.from_numpy(self.layout.sample_tokens(index).astype(np.int64))
+        return layout, table_row
+
+
+def scored_positions(sample: Sample) -> list[int]:
+    return [t for t in range(1, len(sample)) if sample.loss_mask[t] != 0]
+
+
+def random_cut(units: Sequence[Sequence[int]], parts: int, rng: random.Random) -> list[list[int]]:
+    """Micro-batches, some of which may be empty."""
+    cut: list[list[int]] = [[] for _ in range(parts)]
+    for unit in units:
+        cut[rng.randrange(parts)] += unit
+    for part in cut:
+        rng.shuffle(part)
+    return cut
+
+
+def with_signals(samples: Sequence[Sample], seed: int, *, table_seed: int) -> list[Sample]:
+    """Everything an objective may read, around what the world's own model says."""
+    rng = np.random.default_rng(seed)
+    world = World.of(list(samples), table_seed)
+    made = []
+    for index, sample in enumerate(samples):
+        n = len(sample)
+        own = np.array([0.0 if x is None else x.item() for x in world.logprobs(index)])
+
+        def near(own: np.ndarray, scale: float, n: int = n, mask: np.ndarray = sample.loss_mask) -> np.ndarray:
+            values = own + scale * rng.standard_normal(n)
+            return np.where(mask != 0, values, np.nan)
+
+        turns = np.count_nonzero(np.diff([0, *(t in scored_positions(sample) for t in range(n))]) == 1)
+        reward = float(rng.choice([0.0, 1.0, 0.1])) if index % 3 else rng.choice([0.0, 1.0, 0.3], size=turns)
+        made.append(
+            replace_signals(
+                sample,
+                Signals(
+                    reward=reward,
+                    group=int(index // 2 % max(1, len(samples) // 4)),
+                    advantage=near(np.zeros(n), 1.0),
+                    old_logprobs=near(own, 0.3),
+                    ref_logprobs=near(own, 0.5),
+                    rollout_logprobs=near(own, 0.5),
+                    values=near(np.zeros(n), 1.0),
+                    returns=near(np.zeros(n), 1.0),
+                    pair=index // 2,
+                    chosen=bool(index % 2),
+                    label=bool(rng.integers(2)),
+                    mismatched=index == 0,
+                ),
+                source=f"file:{index}",
+            )
+        )
+    return made
+
+
+def replace_signals(sample: Sample, signals: Signals, *, source: str | None = None) -> Sample:
+    return Sample(
+        tokens=sample.tokens,
+        loss_mask=sample.loss_mask,
+        merge_key=sample.merge_key,
+        source=source or sample.source,
+        signals=signals,
+    )
+
+
+def changed(sample: Sample, **fields: object) -> Sample:
+    return replace_signals(sample, replace(sample.signals, **fields))
+
+
+def with_teachers(samples: Sequence[Sample], k: int, seed: int) -> list[Sample]:
+    """A teacher that is a function of the path, as a model is."""
+    made = []
+    for sample in samples:
+        ids, logprobs = np.zeros((len(sample), k), dtype=np.int32), np.zeros((len(sample), k), dtype=np.float32)
+        for t in range(1, len(sample)):
+            path = np.random.default_rng([seed, zlib.crc32(repr(sample.merge_key).encode()), *sample.tokens[:t].tolist()])
+            row = path.standard_normal(VOCAB)
+            row -= math.log(np.exp(row).sum())
+            ids[t] = path.permutation(VOCAB)[:k]
+            logprobs[t] = row[ids[t]]
+        made.append(changed(sample, teacher=Teacher(token_ids=ids, logprobs=logprobs)))
+    return made
+
+
+def token_weights(samples: Sequence[Sample], by: str, length: float | None) -> tuple[dict[tuple[int, int], float], int]:
+    """The weight of each (sample, position), and the divisor."""
+    positions = [scored_positions(sample) for sample in samples]
+    weights = {}
+    for index, own in enumerate(positions):
+        for t in own:
+            mask = float(samples[index].loss_mask[t])
+            if by == "token":
+                weights[index, t] = mask
+            elif by == "sample":
+                weights[index, t] = mask / len(own)
+            elif by == "sample_sum":
+                weights[index, t] = mask / (length or 1)
+            else:
+                group = samples[index].signals.group
+                members = [j for j, other in enumerate(samples) if other.signals.group == group]
+                weights[index, t] = mask / sum(len(positions[j]) for j in members)
+    if by == "token":
+        return weights, sum(map(len, positions))
+    if by == "group":
+        return weights, len({samples[i].signals.group for i, own in enumerate(positions) if own})
+    return weights, sum(1 for own in positions if own)
+
+
+def kl(d: torch.Tensor | float, kind: str) -> torch.Tensor | float:
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d * d / 2
+    return (torch.exp(-d) if isinstance(d, torch.Tensor) else math.exp(-d)) - 1 + d
+
+
+def advantages(config: PolicyGradient, samples: Sequence[Sample]) -> dict[tuple[int, int], float]:
+    positions = [scored_positions(sample) for sample in samples]
+
+    def penalty(index: int, t: int) -> float:
+        if not (config.kl_coef and config.kl_in == "reward"):
+            return 0.0
+        signals = samples[index].signals
+        return config.kl_coef * kl(float(signals.old_logprobs[t]) - float(signals.ref_logprobs[t]), config.kl_estimator)
+
+    def turns(index: int) -> list[list[int]]:
+        found: list[list[int]] = []
+        for t in positions[index]:
+            if found and found[-1][-1] == t - 1:
+                found[-1].append(t)
+            else:
+                found.append([t])
+        return found
+
+    result: dict[tuple[int, int], float] = {}
+    if config.advantage == "given":
+        for index, own in enumerate(positions):
+            for t in own:
+                given = samples[index].signals.advantage
+                result[index, t] = given if isinstance(given, float) else float(given[t])
+    elif config.advantage == "gae":
+        for index, own in enumerate(positions):
+            reward = {t: -penalty(index, t) for t in own}
+            given = samples[index].signals.reward
+            if own and isinstance(given, float):
+                reward[own[-1]] += given
+            elif own:
+                for value, turn in zip(given, turns(index), strict=True):
+                    reward[turn[-1]] += value
+            after, following = 0.0, 0.0
+            for t in reversed(own):
+                value = float(samples[index].signals.values[t])
+                after = reward[t] + config.gamma * following - value + config.gamma * config.lam * after
+                following = value
+                result[index, t] = after
+    else:
+        rewards: list[list[float]] = []
+        for index in range(len(samples)):
+            given = samples[index].signals.reward
+            if isinstance(given, float):
+                rewards.append([given - sum(penalty(index, t) for t in positions[index])])
+            else:
+                own_turns = turns(index)
+                rewards.append(
+                    [value - sum(penalty(index, t) for t in turn) for value, turn in zip(given, own_turns, strict=True)]
+                )
+        for index in range(len(samples)):
+            group = samples[index].signals.group
+            pool = [r for j, own in enumerate(rewards) if samples[j].signals.group == group for r in own]
+            others = [
+                r for j, own in enumerate(rewards) if samples[j].signals.group == group and j != index for r in own
+            ]
+            compared = []
+            for r in rewards[index]:
+                if config.advantage == "reward":
+                    compared.append(r)
+                elif max(pool) == min(pool):
+                    compared.append(0.0)
+                elif config.advantage == "leave_one_out":
+                    compared.append(r - sum(others) / len(others))
+                else:
+                    mean = sum(pool) / len(pool)
+                    scale = 1.0
+                    if config.advantage == "group_mean_std":
+                        variance = sum((x - mean) ** 2 for x in pool) / (len(pool) - 1)
+                        scale = math.sqrt(variance) + config.advantage_eps
+                    compared.append((r - mean) / scale)
+            if isinstance(samples[index].signals.reward, float):
+                for t in positions[index]:
+                    result[index, t] = compared[0]
+            else:
+                for number, turn in enumerate(turns(index)):
+                    for t in turn:
+                        result[index, t] = sum(compared[number:])
+    if config.whiten:
+        values = list(result.values())
+        if len(values) < 2:
+            return dict.fromkeys(result, 0.0)
+        mean = sum(values) / len(values)
+        std = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
+        result = {key: (x - mean) / (std + config.advantage_eps) for key, x in result.items()}
+    return result
+
+
+def policy_loss(config: PolicyGradient, world: World) -> torch.Tensor:
+    """The step's loss, divided."""
+    samples = world.samples
+    weights, divisor = token_weights(samples, config.normalise, config.normalise_length)
+    advantage = advantages(config, samples)
+    total = world.logits.sum() * 0
+    for index, sample in enumerate(samples):
+        own, entropy, signals = world.logprobs(index), world.entropies(index), sample.signals
+        positions = scored_positions(sample)
+
+        def old(t: int, own: Scalars = own, signals: Signals = signals) -> torch.Tensor | float:
+            return own[t].detach() if config.on_policy else float(signals.old_logprobs[t])
+
+        mean_diff = sum(own[t].item() - float(old(t)) for t in positions) / max(1, len(positions))
+        sequence_tis = math.exp(sum(float(old(t)) - float(signals.rollout_logprobs[t]) for t in positions))
+        for t in positions:
+            a = advantage[index, t]
+            token_ratio = torch.exp(own[t] - old(t))
+            ratio = token_ratio
+            if config.ratio_level == "sequence":
+                ratio = math.exp(mean_diff) * torch.exp(own[t] - own[t].detach())
+            low, high = 1 - config.clip_eps_low, 1 + config.clip_eps_high
+            clipped = min(max(ratio.item(), low), high)
+            if config.surrogate == "reinforce":
+                loss = -a * own[t]
+            elif config.surrogate == "cispo":
+                loss = -clipped * a * own[t]
+            else:
+                # min(r A, clip(r) A): the clipped one, a constant, wherever it is smaller.
+                loss = (
+                    -ratio * a if ratio.item() * a <= clipped * a else torch.tensor(-clipped * a, dtype=torch.float64)
+                )
+                if config.dual_clip is not None and a < 0 and loss.item() > -config.dual_clip * a:
+                    loss = torch.tensor(-config.dual_clip * a, dtype=torch.float64)
+            if config.tis_cap is not None:
+                by_token = math.exp(float(old(t)) - float(signals.rollout_logprobs[t]))
+                loss = loss * min(by_token if config.tis_level == "token" else sequence_tis, config.tis_cap)
+            if config.kl_coef and config.kl_in == "loss":
+                divergence = kl(own[t] - float(signals.ref_logprobs[t]), config.kl_estimator)
+                loss = loss + config.kl_coef * divergence * (token_ratio if config.kl_importance else 1.0)
+            if config.entropy_coef:
+                loss = loss - config.entropy_coef * entropy[t]
+            total = total + weights[index, t] * loss
+    return total / max(1, divisor)
+
+
+def run(
+    world: World, targets: Targets, cut: Sequence[Sequence[int]], loss_of_part: Callable[..., LossOutput]
+) -> tuple[torch.Tensor, list[LossOutput]]:
+    """The step's loss over micro-batches, divided once; ``loss_of_part(layout, table rows, indices)``."""
+    outputs = [loss_of_part(*world.part(indices), indices) for indices in cut]
+    return sum(output.loss for output in outputs) / max(1, targets.divisor), outputs
+
+
+def run_logprobs(
+    objective: object, world: World, cut: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, list[LossOutput]]:
+    """An objective that reads log-probabilities and entropies."""
+    targets = objective.targets(world.samples)
+
+    def of_part(layout: FlatLayout, table_row: torch.Tensor, indices: Sequence[int]) -> LossOutput:
+        logprob, entropy = flat_logprobs(world, layout, table_row)
+        return objective.loss(logprob, entropy, targets.rows(layout, indices))
+
+    return run(world, targets, cut, of_part)
+
+
+def flat_logprobs(world: World, layout: FlatLayout, table_row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[P]`` each, by torch's own log_softmax."""
+    rows = torch.log_softmax(world.logits[table_row], dim=1)
+    predictor = torch.from_numpy(layout.predictor.astype(np.int64))
+    has = predictor >= 0
+    logprob = rows.new_zeros(layout.padded_size)
+    logprob = logprob.index_put((has.nonzero()[:, 0],), rows[predictor[has], torch.from_numpy(layout.input_ids)[has]])
+    return logprob, -(rows.exp() * rows).sum(dim=1)

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_oracles import (
+    VOCAB,
+    World,
+    changed,
+    random_cut,
+    run,
+    scored_positions,
+    token_weights,
+    with_signals,
+    with_teachers,
+)
+from oracles import sample_lists, worst
+
+from mcore_prefix_tree import Sample, SampleError, fold
+from mcore_prefix_tree.objectives import Distillation, check_outputs, divergence, divided, vocabulary_divergence
+from mcore_prefix_tree.objectives.metrics import add_means
+from mcore_prefix_tree.signals import Teacher
+
+KINDS = ["forward_kl", "reverse_kl", "jsd"]
+
+
+def naive(p: torch.Tensor, q: torch.Tensor, kind: str, beta: float) -> torch.Tensor:
+    """From probabilities, outcome by outcome."""
+    total = q.sum() * 0
+    for a, b in zip(p, q, strict=True):
+        if kind == "forward_kl":
+            total = total + a * torch.log(a / b)
+        elif kind == "reverse_kl":
+            total = total + b * torch.log(b / a)
+        else:
+            m = beta * a + (1 - beta) * b
+            total = total + beta * a * torch.log(a / m) + (1 - beta) * b * torch.log(b / m)
+    return total
+
+
+def top_k_loss(objective: Distillation, world: World) -> torch.Tensor:
+    weights, divisor = token_weights(world.samples, objective.normalise, None)
+    total = world.logits.sum() * 0
+    for index, sample in enumerate(world.samples):
+        rows, teacher = world.distributions(index), sample.signals.teacher
+        for t in scored_positions(sample):
+            p = torch.from_numpy(teacher.logprobs[t]).double().exp()
+            q = rows[t].exp()[torch.from_numpy(teacher.token_ids[t]).long()]
+            p, q = (torch.cat([x, 1 - x.sum()[None]]) for x in (p, q))
+            total = total + weights[index, t] * naive(p, q, objective.divergence, objective.jsd_beta)
+    return total / max(1, divisor)
+
+
+def run_top_k(objective, world, cut):
+    targets = objective.targets(world.samples)
+
+    def of_part(layout, table_row, indices):
+        rows = objective.rows(targets, layout, indices)
+        logprobs = torch.log_softmax(world.logits[table_row], dim=1)[rows.predictor].gather(1, rows.token_ids)
+        return objective.loss(logprobs, rows)
+
+    return run(world, targets, cut, of_part)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15)
+@given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99), by=st.sampled_from(["token", "sample", "group"]))
+def test_top_k_equals_each_sample_alone_whatever_the_cut(kind, samples, seed, by):
+    world = World.of(with_teachers(with_signals(samples, seed, table_seed=seed), 5, seed), seed)
+    objective = Distillation(divergence=kind, jsd_beta=0.3, normalise=by)
+    expected = top_k_loss(objective, world)
+    (wanted,) = torch.autograd.grad(expected, world.logits)
+    for parts in (1, 3):
+        cut = random_cut([[index] for index in range(len(samples))], parts, random.Random(seed))
+        loss, _ = run_top_k(objective, world, cut)
+        (grad,) = torch.autograd.grad(loss, world.logits)
+        assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
+        assert (grad - wanted).norm() <= 1e-12 * max(1e-3, wanted.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15)
+@given(samples=sample_lists(max_samples=6), seed=st.integers(0, 99), block=st.sampled_from([1, 3, 256]))
+def test_whole_vocabularies_equal_each_sample_alone_whatever_the_cut(kind, samples, seed, block):
+    world = World.of(with_signals(samples, seed, table_seed=seed), seed)
+    teacher = World.of(world.samples, seed + 1000)
+    objective = Distillation(divergence=kind, jsd_beta=0.3, teacher="full", normalise="sample")
+    weights, divisor = token_weights(world.samples, "sample", None)
+    expected = world.logits.sum() * 0
+    for index, sample in enumerate(world.samples):
+        mine, theirs = world.distributions(index), teacher.distributions(index)
+        for t in scored_positions(sample):
+            one = naive(theirs[t].exp().detach(), mine[t].exp(), kind, 0.3)
+            expected = expected + weights[index, t] * one / divisor
+    (wanted,) = torch.autograd.grad(expected, world.logits)
+    targets = objective.targets(world.samples)
+
+    def of_part(layout, table_row, indices):
+        rows = objective.rows(targets, layout, indices)
+        of_row = vocabulary_divergence(
+            world.logits[table_row], teacher.logits[table_row], rows.predictor, kind, jsd_beta=0.3
+        )
+        return objective.weighed(of_row, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(divergence, "ROWS", block)
+        for parts in (1, 3):
+            cut = random_cut([[index] for index in range(len(samples))], parts, random.Random(seed))
+            loss, _ = run(world, targets, cut, of_part)
+            (grad,) = torch.autograd.grad(loss, world.logits)
+            assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
+            assert (grad - wanted).norm() <= 1e-12 * max(1e-3, wanted.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck_of_whole_vocabularies(kind):
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+    row = torch.tensor([3, 0])
+    student.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: vocabulary_divergence(x, teacher, row, kind, jsd_beta=0.2), (student,))
+
+
+def forked():
+    return [Sample(tokens=[1, 2, branch, *range(branch)], source=f"file:{branch}") for branch in range(3)]
+
+
+def test_a_shared_row_is_computed_once_with_its_multiplicity():
+    samples = with_teachers(with_signals(forked(), 0, table_seed=0), 4, 0)
+    objective = Distillation()
+    targets = objective.targets(samples)
+    rows = objective.rows(targets, fold(samples), [0, 1, 2])
+    layout = fold(samples)
+    assert len(rows.predictor) == len(set(layout.predictor[layout.predictor >= 0].tolist()))
+    # 1 predicts 2 in all three, 2 predicts the three branches.
+    assert rows.multiplicity.tolist()[:2] == [3, 3]
+    assert rows.multiplicity.sum() == rows.weight.sum() == rows.count == targets.divisor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_every_token_there_is_no_rest_and_with_few_it_is_a_lower_bound(kind):
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 9, VOCAB, generator=generator, dtype=torch.float64)
+    whole = vocabulary_divergence(student, teacher, torch.arange(9), kind, jsd_beta=0.4)
+    log_p, log_q = torch.log_softmax(teacher, dim=1), torch.log_softmax(student, dim=1)
+    objective = Distillation(divergence=kind, jsd_beta=0.4)
+    before = torch.zeros(9, dtype=torch.float64)
+    for k in (1, 3, 10, 30, VOCAB):
+        top, ids = log_p.topk(k, dim=1)
+        of_row = objective.of_rows(top, log_q.gather(1, ids))
+        assert (of_row >= before - 1e-12).all()
+        assert (of_row <= whole + 1e-9).all()
+        before = of_row
+    torch.testing.assert_close(before, whole, rtol=1e-9, atol=1e-9)
+
+
+def test_the_same_distribution_has_no_divergence_and_no_gradient():
+    generator = torch.Generator().manual_seed(0)
+    student = torch.randn(5, VOCAB, generator=generator, dtype=torch.float64).requires_grad_()
+    for kind in KINDS:
+        result = vocabulary_divergence(student, student.detach().clone(), torch.arange(5), kind)
+        (grad,) = torch.autograd.grad(result.sum(), student)
+        assert result.abs().max() < 1e-14
+        assert grad.abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lower_precision_logits_are_reduced_in_fp32(dtype):
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(2, 7, VOCAB, generator=generator) * 3).to(dtype)
+    student.requires_grad_()
+    exact = student.detach().double().requires_grad_()
+    for kind in KINDS:
+        got = vocabulary_divergence(student, teacher, torch.arange(7), kind)
+        wanted = vocabulary_divergence(exact, teacher.double(), torch.arange(7), kind)
+        assert got.dtype == torch.float32
+        assert worst(got, wanted) < 1e-5
+        grads = [torch.autograd.grad(x.sum(), y)[0] for x, y in ((got, student), (wanted, exact))]
+        assert grads[0].dtype == dtype
+        assert worst(*grads) < (1e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+def test_metrics_do_not_depend_on_the_cut():
+    world = World.of(with_teachers(with_signals(forked(), 0, table_seed=0), 4, 0), 0)
+    results = []
+    for cut in ([[0, 1, 2]], [[2], [], [1, 0]]):
+        _, outputs = run_top_k(Distillation(divergence="jsd"), world, cut)
+        results.append(divided(add_means(output.metrics for output in outputs)))
+    assert results[0] == pytest.approx(results[1], rel=1e-12)
+    assert set(results[0]) == {"jsd"}
+
+
+def test_what_does_not_fit_is_named():
+    samples = with_teachers(with_signals(forked(), 0, table_seed=0), 4, 0)
+    objective = Distillation()
+    with pytest.raises(SampleError, match=r"^file:1: field 'teacher' is missing, and teacher=top_k needs it"):
+        objective.targets([samples[0], changed(samples[1], teacher=None)])
+    fewer = with_teachers(samples, 3, 0)
+    with pytest.raises(SampleError, match=r"^file:1: field 'teacher' has rows of 3, but those of file:0 have 4"):
+        objective.targets([samples[0], fewer[1]])
+    other = samples[1].signals.teacher
+    off = Teacher(token_ids=other.token_ids, logprobs=other.logprobs - np.float32(1e-3))
+    disagreeing = [samples[0], changed(samples[1], teacher=off)]
+    with pytest.raises(SampleError, match=r"^file:1: field 'teacher' differs from that of file:0 at a token that they"):
+        objective.rows(objective.targets(disagreeing), fold(disagreeing), [0, 1])
+    with pytest.raises(ValueError, match=r"the teacher's logits are \[3, 5\] and the student's \[3, 4\]"):
+        vocabulary_divergence(torch.zeros(3, 4), torch.zeros(3, 5), torch.arange(3), "jsd")
+
+
+def test_an_output_that_is_not_finite_names_its_sample():
+    samples = with_teachers(with_signals(forked(), 0, table_seed=0), 4, 0)
+    objective = Distillation()
+    rows = objective.rows(objective.targets(samples), fold(samples), [0, 1, 2])
+    logprobs = torch.full(rows.token_ids.shape, -3.0)
+    check_outputs([objective.loss(logprobs, rows)], [samples])
+    logprobs[-1, 0] = float("nan")
+    with pytest.raises(SampleError, match=r"^file:2: the model's output"):
+        check_outputs([objective.loss(logprobs, rows)], [samples])

@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_oracles import World, changed, policy_loss, random_cut, run_logprobs, with_signals
+from oracles import sample_lists, worst
+
+from mcore_prefix_tree import Sample, SampleError, Signals, fold
+from mcore_prefix_tree.objectives import OBJECTIVES, PolicyGradient, check_outputs, divided, make_objective
+from mcore_prefix_tree.objectives.metrics import add_means
+
+LIMIT = 1e-12
+
+SETTINGS = [
+    ("reinforce", {}),
+    ("rloo", {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}),
+    ("ppo", {"lam": 0.9, "gamma": 0.97, "dual_clip": 1.5}),
+    ("ppo", {"lam": 0.95, "whiten": False, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k3"}),
+    ("grpo", {"kl_coef": 0.04}),
+    ("grpo", {"kl_coef": 0.04, "kl_estimator": "k2", "entropy_coef": 0.01, "normalise": "group"}),
+    ("grpo", {"kl_coef": 0.3, "kl_estimator": "k1", "kl_importance": True, "advantage": "given"}),
+    ("grpo", {"on_policy": True, "tis_cap": 1.3, "kl_coef": 0.3, "kl_importance": True}),
+    ("dr_grpo", {"normalise_length": 7.0}),
+    ("dapo", {"tis_cap": 1.2, "dual_clip": 3.0}),
+    ("dapo", {"tis_cap": 2.0, "tis_level": "sequence", "kl_coef": 0.1, "kl_in": "reward"}),
+    ("gspo", {"clip_eps_low": 0.05, "clip_eps_high": 0.1}),
+    ("gspo", {"clip_eps_low": 0.1, "clip_eps_high": 0.1, "advantage": "given"}),
+    ("cispo", {"clip_eps_low": 0.2, "clip_eps_high": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=[f"{name}{i}" for i, (name, _) in enumerate(SETTINGS)])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_equal_to_each_sample_alone_whatever_the_cut(name, options, data):
+    samples = data.draw(sample_lists(max_samples=9, min_samples=4))
+    seed = data.draw(st.integers(0, 99))
+    world = World.of(with_signals(samples, seed, table_seed=seed), seed)
+    objective = make_objective(name, options)
+    expected = policy_loss(objective, world)
+    wanted = torch.autograd.grad(expected, world.logits)[0]
+    rng = random.Random(seed)
+    for parts in (1, 3):
+        cut = random_cut([[index] for index in range(len(samples))], parts, rng)
+        loss, _ = run_logprobs(objective, world, cut)
+        (grad,) = torch.autograd.grad(loss, world.logits)
+        assert abs(loss.item() - expected.item()) <= LIMIT * max(1.0, abs(expected.item()))
+        assert (grad - wanted).norm() <= LIMIT * max(1e-3, wanted.norm())
+
+
+def pairs_of_rollouts(**fields):
+    """A prompt with two rollouts, and their old log-probabilities."""
+    return [
+        Sample(
+            tokens=[5, 6, *completion],
+            loss_mask=[0, 0, *([1] * len(completion))],
+            source=f"rollouts.jsonl:{line}",
+            signals=Signals(reward=reward, group="p", old_logprobs=[np.nan, np.nan, *old], **fields),
+        )
+        for line, (completion, reward, old) in enumerate(
+            [([1, 2, 3], 1.0, [-1.0, -2.0, -1.5]), ([1, 4], 0.0, [-1.0, -3.0])]
+        )
+    ]
+
+
+def flat(values_of_sample, layout):
+    """``[P]`` from per-sample rows that agree on shared tokens."""
+    values = torch.zeros(layout.padded_size, dtype=torch.float64)
+    for index, row in enumerate(values_of_sample):
+        values[layout.sample_tokens(index)] = torch.tensor(row, dtype=torch.float64)
+    return values.requires_grad_()
+
+
+def test_grpo_by_hand():
+    samples = pairs_of_rollouts()
+    layout = fold(samples)
+    targets = make_objective("grpo").targets(samples)
+    # Rewards 1 and 0: mean 1/2, unbiased std sqrt(1/2).
+    a = 0.5 / (0.5**0.5 + 1e-6)
+    assert targets.columns["advantage"] == pytest.approx([a, a, a, -a, -a])
+    assert targets.divisor == 2
+    rows = targets.rows(layout, [0, 1])
+    logprob = flat([[0, 0, -1.0, -1.9, -1.0], [0, 0, -1.0, -3.5]], layout)
+    output = make_objective("grpo").loss(logprob, None, rows)
+    # Ratios: 1, e^0.1 = 1.105, e^0.5 cut to 1.2 | 1, e^-0.5 cut to 0.8.
+    first = -a * (1 + np.exp(0.1) + 1.2) / 3
+    second = a * (1 + 0.8) / 2
+    assert output.loss.item() == pytest.approx(first + second)
+    (grad,) = torch.autograd.grad(output.loss, logprob)
+    shared, second_token, cut, other = (
+        layout.sample_tokens(0)[2],
+        *layout.sample_tokens(0)[3:],
+        layout.sample_tokens(1)[3],
+    )
+    assert grad[shared].item() == pytest.approx(-a / 3 + a / 2)  # both samples' parts
+    assert grad[second_token].item() == pytest.approx(-a * np.exp(0.1) / 3)
+    assert grad[cut] == grad[other] == 0
+    metrics = divided(output.metrics)
+    assert metrics["clip_fraction"] == pytest.approx(2 / 5)
+    assert metrics["ratio"] == pytest.approx((2 + np.exp(0.1) + np.exp(0.5) + np.exp(-0.5)) / 5)
+    assert targets.metrics["reward"] == (1.0, 2.0)
+
+
+def test_rloo_advantage_is_against_the_others():
+    samples = [
+        Sample(tokens=[1, 2, line], signals=Signals(reward=reward, group=0), loss_mask=[0, 0, 1])
+        for line, reward in enumerate([1.0, 2.0, 6.0])
+    ]
+    advantage = make_objective("rloo").targets(samples).columns["advantage"]
+    assert advantage.tolist() == [1 - 4, 2 - 3.5, 6 - 1.5]
+
+
+def test_gspo_is_the_sequence_ratio_of_its_paper():
+    """Differentiating s_i = exp(mean of log ratios) itself, eq. 5 and 7, without the token form's stop-gradients."""
+    samples = pairs_of_rollouts()
+    layout = fold(samples)
+    objective = make_objective("gspo", {"clip_eps_low": 0.4, "clip_eps_high": 0.1})
+    targets = objective.targets(samples)
+    logprob = flat([[0, 0, -1.0, -1.9, -1.0], [0, 0, -1.0, -3.5]], layout)
+    loss = objective.loss(logprob, None, targets.rows(layout, [0, 1])).loss / targets.divisor
+    expected = 0
+    for index, sample in enumerate(samples):
+        own = logprob[torch.from_numpy(layout.sample_tokens(index)).long()][2:]
+        s = torch.exp((own - torch.from_numpy(sample.signals.old_logprobs[2:]).double()).mean())
+        a = targets.columns["advantage"][3 * index]
+        expected = expected - torch.minimum(s * a, s.clamp(0.6, 1.1) * a) / 2
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    grads = [torch.autograd.grad(x, logprob)[0] for x in (loss, expected)]
+    assert worst(*grads) < 1e-12
+    assert grads[0].any()
+
+
+def test_ratios_of_an_unchanged_policy_are_one_to_the_bit():
+    samples = pairs_of_rollouts()
+    layout = fold(samples)
+    rng = np.random.default_rng(0)
+    logprob = torch.from_numpy(rng.standard_normal(layout.padded_size).astype(np.float32))
+    scored = [changed(s, old_logprobs=logprob[layout.sample_tokens(i)].numpy()) for i, s in enumerate(samples)]
+    for name in ("grpo", "gspo", "cispo"):
+        objective = make_objective(name)
+        output = objective.loss(logprob, None, objective.targets(scored).rows(layout, [0, 1]))
+        assert output.metrics["ratio"].tolist() == [5.0, 5.0]
+        assert output.metrics["clip_fraction"][0] == output.metrics["kl_old"][0] == 0
+
+
+def test_a_group_of_equal_rewards_has_no_advantage_at_all():
+    samples = [
+        Sample(tokens=[1, 2, line], signals=Signals(reward=0.1, group=0), loss_mask=[0, 0, 1]) for line in range(3)
+    ]
+    for advantage in ("group_mean", "group_mean_std", "leave_one_out"):
+        objective = PolicyGradient(advantage=advantage, on_policy=True)
+        assert not objective.targets(samples).columns["advantage"].any()
+    assert objective.targets(samples).metrics["zero_advantage"] == (3.0, 3.0)
+
+
+def test_turns_of_one_rollout_count_its_reward_once():
+    """A rollout in three samples, one a turn, against a rollout in one: the same as both in one sample each."""
+    whole = [
+        Sample(
+            tokens=[1, 2, 3, 9, 4, 9, 5],
+            loss_mask=[0, 1, 1, 0, 1, 0, 1],
+            signals=Signals(reward=[1.0, 0.0, 4.0], group=0, rollout="a"),
+        ),
+        Sample(tokens=[1, 7], loss_mask=[0, 1], signals=Signals(reward=[2.0], group=0)),
+    ]
+    turns = [
+        Sample(
+            tokens=[1, 2, 3, 9, 4, 9, 5][:end],
+            loss_mask=[0] * start + [1] * (end - start),
+            signals=Signals(reward=[1.0, 0.0, 4.0], group=0, rollout="a", turn=turn),
+        )
+        for turn, (start, end) in enumerate([(1, 3), (4, 5), (6, 7)])
+    ]
+    for advantage in ("reward", "group_mean", "group_mean_std", "leave_one_out"):
+        objective = PolicyGradient(advantage=advantage, on_policy=True)
+        targets = [objective.targets(samples) for samples in (whole, [*turns, whole[1]])]
+        assert targets[0].columns["advantage"] == pytest.approx(targets[1].columns["advantage"], abs=1e-15)
+        assert targets[0].metrics["reward"] == targets[1].metrics["reward"] == (7.0, 2.0)
+    # reward: the sum of what is still to come.
+    assert PolicyGradient(advantage="reward", on_policy=True).targets(whole).columns["advantage"].tolist() == [
+        5.0, 5.0, 4.0, 4.0, 2.0,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "says"),
+    [
+        ({}, {"old_logprobs": None}, "field 'old_logprobs' is missing, and this objective without on_policy=true"),
+        ({}, {"reward": None}, "field 'reward' is missing, and advantage=group_mean_std needs it"),
+        ({}, {"group": None}, "field 'group' is missing"),
+        ({}, {"group": "q"}, "group 'p' has only this rollout in the step"),
+        ({"advantage": "leave_one_out"}, {"group": "q"}, "group 'p' has only this rollout in the step"),
+        ({"kl_coef": 0.1}, {}, "field 'ref_logprobs' is missing, and kl_coef=0.1 needs it"),
+        ({"tis_cap": 2.0}, {}, "field 'rollout_logprobs' is missing, and tis_cap=2.0 needs it"),
+        ({"advantage": "given"}, {}, "field 'advantage' is missing, and advantage=given needs it"),
+        ({"advantage": "gae"}, {}, "field 'values' is missing"),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, {}, "field 'ref_logprobs' is missing, and kl_in=reward needs it"),
+        ({}, {"rollout": 1}, None),
+    ],
+)
+def test_what_a_sample_lacks_is_named_with_it(options, fields, says):
+    samples = pairs_of_rollouts()
+    samples[1] = changed(samples[1], **fields)
+    objective = make_objective("grpo", options)
+    if says is None:
+        objective.targets(samples)
+        return
+    with pytest.raises(SampleError) as raised:
+        objective.targets(samples)
+    assert str(raised.value).startswith("rollouts.jsonl:")
+    assert says in str(raised.value)
+
+
+def test_samples_of_one_rollout_must_agree_on_its_reward():
+    samples = [changed(s, rollout="r") for s in pairs_of_rollouts()]
+    with pytest.raises(SampleError, match=r"^rollouts.jsonl:1: field 'reward' differs from that of rollouts.jsonl:0"):
+        PolicyGradient(advantage="reward").targets(samples)
+
+
+def test_turns_have_no_generalized_advantage():
+    samples = [changed(s, turn=0, values=np.zeros(len(s))) for s in pairs_of_rollouts()]
+    with pytest.raises(SampleError, match=r"^rollouts.jsonl:0: field 'turn' is set, and advantage=gae"):
+        make_objective("ppo").targets(samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "kl_estimator=k1 has no expected gradient in the loss"),
+        ({"kl_coef": 0.1, "kl_in": "reward", "advantage": "given"}, "kl_in=reward changes rewards"),
+        ({"normalise_length": 3.0}, "normalise_length goes with normalise=sample_sum"),
+        ({"clip_eps": 0.2}, "clip_eps"),
+        ({"dual_clip": 1.0}, "dual_clip"),
+        ({"clip_eps_low": float("nan")}, "clip_eps_low"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        make_objective("grpo", options)
+
+
+def test_an_objective_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"there is no objective 'grop'; there are cispo, .*grpo"):
+        make_objective("grop")
+    assert set(OBJECTIVES) >= {"sft", "grpo", "dpo", "kto", "critic", "reward_model", "distill"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_an_output_that_is_not_finite_names_its_sample(value):
+    samples = pairs_of_rollouts()
+    layout = fold(samples)
+    objective = make_objective("grpo")
+    rows = objective.targets(samples).rows(layout, [0, 1])
+    logprob = torch.zeros(layout.padded_size)
+    check_outputs([objective.loss(logprob, None, rows)], [samples])
+    logprob[layout.sample_tokens(1)[0]] = value  # never scored
+    check_outputs([objective.loss(logprob, None, rows)], [samples])
+    logprob[layout.sample_tokens(1)[-1]] = value
+    with pytest.raises(SampleError, match=r"^rollouts.jsonl:1: the model's output for this sample is NaN or infinite"):
+        check_outputs([objective.loss(logprob, None, rows)], [samples])
+
+
+def test_a_ratio_beyond_all_bounds_has_no_nan_gradient():
+    samples = pairs_of_rollouts()
+    layout = fold(samples)
+    objective = make_objective("grpo", {"dual_clip": 3.0})
+    logprob = torch.full((layout.padded_size,), 500.0, requires_grad=True)
+    output = objective.loss(logprob, None, objective.targets(samples).rows(layout, [0, 1]))
+    assert torch.isfinite(output.loss)
+    assert not torch.autograd.grad(output.loss, logprob)[0].any()
+
+
+def test_metrics_do_not_depend_on_the_cut():
+    samples = [
+        Sample(
+            tokens=[1, 2, 3, *range(line)],
+            signals=Signals(reward=float(line % 2), group=0),
+            loss_mask=[0, 0, *[1] * (line + 1)],
+        )
+        for line in range(5)
+    ]
+    world = World.of(with_signals(samples, 3, table_seed=3), 3)
+    objective = make_objective("grpo", {"kl_coef": 0.1, "tis_cap": 1.1})
+    results = []
+    for cut in ([[0, 1, 2, 3, 4]], [[4, 0], [], [2], [1, 3]]):
+        _, outputs = run_logprobs(objective, world, cut)
+        results.append(divided(add_means(output.metrics for output in outputs)))
+    assert results[0].keys() >= {"ratio", "clip_fraction", "kl", "kl_old", "entropy", "tis_weight", "tis_capped"}
+    assert results[0] == pytest.approx(results[1], rel=1e-12)

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_oracles import World, changed, random_cut, run_logprobs, scored_positions, with_signals
+from oracles import sample_lists
+
+from mcore_prefix_tree import Sample, SampleError, fold
+from mcore_prefix_tree.objectives import KTO, Preference, divided, make_objective, mismatched, together
+from mcore_prefix_tree.objectives.divergence import log1mexp
+from mcore_prefix_tree.objectives.metrics import add_means
+
+
+def all_scored(sample: Sample) -> Sample:
+    """With at least one token scored, as a completion has."""
+    tokens = np.concatenate([sample.tokens, [1]])
+    return Sample(tokens=tokens, loss_mask=[*sample.loss_mask, 0.25], merge_key=sample.merge_key)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def pair_loss(objective: Preference, world: World) -> torch.Tensor:
+    """Mean over pairs; sample 2q is rejected and 2q + 1 chosen."""
+    total = world.logits.sum() * 0
+    for rejected in range(0, len(world.samples), 2):
+        score, nll = {}, {}
+        for index in (rejected, rejected + 1):
+            sample, own = world.samples[index], world.logprobs(index)
+            weight = sum(float(sample.loss_mask[t]) for t in scored_positions(sample))
+            s = n = 0
+            for t in scored_positions(sample):
+                ref = float(sample.signals.ref_logprobs[t]) if objective.reference else 0.0
+                s = s + float(sample.loss_mask[t]) * (own[t] - ref)
+                n = n - float(sample.loss_mask[t]) * own[t] / weight
+            score[index], nll[index] = (s / weight if objective.average else s), n
+        w, lose = score[rejected + 1], score[rejected]
+        if objective.link == "ipo":
+            loss = (w - lose - 1 / (2 * objective.beta)) ** 2
+        elif objective.link == "hinge":
+            loss = torch.relu(1 - objective.beta * (w - lose))
+        elif objective.link == "odds_ratio":
+            odds = [torch.exp(s) / (1 - torch.exp(s)) for s in (w, lose)]
+            loss = -objective.beta * torch.log(sigmoid(torch.log(odds[0] / odds[1])))
+        else:
+            x = objective.beta * (w - lose) - objective.gamma
+            eps = objective.label_smoothing
+            loss = -(1 - eps) * torch.log(sigmoid(x)) - eps * torch.log(1 - sigmoid(x))
+        total = total + loss + objective.nll_coef * nll[rejected + 1]
+    return total / max(1, len(world.samples) // 2)
+
+
+SETTINGS = [
+    ("dpo", {}),
+    ("dpo", {"label_smoothing": 0.1, "nll_coef": 0.5, "beta": 0.5}),
+    ("dpo", {"link": "hinge"}),
+    ("ipo", {}),
+    ("simpo", {}),
+    ("orpo", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=[f"{name}{i}" for i, (name, _) in enumerate(SETTINGS)])
+@settings(max_examples=25)
+@given(samples=sample_lists(max_samples=8), seed=st.integers(0, 99))
+def test_equal_to_each_pair_alone_whatever_the_cut(name, options, samples, seed):
+    samples = [all_scored(sample) for sample in samples[: len(samples) // 2 * 2]]
+    world = World.of(with_signals(samples, seed, table_seed=seed), seed)
+    objective = make_objective(name, options)
+    expected = pair_loss(objective, world)
+    (wanted,) = torch.autograd.grad(expected, world.logits)
+    for parts in (1, 3):
+        pairs = [[index, index + 1] for index in range(0, len(samples), 2)]
+        loss, _ = run_logprobs(objective, world, random_cut(pairs, parts, random.Random(seed)))
+        (grad,) = torch.autograd.grad(loss, world.logits)
+        assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
+        assert (grad - wanted).norm() <= 1e-12 * max(1e-3, wanted.norm())
+
+
+def kto_loss(objective: KTO, world: World) -> torch.Tensor:
+    point = 0.0
+    measuring = [s for s in world.samples if s.signals.mismatched]
+    if objective.reference_point == "mismatched":
+        for sample in measuring:
+            for t in scored_positions(sample):
+                difference = float(sample.signals.old_logprobs[t]) - float(sample.signals.ref_logprobs[t])
+                point += float(sample.loss_mask[t]) * difference / len(measuring)
+        point = max(0.0, point)
+    total, count = world.logits.sum() * 0, 0
+    for index, sample in enumerate(world.samples):
+        if sample.signals.mismatched:
+            continue
+        own, r = world.logprobs(index), 0
+        for t in scored_positions(sample):
+            r = r + float(sample.loss_mask[t]) * (own[t] - float(sample.signals.ref_logprobs[t]))
+        r = torch.as_tensor(r, dtype=torch.float64)
+        if sample.signals.label:
+            total = total + objective.desirable_weight * (1 - sigmoid(objective.beta * (r - point)))
+        else:
+            total = total + objective.undesirable_weight * (1 - sigmoid(objective.beta * (point - r)))
+        count += 1
+    return total / max(1, count)
+
+
+@pytest.mark.parametrize("point", ["mismatched", "zero"])
+@settings(max_examples=25)
+@given(samples=sample_lists(max_samples=7, min_samples=2), seed=st.integers(0, 99))
+def test_kto_equals_each_sample_alone_whatever_the_cut(point, samples, seed):
+    world = World.of(with_signals(samples, seed, table_seed=seed), seed)
+    objective = KTO(reference_point=point, desirable_weight=1.3, undesirable_weight=0.7, beta=0.4)
+    expected = kto_loss(objective, world)
+    (wanted,) = torch.autograd.grad(expected, world.logits)
+    for parts in (1, 3):
+        cut = random_cut([[index] for index in range(len(samples))], parts, random.Random(seed))
+        loss, _ = run_logprobs(objective, world, cut)
+        (grad,) = torch.autograd.grad(loss, world.logits)
+        assert abs(loss.item() - expected.item()) <= 1e-12
+        assert (grad - wanted).norm() <= 1e-12 * max(1e-3, wanted.norm())
+
+
+def some_pairs():
+    samples = [Sample(tokens=[1, 2, *[7] * line], loss_mask=[0, 0, *[1] * line]) for line in range(1, 5)]
+    return with_signals(samples, 1, table_seed=1)
+
+
+def test_metrics_by_hand():
+    world = World.of(some_pairs(), 1)
+    _, outputs = run_logprobs(make_objective("dpo"), world, [[0, 1], [3, 2]])
+    metrics = divided(add_means(output.metrics for output in outputs))
+    score = []
+    for index, sample in enumerate(world.samples):
+        own = world.logprobs(index)
+        score.append(sum(own[t].item() - sample.signals.ref_logprobs[t] for t in scored_positions(sample)))
+    margins = [0.1 * (score[1] - score[0]), 0.1 * (score[3] - score[2])]
+    assert metrics["margin"] == pytest.approx(sum(margins) / 2)
+    assert metrics["accuracy"] == sum(m > 0 for m in margins) / 2
+    assert metrics["reward_chosen"] == pytest.approx(0.1 * (score[1] + score[3]) / 2)
+    assert metrics["reward_rejected"] == pytest.approx(0.1 * (score[0] + score[2]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda s: [s[0], s[1], s[2]], r"^file:2: the partner of pair 1 is not in this step"),
+        (
+            lambda s: [s[0], changed(s[1], pair=None, chosen=None)],
+            r"^file:1: field 'pair' is missing, and a preference",
+        ),
+        (lambda s: [s[0], s[1], changed(s[3], pair=0)], r"^file:3: pair 0 has a second chosen sample beside file:1"),
+        (lambda s: [s[0], changed(s[1], ref_logprobs=None)], r"^file:1: field 'ref_logprobs' is missing"),
+    ],
+)
+def test_a_pair_that_is_not_one_is_named(change, says):
+    with pytest.raises(SampleError, match=says):
+        make_objective("dpo").targets(change(some_pairs()))
+
+
+def test_a_completion_without_a_scored_token_is_named():
+    samples = with_signals([Sample(tokens=[1, 2]), Sample(tokens=[1, 2], loss_mask=[1, 0])], 0, table_seed=0)
+    with pytest.raises(SampleError, match=r"^file:1: no token is scored"):
+        make_objective("simpo").targets(samples)
+
+
+def test_a_pair_cut_in_two_is_refused():
+    samples = some_pairs()
+    targets = make_objective("dpo").targets(samples)
+    with pytest.raises(ValueError, match=r"file:3 and file:2 are the two sides of a pair but not in one micro-batch"):
+        targets.rows(fold(samples[:3]), [0, 1, 2])
+    assert together(samples) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"link": "odds_ratio"}, "link=odds_ratio takes probabilities"),
+        ({"link": "ipo", "gamma": 1.0}, "gamma and label_smoothing go with link=sigmoid"),
+        ({"beta": 0.0}, "beta"),
+        ({"label_smoothing": 0.5}, "label_smoothing"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        make_objective("dpo", options)
+
+
+def test_kto_names_what_is_missing():
+    samples = some_pairs()
+    with pytest.raises(SampleError, match=r"^file:1: field 'label' is missing, and kto needs it"):
+        KTO().targets([samples[0], changed(samples[1], label=None)])
+    with pytest.raises(
+        SampleError, match=r"^file:0: field 'old_logprobs' is missing, and a mismatched sample needs it"
+    ):
+        KTO().targets([changed(samples[0], old_logprobs=None), samples[1]])
+    with pytest.raises(SampleError, match=r"^file:1: neither this nor another sample of the step is mismatched"):
+        KTO().targets(samples[1:])
+
+
+def test_mismatched_samples_exchange_completions():
+    samples = [
+        Sample(tokens=[1, 2, 3, 4], loss_mask=[0, 0, 1, 1], source="a"),
+        Sample(tokens=[1, 5, 6], loss_mask=[0, 0.5, 0], source="b"),
+    ]
+    made = mismatched(samples)
+    assert [sample.tokens.tolist() for sample in made] == [[1, 2, 5, 6], [1, 3, 4]]
+    assert [sample.loss_mask.tolist() for sample in made] == [[0, 0, 0.5, 0], [0, 1, 1]]
+    assert all(sample.signals.mismatched for sample in made)
+    assert made[0].source == "a with the completion of b"
+    for mask, says in [([0, 0], "c: has no scored token"), ([1, 1], "c: has no prompt")]:
+        with pytest.raises(SampleError, match=says):
+            mismatched([Sample(tokens=[1, 2], loss_mask=mask, source="c")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log1mexp_keeps_its_digits(dtype):
+    x = -torch.logspace(-12, 1.9, 200, dtype=torch.float64)
+    values = x.to(dtype).requires_grad_()
+    result = log1mexp(values)
+    (grad,) = torch.autograd.grad(result.sum(), values)
+    for value, got, slope in zip(values.tolist(), result.tolist(), grad.tolist(), strict=True):
+        exact = math.log(-math.expm1(value)) if value > -0.7 else math.log1p(-math.exp(value))
+        eps = torch.finfo(dtype).eps
+        assert got == pytest.approx(exact, rel=4 * eps)
+        assert slope == pytest.approx(math.exp(value) / math.expm1(value), rel=8 * eps)
+    at_zero = torch.tensor([0.0, 1e-3], dtype=dtype, requires_grad=True)
+    assert torch.isfinite(log1mexp(at_zero)).all()
+    assert torch.isfinite(torch.autograd.grad(log1mexp(at_zero).sum(), at_zero)[0]).all()

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_oracles import World, advantages, changed, random_cut, run, scored_positions, token_weights, with_signals
+from oracles import sample_lists
+
+from mcore_prefix_tree import Sample, SampleError, Signals, fold
+from mcore_prefix_tree.objectives import Critic, PolicyGradient, RewardModel, check_outputs, divided
+from mcore_prefix_tree.objectives.gae import gae
+from mcore_prefix_tree.objectives.metrics import add_means
+from mcore_prefix_tree.objectives.scored import ScoredTokens
+
+
+def critic_loss(objective: Critic, world: World) -> torch.Tensor:
+    weights, divisor = token_weights(world.samples, objective.normalise, None)
+    total = world.scalar.sum() * 0
+    estimated = {}
+    if objective.returns == "gae":
+        config = PolicyGradient(advantage="gae", gamma=objective.gamma, lam=objective.lam)
+        estimated = advantages(config, world.samples)
+    for index, sample in enumerate(world.samples):
+        values = world.values_before(index)
+        for t in scored_positions(sample):
+            old = float(sample.signals.values[t])
+            target = estimated[index, t] + old if objective.returns == "gae" else float(sample.signals.returns[t])
+            loss = (values[t] - target) ** 2
+            if objective.clip_eps is not None:
+                near = old + torch.clamp(values[t] - old, -objective.clip_eps, objective.clip_eps)
+                loss = torch.maximum(loss, (near - target) ** 2)
+            total = total + weights[index, t] * loss / 2
+    return total / max(1, divisor)
+
+
+def run_values(objective, world, cut):
+    targets = objective.targets(world.samples)
+
+    def of_part(layout, table_row, indices):
+        return objective.loss(world.scalar[table_row], targets.rows(layout, indices))
+
+    return run(world, targets, cut, of_part)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Critic(),
+        Critic(clip_eps=None, gamma=0.9, lam=0.8, normalise="sample"),
+        Critic(clip_eps=0.5, returns="given"),
+    ],
+    ids=["clip", "plain", "given"],
+)
+@settings(max_examples=25)
+@given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99))
+def test_a_critic_equals_each_sample_alone_whatever_the_cut(objective, samples, seed):
+    world = World.of(with_signals(samples, seed, table_seed=seed), seed)
+    expected = critic_loss(objective, world)
+    (wanted,) = torch.autograd.grad(expected, world.scalar)
+    for parts in (1, 3):
+        cut = random_cut([[index] for index in range(len(samples))], parts, random.Random(seed))
+        loss, _ = run_values(objective, world, cut)
+        (grad,) = torch.autograd.grad(loss, world.scalar)
+        assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
+        assert (grad - wanted).norm() <= 1e-12 * max(1e-3, wanted.norm())
+
+
+@pytest.mark.parametrize("center", [0.0, 0.01])
+@settings(max_examples=25)
+@given(samples=sample_lists(max_samples=8), seed=st.integers(0, 99))
+def test_a_reward_model_equals_each_pair_alone_whatever_the_cut(center, samples, seed):
+    samples = samples[: len(samples) // 2 * 2]
+    world = World.of(with_signals(samples, seed, table_seed=seed), seed)
+    expected = world.scalar.sum() * 0
+    for rejected in range(0, len(samples), 2):
+        lose, win = (world.scalar[int(world.layout.sample_tokens(i)[-1])] for i in (rejected, rejected + 1))
+        loss = -torch.log(1 / (1 + torch.exp(lose - win))) + center * (win + lose) ** 2
+        expected = expected + loss / (len(samples) // 2)
+    (wanted,) = torch.autograd.grad(expected, world.scalar)
+    for parts in (1, 3):
+        pairs = [[index, index + 1] for index in range(0, len(samples), 2)]
+        loss, _ = run_values(RewardModel(center_coef=center), world, random_cut(pairs, parts, random.Random(seed)))
+        (grad,) = torch.autograd.grad(loss, world.scalar)
+        assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
+        assert (grad - wanted).norm() <= 1e-12 * max(1e-3, wanted.norm())
+
+
+@settings(max_examples=50)
+@given(
+    lens=st.lists(st.integers(0, 40), min_size=1, max_size=5),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    lam=st.sampled_from([0.0, 0.95, 1.0]),
+    seed=st.integers(0, 9),
+)
+def test_gae_is_its_recursion(lens, gamma, lam, seed):
+    scored = ScoredTokens.of([Sample(tokens=[1] * (n + 1)) for n in lens])
+    rng = np.random.default_rng(seed)
+    reward, value = rng.standard_normal((2, len(scored)))
+    advantage, returns = gae(scored, reward, value, gamma=gamma, lam=lam)
+    for start, end in zip(scored.cu_lens[:-1], scored.cu_lens[1:], strict=True):
+        after = following = 0.0
+        for t in reversed(range(start, end)):
+            after = reward[t] + gamma * following - value[t] + gamma * lam * after
+            following = value[t]
+            assert advantage[t] == pytest.approx(after, rel=1e-12, abs=1e-12)
+    assert returns == pytest.approx(advantage + value)
+
+
+def test_rewards_of_turns_come_at_their_last_tokens():
+    sample = Sample(
+        tokens=[1, 2, 3, 9, 4],
+        loss_mask=[0, 1, 1, 0, 1],
+        signals=Signals(reward=[1.0, 10.0], values=np.zeros(5), old_logprobs=np.zeros(5)),
+    )
+    objective = PolicyGradient(advantage="gae", gamma=0.5, lam=1.0)
+    # The observation takes no time: turn 2's token follows turn 1's last.
+    assert objective.targets([sample]).columns["advantage"].tolist() == [0.5 * (1 + 0.5 * 10), 1 + 0.5 * 10, 10.0]
+
+
+def test_metrics_of_a_reward_model():
+    samples = [Sample(tokens=[1, 2, end], signals=Signals(pair=0, chosen=end == 3)) for end in (3, 4)]
+    layout = fold(samples)
+    values = torch.zeros(layout.padded_size)
+    values[layout.sample_tokens(0)[-1]], values[layout.sample_tokens(1)[-1]] = 2.0, 0.5
+    output = RewardModel().loss(values, RewardModel().targets(samples).rows(layout, [0, 1]))
+    assert divided(output.metrics) == {"reward_chosen": 2.0, "reward_rejected": 0.5, "accuracy": 1.0, "margin": 1.5}
+    assert output.loss.item() == pytest.approx(np.log1p(np.exp(-1.5)))
+
+
+def test_metrics_of_a_critic_do_not_depend_on_the_cut():
+    samples = [Sample(tokens=[1, 2, *[3] * n], source=f"file:{n}") for n in range(4)]
+    world = World.of(with_signals(samples, 2, table_seed=2), 2)
+    results = []
+    for cut in ([[0, 1, 2, 3]], [[3], [], [0, 2, 1]]):
+        _, outputs = run_values(Critic(), world, cut)
+        results.append(divided(add_means(output.metrics for output in outputs)))
+    assert results[0] == pytest.approx(results[1], rel=1e-12)
+    assert set(results[0]) == {"value", "return", "value_error", "clip_fraction"}
+
+
+def test_what_is_missing_or_not_finite_is_named():
+    samples = with_signals([Sample(tokens=[1, 2, 3]), Sample(tokens=[1, 2, 4])], 0, table_seed=0)
+    with pytest.raises(SampleError, match=r"^file:1: field 'values' is missing, and a critic needs it"):
+        Critic().targets([samples[0], changed(samples[1], values=None)])
+    with pytest.raises(SampleError, match=r"^file:1: field 'returns' is missing, and returns=given needs it"):
+        Critic(returns="given").targets([samples[0], changed(samples[1], returns=None)])
+    with pytest.raises(SampleError, match=r"^file:0: the partner of pair 0 is not in this step"):
+        RewardModel().targets(samples[:1])
+    layout = fold(samples)
+    values = torch.zeros(layout.padded_size)
+    values[layout.sample_tokens(1)[-1]] = float("nan")
+    output = RewardModel().loss(values, RewardModel().targets(samples).rows(layout, [0, 1]))
+    with pytest.raises(SampleError, match=r"^file:1: the model's output"):
+        check_outputs([output], [samples])
