@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -44,8 +44,13 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
         )
 
 
+# With the source patches of patches/megatron-lm the base class has the field too, and GPTModel reads it.
+CORE_KNOWS_TREES = any(field.name == "tree_metadata" for field in fields(PackedSeqParams))
+
+
 def tree_params_of(packed_seq_params: Any) -> TreePackedSeqParams | None:
-    """``packed_seq_params`` if it carries a tree, else None."""
-    if isinstance(packed_seq_params, TreePackedSeqParams) and packed_seq_params.tree_metadata is not None:
-        return packed_seq_params
-    return None
+    """What ``packed_seq_params`` says of a tree, None if it carries none."""
+    metadata = getattr(packed_seq_params, "tree_metadata", None)
+    if metadata is None or isinstance(packed_seq_params, TreePackedSeqParams):
+        return None if metadata is None else packed_seq_params
+    return TreePackedSeqParams.from_metadata(metadata)

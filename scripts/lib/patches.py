@@ -1,0 +1,187 @@
+"""The command behind ``scripts/patches``; see ``patches/README.md``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+    from source_patches import (
+        TITLES,
+        FileState,
+        Series,
+        State,
+        Target,
+        check_fits,
+        examine,
+        patches_for,
+        read_manifest,
+        replace_files,
+        series_for,
+    )
+
+    from mcore_prefix_tree.cli.boundary import Commands
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: {missing}; activate the environment that mcore_prefix_tree is installed in, or name its PYTHON")
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+MegatronLM = Annotated[
+    Path | None,
+    typer.Option("--megatron-lm", metavar="DIR", help="Checkout of Megatron-LM, or a folder that contains megatron."),
+]
+TransformerEngine = Annotated[
+    Path | None,
+    typer.Option(
+        "--transformer-engine",
+        metavar="DIR",
+        help="Checkout of TransformerEngine, or a folder that contains transformer_engine.",
+    ),
+]
+Installed = Annotated[
+    bool,
+    typer.Option("--installed", help="The megatron-core, and TransformerEngine if any, that this Python imports."),
+]
+AsVersion = Annotated[
+    str | None,
+    typer.Option(metavar="VERSION", help="Of a fork with a version number of its own: the version it descends from."),
+]
+
+Examined = tuple[Target, Series, list[FileState]]
+
+
+@app.callback()
+def _options() -> None:
+    """Source patches for people who keep a fork. The layer specs of mcore_prefix_tree need none of them."""
+
+
+@app.command("list")
+def list_() -> None:
+    """Show every patch: for which version, what it changes, why, whether upstream has it and when it can go."""
+    console = Console(highlight=False)
+    for series in read_manifest():
+        console.print(f"\n[bold]{series.title}[/bold] ({series.commit[:12]}), for {', '.join(series.versions)}")
+        for patch in series.patches:
+            console.print(f"  {patch.path.name}")
+            rows = Table.grid(padding=(0, 2), pad_edge=True)
+            for label, text in [
+                ("files", "\n".join(patch.files)),
+                ("why", patch.why),
+                ("upstream", patch.upstream),
+                ("until", patch.until),
+            ]:
+                rows.add_row(f"    {label}", escape(text))
+            console.print(rows)
+
+
+@app.command()
+def check(
+    megatron_lm: MegatronLM = None,
+    transformer_engine: TransformerEngine = None,
+    installed: Installed = False,
+    as_version: AsVersion = None,
+) -> None:
+    """Say for every file whether the patches are applied or can be; change nothing."""
+    for target, series, files in _examined(megatron_lm, transformer_engine, installed, as_version):
+        typer.echo(f"{TITLES[target.project]} {target.version} in {target.root}, patches of {series.base}:")
+        for file in files:
+            typer.echo(f"  {file.name}: {file.state.value}")
+        _say_moved(files)
+        check_fits(target, series, files, revert=False)
+
+
+@app.command()
+def apply(
+    megatron_lm: MegatronLM = None,
+    transformer_engine: TransformerEngine = None,
+    installed: Installed = False,
+    as_version: AsVersion = None,
+) -> None:
+    """Apply the patches for the version that is found: all of them or, where one does not fit, nothing."""
+    _change(_examined(megatron_lm, transformer_engine, installed, as_version), State.ORIGINAL)
+
+
+@app.command()
+def revert(
+    megatron_lm: MegatronLM = None,
+    transformer_engine: TransformerEngine = None,
+    installed: Installed = False,
+    as_version: AsVersion = None,
+) -> None:
+    """Put back the bytes that were there before the patches were applied."""
+    _change(_examined(megatron_lm, transformer_engine, installed, as_version), State.PATCHED)
+
+
+def _examined(
+    megatron_lm: Path | None, transformer_engine: Path | None, installed: bool, as_version: str | None
+) -> list[Examined]:
+    if installed and (megatron_lm or transformer_engine):
+        raise ValueError("--installed finds the folders itself: leave out --megatron-lm and --transformer-engine")
+    targets = _installed_targets() if installed else []
+    if megatron_lm is not None:
+        targets.append(Target.megatron_lm(megatron_lm.resolve()))
+    if transformer_engine is not None:
+        targets.append(Target.transformer_engine(transformer_engine.resolve()))
+    if not targets:
+        raise ValueError("name what to patch: --megatron-lm DIR, --transformer-engine DIR or --installed")
+    if as_version is not None and len(targets) > 1:
+        raise ValueError("--as-version belongs to one project: name only one")
+    every = read_manifest()
+    chosen = [(target, series_for(target, every, as_version=as_version)) for target in targets]
+    return [(target, series, examine(target, series)) for target, series in chosen]
+
+
+def _installed_targets() -> list[Target]:
+    megatron = find_spec("megatron") and find_spec("megatron.core")
+    if megatron is None or megatron.origin is None:
+        raise ValueError(f"--installed: {sys.executable} has no megatron-core; name a folder with --megatron-lm DIR")
+    targets = [Target.megatron_lm(Path(megatron.origin).resolve().parents[2])]
+    engine = find_spec("transformer_engine")
+    if engine is not None and engine.origin is not None:
+        targets.append(Target.transformer_engine(Path(engine.origin).resolve().parents[1]))
+    return targets
+
+
+def _change(examined: list[Examined], wanted: State) -> None:
+    """Give the files that are in a state their other content; those of all targets, or none."""
+    revert = wanted is State.PATCHED
+    for target, series, files in examined:
+        check_fits(target, series, files, revert=revert)
+    to_change = [file for _, _, files in examined for file in files if file.state is wanted]
+    for target, series, files in examined:
+        if target.wheel and not revert and any(file.state is wanted for file in files):
+            typer.echo(
+                f"warning: {target.root} was installed by pip, which will not know of this change: do it only to an "
+                "environment of your own, and revert before you upgrade",
+                err=True,
+            )
+        left_out = [patch.path.name for patch in series.patches if patch not in patches_for(target, series)]
+        if left_out:
+            typer.echo(f"left out, because {target.root} has no such file: {', '.join(left_out)}")
+        _say_moved([file for file in files if file.state is wanted])
+    replace_files(to_change)
+    for target, series, files in examined:
+        count = sum(file.state is wanted for file in files)
+        done = "reverted in" if revert else "applied to"
+        what = f"{series.title}: {done} {count} of {len(files)} files" if count else f"{series.title}: nothing to do"
+        typer.echo(f"{what} in {target.root}" if count else f"{what}, {target.root} is {_already(revert)}")
+
+
+def _already(revert: bool) -> str:
+    return "as it came" if revert else "patched already"
+
+
+def _say_moved(files: Sequence[FileState]) -> None:
+    for moved in (line for file in files for line in file.moved):
+        typer.echo(f"  {moved}")
+
+
+if __name__ == "__main__":
+    app()

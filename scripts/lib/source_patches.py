@@ -1,0 +1,383 @@
+"""Apply and revert the series of ``patches/``: all files of a series or none, and to the byte.
+
+``git apply`` does what is hard: it works outside of repositories, finds a hunk whose lines have only moved, and never
+guesses. It is run on copies in a temporary folder; what comes out is written beside the originals and renamed over
+them. So a file of the target is either as it was or finished at every moment.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import importlib.metadata
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+PATCHES = Path(__file__).resolve().parents[2] / "patches"
+TITLES = {"megatron-lm": "Megatron-LM", "transformer-engine": "TransformerEngine"}
+
+
+class PatchError(ValueError):
+    """A target that a series cannot be applied to or taken from. Nothing of it was changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One patch file and what ``manifest.toml`` says of it.
+
+    Attributes:
+        path: of the patch file.
+        files: that it changes, relative to the target.
+        why: it exists.
+        upstream: whether it was sent.
+        until: when it can go.
+        checkout_only: its files are in a checkout and in no wheel.
+    """
+
+    path: Path
+    files: tuple[str, ...]
+    why: str
+    upstream: str
+    until: str
+    checkout_only: bool = False
+
+    def hunks(self, file: str) -> list[str]:
+        """The headers ``@@ -1,2 +3,4 @@ where`` of a file's hunks, in their order."""
+        for section in re.split(r"^diff --git ", self.path.read_text(), flags=re.MULTILINE)[1:]:
+            if section.startswith(f"a/{file} "):
+                return re.findall(r"^@@ .*", section, flags=re.MULTILINE)
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """The patches for one version of one project, in the order they are applied.
+
+    Attributes:
+        project: a key of :data:`TITLES`.
+        versions: of the project that the series is for; the first is the base's.
+        base: tag of the source that it was written on.
+        commit: of that tag.
+        patches: of the series.
+    """
+
+    project: str
+    versions: tuple[str, ...]
+    base: str
+    commit: str
+    patches: tuple[Patch, ...]
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{TITLES[self.project]} {self.base}"
+
+
+def read_manifest(folder: Path = PATCHES) -> list[Series]:
+    """All series of ``manifest.toml``."""
+    manifest = tomllib.loads((folder / "manifest.toml").read_text())
+    return [
+        Series(
+            project=series["project"],
+            versions=tuple(series["versions"]),
+            base=series["base"],
+            commit=series["commit"],
+            patches=tuple(
+                Patch(
+                    path=folder / series["folder"] / patch["file"],
+                    files=tuple(patch["files"]),
+                    why=patch["why"],
+                    upstream=patch["upstream"],
+                    until=patch["until"],
+                    checkout_only=patch.get("checkout_only", False),
+                )
+                for patch in series["patch"]
+            ),
+        )
+        for series in manifest["series"]
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A folder with the source of a project: a checkout, or the ``site-packages`` that a wheel was unpacked into.
+
+    Attributes:
+        project: a key of :data:`TITLES`.
+        root: contains ``megatron`` or ``transformer_engine``.
+        version: of the project.
+    """
+
+    project: str
+    root: Path
+    version: str
+
+    @property
+    def wheel(self) -> bool:
+        """Whether pip put the files there."""
+        found = _distribution(self.root, self.project)
+        return found is not None and found.read_text("RECORD") is not None
+
+    @classmethod
+    def megatron_lm(cls, root: Path) -> Target:
+        """Megatron-LM, or megatron-core alone.
+
+        Raises:
+            PatchError: it is not there.
+        """
+        info = root / "megatron" / "core" / "package_info.py"
+        if not info.is_file():
+            raise PatchError(f"{root} has no megatron/core: name the folder that contains megatron")
+        numbers = {
+            node.targets[0].id: ast.literal_eval(node.value)
+            for node in ast.parse(info.read_text()).body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        version = ".".join(str(numbers[part]) for part in ("MAJOR", "MINOR", "PATCH")) + str(numbers["PRE_RELEASE"])
+        return cls(project="megatron-lm", root=root, version=version)
+
+    @classmethod
+    def transformer_engine(cls, root: Path) -> Target:
+        """TransformerEngine.
+
+        Raises:
+            PatchError: it is not there.
+        """
+        if not (root / "transformer_engine" / "pytorch").is_dir():
+            raise PatchError(
+                f"{root} has no transformer_engine/pytorch: name the folder that contains transformer_engine"
+            )
+        found = _distribution(root, "transformer-engine")
+        if found is not None:
+            return cls(project="transformer-engine", root=root, version=found.version)
+        checkout = root / "build_tools" / "VERSION.txt"
+        if not checkout.is_file():
+            raise PatchError(
+                f"{root} does not say which version of TransformerEngine it is: it has neither a "
+                "transformer_engine-*.dist-info nor build_tools/VERSION.txt"
+            )
+        return cls(project="transformer-engine", root=root, version=checkout.read_text().strip())
+
+
+def _distribution(root: Path, project: str) -> importlib.metadata.Distribution | None:
+    name = {"megatron-lm": "megatron-core", "transformer-engine": "transformer-engine"}[project]
+    return next(iter(importlib.metadata.distributions(name=name, path=[str(root)])), None)
+
+
+def series_for(target: Target, every: Sequence[Series], *, as_version: str | None = None) -> Series:
+    """The series for a target's version, or for the version that a fork is known to descend from.
+
+    Raises:
+        PatchError: there is none; names those that there are.
+    """
+    version = as_version or target.version
+    known = [series for series in every if series.project == target.project]
+    for series in known:
+        if version in series.versions:
+            return series
+    versions = ", ".join(version for series in known for version in series.versions)
+    raise PatchError(
+        f"{target.root} is {TITLES[target.project]} {version}, and there are patches for {versions}; for a fork of one "
+        "of these with a version number of its own say which with --as-version"
+    )
+
+
+class State(enum.Enum):
+    """How a file of a target stands to its series."""
+
+    ORIGINAL = "not applied"
+    PATCHED = "applied"
+    OTHER = "does not fit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileState:
+    """A file of a target, examined.
+
+    Attributes:
+        path: of the file.
+        name: relative to the target.
+        state: of it.
+        before: its bytes.
+        after: its bytes with the series the other way: applied if it is not, reverted if it is. None for OTHER.
+        moved: hunks that were found at another line, in words.
+        problems: hunks that were not found by direction (False: apply, True: revert), in words. Empty unless OTHER.
+    """
+
+    path: Path
+    name: str
+    state: State
+    before: bytes
+    after: bytes | None
+    moved: tuple[str, ...] = ()
+    problems: dict[bool, tuple[str, ...]]
+
+
+def examine(target: Target, series: Series) -> list[FileState]:
+    """How every file that a series changes stands to it.
+
+    Raises:
+        PatchError: there is no git, or a file is missing.
+    """
+    if shutil.which("git") is None:
+        raise PatchError("git is not installed: its git apply applies the patches; install git")
+    patches = patches_for(target, series)
+    names = sorted({name for patch in patches for name in patch.files})
+    return [_examine_file(target, series, name, [p for p in patches if name in p.files]) for name in names]
+
+
+def patches_for(target: Target, series: Series) -> list[Patch]:
+    """The patches of a series whose files the target has: a wheel lacks some of a checkout's."""
+    return [
+        patch
+        for patch in series.patches
+        if not patch.checkout_only or any((target.root / name).exists() for name in patch.files)
+    ]
+
+
+def _examine_file(target: Target, series: Series, name: str, patches: list[Patch]) -> FileState:
+    path = target.root / name
+    if not path.is_file():
+        raise PatchError(f"{path} is missing, which {patches[0].path.name} changes: this is not {series.title}")
+    before = path.read_bytes()
+    # Reverting first: lines that were added are not found in a file that lacks them.
+    reverted, moved, not_reverted = _git_apply(name, before, patches[::-1], reverse=True)
+    if reverted is not None:
+        return FileState(
+            path=path, name=name, state=State.PATCHED, before=before, after=reverted, moved=moved, problems={}
+        )
+    applied, moved, not_applied = _git_apply(name, before, patches, reverse=False)
+    return FileState(
+        path=path,
+        name=name,
+        state=State.OTHER if applied is None else State.ORIGINAL,
+        before=before,
+        after=applied,
+        moved=moved,
+        problems={} if applied is not None else {False: not_applied, True: not_reverted},
+    )
+
+
+def _git_apply(
+    name: str, content: bytes, patches: Sequence[Patch], *, reverse: bool
+) -> tuple[bytes | None, tuple[str, ...], tuple[str, ...]]:
+    """A file's bytes with its part of some patches applied, or None; hunks that have moved; hunks that do not fit."""
+    moved: list[str] = []
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="patches_") as scratch:
+        copy = Path(scratch, name)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+        for patch in patches:
+            command = ["git", "apply", "--verbose", "--reject", "--whitespace=nowarn", f"--include={name}"]
+            result = subprocess.run(
+                [*command, *(["--reverse"] if reverse else []), str(patch.path)],
+                cwd=scratch,
+                env=_git_environment(scratch),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            headers = patch.hunks(name)
+            for number, where in re.findall(r"^Hunk #(\d+) succeeded at (.*)\.$", result.stdout, flags=re.MULTILINE):
+                moved.append(f"{name}: hunk {number} of {patch.path.name} is at line {where}")
+            rejected = re.findall(r"^Rejected hunk #(\d+)\.$", result.stdout, flags=re.MULTILINE)
+            assert bool(rejected) == bool(result.returncode), result.stdout
+            problems += [
+                f"{name}, hunk {number} of {len(headers)} ({headers[int(number) - 1]}) of {patch.path.name}"
+                for number in rejected
+            ]
+        return (None if problems else copy.read_bytes()), tuple(moved), tuple(problems)
+
+
+def _git_environment(scratch: str) -> dict[str, str]:
+    """Nothing of the caller's repository or configuration has a say, and the messages are in English."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return kept | {
+        "GIT_CEILING_DIRECTORIES": str(Path(scratch).parent),
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "LC_ALL": "C",
+    }
+
+
+def check_fits(target: Target, series: Series, files: Sequence[FileState], *, revert: bool) -> None:
+    """Raise PatchError for files that are neither original nor patched; names every hunk that does not fit."""
+    found = [problem for file in files for problem in file.problems.get(revert, ())]
+    if not found:
+        return
+    what, than = ("revert", "the series left") if revert else ("apply", f"{series.base} has")
+    raise PatchError(
+        f"cannot {what} the patches of {series.title} in {target.root}: other lines than {than} are at "
+        f"{'; and at '.join(found)}; nothing was changed"
+    )
+
+
+def replace_files(files: Sequence[FileState]) -> None:
+    """Give all files their other content, or none.
+
+    Everything is written beside the files first. Only renames follow, which Ctrl-C waits for; if one fails, those
+    before it are taken back.
+
+    Raises:
+        OSError: a file cannot be written; all are as they were.
+    """
+    staged: list[Path] = []
+    try:
+        pairs = []
+        for file in files:
+            assert file.after is not None
+            new, old = (_write_beside(file.path, content, staged) for content in (file.after, file.before))
+            pairs.append((file.path, new, old))
+        with _signals_wait():
+            done: list[tuple[Path, Path]] = []
+            try:
+                for path, new, old in pairs:
+                    os.replace(new, path)
+                    done.append((path, old))
+            except BaseException:
+                for path, old in done:
+                    os.replace(old, path)
+                raise
+    finally:
+        for leftover in staged:
+            leftover.unlink(missing_ok=True)
+
+
+def _write_beside(path: Path, content: bytes, staged: list[Path]) -> Path:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    staged.append(Path(name))
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    shutil.copymode(path, name)
+    return staged[-1]
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Ctrl-C and a polite kill take effect after the block."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for late in received:
+            signal.raise_signal(late)

@@ -1,0 +1,77 @@
+"""Copies of what upstream released, to try patches on: the installed megatron-core, and wheels from the index."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# By the name of a test: the version, None for the installed one.
+MEGATRON = {"installed": None, "0.19.0": "0.19.0", "0.19.2": "0.19.2"}
+TRANSFORMER_ENGINE = ("2.11.0", "2.17.1", "2.18.0")
+
+
+def patches(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """``scripts/patches``, run from elsewhere."""
+    return subprocess.run(
+        [str(ROOT / "scripts" / "patches"), command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env=os.environ | {"PYTHON": sys.executable},
+    )
+
+
+def wheel(name: str, version: str, cache: pytest.Cache) -> Path:
+    """A wheel's content, unpacked once; skips where pip cannot download it. Both projects' are small."""
+    folder = cache.mkdir("wheels") / f"{name}-{version}"
+    if not folder.is_dir():
+        download = cache.mkdir("wheels") / f"{name}-{version}.download"
+        # The Python files are the same in every wheel of a version: any one will do.
+        options = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_28_x86_64"]
+        command = [sys.executable, "-m", "pip", "download", *options, "--platform=any", "--dest", str(download)]
+        result = subprocess.run([*command, f"{name}=={version}"], capture_output=True, text=True)
+        if result.returncode:
+            reason = next((line for line in result.stderr.splitlines() if line.startswith("ERROR")), "no message")
+            pytest.skip(f"pip cannot download {name} {version}: {reason}")
+        (archive,) = download.glob("*.whl")
+        unpacked = download / "unpacked"
+        with zipfile.ZipFile(archive) as content:
+            content.extractall(unpacked)
+        unpacked.rename(folder)
+        shutil.rmtree(download)
+    return folder
+
+
+def copied(folder: Path, package: str, into: Path) -> Path:
+    """A copy of a package and of what pip wrote about it."""
+    found = [
+        folder / package,
+        *folder.glob("megatron_core-*.dist-info"),
+        *folder.glob("transformer_engine-*.dist-info"),
+    ]
+    for path in found:
+        shutil.copytree(path, into / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return into
+
+
+def megatron_core(version: str | None, into: Path, cache: pytest.Cache) -> Path:
+    """A copy of megatron-core; the installed one if no version is named."""
+    if version is not None:
+        return copied(wheel("megatron-core", version, cache), "megatron", into)
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    return copied(Path(spec.origin).parents[2], "megatron", into)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, and nothing but files."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

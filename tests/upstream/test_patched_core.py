@@ -1,0 +1,94 @@
+"""A patched megatron-core: stock layer specs train folded, and without a tree nothing has changed.
+
+What runs on it runs in another process, with the patched copy first on the path: this one has the installed
+megatron-core.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from sources import MEGATRON, ROOT, megatron_core, patches
+
+HERE = Path(__file__).parent
+# Of tests/unit/test_mcore_seam.py: what does not look at how the rotary rows are gathered, nor at each back-end.
+SEAM = "unfolded or forward_step or block_specs or float32 or one_micro_batch or stock_to_the_bit or both_ways"
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Of one version of megatron-core."""
+
+    released: Path
+    patched: Path
+
+
+@pytest.fixture(scope="module", params=["installed", "0.19.2"])
+def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Copies:
+    version = MEGATRON[request.param]
+    if version is not None:
+        pytest.importorskip("triton", reason="megatron-core 0.19 imports triton")
+    cache = request.config.cache
+    both = [megatron_core(version, tmp_path_factory.mktemp(name), cache) for name in ("released", "patched")]
+    result = patches("apply", "--megatron-lm", both[1])
+    assert result.returncode == 0, result.stderr
+    return Copies(*both)
+
+
+def run(core: Path, *arguments: str) -> str:
+    """What Python prints with a megatron-core first on its path."""
+    path = [core, HERE.parent / "unit", HERE.parent / "dist", ROOT]
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        timeout=900,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stdout[-8000:]
+    return result.stdout
+
+
+def pytest_on(core: Path, *arguments: str) -> None:
+    """Every test passes, and none is skipped."""
+    output = run(core, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", *arguments)
+    assert re.search(r"\d\d passed", output.splitlines()[-1]), output
+    assert "skipped" not in output.splitlines()[-1], output
+
+
+def test_stock_specs_train_folded(copies: Copies) -> None:
+    pytest_on(copies.patched, str(HERE / "native_seam.py"))
+
+
+def test_the_seam_still_works(copies: Copies) -> None:
+    """TreePackedSeqParams and with_prefix_tree, which need no patch, on a megatron-core that has one."""
+    pytest_on(copies.patched, "tests/unit/test_mcore_seam.py", "-k", SEAM)
+
+
+def test_without_a_tree_it_computes_the_same_bits(copies: Copies) -> None:
+    digests = [run(core, str(HERE / "stock_digest.py")) for core in (copies.released, copies.patched)]
+    lines = [re.findall(r"^.* [0-9a-f]{64}$", digest, flags=re.MULTILINE) for digest in digests]
+    assert len(set(lines[0])) == 7
+    assert lines[0] == lines[1]
+
+
+def test_it_needs_this_package_only_for_trees(copies: Copies) -> None:
+    """Megatron-Core imports where mcore_prefix_tree cannot be imported."""
+    script = (
+        "import sys\n"
+        "sys.modules['mcore_prefix_tree'] = None\n"
+        "from megatron.core.models.gpt import GPTModel\n"
+        "from megatron.core.packed_seq_params import PackedSeqParams\n"
+        "from megatron.core.transformer.dot_product_attention import DotProductAttention\n"
+        "assert PackedSeqParams().tree_metadata is None\n"
+        f"assert DotProductAttention.__module__ and {str(copies.patched)!r} in sys.modules['megatron.core'].__file__\n"
+    )
+    run(copies.patched, "-W", "ignore", "-c", script)

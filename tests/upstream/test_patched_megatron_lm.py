@@ -1,0 +1,111 @@
+"""The patched ``pretrain_gpt.py`` of a checkout: ``--prefix-tree`` equals each sample alone, all else is as before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from megatron_lm import CPU, FOLDED, MODEL, STOCK, TRAIN, UNFOLDED, VARIABLE, megatron, trained, write_samples
+from sources import content, patches
+
+if VARIABLE not in os.environ:
+    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+pytest.importorskip("triton", reason="megatron.training imports triton")
+pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+
+CHECKOUT = Path(os.environ[VARIABLE])
+STEPS = 3
+LOSS = 2e-6  # logged with seven digits
+TOKENIZER = "--tokenizer-type NullTokenizer"
+OWN_DATA = f"--mock-data {TOKENIZER} --vocab-size 127 --micro-batch-size 8"
+
+
+def script(folder: Path, root: Path) -> tuple[str, ...]:
+    """A checkout's pretrain_gpt.py, on a machine without a GPU."""
+    path = folder / "run.py"
+    path.write_text(
+        "import runpy, sys\n"
+        f"sys.path.insert(0, {str(root)!r})\n"
+        "from mcore_prefix_tree.testing.emulation import enable_training\n"
+        "enable_training()\n"
+        f"sys.argv[0] = {str(root / 'pretrain_gpt.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    return (str(path),)
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    root = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(CHECKOUT / "megatron", root / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in CHECKOUT.glob("*.py"):
+        shutil.copy(path, root)
+    original = content(root)
+    result = patches("apply", "--megatron-lm", root)
+    assert result.returncode == 0, result.stderr
+    assert "applied to 9 of 9 files" in result.stdout
+    assert {name for name, data in content(root).items() if data != original[name]} >= {"pretrain_gpt.py"}
+    return script(tmp_path_factory.mktemp("patched"), root)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "samples.jsonl"
+    write_samples(path)
+    return f"--prefix-tree-data-path {path} --prefix-tree-no-shuffle"
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Each sample alone through the stock model: its first checkpoint, and the losses after it."""
+
+    start: Path
+    losses: dict[int, float]
+
+
+@pytest.fixture(scope="module")
+def alone(data: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    start = tmp_path_factory.mktemp("start")
+    common = (CPU, MODEL, TRAIN, UNFOLDED, data)
+    trained(STOCK, *common, f"--save {start} --exit-interval 1")
+    rest = trained(STOCK, *common, f"--load {start} --exit-interval {STEPS}")
+    return Alone(start, rest.losses)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        pytest.param(1, "", id="layers of this package"),
+        pytest.param(1, "--attention-backend tree", id="stock layers"),
+        pytest.param(2, "--attention-backend tree --tensor-model-parallel-size 2", id="stock layers, tp2"),
+        pytest.param(2, "--attention-backend tree --pipeline-model-parallel-size 2", id="stock layers, pp2"),
+    ],
+)
+def test_folded_is_unfolded(patched: tuple[str, ...], alone: Alone, data: str, ranks: int, arguments: str) -> None:
+    common = (CPU, MODEL, TRAIN, FOLDED, data, f"--load {alone.start} --exit-interval {STEPS}", TOKENIZER, arguments)
+    run = trained(patched, *common, ranks=ranks)
+    assert ("building GPT model, tree-capable" in run.output) == ("tree" not in arguments)
+    assert sorted(run.losses) == sorted(alone.losses) == list(range(2, STEPS + 1))
+    for iteration, loss in run.losses.items():
+        assert loss == pytest.approx(alone.losses[iteration], rel=LOSS), iteration
+    assert all(figures["fold ratio"] > 1.3 for figures in run.iterations.values())
+
+
+def test_without_the_flag_it_is_the_same_script(patched: tuple[str, ...], tmp_path: Path) -> None:
+    arguments = (CPU, MODEL, TRAIN, OWN_DATA, "--exit-interval 2")
+    after, before = (trained(program, *arguments) for program in (patched, script(tmp_path, CHECKOUT)))
+    assert len(before.losses) == 2
+    assert after.losses == before.losses
+    assert "fold ratio" not in after.output
+
+
+def test_refusals_name_the_argument(patched: tuple[str, ...], data: str) -> None:
+    run = megatron(
+        patched, CPU, MODEL, TRAIN, FOLDED, data, TOKENIZER, "--attention-backend tree", "--hidden-dropout 0.1"
+    )
+    assert run.status != 0
+    assert "does not support hidden_dropout=0.1" in run.output
+    assert not run.losses

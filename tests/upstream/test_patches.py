@@ -1,0 +1,344 @@
+"""scripts/patches on copies of what upstream released: all or nothing, once, and back to the byte."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from sources import MEGATRON, ROOT, TRANSFORMER_ENGINE, content, megatron_core, patches, wheel
+
+sys.path.insert(0, str(ROOT / "scripts" / "lib"))
+
+import source_patches
+
+PATCHES = ROOT / "patches"
+SERIES = source_patches.read_manifest()
+TARGETS = [("--megatron-lm", version) for version in MEGATRON] + [
+    ("--transformer-engine", version) for version in TRANSFORMER_ENGINE
+]
+MOVED = "megatron/core/transformer/enums.py"
+
+
+@pytest.fixture(params=TARGETS, ids=" ".join)
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    option, version = request.param
+    if option == "--megatron-lm":
+        return option, megatron_core(MEGATRON[version], tmp_path, request.config.cache)
+    source = wheel("transformer-engine", version, request.config.cache)
+    for path in [source / "transformer_engine" / "pytorch", *source.glob("*.dist-info")]:
+        shutil.copytree(path, tmp_path / path.relative_to(source))
+    return option, tmp_path
+
+
+@pytest.fixture
+def core(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of the installed megatron-core."""
+    return megatron_core(None, tmp_path, request.config.cache)
+
+
+def test_apply_again_and_revert(target: tuple[str, Path]) -> None:
+    option, folder = target
+    original = content(folder)
+
+    assert patches("check", option, folder).stdout.count(": not applied\n") == len(changed_by(option))
+    assert content(folder) == original
+
+    result = patches("apply", option, folder)
+    assert result.returncode == 0, result.stderr
+    patched = content(folder)
+    assert {name for name in patched if patched[name] != original.get(name)} == changed_by(option)
+    assert patched.keys() == original.keys()
+    for name in changed_by(option):
+        ast.parse(patched[name])
+
+    assert patches("check", option, folder).stdout.count(": applied\n") == len(changed_by(option))
+    times = {name: (folder / name).stat().st_mtime_ns for name in patched}
+    again = patches("apply", option, folder)
+    assert again.returncode == 0
+    assert "nothing to do" in again.stdout
+    assert {name: (folder / name).stat().st_mtime_ns for name in content(folder)} == times
+
+    assert patches("revert", option, folder).returncode == 0
+    assert content(folder) == original
+    again = patches("revert", option, folder)
+    assert again.returncode == 0
+    assert "nothing to do" in again.stdout
+    assert content(folder) == original
+
+
+def series_of(core: Path) -> source_patches.Series:
+    return source_patches.series_for(source_patches.Target.megatron_lm(core), SERIES)
+
+
+def header_of(core: Path, patch: str, name: str) -> str:
+    """Of a file's first hunk in the patch that begins with a number."""
+    (found,) = [one for one in series_of(core).patches if one.path.name.startswith(patch)]
+    return found.hunks(name)[0]
+
+
+def changed_by(option: str) -> set[str]:
+    project = option.removeprefix("--")
+    series = [one for one in SERIES if one.project == project]
+    found = [{name for patch in one.patches if not patch.checkout_only for name in patch.files} for one in series]
+    assert all(names == found[0] for names in found)
+    return found[0]
+
+
+def test_lines_that_moved_are_found(core: Path) -> None:
+    path = core / MOVED
+    path.write_text("# a fork's own line\n\n" + path.read_text())
+    original = content(core)
+    result = patches("apply", "--megatron-lm", core)
+    assert result.returncode == 0, result.stderr
+    line = int(re.findall(r"\+(\d+)", header_of(core, "0003", MOVED))[0]) + 2
+    moved = f"{MOVED}: hunk 1 of 0003-attention-along-the-tree.patch is at line {line} (offset 2 lines)"
+    assert moved in result.stdout
+    assert patches("revert", "--megatron-lm", core).returncode == 0
+    assert content(core) == original
+
+
+def test_a_line_that_differs_is_named_and_nothing_changes(core: Path) -> None:
+    path = core / MOVED
+    path.write_text(path.read_text().replace("    auto = 5\n", "    auto = 5\n    own = 7\n"))
+    other = core / "megatron/core/models/gpt/gpt_model.py"
+    other.write_text(other.read_text().replace("rotary_pos_emb = None\n", "rotary_pos_emb = None  # edited\n"))
+    original = content(core)
+    for command in ("check", "apply"):
+        result = patches(command, "--megatron-lm", core)
+        assert result.returncode == 2
+        (sentence,) = result.stderr.splitlines()
+        assert sentence.startswith(f"error: cannot apply the patches of {series_of(core).title} in {core}")
+        assert f"{MOVED}, hunk 1 of 1 ({header_of(core, '0003', MOVED)}) of 0003-" in sentence
+        header = header_of(core, "0002", "megatron/core/models/gpt/gpt_model.py")
+        assert f"gpt_model.py, hunk 1 of 3 ({header}) of 0002-rotary-position-ids.patch" in sentence
+        assert sentence.endswith("nothing was changed")
+        assert content(core) == original
+
+
+def test_local_changes_elsewhere_survive_both_ways(core: Path) -> None:
+    path = core / MOVED
+    path.write_text(path.read_text().replace('"""Attention Backend"""', '"""Attention back-end of a fork"""'))
+    original = content(core)
+    assert patches("apply", "--megatron-lm", core).returncode == 0
+    path.write_text(path.read_text() + "\n# later\n")
+    assert patches("revert", "--megatron-lm", core).returncode == 0
+    assert content(core) == original | {MOVED: original[MOVED] + b"\n# later\n"}
+
+
+def test_changes_of_what_was_patched_are_not_reverted_over(core: Path) -> None:
+    assert patches("apply", "--megatron-lm", core).returncode == 0
+    path = core / MOVED
+    path.write_text(path.read_text().replace("    tree = 6", "    tree = 8"))
+    edited = content(core)
+    result = patches("revert", "--megatron-lm", core)
+    assert result.returncode == 2
+    (sentence,) = result.stderr.splitlines()
+    assert f"other lines than the series left are at {MOVED}, hunk 1 of 1" in sentence
+    assert content(core) == edited
+    assert patches("apply", "--megatron-lm", core).returncode == 2
+    assert content(core) == edited
+
+
+def test_half_a_series_is_completed_or_taken_back(core: Path) -> None:
+    """What a machine leaves that loses power between two renames."""
+    original = content(core)
+    assert patches("apply", "--megatron-lm", core).returncode == 0
+    patched = content(core)
+    for command, finished in (("apply", patched), ("revert", original)):
+        (core / MOVED).write_bytes(patched[MOVED])
+        for name in changed_by("--megatron-lm") - {MOVED}:
+            (core / name).write_bytes(original[name])
+        assert patches(command, "--megatron-lm", core).returncode == 0
+        assert content(core) == finished
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=repr)
+def test_a_failure_half_way_takes_everything_back(
+    core: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = content(core)
+    files = source_patches.examine(source_patches.Target.megatron_lm(core), series_of(core))
+    renames = 0
+
+    def replace(source: object, destination: object) -> None:
+        nonlocal renames
+        renames += 1
+        if renames == 4:
+            raise error
+        rename(source, destination)
+
+    rename = os.replace
+    monkeypatch.setattr(source_patches.os, "replace", replace)
+    with pytest.raises(type(error)):
+        source_patches.replace_files(files)
+    assert renames == 4 + 3
+    assert content(core) == original
+
+
+def test_ctrl_c_waits_for_the_last_rename(core: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = source_patches.examine(source_patches.Target.megatron_lm(core), series_of(core))
+    rename = os.replace
+
+    def replace(source: object, destination: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        rename(source, destination)
+
+    monkeypatch.setattr(source_patches.os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        source_patches.replace_files(files)
+    assert all(file.path.read_bytes() == file.after for file in files)
+    assert not [name for name in content(core) if Path(name).name.startswith(".")]
+
+
+def test_modes_and_links_of_other_copies_stay(core: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Some installers link one copy of a file into every environment."""
+    path = core / MOVED
+    path.chmod(0o640)
+    elsewhere = tmp_path_factory.mktemp("cache") / "enums.py"
+    os.link(path, elsewhere)
+    before = elsewhere.read_bytes()
+    assert patches("apply", "--megatron-lm", core).returncode == 0
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert path.read_bytes() != before
+    assert elsewhere.read_bytes() == before
+
+
+def test_a_repository_around_the_target_has_no_say(core: Path) -> None:
+    """git apply leaves out what is above the folder it runs in, where that is inside of a repository."""
+    environment = core / "venv"
+    environment.mkdir()
+    (core / "megatron").rename(environment / "megatron")
+    subprocess.run(["git", "init", "--quiet", core], check=True)
+    (core / ".git" / "config").write_text("[apply]\n\twhitespace = error-all\n[core]\n\tautocrlf = true\n")
+    original = content(environment)
+    assert patches("apply", "--megatron-lm", environment).returncode == 0
+    assert {name for name, data in content(environment).items() if data != original[name]} == changed_by(
+        "--megatron-lm"
+    )
+    assert patches("revert", "--megatron-lm", environment).returncode == 0
+    assert content(environment) == original
+
+
+def test_installed(core: Path) -> None:
+    """What the active Python imports, which here is the copy; with a warning, because it is pip's."""
+    environment = {**os.environ, "PYTHONPATH": str(core), "PYTHON": sys.executable}
+    command = [str(ROOT / "scripts" / "patches"), "apply", "--installed"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert f"warning: {core} was installed by pip" in result.stderr
+    assert "applied to 8 of 8 files" in result.stdout
+    assert "0004-pretrain-gpt-prefix-tree.patch" in result.stdout
+    command[1] = "revert"
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_versions_without_patches_are_refused_by_name(core: Path) -> None:
+    fits = series_of(core).versions[0]
+    (other,) = [one.versions[0] for one in SERIES if one.project == "megatron-lm" and fits not in one.versions]
+    info = core / "megatron/core/package_info.py"
+    info.write_text(re.sub(r"^MINOR = .*", "MINOR = 99", info.read_text(), flags=re.MULTILINE))
+    original = content(core)
+    result = patches("apply", "--megatron-lm", core)
+    assert result.returncode == 2
+    assert re.search(rf"{core} is Megatron-LM 0\.99\.\d, and there are patches for 0\.16\.1, 0\.19\.0", result.stderr)
+    assert "--as-version" in result.stderr
+    # The way out for a fork that counts by itself, and for one that says the wrong version.
+    assert patches("apply", "--megatron-lm", core, "--as-version", other).returncode == 2
+    assert content(core) == original
+    assert patches("apply", "--megatron-lm", core, "--as-version", fits).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["apply"], "name what to patch"),
+        (["apply", "--megatron-lm", "/"], "/ has no megatron/core"),
+        (["apply", "--transformer-engine", "/"], "/ has no transformer_engine/pytorch"),
+        (["revert", "--installed", "--megatron-lm", "/"], "leave out --megatron-lm"),
+    ],
+)
+def test_mistakes_get_one_sentence(arguments: list[str], sentence: str) -> None:
+    result = patches(*arguments)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert sentence in line
+
+
+def test_list_says_what_the_manifest_says() -> None:
+    result = patches("list")
+    assert result.returncode == 0
+    for series in SERIES:
+        assert series.commit[:12] in result.stdout
+    assert result.stdout.count("not sent") == sum(len(series.patches) for series in SERIES)
+
+
+def every_patch() -> Iterator[tuple[source_patches.Series, source_patches.Patch]]:
+    for series in SERIES:
+        for patch in series.patches:
+            yield series, patch
+
+
+def test_the_manifest_and_the_folder_agree() -> None:
+    assert sorted(patch.path for _, patch in every_patch()) == sorted(PATCHES.rglob("*.patch"))
+    for series in SERIES:
+        assert re.fullmatch(r"[0-9a-f]{40}", series.commit)
+        assert series.versions
+        numbers = [int(patch.path.name[:4]) for patch in series.patches]
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
+@pytest.mark.parametrize("patch", [patch for _, patch in every_patch()], ids=lambda p: str(p.path.relative_to(PATCHES)))
+def test_a_patch_is_small_and_says_what_it_is(patch: source_patches.Patch) -> None:
+    text = patch.path.read_text()
+    message, _, diff = text.partition("\n---\n")
+    assert message.splitlines()[0]
+    assert re.findall(r"^diff --git a/(\S+) b/\1$", diff, flags=re.MULTILINE) == sorted(patch.files)
+    assert patch.why
+    assert patch.until
+    assert patch.upstream == "not sent"
+    for name in patch.files:
+        assert patch.hunks(name)
+    for hunk in re.split(r"^@@ .*\n", diff, flags=re.MULTILINE)[1:]:
+        lines = hunk.split("\ndiff --git ")[0].splitlines()
+        runs = [len(list(run)) for is_context, run in groupby(lines, key=lambda line: line[0] == " ") if is_context]
+        assert max(runs) <= 6, "three lines of context on each side of a change"
+    removed = re.findall(r"^-(?!-- )", diff, flags=re.MULTILINE)
+    assert len(removed) <= 8
+
+
+def test_patches_call_this_package_and_only_where_they_need_it() -> None:
+    """Imported inside functions: Megatron-LM and TransformerEngine work without it."""
+    allowed = {
+        "mcore_prefix_tree.mcore.native",
+        "mcore_prefix_tree.attention",
+        "mcore_prefix_tree.mcore.pretrain.providers",
+    }
+    found = set()
+    for _, patch in every_patch():
+        added = re.findall(r"^\+(.*mcore_prefix_tree.*)", patch.path.read_text(), flags=re.MULTILINE)
+        imports = [line for line in added if " import " in line]
+        assert all(line.startswith("    ") for line in imports)
+        found |= {line.split()[1] for line in imports}
+    assert found == allowed
+
+
+def test_native_functions_are_those_that_patches_call() -> None:
+    tree = ast.parse((ROOT / "mcore_prefix_tree/mcore/native.py").read_text())
+    public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+    called = set()
+    for _, patch in every_patch():
+        called |= set(
+            re.findall(r"^\+ +from mcore_prefix_tree\.mcore\.native import (\w+)$", patch.path.read_text(), re.M)
+        )
+    assert called == public
