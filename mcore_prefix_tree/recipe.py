@@ -9,16 +9,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic import ValidationError as PydanticError
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 from yaml import YAMLError
 
+from mcore_prefix_tree.layout import Padding, sequence_multiple
+
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+def _no_boolean(value: object) -> object:
+    """To Python a boolean is a number, to whoever writes ``train_iters: true`` it is a slip."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("not_a_number", "input should be a number, not a boolean")
+    return value
+
+
+_Number = BeforeValidator(_no_boolean)
+PositiveInt = Annotated[int, Field(gt=0), _Number]
+NonNegativeInt = Annotated[int, Field(ge=0), _Number]
+PositiveFloat = Annotated[float, Field(gt=0), _Number]
+NonNegativeFloat = Annotated[float, Field(ge=0), _Number]
 
 
 class RecipeError(ValueError):
@@ -35,12 +52,20 @@ class DataConfig:
             messages. None if all lines have ``tokens``.
         expand_turns: one sample per assistant turn, with its whole history as prefix.
         shuffle: draw lines in a new order each epoch; the turns of a line stay together.
+        on_error: ``raise`` ends before training at the first bad line. ``skip`` leaves out and counts the lines that
+            cannot be used and the samples that are too long, and nothing else.
+        streaming: hold no samples: read and encode a line when a step needs it, for files larger than memory. They are
+            gone through once at the start, all ranks together. Plain files only.
+        num_workers: processes that read and encode ahead, of each rank, under ``streaming``; 0 for none.
     """
 
     path: str | list[str]
     tokenizer: str | None = None
     expand_turns: bool = False
     shuffle: bool = True
+    on_error: Literal["raise", "skip"] = "raise"
+    streaming: bool = False
+    num_workers: NonNegativeInt = 2
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -86,27 +111,52 @@ class ParallelConfig:
     sequence_parallel: bool = False
 
     @property
-    def sequence_multiple(self) -> int:
-        """What sequence lengths are a multiple of: sequence parallelism cuts them over the tensor-parallel ranks."""
-        return self.tensor_model_parallel_size if self.sequence_parallel else 1
-
-    @property
     def micro_batch_multiple(self) -> int:
         """What a rank's micro-batches come in multiples of: interleaved stages take them in groups of the pipeline."""
         return 1 if self.virtual_pipeline_model_parallel_size is None else self.pipeline_model_parallel_size
 
+    @property
+    def bubble(self) -> float:
+        """What the pipeline's filling and draining costs, in times of a rank's largest micro-batch."""
+        return (self.pipeline_model_parallel_size - 1) / (self.virtual_pipeline_model_parallel_size or 1)
+
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class BatchConfig:
-    """How much a step takes.
+    """How much a step takes, and how it folds.
 
     Attributes:
-        global_batch_size: logical samples per step, over all ranks.
-        max_tokens: physical tokens that a micro-batch may hold.
+        global_batch_size: logical samples per step, over all ranks. An objective that compares samples with each other
+            takes whole groups or pairs, so it is a multiple of their size.
+        max_tokens: physical tokens that a micro-batch may hold, before padding.
+        share: ``all`` shares every common prefix; ``prompt`` what samples have in common before their first scored
+            token, so that each completion is computed by itself. Either is exact.
+        min_shared_tokens: common prefixes of fewer tokens are not shared.
+        length_buckets: the only sizes that micro-batches are padded to, for what is compiled or captured once a size;
+            the largest holds ``max_tokens``. None pads to what the parallel layout and FP8 need and no further.
+        calibration: a file of ``mcore-prefix-tree calibrate``: ranks are balanced by seconds measured rather than by
+            FLOPs counted.
     """
 
     global_batch_size: PositiveInt
     max_tokens: PositiveInt
+    share: Literal["all", "prompt"] = "all"
+    min_shared_tokens: NonNegativeInt = 0
+    length_buckets: list[PositiveInt] | None = None
+    calibration: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ObjectiveConfig:
+    """What the samples are trained with.
+
+    Attributes:
+        name: of ``mcore_prefix_tree.objectives.OBJECTIVES``, such as ``sft``, ``grpo`` or ``dpo``.
+        options: of its class there, for example ``{kl_coef: 0.01}``.
+    """
+
+    name: str = "sft"
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -118,8 +168,8 @@ class OptimizerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     lr_warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.01
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_beta1: Annotated[float, _Number] = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: Annotated[float, _Number] = Field(default=0.95, ge=0, lt=1)
     clip_grad: NonNegativeFloat = 1.0
     use_distributed_optimizer: bool = False
 
@@ -142,7 +192,7 @@ class VerifyConfig:
     """Folded against unfolded on the first batch.
 
     Attributes:
-        enabled: before ``train``.
+        enabled: before ``train``. The loss is the supervised one, whatever the objective.
         tolerance: largest relative error that passes; None takes 1e-12 for float64 and 1e-5 for float32 (and for
             models with parts that upstream computes in float32, such as the MoE router). bfloat16 is
             judged against a float32 run of the same weights instead: within 3 times the unfolded run's own error.
@@ -159,9 +209,11 @@ class Recipe:
     Attributes:
         train_iters: steps.
         seed: of weights and shuffling.
-        attention_backend: a name of ``mcore_prefix_tree.attention.BACKENDS``.
+        attention_backend: a name of ``mcore_prefix_tree.attention.BACKENDS``, or ``auto``: the fastest measured on a
+            tree like that of the first step, kept for the whole run.
+        fused_head: score the supervised tokens a chunk of logits at a time. False keeps the logits of all tokens.
         device: ``auto`` takes the GPU where there is one; ``cpu`` runs megatron-core under emulation.
-        compare: end with the table of folded against unfolded.
+        compare: end with the table of folded against unfolded, by the supervised loss whatever the objective.
     """
 
     data: DataConfig
@@ -169,13 +221,37 @@ class Recipe:
     batch: BatchConfig
     train_iters: PositiveInt
     seed: NonNegativeInt = 1234
-    attention_backend: str = "path"
+    attention_backend: str = "auto"
+    fused_head: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compare: bool = True
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+
+    @property
+    def padding(self) -> Padding:
+        """What the sizes of micro-batches are rounded up to.
+
+        Raises:
+            RecipeError: the length buckets do not fit the parallel layout, FP8 or the budget.
+        """
+        try:
+            padding = Padding(
+                multiple=sequence_multiple(
+                    tensor_model_parallel_size=self.parallel.tensor_model_parallel_size,
+                    sequence_parallel=self.parallel.sequence_parallel,
+                    fp8=self.model.transformer.get("fp8"),
+                    fp8_recipe=self.model.transformer.get("fp8_recipe"),
+                ),
+                buckets=tuple(self.batch.length_buckets or ()),
+            )
+            padding.check_holds(self.batch.max_tokens)
+        except ValueError as error:
+            raise RecipeError(f"batch.{error}") from None
+        return padding
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

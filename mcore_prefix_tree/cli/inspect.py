@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from mcore_prefix_tree.cli.samples import ExpandTurns, Files, TokenizerName, read_files
+from mcore_prefix_tree.cli.samples import (
+    ExpandTurns,
+    Files,
+    MinSharedTokens,
+    OnError,
+    OnErrorOption,
+    Share,
+    ShareOption,
+    TokenizerName,
+    read_files,
+)
 
 
 def inspect(
@@ -15,6 +25,9 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a drawing.")] = False,
     tokenizer: TokenizerName = None,
     expand_turns: ExpandTurns = False,
+    on_error: OnErrorOption = OnError.raise_,
+    share: ShareOption = None,
+    min_shared_tokens: MinSharedTokens = None,
     trees: Annotated[int, typer.Option(min=0, metavar="N", help="How many trees to draw, largest first.")] = 3,
 ) -> None:
     """Fold samples and show what folding is worth: tokens, ratios and the largest trees."""
@@ -22,9 +35,11 @@ def inspect(
 
     from mcore_prefix_tree.layout import fold
     from mcore_prefix_tree.stats import forest_stats, largest_trees
+    from mcore_prefix_tree.trie import build_trie
 
-    samples, on_demand = read_files(files, tokenizer=tokenizer, expand_turns=expand_turns)
-    layout = fold(samples)
+    samples, on_demand, skipped = read_files(files, tokenizer=tokenizer, expand_turns=expand_turns, on_error=on_error)
+    trie = build_trie(samples, share=(share or Share.all).value, min_shared_tokens=min_shared_tokens or 0)
+    layout = fold(samples, trie=trie)
     stats = forest_stats(layout)
     longest = samples[int(np.argmax(np.diff(layout.cu_sample_lens)))].source
     largest = largest_trees(layout, trees)
@@ -32,6 +47,7 @@ def inspect(
     if as_json:
         report: dict[str, Any] = {
             **vars(stats),
+            "skipped": skipped.count,
             "longest_sample": longest,
             "tokenizer": on_demand.name if on_demand.loaded else None,
             "largest_trees": [

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 import typer
 
-from mcore_prefix_tree.cli.samples import ExpandTurns, Files, TokenizerName, read_files
+from mcore_prefix_tree.cli.samples import (
+    ExpandTurns,
+    Files,
+    MinSharedTokens,
+    OnError,
+    OnErrorOption,
+    ShareOption,
+    TokenizerName,
+    read_files,
+)
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.plan import PlanReport
 
 _RANKS_SHOWN = 16
+
+
+class _Sharing(TypedDict):
+    share: Literal["all", "prompt"]
+    min_shared_tokens: int
 
 
 def plan(
@@ -28,28 +42,56 @@ def plan(
         str | None,
         typer.Option(metavar="RECIPE", help="Predict cost by this recipe's model; without it a token costs 1."),
     ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Predict seconds, from measurements that the calibrate command wrote."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw the ranks' micro-batches into a PNG or SVG file.")
     ] = None,
+    length_buckets: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="The only sizes that micro-batches are padded to.")
+    ] = None,
     tokenizer: TokenizerName = None,
     expand_turns: ExpandTurns = False,
+    on_error: OnErrorOption = OnError.raise_,
+    share: ShareOption = None,
+    min_shared_tokens: MinSharedTokens = None,
 ) -> None:
     """Plan all samples as one step and show the ranks: tokens, predicted cost, balance and repeated context."""
-    from mcore_prefix_tree.plan import CostModel, plan_step, report_plan
+    from mcore_prefix_tree.layout import Padding
+    from mcore_prefix_tree.plan import CostModel, plan_step, read_measured, report_plan
     from mcore_prefix_tree.recipe import load_recipe
 
     if plot is not None:
         _require_matplotlib()  # before the work, not after it
     recipe = None if model is None else load_recipe(model)
-    samples, on_demand = read_files(files, tokenizer=tokenizer, expand_turns=expand_turns)
+    samples, on_demand, skipped = read_files(
+        files,
+        tokenizer=tokenizer,
+        expand_turns=expand_turns,
+        on_error=on_error,
+        limits={"--max-tokens": max_tokens},
+    )
 
-    cost_model, padding, multiple = CostModel(), 1, 1
+    cost_model, padding, multiple, bubble = CostModel(), Padding(), 1, 0.0
+    sharing: _Sharing = {"share": "all", "min_shared_tokens": 0}
     if recipe is not None:
         vocab_size = None if recipe.model.vocab_size else on_demand.vocab_size
         cost_model = CostModel.from_model(recipe.model, vocab_size=vocab_size)
-        parallel = recipe.parallel
-        padding, multiple = parallel.sequence_multiple, parallel.micro_batch_multiple
+        padding, multiple, bubble = recipe.padding, recipe.parallel.micro_batch_multiple, recipe.parallel.bubble
+        sharing = {"share": recipe.batch.share, "min_shared_tokens": recipe.batch.min_shared_tokens}
+        calibration = calibration or recipe.batch.calibration
+    if calibration is not None:
+        cost_model = cost_model.calibrated(read_measured(calibration))
+    if length_buckets is not None:
+        padding = Padding(multiple=padding.multiple, buckets=_numbers(length_buckets))
+    padding.check_holds(max_tokens)
+    if share is not None:
+        sharing["share"] = share.value
+    if min_shared_tokens is not None:
+        sharing["min_shared_tokens"] = min_shared_tokens
     planned = plan_step(
         samples,
         max_tokens=max_tokens,
@@ -57,16 +99,25 @@ def plan(
         micro_batch_multiple=multiple,
         micro_batches=micro_batches,
         cost_model=cost_model,
+        bubble=bubble,
+        **sharing,
     )
-    report = report_plan(samples, planned, cost_model, max_tokens=max_tokens, pad_to_multiple_of=padding)
-    unit = "FLOPs" if recipe is not None else "tokens"
+    report = report_plan(samples, planned, cost_model, max_tokens=max_tokens, padding=padding, bubble=bubble, **sharing)
+    unit = "seconds" if calibration is not None else "FLOPs" if recipe is not None else "tokens"
     if plot is not None:
         _draw(report, unit, plot)
     if as_json:
         more = {"imbalance": report.imbalance, "over_bound": report.over_bound, "cost_unit": unit}
-        typer.echo(json.dumps({"samples": len(samples), **asdict(report), **more}))
+        typer.echo(json.dumps({"samples": len(samples), "skipped": skipped.count, **asdict(report), **more}))
     else:
         _print(report, unit, len(samples), max_tokens)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(f"--length-buckets {text}: give sizes with commas between, for example 8192,16384") from None
 
 
 def _print(report: PlanReport, unit: str, samples: int, max_tokens: int) -> None:
@@ -82,7 +133,7 @@ def _print(report: PlanReport, unit: str, samples: int, max_tokens: int) -> None
         ("unique tokens", f"{report.unique_tokens:,}"),
         ("repeated context", f"{report.repeated_tokens:,} ({report.repeated_tokens / report.unique_tokens:.1%})"),
         ("fold ratio, as planned", f"{report.logical_tokens / computed:.2f}"),
-        ("padding", f"{report.padding:,}"),
+        ("padding", f"{report.padding:,} ({report.padding / computed:.1%})"),
         ("micro-batches", f"{per_rank} on each of {len(report.ranks)} ranks, up to {max_tokens:,} tokens"),
         ("slowest rank", f"{report.slowest:.4g} {unit}"),
         ("  over the mean", f"{report.imbalance:.3f}"),

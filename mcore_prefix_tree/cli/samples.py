@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn
+    from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped
     from mcore_prefix_tree.sample import Sample
 
 Files = Annotated[
@@ -25,6 +26,36 @@ TokenizerName = Annotated[
 ]
 ExpandTurns = Annotated[
     bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
+]
+
+
+class OnError(str, Enum):
+    """What becomes of bad samples; see :func:`mcore_prefix_tree.data.iter_sample_groups`."""
+
+    raise_ = "raise"
+    skip = "skip"
+
+
+OnErrorOption = Annotated[
+    OnError, typer.Option("--on-error", help="raise: end at the first bad sample. skip: leave bad ones out and say so.")
+]
+
+
+class Share(str, Enum):
+    """Which common prefixes are shared; see :func:`mcore_prefix_tree.trie.build_trie`."""
+
+    all = "all"
+    prompt = "prompt"
+
+
+ShareOption = Annotated[
+    Share | None,
+    typer.Option(
+        "--share", help="all: every common prefix (if none is given). prompt: those before the first scored token."
+    ),
+]
+MinSharedTokens = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="Common prefixes of fewer tokens are not shared; 0 if not given.")
 ]
 
 
@@ -58,17 +89,35 @@ class TokenizerOnDemand:
 
 
 def read_files(
-    files: list[str], *, tokenizer: str | None, expand_turns: bool
-) -> tuple[list[Sample], TokenizerOnDemand]:
-    """The samples of the files, and the tokenizer, which is loaded if a line or the caller named one.
+    files: list[str],
+    *,
+    tokenizer: str | None,
+    expand_turns: bool,
+    on_error: OnError = OnError.raise_,
+    limits: dict[str, int] | None = None,
+) -> tuple[list[Sample], TokenizerOnDemand, Skipped]:
+    """The samples of the files, the tokenizer, which is loaded if a line or the caller named one, and what was skipped.
+
+    Says on standard error what was skipped, if anything.
 
     Raises:
         SampleError: bad data; names file, line and field.
         ValueError: there is no such tokenizer.
     """
-    from mcore_prefix_tree.data import DEFAULT_TOKENIZER, read_samples
+    from mcore_prefix_tree.data import DEFAULT_TOKENIZER, Skipped, read_samples
 
     on_demand = TokenizerOnDemand(tokenizer or DEFAULT_TOKENIZER)
     if tokenizer is not None:
         on_demand.load()  # a wrong name is an error whatever the files hold
-    return read_samples(files, tokenizer=on_demand, expand_turns=expand_turns), on_demand
+    skipped = Skipped()
+    samples = read_samples(
+        files,
+        tokenizer=on_demand,
+        expand_turns=expand_turns,
+        limits=limits,
+        on_error=on_error.value,
+        skipped=skipped,
+    )
+    if skipped.count:
+        typer.echo(str(skipped), err=True)
+    return samples, on_demand, skipped

@@ -1,7 +1,9 @@
 """Samples from JSONL files: token rows as they are, chat messages through a tokenizer's own chat format."""
 
 from mcore_prefix_tree.data.chat import ChatError, ChatMessage, ChatTokenizer, EncodedTurn, ToolCall, parse_messages
-from mcore_prefix_tree.data.jsonl import iter_sample_groups, read_samples, resolve_paths
+from mcore_prefix_tree.data.jsonl import LineOptions, iter_sample_groups, read_samples, resolve_paths
+from mcore_prefix_tree.data.skipped import OnError, Skipped
+from mcore_prefix_tree.data.stream import Ranks, StreamedGroups
 from mcore_prefix_tree.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
 
 __all__ = [
@@ -10,6 +12,11 @@ __all__ = [
     "ChatMessage",
     "ChatTokenizer",
     "EncodedTurn",
+    "LineOptions",
+    "OnError",
+    "Ranks",
+    "Skipped",
+    "StreamedGroups",
     "ToolCall",
     "iter_sample_groups",
     "load_tokenizer",

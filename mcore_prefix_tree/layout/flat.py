@@ -21,7 +21,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatLayout:
-    """One micro-batch of folded samples.
+    """One micro-batch of folded samples; 24 bytes a physical token, apart from :attr:`sample_map`.
 
     Query token i sees key token j exactly if ``j <= i < subtree_end[j]``. Tokens from T to P are padding: roots
     of their own that see only themselves and are never scored.
@@ -41,6 +41,7 @@ class FlatLayout:
         sample_order: int64 ``[S]``, the samples in depth-first order.
         sample_shared: int64 ``[S]``, leading tokens that each sample in that order has in common with the one before.
         num_supervised: logical tokens that have a predictor and a non-zero loss mask.
+        temperature: float64 ``[P]``, what the logits at each token are divided by; None where it is 1 for all.
     """
 
     input_ids: Int64Array
@@ -56,6 +57,7 @@ class FlatLayout:
     sample_order: Int64Array
     sample_shared: Int64Array
     num_supervised: int
+    temperature: npt.NDArray[np.float64] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -208,7 +210,20 @@ def fold(
         sample_order=trie.order,
         sample_shared=trie.shared,
         num_supervised=num_supervised,
+        temperature=_temperature(samples, trie, lengths, padded_size),
     )
+
+
+def _temperature(
+    samples: Sequence[Sample], trie: Trie, lengths: Int64Array, padded_size: int
+) -> npt.NDArray[np.float64] | None:
+    """Of every token; samples that share it agree on theirs, which is part of the merge key."""
+    of_sample = np.fromiter((sample.temperature for sample in samples), dtype=np.float64, count=len(samples))
+    if (of_sample == 1).all():
+        return None
+    temperature = np.ones(padded_size, dtype=np.float64)
+    temperature[: trie.num_tokens] = np.repeat(of_sample[trie.order], lengths[trie.order] - trie.shared)
+    return temperature
 
 
 def _paths(shared: Int64Array, lengths: Int64Array) -> Iterator[Int32Array]:

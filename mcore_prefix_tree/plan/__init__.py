@@ -2,8 +2,8 @@
 
 from mcore_prefix_tree.plan.ahead import Ahead
 from mcore_prefix_tree.plan.bound import makespan_bound
-from mcore_prefix_tree.plan.cost import CostModel, Measured
-from mcore_prefix_tree.plan.plan import BudgetError, ForestPlan, plan_step
+from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
+from mcore_prefix_tree.plan.plan import BudgetError, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.plan.report import MicroBatchReport, PlanReport, report_plan
 
 __all__ = [
@@ -14,7 +14,9 @@ __all__ = [
     "Measured",
     "MicroBatchReport",
     "PlanReport",
+    "fewest_micro_batches",
     "makespan_bound",
     "plan_step",
+    "read_measured",
     "report_plan",
 ]

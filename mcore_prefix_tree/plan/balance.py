@@ -16,6 +16,8 @@ from mcore_prefix_tree.plan.bound import makespan_bound
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, longest_runs, reach, reach_of_several
 from mcore_prefix_tree.plan.pack import MAX_ATOMS, Atoms, Leaves, place
+from mcore_prefix_tree.plan.refine import refine
+from mcore_prefix_tree.plan.subtrees import SubtreePlacer
 from mcore_prefix_tree.trie import trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
@@ -24,12 +26,12 @@ Int64Array = npt.NDArray[np.int64]
 RankBins = list[Int64Array]
 
 # How far above the lower bound the slowest bin may be, tried in this order.
-_SLACK = (0, 3, 10, 20, 30, 50, 70, 100, 150, 200, 300, 500)
+_SLACK = (0, 3, 10, 20, 30, 40, 50, 60, 70, 85, 100, 150, 200, 300, 500)
 _GOOD_ENOUGH = 10  # thousandths above the lower bound
 
 
 def balance(
-    leaves: Leaves, cost_model: CostModel, *, dp_size: int, micro_batches: int, max_tokens: int
+    leaves: Leaves, cost_model: CostModel, *, dp_size: int, micro_batches: int, max_tokens: int, bubble: float = 0.0
 ) -> list[RankBins]:
     """The best found assignment of all leaves to ``dp_size`` ranks of ``micro_batches`` each.
 
@@ -39,6 +41,7 @@ def balance(
         dp_size: D.
         micro_batches: K.
         max_tokens: physical tokens that a micro-batch may hold.
+        bubble: how many times the cost of its largest micro-batch a rank takes on top of the sum of all.
     """
     trie = trie_from_order(np.arange(len(leaves)), leaves.context, leaves.length)
     bound = makespan_bound(trie, cost_model, dp_size=dp_size, micro_batches=micro_batches, max_tokens=max_tokens)
@@ -49,10 +52,12 @@ def balance(
         micro_batches=micro_batches,
         max_tokens=max_tokens,
         bound=bound - cost_model.units_of_micro_batch * micro_batches,  # which every plan has
+        bubble=bubble,
     )
     search.even_runs()
     search.even_ranks()
     search.least_repeating_runs()
+    search.whole_trees()
     search.whole_ranks()
     search.even_bins()
     return search.best
@@ -70,6 +75,7 @@ class _Search:
         micro_batches: int,
         max_tokens: int,
         bound: int,
+        bubble: float,
     ) -> None:
         self.leaves = leaves
         self.cost_model = cost_model
@@ -77,6 +83,7 @@ class _Search:
         self.micro_batches = micro_batches
         self.max_tokens = max_tokens
         self.bound = bound
+        self.bubble = bubble
         self.best: list[RankBins] = []
         self.makespan = -1
         self.context = cost_model.units_of_path(leaves.context)
@@ -84,16 +91,22 @@ class _Search:
         self.token_reach = reach(leaves.context, leaves.length - leaves.context, max_tokens)
 
     def done(self) -> bool:
-        return self.makespan * 1000 <= self.bound * (1000 + _GOOD_ENOUGH)
+        # The largest micro-batch is no smaller than the average one.
+        bound = self.bound + round(self.bubble * self.bound / self.micro_batches)
+        return self.makespan * 1000 <= bound * (1000 + _GOOD_ENOUGH)
+
+    def cost_of(self, rank: RankBins) -> int:
+        costs = [self.leaves.some(chosen).units(self.cost_model) for chosen in rank]
+        return sum(costs) + round(self.bubble * max(costs))
 
     def consider(self, ranks: list[RankBins]) -> None:
-        slowest = max(sum(self.leaves.some(chosen).units(self.cost_model) for chosen in rank) for rank in ranks)
+        slowest = max(map(self.cost_of, ranks))
         if not self.best or slowest < self.makespan:
             self.best, self.makespan = ranks, slowest
 
     def even_runs(self) -> None:
         """D * K runs of the order, the most expensive as cheap as it can be."""
-        runs = self.cheapest_runs(self.dp_size * self.micro_batches, self.token_reach)
+        runs = _cheapest_runs(self.context, self.fresh, self.dp_size * self.micro_batches, self.token_reach)
         assert runs is not None, "the caller has made sure that the fewest runs are few enough"
         self.deal([np.arange(*run) for run in runs])
 
@@ -101,25 +114,11 @@ class _Search:
         """D runs of the order, the most expensive as cheap as it can be, each cut under the budget."""
         if self.done() or self.dp_size == 1 or self.micro_batches == 1:
             return
-        runs = self.cheapest_runs(self.dp_size, reach_of_several(self.token_reach, self.micro_batches))
+        furthest = reach_of_several(self.token_reach, self.micro_batches)
+        runs = _cheapest_runs(self.context, self.fresh, self.dp_size, furthest)
         if runs is not None:
             ranks = [np.arange(*run) for run in runs]
             self.consider_ranks(ranks + [np.arange(0)] * (self.dp_size - len(ranks)))
-
-    def cheapest_runs(self, count: int, furthest: Int64Array) -> list[Run] | None:
-        """At most ``count`` runs that go no further than ``furthest``, the most expensive as cheap as it can be, to one
-        part in ten thousand; None if so few cannot hold everything.
-        """
-        low, high = int((self.context + self.fresh).max(initial=1)), int((self.context + self.fresh).sum()) + 1
-        if len(longest_runs(furthest)) > count:
-            return None
-        while high - low > max(1, low // 10_000):
-            middle = (low + high) // 2
-            if len(longest_runs(np.minimum(reach(self.context, self.fresh, middle), furthest))) <= count:
-                high = middle
-            else:
-                low = middle
-        return longest_runs(np.minimum(reach(self.context, self.fresh, high), furthest))
 
     def least_repeating_runs(self) -> None:
         """Cuts that repeat the least. Of a single rank the cost is the sum, which this makes as small as runs can."""
@@ -128,6 +127,44 @@ class _Search:
         runs = _runs_within(self.leaves, self.context, self.max_tokens, self.dp_size * self.micro_batches)
         assert runs is not None, "the caller has made sure that the fewest runs are few enough"
         self.deal([np.arange(*run) for run in runs])
+
+    def whole_trees(self) -> None:
+        """Whole trees to the ranks' micro-batches, cut where none can hold them."""
+        if self.done() or self.dp_size * self.micro_batches == 1:
+            return
+        placer = SubtreePlacer(self.leaves, self.cost_model)
+        for slack in _SLACK:
+            limit = self.bound + self.bound * slack // 1000
+            if limit >= self.makespan:
+                return
+            for by_size in (False, True):
+                bin_of = placer.place(
+                    ranks=self.dp_size,
+                    bins_per_rank=self.micro_batches,
+                    max_units=limit,
+                    max_tokens=self.max_tokens,
+                    by_size=by_size,
+                )
+                if bin_of is not None:
+                    self.consider_bins(bin_of)
+            if self.makespan <= limit:
+                return
+
+    def consider_bins(self, bin_of: Int64Array) -> None:
+        """What is in each of D * K bins, K a rank; and what comes of it by moving leaves."""
+        count = self.micro_batches
+        refined = refine(
+            self.leaves,
+            self.cost_model,
+            bin_of,
+            ranks=self.dp_size,
+            bins_per_rank=count,
+            max_tokens=self.max_tokens,
+            enough=self.bound + self.bound * _GOOD_ENOUGH // 1000,
+        )
+        for one in (bin_of, refined):
+            bins = _members(one, self.dp_size * count)
+            self.consider([bins[at : at + count] for at in range(0, len(bins), count)])
 
     def whole_ranks(self) -> None:
         """Leaves to ranks first, then each rank's own under the budget."""
@@ -167,9 +204,7 @@ class _Search:
                 return
             bin_of = place(atoms, self.cost_model, bins=bins, max_units=limit, max_tokens=max_tokens)
             if bin_of is not None:
-                bin_of_leaf = bin_of[atom_of_leaf]
-                sizes = np.bincount(bin_of_leaf, minlength=bins)
-                yield np.split(np.argsort(bin_of_leaf, kind="stable"), np.cumsum(sizes)[:-1])
+                yield _members(bin_of[atom_of_leaf], bins)
 
     def consider_ranks(self, ranks: list[Int64Array]) -> bool:
         """Cut each rank's leaves into its micro-batches, if they are enough for all of them."""
@@ -183,13 +218,43 @@ class _Search:
     def cut(self, chosen: Int64Array) -> RankBins | None:
         own = self.leaves.some(chosen)
         context = self.cost_model.units_of_path(own.context)
-        runs = _runs_within(own, context, self.max_tokens, self.micro_batches)
-        if runs is None:
-            return None
-        return [chosen[start:end] for start, end in runs] + [chosen[:0]] * (self.micro_batches - len(runs))
+        ways = [_runs_within(own, context, self.max_tokens, self.micro_batches)]
+        if self.bubble:
+            fresh = self.cost_model.units_of_path(own.length) - context
+            furthest = reach(own.context, own.length - own.context, self.max_tokens)
+            ways.append(_cheapest_runs(context, fresh, self.micro_batches, furthest))
+        cuts = [
+            [chosen[start:end] for start, end in runs] + [chosen[:0]] * (self.micro_batches - len(runs))
+            for runs in ways
+            if runs is not None
+        ]
+        return min(cuts, key=self.cost_of, default=None)
 
     def deal(self, bins: list[Int64Array]) -> None:
         self.consider(_deal(self.leaves, self.cost_model, bins, self.dp_size, self.micro_batches))
+
+
+def _members(bin_of: Int64Array, bins: int) -> list[Int64Array]:
+    """What each bin holds, in increasing order."""
+    sizes = np.bincount(bin_of, minlength=bins)
+    return np.split(np.argsort(bin_of, kind="stable"), np.cumsum(sizes)[:-1])
+
+
+def _cheapest_runs(context: Int64Array, fresh: Int64Array, count: int, furthest: Int64Array) -> list[Run] | None:
+    """At most ``count`` runs that go no further than ``furthest``, the most expensive as cheap as it can be.
+
+    To one part in ten thousand. None if so few cannot hold everything.
+    """
+    low, high = int((context + fresh).max(initial=1)), int((context + fresh).sum()) + 1
+    if len(longest_runs(furthest)) > count:
+        return None
+    while high - low > max(1, low // 10_000):
+        middle = (low + high) // 2
+        if len(longest_runs(np.minimum(reach(context, fresh, middle), furthest))) <= count:
+            high = middle
+        else:
+            low = middle
+    return longest_runs(np.minimum(reach(context, fresh, high), furthest))
 
 
 def _runs_within(leaves: Leaves, context: Int64Array, max_tokens: int, count: int) -> list[Run] | None:

@@ -6,6 +6,7 @@ cost of a set of samples is the sum over their unique tokens.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +59,25 @@ class Measured(NamedTuple):
     tokens: float
     pairs: float
     seconds: float
+
+
+def read_measured(path: str) -> list[Measured]:
+    """The measurements in a file that ``mcore-prefix-tree calibrate`` wrote.
+
+    Raises:
+        ValueError: the file is not one; names it.
+        OSError: it cannot be read.
+    """
+    with open(path, encoding="utf-8") as stream:
+        try:
+            return [
+                Measured(tokens=float(one["tokens"]), pairs=float(one["pairs"]), seconds=float(one["seconds"]))
+                for one in json.load(stream)["measured"]
+            ]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{path}: holds no measurements; make it with mcore-prefix-tree calibrate RECIPE --output FILE"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +223,6 @@ class CostModel:
         """:attr:`micro_batch` in the units of :meth:`units_of_path`."""
         return round(self.micro_batch * (UNITS_PER_TOKEN / self.token))
 
-    def of_micro_batch(self, tokens: int, pairs: int) -> float:
+    def of_micro_batch(self, tokens: float, pairs: float) -> float:
         """Cost of a micro-batch of ``tokens`` physical tokens and ``pairs`` visible pairs."""
         return self.token * tokens + self.pair * pairs + self.micro_batch

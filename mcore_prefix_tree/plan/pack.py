@@ -145,14 +145,11 @@ def place(atoms: Atoms, cost_model: CostModel, *, bins: int, max_units: int, max
     grain = max(1, max_units // 100)  # adding less by a hundredth of a bin is not worth filling another one for
     for atom in np.argsort(-atoms.units, kind="stable").tolist():
         # Tokens in common with the nearest atom of each bin on either side; nothing with bins that have none there.
-        before = np.zeros(bins, dtype=np.int64)
-        after = np.zeros(bins, dtype=np.int64)
-        common = np.minimum.accumulate(atoms.context[atom:0:-1])[::-1]
-        placed = np.flatnonzero(bin_of[:atom] >= 0)
-        np.maximum.at(before, bin_of[placed], common[placed])
-        common = np.minimum.accumulate(atoms.context[atom + 1 :])
-        placed = np.flatnonzero(bin_of[atom + 1 :] >= 0)
-        np.maximum.at(after, bin_of[atom + 1 :][placed], common[placed])
+        # Of what is written from far to near the nearest stays; what is not placed yet goes to a bin of its own.
+        sides = np.zeros((2, bins + 1), dtype=np.int64)
+        sides[0, bin_of[:atom]] = np.minimum.accumulate(atoms.context[atom:0:-1])[::-1]
+        sides[1, bin_of[atom + 1 :][::-1]] = np.minimum.accumulate(atoms.context[atom + 1 :])[::-1]
+        before, after = sides[:, :bins]
         # What both sides have was counted once in the bin and twice here.
         both = np.minimum(np.minimum(before, after), atoms.narrowest[atom])
         saved = cost_model.units_of_path(np.stack([before, after, both]))

@@ -10,7 +10,7 @@ Legend: S samples, D data-parallel ranks, K micro-batches per rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from mcore_prefix_tree.plan.balance import RankBins, balance
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import fewest_runs, least_repeating_runs, smallest_budget
 from mcore_prefix_tree.plan.pack import Leaves
+from mcore_prefix_tree.plan.together import Clusters
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.trie import Share, sort_samples
 
@@ -27,7 +28,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class BudgetError(SampleError):
-    """A single sample is longer than a micro-batch may be."""
+    """A single sample is longer than a micro-batch may be, or samples that stay together are."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,8 +58,10 @@ def plan_step(
     micro_batch_multiple: int = 1,
     micro_batches: int | None = None,
     cost_model: CostModel | None = None,
+    bubble: float = 0.0,
     share: Share = "all",
     min_shared_tokens: int = 0,
+    together: Sequence[Hashable] | None = None,
 ) -> ForestPlan:
     """Plan one step.
 
@@ -75,43 +78,41 @@ def plan_step(
             interleaved).
         micro_batches: K, where it is not to be chosen; such a multiple.
         cost_model: what the ranks' work is compared by; None counts tokens of micro-batches.
+        bubble: what a pipeline adds to a rank's cost, in times that of its largest micro-batch: the stages but one,
+            over the virtual stages of each (Narayanan et al., SC 2021, section 2.2). Needs a cost model; without one
+            the largest micro-batch is as small as can be anyway.
         share: as in :func:`mcore_prefix_tree.trie.build_trie`; fold the micro-batches with the same.
         min_shared_tokens: the same.
+        together: a key for each sample; those with the same key are put into one micro-batch, and None leaves a sample
+            free. The micro-batches are then runs of neighbours as even in tokens as can be found, and only their
+            distribution over the ranks looks at a cost model.
 
     Raises:
-        BudgetError: if one sample alone is longer than ``max_tokens``; names it and ``batch.max_tokens``. If
-            ``micro_batches`` are too few for the budget; says how many are enough.
+        BudgetError: if one sample alone is longer than ``max_tokens``, or those that stay together have more unique
+            tokens than that; names them and ``batch.max_tokens``. If ``micro_batches`` are too few for the budget; says
+            how many are enough.
         ValueError: if ``micro_batches`` is not a multiple of ``micro_batch_multiple``.
     """
     if micro_batches is not None and (micro_batches < 1 or micro_batches % micro_batch_multiple):
         raise ValueError(
             f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
         )
-    for sample in samples:
-        if len(sample) > max_tokens:
-            raise BudgetError(
-                f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of batch.max_tokens={max_tokens}; "
-                "raise batch.max_tokens or shorten the sample"
-            )
-    order, shared = sort_samples(samples, share=share, min_shared_tokens=min_shared_tokens)
-    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+    order, shared, lengths = _in_order(samples, max_tokens, share, min_shared_tokens)
     fresh = lengths - shared
-
-    needed = len(fewest_runs(shared, fresh, max_tokens))
-    step = dp_size * micro_batch_multiple
-    per_rank = max(1, -(-needed // step)) * micro_batch_multiple
-    if micro_batches is not None:
-        if micro_batches < per_rank:
-            raise BudgetError(
-                f"{micro_batches} micro-batches on each of {dp_size} ranks cannot hold these samples with "
-                f"batch.max_tokens={max_tokens}; {per_rank} can"
-            )
-        per_rank = micro_batches
+    if together is not None:
+        leaves = Leaves.every_sample(shared, lengths)
+        clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
+        _check_clusters(clusters, samples, order, max_tokens)
+        fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
+        per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
+        return _cluster_plan(clusters, leaves, order, max_tokens, dp_size, per_rank, cost_model)
+    fewest = _fewest_per_rank(shared, fresh, max_tokens, dp_size, micro_batch_multiple)
+    per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
     if cost_model is None:
         return _even_plan(order, shared, fresh, max_tokens, dp_size, per_rank)
 
     leaves = Leaves.of_samples(shared, lengths)
-    ranks = balance(leaves, cost_model, dp_size=dp_size, micro_batches=per_rank, max_tokens=max_tokens)
+    ranks = balance(leaves, cost_model, dp_size=dp_size, micro_batches=per_rank, max_tokens=max_tokens, bubble=bubble)
     ranks = [_for_pipeline(leaves, cost_model, rank) for rank in ranks]
     return ForestPlan(
         micro_batches=tuple(
@@ -123,6 +124,52 @@ def plan_step(
         ),
         physical_tokens=tuple(tuple(leaves.some(chosen).tokens for chosen in rank) for rank in ranks),
     )
+
+
+def fewest_micro_batches(
+    samples: Sequence[Sample],
+    *,
+    max_tokens: int,
+    dp_size: int = 1,
+    micro_batch_multiple: int = 1,
+    share: Share = "all",
+    min_shared_tokens: int = 0,
+) -> int:
+    """Micro-batches per rank that :func:`plan_step` makes of a step where none are given; arguments as there.
+
+    Raises:
+        BudgetError: if one sample alone is longer than ``max_tokens``.
+    """
+    _, shared, lengths = _in_order(samples, max_tokens, share, min_shared_tokens)
+    return _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
+
+
+def _in_order(
+    samples: Sequence[Sample], max_tokens: int, share: Share, min_shared_tokens: int
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The samples' depth-first order, and in it what each shares with the one before, and its length."""
+    for sample in samples:
+        if len(sample) > max_tokens:
+            raise BudgetError(
+                f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of batch.max_tokens={max_tokens}; "
+                "raise batch.max_tokens or shorten the sample"
+            )
+    order, shared = sort_samples(samples, share=share, min_shared_tokens=min_shared_tokens)
+    return order, shared, np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+
+
+def _fewest_per_rank(shared: Int64Array, fresh: Int64Array, max_tokens: int, dp_size: int, multiple: int) -> int:
+    needed = len(fewest_runs(shared, fresh, max_tokens))
+    return max(1, -(-needed // (dp_size * multiple))) * multiple
+
+
+def _micro_batches_per_rank(asked: int | None, fewest: int, max_tokens: int, dp_size: int) -> int:
+    if asked is not None and asked < fewest:
+        raise BudgetError(
+            f"{asked} micro-batches on each of {dp_size} ranks cannot hold these samples with "
+            f"batch.max_tokens={max_tokens}; {fewest} can"
+        )
+    return fewest if asked is None else asked
 
 
 def _for_pipeline(leaves: Leaves, cost_model: CostModel, rank: RankBins) -> RankBins:
@@ -151,4 +198,42 @@ def _even_plan(
     return ForestPlan(
         micro_batches=tuple(tuple(run for _, run in rank) for rank in dealt),
         physical_tokens=tuple(tuple(tokens for tokens, _ in rank) for rank in dealt),
+    )
+
+
+def _check_clusters(clusters: Clusters, samples: Sequence[Sample], order: Int64Array, max_tokens: int) -> None:
+    for members, tokens in zip(clusters.members, clusters.tokens.tolist(), strict=True):
+        if tokens > max_tokens:
+            sources = [samples[index].source for index in order[members].tolist()]
+            raise BudgetError(
+                f"{', '.join(sources[:-1])} and {sources[-1]} stay together, and their {tokens} unique tokens do not "
+                f"fit a micro-batch of batch.max_tokens={max_tokens}; raise batch.max_tokens or shorten the samples"
+            )
+
+
+def _cluster_plan(
+    clusters: Clusters,
+    leaves: Leaves,
+    order: Int64Array,
+    max_tokens: int,
+    dp_size: int,
+    per_rank: int,
+    cost_model: CostModel | None,
+) -> ForestPlan:
+    count = dp_size * per_rank
+    budget = smallest_budget(clusters.context, clusters.fresh, count, max_tokens)
+    bins = [clusters.places(run) for run in fewest_runs(clusters.context, clusters.fresh, budget)]
+    bins += [np.empty(0, dtype=np.int64)] * (count - len(bins))
+    tokens = [leaves.some(places).tokens for places in bins]
+    cost = tokens if cost_model is None else [leaves.some(places).units(cost_model) for places in bins]
+    # The largest first, each to the lightest rank that still has room.
+    ranks: list[list[int]] = [[] for _ in range(dp_size)]
+    for chosen in sorted(range(count), key=lambda chosen: -cost[chosen]):
+        open_ranks = [rank for rank in ranks if len(rank) < per_rank]
+        min(open_ranks, key=lambda rank: sum(cost[taken] for taken in rank)).append(chosen)
+    if cost_model is not None:
+        ranks = [rank[::-1][0::2] + rank[::-1][1::2][::-1] for rank in ranks]  # as in _for_pipeline
+    return ForestPlan(
+        micro_batches=tuple(tuple(tuple(order[bins[chosen]].tolist()) for chosen in rank) for rank in ranks),
+        physical_tokens=tuple(tuple(tokens[chosen] for chosen in rank) for rank in ranks),
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mcore_prefix_tree.layout import NO_PADDING, Padding
 from mcore_prefix_tree.plan.bound import makespan_bound
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.pack import Leaves
@@ -22,7 +23,7 @@ class MicroBatchReport:
     Attributes:
         samples: that it scores.
         tokens: unique tokens.
-        padding: tokens to the multiple that the model needs.
+        padding: tokens up to the size that the parallel layout, FP8 or length buckets ask for.
         pairs: visible (query, key) pairs.
         cost: predicted.
     """
@@ -47,6 +48,7 @@ class PlanReport:
         slowest: cost of the most expensive rank.
         mean: cost of a rank on average.
         bound: no plan has a slowest rank below this.
+        bubble: that the ranks' costs count, see :func:`plan_step`.
     """
 
     ranks: tuple[tuple[MicroBatchReport, ...], ...]
@@ -57,6 +59,7 @@ class PlanReport:
     slowest: float
     mean: float
     bound: float
+    bubble: float = 0.0
 
     @property
     def imbalance(self) -> float:
@@ -71,7 +74,12 @@ class PlanReport:
     @property
     def rank_costs(self) -> list[float]:
         """Cost of each rank."""
-        return [sum(batch.cost for batch in rank) for rank in self.ranks]
+        return [_cost_of(rank, self.bubble) for rank in self.ranks]
+
+
+def _cost_of(rank: Sequence[MicroBatchReport], bubble: float) -> float:
+    costs = [batch.cost for batch in rank]
+    return sum(costs) + bubble * max(costs)
 
 
 def report_plan(
@@ -80,7 +88,8 @@ def report_plan(
     cost_model: CostModel,
     *,
     max_tokens: int | None = None,
-    pad_to_multiple_of: int = 1,
+    padding: Padding = NO_PADDING,
+    bubble: float = 0.0,
     share: Share = "all",
     min_shared_tokens: int = 0,
 ) -> PlanReport:
@@ -91,7 +100,8 @@ def report_plan(
         plan: of them; from :func:`plan_step` or from anywhere else.
         cost_model: to judge it by.
         max_tokens: the budget, which the lower bound respects.
-        pad_to_multiple_of: as in :func:`mcore_prefix_tree.fold`.
+        padding: of the micro-batches.
+        bubble: as in :func:`plan_step`.
         share: as in :func:`plan_step`.
         min_shared_tokens: the same.
     """
@@ -106,13 +116,13 @@ def report_plan(
         return MicroBatchReport(
             samples=len(indices),
             tokens=own.tokens,
-            padding=max(1, -(-own.tokens // pad_to_multiple_of)) * pad_to_multiple_of - own.tokens,
+            padding=padding.size(own.tokens) - own.tokens,
             pairs=own.pairs,
             cost=cost_model.of_micro_batch(own.tokens, own.pairs),
         )
 
     ranks = tuple(tuple(count(indices) for indices in rank) for rank in plan.micro_batches)
-    costs = [sum(batch.cost for batch in rank) for rank in ranks]
+    costs = [_cost_of(rank, bubble) for rank in ranks]
     bound = makespan_bound(
         trie_from_order(np.arange(len(samples)), shared, lengths),
         cost_model,
@@ -128,5 +138,7 @@ def report_plan(
         padding=sum(batch.padding for rank in ranks for batch in rank),
         slowest=max(costs),
         mean=sum(costs) / len(costs),
-        bound=bound * cost_model.token / UNITS_PER_TOKEN,
+        # The largest micro-batch costs no less than the average one.
+        bound=bound * cost_model.token / UNITS_PER_TOKEN * (1 + bubble / plan.num_micro_batches),
+        bubble=bubble,
     )

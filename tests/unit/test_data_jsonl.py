@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mcore_prefix_tree.data import ChatMessage, EncodedTurn, iter_sample_groups, read_samples
 from mcore_prefix_tree.data.chat import ChatError
-from mcore_prefix_tree.sample import INT32_MAX, SampleError
+from mcore_prefix_tree.sample import INT32_MAX, SampleError, Tempered
 
 
 class CharacterTokenizer:
@@ -119,6 +119,17 @@ def test_merge_key_is_any_scalar(write, key):
     assert {sample.merge_key: 1}  # hashable
 
 
+def test_temperature_is_part_of_the_merge_key(write):
+    row = {"tokens": [1, 2], "temperature": 0.7}
+    plain, keyed, cold = read_samples(write(row, row | {"merge_key": "a"}, {"tokens": [1, 2], "merge_key": "a"}))
+    assert plain.merge_key == Tempered(temperature=0.7)
+    assert keyed.merge_key == Tempered(temperature=0.7, key="a")
+    assert [sample.temperature for sample in (plain, keyed, cold)] == [0.7, 0.7, 1.0]
+    chat = {"messages": CHAT, "temperature": 2}
+    turns = read_samples(write(chat), tokenizer=CharacterTokenizer(), expand_turns=True)
+    assert {sample.temperature for sample in turns} == {2.0}
+
+
 def test_last_line_needs_no_newline(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"tokens": [1]}\r\n{"tokens": [2]}')
     assert [s.tokens.tolist() for s in read_samples(tmp_path / "a.jsonl")] == [[1], [2]]
@@ -214,6 +225,9 @@ BAD_LINES = {
     "mask text": ('{"tokens": [1], "loss_mask": ["1"]}', "field 'loss_mask' must be a flat list of numbers"),
     "mask null": ('{"tokens": [1], "loss_mask": [null]}', "field 'loss_mask' must be a flat list of numbers"),
     "mask ragged": ('{"tokens": [1, 2], "loss_mask": [1, [2]]}', "field 'loss_mask' must be a flat list of numbers"),
+    "temperature 0": ('{"tokens": [1], "temperature": 0}', "field 'temperature' is 0; it must be a number above 0"),
+    "temperature text": ('{"tokens": [1], "temperature": "1"}', "field 'temperature' is \"1\"; it must be a number"),
+    "temperature nan": ('{"tokens": [1], "temperature": NaN}', "field 'temperature' is NaN; it must be a number above"),
     "key list": ('{"tokens": [1], "merge_key": [1]}', "field 'merge_key' must be a string, a number"),
     "key object": ('{"tokens": [1], "merge_key": {}}', "field 'merge_key' must be a string, a number"),
     "key nan": ('{"tokens": [1], "merge_key": NaN}', "field 'merge_key' must be a string, a number"),
@@ -235,7 +249,7 @@ def test_bad_lines_name_file_line_and_field(write, case):
     line, reason = BAD_LINES[case]
     path = write({"tokens": [1]}, "", line, {"tokens": [1]})
     with pytest.raises(SampleError) as caught:
-        read_samples(path, tokenizer=CharacterTokenizer(), vocab_size=100, max_length=8)
+        read_samples(path, tokenizer=CharacterTokenizer(), vocab_size=100, limits={"batch.max_tokens": 8})
     assert str(caught.value).startswith(
         f"{path}:3: {reason}" if not reason.startswith(("both", "neither")) else f"{path}:3: has"
     )
@@ -253,7 +267,7 @@ def test_lines_before_a_bad_one_are_delivered(write):
 def test_an_expanded_turn_that_is_too_long_is_named(write):
     path = write({"messages": CHAT})
     with pytest.raises(SampleError) as caught:
-        read_samples(path, tokenizer=CharacterTokenizer(), expand_turns=True, max_length=8)
+        read_samples(path, tokenizer=CharacterTokenizer(), expand_turns=True, limits={"batch.max_tokens": 8})
     assert str(caught.value) == (
         f"{path}:1 turn 1: the sample has 13 tokens, but batch.max_tokens is 8; raise batch.max_tokens or shorten the "
         "sample"

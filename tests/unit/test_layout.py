@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from oracles import comb, flat_paths, parent_path, paths_of, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.trie import build_trie
 
 padded = st.sampled_from([{}, {"pad_to_multiple_of": 4}, {"padded_size": 200, "pad_token": 3}])
@@ -229,3 +230,21 @@ def peak_of(run):
         return run(), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+def test_every_token_has_the_temperature_of_its_samples():
+    hot, cold = Tempered(temperature=2.0), Tempered(temperature=0.5)
+    samples = [
+        Sample(tokens=[1, 2, 3], merge_key=hot),
+        Sample(tokens=[1, 2], merge_key=cold),
+        Sample(tokens=[1, 2, 4, 5], merge_key=hot),
+        Sample(tokens=[1, 2]),
+        Sample(tokens=[1, 7], merge_key=cold),
+    ]
+    layout = fold(samples, pad_to_multiple_of=16)
+    assert layout.temperature.dtype == np.float64
+    for index, sample in enumerate(samples):
+        assert (layout.temperature[layout.sample_tokens(index)] == sample.temperature).all()
+    assert (layout.temperature[layout.physical_tokens :] == 1).all()
+    assert layout.num_trees == 3
+    assert fold([Sample(tokens=[1, 2])]).temperature is None

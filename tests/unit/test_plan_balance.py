@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from oracles import comb, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.plan import BudgetError, CostModel, makespan_bound, plan_step, report_plan
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN
 from mcore_prefix_tree.plan.pack import Atoms, Leaves, place
+from mcore_prefix_tree.plan.refine import refine
+from mcore_prefix_tree.plan.subtrees import SubtreePlacer
 from mcore_prefix_tree.trie import build_trie, sort_samples
 
 MODELS = [CostModel(), CostModel(token=4.0, pair=1.0), CostModel(token=4.0, pair=0.125, micro_batch=40.0)]
@@ -29,6 +32,13 @@ def problems(draw, max_samples=12):
         "micro_batch_multiple": draw(st.integers(1, 3)),
         "cost_model": draw(st.sampled_from(MODELS)),
     }
+
+
+def leaves_of(samples):
+    """The leaves of some samples, and the samples of each."""
+    order, shared = sort_samples(samples)
+    leaves = Leaves.of_samples(shared, np.array([len(samples[i]) for i in order]))
+    return leaves, [order[start:end].tolist() for start, end in zip(leaves.start, leaves.end, strict=True)]
 
 
 def cost_of(samples, indices, model):
@@ -70,7 +80,7 @@ def test_the_order_of_the_samples_does_not_matter(problem, seed):
 def test_reports_count_right(problem):
     samples, options = problem
     plan, model = plan_step(samples, **options), options["cost_model"]
-    report = report_plan(samples, plan, model, max_tokens=options["max_tokens"], pad_to_multiple_of=4)
+    report = report_plan(samples, plan, model, max_tokens=options["max_tokens"], padding=Padding(multiple=4))
     for rank, counted in zip(plan.micro_batches, report.ranks, strict=True):
         for batch, one in zip(rank, counted, strict=True):
             layout = fold([samples[i] for i in batch], pad_to_multiple_of=4)
@@ -120,6 +130,129 @@ def test_alone_a_rank_repeats_as_little_as_runs_can(samples, slack):
     plan = plan_step(samples, max_tokens=budget, cost_model=model)
     plain = plan_step(samples, max_tokens=budget)
     assert report_plan(samples, plan, model).slowest <= report_plan(samples, plain, model).slowest
+
+
+def judged_bins(samples, bin_of, model, ranks, bins_per_rank):
+    """By the token-by-token oracle: tokens of each bin, units of each rank, overheads of micro-batches aside."""
+    _, members = leaves_of(samples)
+    held = [
+        [i for leaf in np.flatnonzero(bin_of == one) for i in members[leaf]] for one in range(ranks * bins_per_rank)
+    ]
+    costs = [cost_of(samples, some, model) - model.micro_batch for some in held]
+    units = np.array(costs).reshape(ranks, bins_per_rank).sum(1) * UNITS_PER_TOKEN / model.token
+    return [len(samples_through([samples[i] for i in some])) for some in held], units
+
+
+@given(
+    sample_lists(min_samples=1, max_samples=14),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 30),
+    st.booleans(),
+    st.sampled_from(MODELS),
+)
+def test_placing_subtrees_keeps_its_limits_and_refining_helps(samples, ranks, bins_per_rank, slack, by_size, model):
+    leaves, _ = leaves_of(samples)
+    max_units = int(model.units_of_path(leaves.length).max()) + slack * UNITS_PER_TOKEN
+    max_tokens = int(leaves.length.max()) + slack
+    bin_of = SubtreePlacer(leaves, model).place(
+        ranks=ranks, bins_per_rank=bins_per_rank, max_units=max_units, max_tokens=max_tokens, by_size=by_size
+    )
+    if bin_of is None:
+        return
+    tokens, units = judged_bins(samples, bin_of, model, ranks, bins_per_rank)
+    assert max(tokens) <= max_tokens
+    assert max(units) <= max_units + 1
+    better = refine(leaves, model, bin_of, ranks=ranks, bins_per_rank=bins_per_rank, max_tokens=max_tokens, enough=0)
+    assert better.shape == bin_of.shape
+    tokens, refined = judged_bins(samples, better, model, ranks, bins_per_rank)
+    assert max(tokens) <= max_tokens
+    assert max(refined) <= max(units) + 1
+
+
+def test_a_tree_that_fits_is_not_cut():
+    prompts = [[prompt] * 50 for prompt in range(6)]
+    samples = [Sample(tokens=[*prompt, 100 + leaf, *[7] * 9]) for prompt in prompts for leaf in range(4)]
+    leaves, members = leaves_of(samples)
+    bin_of = SubtreePlacer(leaves, CostModel()).place(
+        ranks=3, bins_per_rank=1, max_units=2 * 90 * UNITS_PER_TOKEN, max_tokens=10**6, by_size=True
+    )
+    bins_of_prompt = [{int(bin_of[leaf]) for leaf in range(24) if members[leaf][0] // 4 == p} for p in range(6)]
+    assert [len(bins) for bins in bins_of_prompt] == [1] * 6
+
+
+def test_what_is_cut_is_what_costs_least_to_repeat():
+    """Three trees on two ranks: one has to be cut, and one of them has almost nothing in common."""
+    samples = [
+        Sample(tokens=[*[prompt] * shared, *[100 + leaf] * (60 - shared)])
+        for prompt, shared in enumerate((50, 50, 2))
+        for leaf in range(6)
+    ]
+    plan = plan_step(samples, max_tokens=10**6, dp_size=2, cost_model=CostModel())
+    cut = [
+        p for p in range(3) if len({r for r, rank in enumerate(plan.micro_batches) for i in rank[0] if i // 6 == p}) > 1
+    ]
+    assert cut == [2]
+    assert sum(map(sum, plan.physical_tokens)) == 2 * (50 + 60) + (2 + 6 * 58) + 2
+
+
+def test_refining_moves_a_leaf_from_the_slowest():
+    samples = [Sample(tokens=[leaf] * 10) for leaf in range(6)]
+    leaves, _ = leaves_of(samples)
+    moved = refine(
+        leaves, CostModel(), np.array([0, 0, 0, 0, 0, 1]), ranks=2, bins_per_rank=1, max_tokens=100, enough=0
+    )
+    assert sorted(np.bincount(moved).tolist()) == [3, 3]
+    full = refine(leaves, CostModel(), np.array([0, 0, 0, 0, 0, 1]), ranks=2, bins_per_rank=1, max_tokens=50, enough=0)
+    assert sorted(np.bincount(full).tolist()) == [3, 3]
+    good = refine(
+        leaves,
+        CostModel(),
+        np.array([0, 0, 0, 0, 0, 1]),
+        ranks=2,
+        bins_per_rank=1,
+        max_tokens=100,
+        enough=50 * UNITS_PER_TOKEN,
+    )
+    assert good.tolist() == [0, 0, 0, 0, 0, 1]
+
+
+@given(problems(), st.sampled_from([0.5, 1.0, 3.0]))
+def test_a_pipeline_counts_the_largest_micro_batch_more(problem, bubble):
+    samples, options = problem
+    model, multiple = options["cost_model"], options["micro_batch_multiple"]
+    plan = plan_step(samples, **options, bubble=bubble)
+    assert sorted(chain.from_iterable(chain.from_iterable(plan.micro_batches))) == list(range(len(samples)))
+    assert plan.num_micro_batches % multiple == 0
+    assert max(map(max, plan.physical_tokens)) <= options["max_tokens"]
+
+    def judged(plan):
+        return report_plan(samples, plan, model, max_tokens=options["max_tokens"], bubble=bubble)
+
+    costs = [[cost_of(samples, batch, model) for batch in rank] for rank in plan.micro_batches]
+    assert judged(plan).slowest == pytest.approx(max(sum(rank) + bubble * max(rank) for rank in costs))
+    assert judged(plan).over_bound >= 1 - 1e-9
+
+
+def test_a_pipeline_gets_even_micro_batches():
+    """Without one, a rank computes the prompt once; with one, its stages would wait for the only micro-batch."""
+    samples = [Sample(tokens=[*range(20), *[100 + leaf] * 15]) for leaf in range(8)]
+    options = {"max_tokens": 1000, "micro_batches": 4, "cost_model": CostModel()}
+    alone, staged = (plan_step(samples, **options, bubble=bubble) for bubble in (0.0, 3.0))
+    assert sorted(alone.physical_tokens[0]) == [0, 0, 0, 20 + 8 * 15]
+    assert staged.physical_tokens[0] == (20 + 2 * 15,) * 4
+
+
+@settings(deadline=None)
+@given(sample_lists(max_samples=5, min_samples=1), st.sampled_from([0.5, 3.0]), st.sampled_from(MODELS))
+def test_no_assignment_in_a_pipeline_beats_the_bound(samples, bubble, model):
+    micro_batches = 3
+    plan = plan_step(samples, max_tokens=10**6, micro_batches=micro_batches, cost_model=model, bubble=bubble)
+    report = report_plan(samples, plan, model, bubble=bubble)
+    for bins in product(range(micro_batches), repeat=len(samples)):
+        held = [[i for i, one in enumerate(bins) if one == number] for number in range(micro_batches)]
+        costs = [cost_of(samples, some, model) for some in held]
+        assert report.bound <= (sum(costs) + bubble * max(costs)) * (1 + 1e-9) + model.token / UNITS_PER_TOKEN
 
 
 @given(sample_lists(min_samples=1), st.integers(1, 4), st.integers(1, 30), st.sampled_from(MODELS))
@@ -238,7 +371,7 @@ def test_asked_for_micro_batches():
 def test_no_samples_are_padding():
     plan = plan_step([], max_tokens=8, dp_size=2, cost_model=CostModel())
     assert plan.micro_batches == (((),), ((),))
-    report = report_plan([], plan, CostModel(), pad_to_multiple_of=8)
+    report = report_plan([], plan, CostModel(), padding=Padding(multiple=8))
     assert (report.slowest, report.bound, report.padding) == (0, 0, 16)
     assert report.imbalance == report.over_bound == 1
 

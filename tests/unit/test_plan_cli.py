@@ -69,7 +69,7 @@ def test_the_table_names_what_matters(rows):
 def test_too_small_a_budget_is_told_in_a_sentence(rows):
     result = plan(rows, "--max-tokens", "11")
     assert result.exit_code == 2
-    assert "rows.jsonl:7: 12 tokens do not fit" in result.output
+    assert "rows.jsonl:7: the sample has 12 tokens, but --max-tokens is 11; raise --max-tokens" in result.output
     result = plan(rows, "--max-tokens", "12", "--micro-batches", "1")
     assert result.exit_code == 2
     assert "1 micro-batches on each of 1 ranks cannot hold these samples" in result.output
@@ -105,3 +105,50 @@ def test_the_command_plans_like_the_library(rows):
     expected = plan_step(samples, max_tokens=14, dp_size=2, cost_model=CostModel())
     report = json.loads(plan(rows, "--max-tokens", "14", "--dp", "2", "--json").stdout)
     assert tuple(tuple(batch["tokens"] for batch in rank) for rank in report["ranks"]) == expected.physical_tokens
+
+
+def test_less_sharing(rows, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    masked = [{"tokens": [*range(10), 20 + leaf], "loss_mask": [0] * 5 + [1] * 6} for leaf in range(6)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in masked))
+
+    def unique(*arguments):
+        return json.loads(plan(str(prompts), "--max-tokens", "100", "--json", *arguments).stdout)["unique_tokens"]
+
+    assert unique() == 10 + 6
+    assert unique("--share", "prompt") == 5 + 6 * 6
+    assert unique("--min-shared-tokens", "11") == 6 * 11
+    assert plan(str(prompts), "--max-tokens", "100", "--share", "none").exit_code == 2
+
+
+def test_a_recipe_says_how_to_share_and_options_win(rows, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("max_tokens: 64}", "max_tokens: 64, min_shared_tokens: 11}"))
+    model = ("--max-tokens", "64", "--model", str(recipe), "--json")
+    assert json.loads(plan(rows, *model).stdout)["unique_tokens"] == 6 * 11 + 12
+    assert json.loads(plan(rows, *model, "--min-shared-tokens", "10").stdout)["unique_tokens"] == 10 + 6 + 12
+
+
+def test_length_buckets(rows):
+    result = plan(rows, "--max-tokens", "14", "--length-buckets", "13,20", "--json")
+    batches = [batch for rank in json.loads(result.stdout)["ranks"] for batch in rank]
+    assert {batch["tokens"] + batch["padding"] for batch in batches} <= {13, 20}
+    result = plan(rows, "--max-tokens", "14", "--length-buckets", "8,13")
+    assert result.exit_code == 2
+    assert "the largest, 13, cannot hold a micro-batch of max_tokens=14" in result.output
+    result = plan(rows, "--max-tokens", "14", "--length-buckets", "8;20")
+    assert result.exit_code == 2
+    assert "give sizes with commas between" in result.output
+
+
+def test_bad_samples_are_skipped_and_counted(rows):
+    with open(rows, "a") as stream:
+        stream.write("{\n")
+    assert plan(rows, "--max-tokens", "11").exit_code == 2
+    result = plan(rows, "--max-tokens", "11", "--on-error", "skip", "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert (report["samples"], report["skipped"]) == (6, 2)
+    assert "skipped 2 bad samples: " in result.stderr
+    assert "rows.jsonl:7: the sample has 12 tokens" in result.stderr
+    assert "rows.jsonl:8: not valid JSON" in result.stderr

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from mcore_prefix_tree.layout import fold
+from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.train.objective import grouped_by, is_weighted_sum, objective_of, output_of
 from mcore_prefix_tree.mcore.train.session import Session
-from mcore_prefix_tree.plan import plan_step
+from mcore_prefix_tree.objectives import together
+from mcore_prefix_tree.plan import CostModel, read_measured
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
 
@@ -25,8 +27,16 @@ def run_schedule(
     forward_step: ForwardStep,
     *,
     forward_only: bool = False,
+    collect_non_loss_data: bool = False,
 ) -> list[Any]:
     """Forward and backward of all micro-batches of this rank.
+
+    Args:
+        chunks: of the model.
+        micro_batches: what the data iterator of each chunk yields.
+        forward_step: as Megatron's schedules call it.
+        forward_only: no backward.
+        collect_non_loss_data: call the loss function with ``non_loss_data=True`` and return what it returns.
 
     Returns:
         What the loss function reported of each, on the last pipeline stage; nothing elsewhere.
@@ -39,6 +49,7 @@ def run_schedule(
         seq_length=1,  # stages exchange the length of each micro-batch: the config has variable_seq_lengths
         micro_batch_size=1,
         forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
     )
     return reported
 
@@ -50,33 +61,62 @@ class FoldedStep:
     Attributes:
         sample_index: for each micro-batch, the indices of its samples in the step's list.
         micro_batches: on the device.
+        metrics: what the objective knows before the step runs, as (sum, weight); the same on every rank.
     """
 
     sample_index: tuple[tuple[int, ...], ...]
     micro_batches: list[MicroBatch]
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def folding_of(recipe: Recipe, place: Session) -> Folding:
+    """How the job folds: its ranks are balanced by what the recipe's model costs.
+
+    Raises:
+        ValueError: ``model.vocab_size`` is not known, which the cost depends on, or ``batch.calibration`` names a file
+            of something else.
+        RecipeError: the length buckets fit neither the budget nor the parallel layout.
+    """
+    cost_model = CostModel.from_model(recipe.model)
+    if recipe.batch.calibration is not None:
+        cost_model = cost_model.calibrated(read_measured(recipe.batch.calibration))
+    return Folding(
+        max_tokens=recipe.batch.max_tokens,
+        dp_size=place.dp_size,
+        cost_model=cost_model,
+        device=place.device,
+        micro_batch_multiple=recipe.parallel.micro_batch_multiple,
+        bubble=recipe.parallel.bubble,
+        share=recipe.batch.share,
+        min_shared_tokens=recipe.batch.min_shared_tokens,
+        padding=recipe.padding,
+        attention_backend=recipe.attention_backend,
+        output=output_of(objective_of(recipe), fused_head=recipe.fused_head),
+        only_supervised=recipe.fused_head,
+    )
 
 
 def plan_folded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> FoldedStep:
     """Plan a step, and fold this data-parallel rank's micro-batches. All stages and tensor-parallel ranks agree on it.
 
     Raises:
-        BudgetError: one sample alone is longer than ``batch.max_tokens``.
+        BudgetError: one sample alone is longer than ``batch.max_tokens``, or the two of a pair are.
+        SampleError: a sample lacks what the recipe's objective reads.
+        ValueError: see :func:`folding_of`.
     """
-    plan = plan_step(
-        samples,
-        max_tokens=recipe.batch.max_tokens,
-        dp_size=place.dp_size,
-        micro_batch_multiple=recipe.parallel.micro_batch_multiple,
-    )
-    mine = plan.micro_batches[place.dp_rank]
+    objective, folding = objective_of(recipe), folding_of(recipe, place)
+    targets = None if is_weighted_sum(objective) else objective.targets(samples)
+    # The loss of a pair is of both sides.
+    kept = together(samples) if grouped_by(objective) == "pair" else None
+    mine = folding.plan(samples, together=kept).micro_batches[place.dp_rank]
+    batches = [folding.micro_batch([samples[index] for index in indices]) for indices in mine]
+    if targets is None:
+        return FoldedStep(sample_index=mine, micro_batches=batches)
     return FoldedStep(
         sample_index=mine,
         micro_batches=[
-            MicroBatch.from_layout(
-                fold([samples[index] for index in indices], pad_to_multiple_of=recipe.parallel.sequence_multiple),
-                device=place.device,
-                attention_backend=recipe.attention_backend,
-            )
-            for indices in mine
+            replace(batch, rows=targets.rows(batch.layout, indices, device=place.device))
+            for batch, indices in zip(batches, mine, strict=True)
         ],
+        metrics=targets.metrics,
     )

@@ -1,0 +1,54 @@
+"""``mcore-prefix-tree calibrate``: what a token and a visible pair cost on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from mcore_prefix_tree.cli.boundary import quiet_upstream
+
+
+def calibrate(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example batch.max_tokens=32768.")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the measurements, for batch.calibration and plan.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Timed rounds.")] = 5,
+) -> None:
+    """Time micro-batches of a recipe and fit the cost model that plans balance ranks by.
+
+    Under torchrun for the layout of the job; nothing is trained.
+    """
+    from mcore_prefix_tree.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    quiet_upstream()
+    from mcore_prefix_tree.mcore.train.jobs import run_calibrate
+
+    found, is_main = run_calibrate(loaded, repeats=repeats)
+    if not is_main:
+        return
+    if output is not None:
+        with open(output, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps(found.to_json(), indent=2) + "\n")
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("tokens", "visible pairs", "seconds", "as fitted", box=None, title_justify="left")
+    for one in found.measured:
+        fitted = found.cost.of_micro_batch(one.tokens, one.pairs)
+        table.add_row(f"{one.tokens:,.0f}", f"{one.pairs:,.0f}", f"{one.seconds:.4g}", f"{fitted:.4g}")
+    console = Console()
+    console.print(table)
+    cost = found.cost
+    console.print(
+        f"a token costs {cost.token:.3g} s, a visible pair {cost.pair:.3g} s, a micro-batch {cost.micro_batch:.3g} s; "
+        f"largest error {found.worst:.1%}",
+        highlight=False,
+    )

@@ -1,0 +1,48 @@
+"""What is left out of data that is not all good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+OnError = Literal["raise", "skip"]
+
+_NAMED = 10
+
+
+@dataclass
+class Skipped:
+    """What ``on_error="skip"`` left out: lines that cannot be read, and samples that are too long.
+
+    Attributes:
+        count: of these. A conversation that cannot be encoded counts once, however many turns it has.
+        first: why, of the first few of them; each names file, line and field.
+    """
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, error: Exception) -> None:
+        """Count one."""
+        self.merge(Skipped(count=1, first=[str(error)]))
+
+    def merge(self, other: Skipped) -> None:
+        """Count all of another's, which come after these."""
+        self.count += other.count
+        self.first = (self.first + other.first)[:_NAMED]
+
+    def __str__(self) -> str:
+        """One line."""
+        more = self.count - len(self.first)
+        reasons = [*self.first, f"and {more} more"] if more else self.first
+        return f"skipped {self.count} bad sample{'' if self.count == 1 else 's'}: {' | '.join(reasons)}"
+
+
+def check_on_error(on_error: str) -> None:
+    """See that it is one of the choices.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if on_error not in get_args(OnError):
+        raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, get_args(OnError)))}")

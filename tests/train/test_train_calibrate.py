@@ -1,0 +1,91 @@
+"""Timing micro-batches, and plans by what was timed."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_jobs import batch_of, command, train, world_of_one, write_job
+
+from mcore_prefix_tree.mcore.train import calibrate as module
+from mcore_prefix_tree.mcore.train.jobs import run_calibrate
+from mcore_prefix_tree.mcore.train.schedule import folding_of
+from mcore_prefix_tree.plan import CostModel, read_measured
+from mcore_prefix_tree.recipe import load_recipe
+
+KNOWN = CostModel(token=3e-4, pair=5e-6, micro_batch=2e-3)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path)
+
+
+def test_known_costs_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that takes exactly what a cost model says, in the best of rounds that noise slows."""
+    noise = random.Random(0)
+
+    def seconds(chunks: object, batch: Any, place: object) -> float:
+        return noise.choice([1.0, 1.3, 1.7]) * KNOWN.of_micro_batch(
+            batch.layout.padded_size, batch.layout.visible_pairs
+        )
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+    found, is_main = run_calibrate(load_recipe(job), repeats=40)
+    assert is_main
+    assert vars(found.cost) == pytest.approx(vars(KNOWN))
+    assert found.worst < 1e-9
+    shapes = {(one.tokens, one.pairs) for one in found.measured}
+    assert len(shapes) == len(found.measured) >= 6
+    assert max(one.tokens for one in found.measured) <= 40
+    depths = sorted(one.pairs / one.tokens for one in found.measured)
+    assert depths[-1] > 1.5 * depths[0], "or the two costs cannot be told apart"
+
+
+def test_the_command_writes_what_plans_read(job: Path, tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    result = command("calibrate", job, "--output", str(path), "--repeats", "1")
+    assert result.exit_code == 0, result.stderr
+    assert "a token costs" in result.stdout
+    measured = read_measured(str(path))
+    assert all(one.seconds > 0 for one in measured)
+    content = json.loads(path.read_text())
+    assert vars(CostModel().calibrated(measured)) == pytest.approx(content["cost"])
+
+    recipe = load_recipe(job, [f"batch.calibration={path}"])
+    with world_of_one(recipe) as place:
+        assert vars(folding_of(recipe, place).cost_model) == pytest.approx(content["cost"])
+    # Balance changes nothing but who computes what.
+    assert train(recipe).losses == pytest.approx(train(job).losses, rel=1e-4)
+
+    data = str(job.parent / "data.jsonl")
+    planned = command("plan", Path(data), "--max-tokens", "40", "--calibration", str(path), "--json")
+    report = json.loads(planned.stdout)
+    assert report["cost_unit"] == "seconds"
+    (rank,) = report["ranks"]
+    cost = CostModel(**content["cost"])
+    assert [one["cost"] for one in rank] == pytest.approx(
+        [cost.of_micro_batch(one["tokens"], one["pairs"]) for one in rank]
+    )
+
+
+def test_nothing_is_trained_and_the_schedule_is_left_as_it_was(job: Path) -> None:
+    recipe = load_recipe(job)
+    assert len(batch_of(recipe, 1)) == 6
+    found, _ = run_calibrate(recipe, repeats=1)
+    assert found.cost.token > 0
+    assert train(job).losses == train(job).losses
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"measured": [{"tokens": 1}]}', '{"measured": 3}', "[]"])
+def test_a_file_of_something_else_is_named(job: Path, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    result = command("train", job, f"batch.calibration={path}")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: {path}: holds no measurements; make it with mcore-prefix-tree calibrate RECIPE --output FILE\n"
+    )

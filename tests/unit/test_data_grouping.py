@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mcore_prefix_tree import Sample, SampleError
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.grouping import whole_groups
+from mcore_prefix_tree.signals import Signals
+
+
+def line(group: object, number: int, samples: int = 1) -> list[Sample]:
+    return [
+        Sample(tokens=[number], source=f"f:{number} turn {turn}", signals=Signals(group=group))
+        for turn in range(samples)
+    ]
+
+
+def lines(*groups: object) -> list[list[Sample]]:
+    return [line(group, number) for number, group in enumerate(groups, start=1)]
+
+
+def pair(*sides: bool, key: str = "p") -> list[list[Sample]]:
+    return [
+        [Sample(tokens=[1], source=f"{key}:{number}", signals=Signals(pair=key, chosen=side))]
+        for number, side in enumerate(sides)
+    ]
+
+
+def test_neighbouring_lines_of_a_group_become_one():
+    given = [line("a", 1, samples=2), line("a", 2), [], line("b", 3), line("b", 4, samples=2)]
+    groups = whole_groups(given, "group", step=6, setting="grpo")
+    assert groups == [given[0] + given[1], given[3] + given[4]]
+
+
+def test_pairs():
+    given = pair(True, False, key="p") + pair(False, True, key="q")
+    assert [len(group) for group in whole_groups(given, "pair", step=2, setting="dpo")] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "by", "step", "says"),
+    [
+        (lines("a", None), "group", 2, "f:2 turn 0: field 'group' is missing, and the test needs it"),
+        (lines("a", "b", "a"), "group", 3, "f:3 turn 0: group 'a' goes on here after others; put the lines of a group"),
+        (lines(1, 1, 1, 2, 2), "group", 6, "f:4 turn 0: group 2 has 2 samples and group 1 has 3; a step of"),
+        (lines("a", "a", "b", "b"), "group", 3, "f:1 turn 0: group 'a' has 2 samples, and steps of .*a multiple of 2"),
+        (pair(True, key="p"), "pair", 2, "p:0: pair 'p' has 1 sample; a pair is two"),
+        (pair(True, False, True), "pair", 2, "p:2: pair 'p' has 3 samples; a pair is two"),
+        (pair(True, False), "pair", 3, "p:0: pair 'p' has 2 samples, and steps of batch.global_batch_size=3 would cut"),
+    ],
+)
+def test_what_a_step_would_cut_is_named(given, by, step, says):
+    with pytest.raises(SampleError, match=says):
+        whole_groups(given, by, step=step, setting="the test")
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_no_step_takes_a_group_twice_or_cuts_one(shuffle):
+    groups = whole_groups(lines(*(number // 2 for number in range(14))), "group", step=6, setting="the test")
+    order = SampleOrder(groups, seed=0, shuffle=shuffle, whole_steps=6)
+    assert (order.samples_per_epoch, order.left_out) == (12, 2)
+    seen = set()
+    for step in range(30):
+        samples = order.take(6 * step, 6)
+        taken = [sample.signals.group for sample in samples]
+        assert [taken.count(group) for group in taken] == [2] * 6
+        assert taken[::2] == taken[1::2]
+        seen |= set(taken)
+    assert seen == (set(range(7)) if shuffle else set(range(6))), "another group is left out in each epoch"
+
+
+def test_fewer_samples_than_a_step():
+    with pytest.raises(ValueError, match=re.escape("batch.global_batch_size=6 is more than the 4 samples there are")):
+        SampleOrder(lines("a", "a", "b", "b"), seed=0, shuffle=True, whole_steps=6)

@@ -1,0 +1,306 @@
+"""Lines read as they are needed: the same samples as in memory, in the same order, from any point, in little memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from itertools import chain, islice
+from threading import Barrier, Thread
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_prefix_tree.data import (
+    EncodedTurn,
+    LineOptions,
+    Ranks,
+    Skipped,
+    StreamedGroups,
+    iter_sample_groups,
+    read_samples,
+)
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.stream import LineIndex
+from mcore_prefix_tree.sample import SampleError
+
+
+class WordTokenizer:
+    """A token a character, an end after each assistant message."""
+
+    name, vocab_size = "words", 128
+
+    def encode_turns(self, messages):
+        tokens, turns = [], []
+        for message in messages:
+            start = len(tokens)
+            tokens += [ord(character) for character in message.content]
+            if message.role == "assistant":
+                tokens.append(0)
+                turns.append(EncodedTurn(tokens=np.array(tokens, dtype=np.int32), start=max(start, 1)))
+        return turns
+
+
+OPTIONS = LineOptions(tokenizer=WordTokenizer(), expand_turns=True, vocab_size=128, limits={"the limit": 30})
+
+
+def chat(turns: int, text: str) -> str:
+    messages = [{"role": role, "content": text} for _ in range(turns) for role in ("user", "assistant")]
+    return json.dumps({"messages": messages})
+
+
+def tokens(*ids: int) -> str:
+    return json.dumps({"tokens": ids})
+
+
+GOOD = [tokens(1, 2, 3), chat(3, "ab"), "", tokens(4), chat(1, "xyz"), "   ", chat(4, "q"), tokens(5, 6)]
+# A line that is no JSON, one of another vocabulary, and a conversation whose last two turns are too long.
+BAD = [*GOOD[:2], "{", tokens(128), chat(4, "abcde"), *GOOD[2:], '{"messages": []}']
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*files, ending="\n"):
+        paths = []
+        for number, lines in enumerate(files):
+            paths.append(tmp_path / f"{number}.jsonl")
+            paths[-1].write_text("\n".join(lines) + ending)
+        return paths
+
+    return write
+
+
+def told(samples):
+    return [(sample.source, sample.tokens.tolist(), sample.loss_mask.tolist(), sample.merge_key) for sample in samples]
+
+
+def in_memory(paths, skipped=None):
+    on_error = "raise" if skipped is None else "skip"
+    return list(
+        iter_sample_groups(
+            paths,
+            tokenizer=OPTIONS.tokenizer,
+            expand_turns=True,
+            vocab_size=128,
+            limits=OPTIONS.limits,
+            on_error=on_error,
+            skipped=skipped,
+        )
+    )
+
+
+@given(st.lists(st.binary(max_size=40).map(lambda text: text.replace(b"\r", b"\n")), min_size=1, max_size=4))
+def test_an_index_finds_every_line(tmp_path_factory, contents):
+    folder = tmp_path_factory.mktemp("files")
+    paths = [str(folder / str(number)) for number in range(len(contents))]
+    expected = []
+    for path, content in zip(paths, contents, strict=True):
+        with open(path, "wb") as stream:
+            stream.write(content)
+        with open(path, "rb") as stream:
+            expected += [(f"{path}:{number}", line) for number, line in enumerate(stream, start=1)]
+    index = LineIndex(paths)
+    assert [index.read(line) for line in range(len(index))] == expected
+    assert index.total_bytes == sum(map(len, contents))
+    starts = np.cumsum([0, *(len(line) for _, line in expected)]).tolist()
+    assert [index.bytes_before(line) for line in range(len(index))] == starts[:-1]
+    for byte in range(index.total_bytes):
+        assert starts[index.line_at(byte)] >= byte
+        assert index.line_at(byte) == 0 or starts[index.line_at(byte) - 1] < byte
+
+
+@pytest.mark.parametrize("ending", ["", "\n", "\n\n"])
+def test_the_samples_are_those_of_the_reader(write, ending):
+    paths = write(GOOD, [], GOOD[::-1], ending=ending)
+    streamed = StreamedGroups(paths, OPTIONS)
+    assert [told(group) for group in streamed if group] == [told(group) for group in in_memory(paths)]
+    assert streamed.sizes.tolist() == [len(group) for group in streamed]
+
+
+def by_ranks(size, make):
+    """``make`` on as many ranks, each a thread; what each returned or raised."""
+    values, outcomes, barrier = [None] * size, [None] * size, Barrier(size)
+
+    def run(rank):
+        def gather(value):
+            values[rank] = pickle.loads(pickle.dumps(value))
+            barrier.wait()
+            return values
+
+        try:
+            outcomes[rank] = make(Ranks(rank=rank, size=size, gather=gather))
+        except SampleError as error:
+            outcomes[rank] = str(error)
+
+    threads = [Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 40])
+def test_ranks_share_the_counting(write, size):
+    paths = write(GOOD, GOOD)
+    alone = StreamedGroups(paths, OPTIONS)
+    for streamed in by_ranks(size, lambda ranks: StreamedGroups(paths, OPTIONS, ranks=ranks)):
+        assert streamed.sizes.tolist() == alone.sizes.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_every_rank_names_the_first_bad_line(write, size):
+    paths = write(GOOD, BAD)
+    with pytest.raises(SampleError) as alone:
+        in_memory(paths)
+    assert f"{paths[1]}:3: not valid JSON" in str(alone.value)
+    outcomes = by_ranks(size, lambda ranks: StreamedGroups(paths, OPTIONS, ranks=ranks))
+    assert outcomes == [str(alone.value)] * size
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_skipping_loses_nothing_else(write, size):
+    paths = write(BAD, GOOD)
+    expected, counted = Skipped(), []
+    groups = in_memory(paths, expected)
+    assert expected.count == 1 + 1 + 2 + 1
+    assert [reason.partition(": ")[0] for reason in expected.first] == [
+        f"{paths[0]}:{where}" for where in ("3", "4", "5 turn 2", "5 turn 3", "12")
+    ]
+    good = told(chain.from_iterable(in_memory(write(GOOD, GOOD))))
+    kept = told(chain.from_iterable(groups))
+    assert len(kept) == len(good) + 2, "two turns of the long conversation are short enough"
+
+    paths = write(BAD, GOOD)
+
+    def make(ranks):
+        skipped = Skipped()
+        streamed = StreamedGroups(paths, OPTIONS, on_error="skip", skipped=skipped, ranks=ranks)
+        counted.append(skipped)
+        return streamed
+
+    for streamed in by_ranks(size, make):
+        assert told(chain.from_iterable(streamed)) == kept
+    assert counted == [expected] * size
+
+
+def test_skipping_says_so(write):
+    (path,) = write(["{", tokens(1), *["[]"] * 30])
+    with pytest.warns(UserWarning, match=r"skipped 31 bad samples: .*:1: not valid JSON.* \| and 21 more"):
+        assert len(read_samples(path, on_error="skip")) == 1
+    with pytest.raises(ValueError, match="on_error='ignore' must be one of 'raise', 'skip'"):
+        read_samples(path, on_error="ignore")
+    (path,) = write(["{", "[]"])
+    for make in (lambda: read_samples(path, on_error="skip"), lambda: StreamedGroups(path, OPTIONS, on_error="skip")):
+        with pytest.raises(SampleError, match=r"no samples; all are bad: skipped 2 bad samples: "):
+            make()
+
+
+def test_nothing_is_no_samples(write):
+    with pytest.raises(SampleError, match="no samples; every line is blank"):
+        StreamedGroups(write(["", " "]), OPTIONS)
+
+
+@pytest.mark.parametrize("path", ["-", "rows.jsonl.gz"])
+def test_what_cannot_be_read_from_the_middle(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl.gz").touch()
+    with pytest.raises(SampleError, match=r"cannot be read from the middle.*data\.streaming=false"):
+        StreamedGroups(path, OPTIONS)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_order_is_that_of_samples_in_memory(write, shuffle, num_workers):
+    paths = write(GOOD, BAD)
+    order = SampleOrder(in_memory(paths, Skipped()), seed=3, shuffle=shuffle)
+    streamed = SampleOrder(StreamedGroups(paths, OPTIONS, on_error="skip"), seed=3, shuffle=shuffle)
+    epoch = order.samples_per_epoch
+    assert streamed.samples_per_epoch == epoch
+    expected = told(order.take(0, 3 * epoch + 5))
+    assert told(streamed.take(0, 3 * epoch + 5)) == expected
+    # Stopped anywhere, it goes on there: within a line, at an epoch's end, in a later one.
+    for consumed in (0, 1, 2, epoch - 1, epoch, epoch + 3):
+        with streamed.stream(consumed, num_workers=num_workers) as stream, order.stream(consumed) as held:
+            at = consumed
+            for count in (1, 4, 0, epoch, 2):
+                assert told(stream.take(count)) == told(held.take(count)) == expected[at : at + count]
+                at += count
+                assert stream.consumed == held.consumed == at
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_file_that_changes_is_noticed(write, num_workers):
+    (path,) = write([tokens(number) for number in range(9)])
+    order = SampleOrder(StreamedGroups(path, OPTIONS), seed=0, shuffle=False)
+    path.write_text(path.read_text().replace(tokens(8), '{"tokens":7}'))
+    with order.stream(0, num_workers=num_workers) as stream:
+        stream.take(8)
+        with pytest.raises(SampleError, match=rf"^{path}:9: .*must be a flat list of integers"):
+            stream.take(1)
+    path.write_text("\n" * 90)
+    with pytest.raises(SampleError, match="gives 0 samples where it gave 1 when the run began"):
+        order.take(0, 1)
+
+
+def test_it_can_be_sent_to_a_process_of_its_own(write):
+    streamed = StreamedGroups(write(GOOD), OPTIONS)
+    again = pickle.loads(pickle.dumps(streamed))
+    assert [told(group) for group in again] == [told(group) for group in streamed]
+
+
+def test_progress_is_told(write, monkeypatch):
+    monkeypatch.setattr("mcore_prefix_tree.data.stream._PROGRESS_BYTES", 20)
+    heard = []
+    (path,) = write([tokens(number) for number in range(50)])
+    StreamedGroups(path, OPTIONS, progress=lambda done, total: heard.append((done, total)))
+    assert len(heard) > 10
+    assert {total for _, total in heard} == {path.stat().st_size}
+    assert [done for done, _ in heard] == sorted(done for done, _ in heard)
+
+
+PEAK = """
+import sys
+import psutil, torch.utils.data  # before the measurement begins
+from mcore_prefix_tree.data import LineOptions, StreamedGroups, iter_sample_groups
+from mcore_prefix_tree.data.batches import SampleOrder
+path, way, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
+process = psutil.Process()
+before = peak = process.memory_info().rss
+groups = StreamedGroups(path, LineOptions()) if way == "streamed" else list(iter_sample_groups(path))
+order = SampleOrder(groups, seed=0, shuffle=True)
+total = 0
+with order.stream(0, num_workers=workers) as stream:
+    for _ in range(0, order.samples_per_epoch, 8):
+        total += sum(int(sample.tokens.sum()) for sample in stream.take(8))
+        peak = max(peak, process.memory_info().rss)
+print(peak - before, total)
+"""
+
+
+def test_memory_stays_small_on_a_large_file(tmp_path):
+    path = tmp_path / "large.jsonl"
+    row = json.dumps({"tokens": list(range(1000, 5000))})
+    path.write_text(f"{row}\n" * 800)
+    assert path.stat().st_size > 18e6
+
+    def peak(way, workers):
+        result = subprocess.run(
+            [sys.executable, "-c", PEAK, str(path), way, str(workers)], capture_output=True, text=True, check=True
+        )
+        return tuple(map(int, result.stdout.split()))
+
+    held, total = peak("held", 0)
+    for workers in (0, 1):
+        streamed, same = peak("streamed", workers)
+        assert same == total
+        assert streamed < 8e6 < 20e6 < held
+
+
+def test_lines_are_endless(write):
+    order = SampleOrder(StreamedGroups(write(GOOD), OPTIONS), seed=1, shuffle=True)
+    lines = [line for line, _ in islice(order.lines(0), 24)]
+    assert [sorted(lines[at : at + 6]) for at in (0, 6, 12, 18)] == [[0, 1, 3, 4, 6, 7]] * 4
