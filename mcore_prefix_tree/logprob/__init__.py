@@ -1,6 +1,17 @@
 """From logits to the log-probability of every edge, and back to the samples."""
 
 from mcore_prefix_tree.logprob.edges import Edges, edge_logprobs, edge_logprobs_and_entropy
+from mcore_prefix_tree.logprob.head import Head, head_logprobs, head_weighted_sum
 from mcore_prefix_tree.logprob.restore import restore
+from mcore_prefix_tree.logprob.rows import LogitShape
 
-__all__ = ["Edges", "edge_logprobs", "edge_logprobs_and_entropy", "restore"]
+__all__ = [
+    "Edges",
+    "Head",
+    "LogitShape",
+    "edge_logprobs",
+    "edge_logprobs_and_entropy",
+    "head_logprobs",
+    "head_weighted_sum",
+    "restore",
+]

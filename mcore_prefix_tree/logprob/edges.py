@@ -8,21 +8,24 @@ serves several edges and its gradient is their sum:
 
 and for the entropy H_i = logsumexp_i - sum_v p_iv logits_iv of a row:  d H_i / d logits_iv = -p_iv (log p_iv + H_i).
 
-Legend: P padded tokens, E edges, V vocabulary, Vl its part on this tensor-parallel rank.
+:mod:`mcore_prefix_tree.logprob.head` computes the same from hidden states, without the logits.
+
+Legend: P padded tokens, E edges, R rows (predictors with an edge), V vocabulary, Vl its part on this rank.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.logprob.rows import EdgeGrads, RowSums, over_ranks, softmax_backward_, softmax_sums_
 
 # Rows of logits in fp32 at a time: bounds the temporary memory at ROWS * Vl.
 ROWS = 256
@@ -30,43 +33,91 @@ ROWS = 256
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edges:
-    """The edges of a layout, in the order of their predictors.
+    """The edges of a layout that are scored, in the order of their predictors.
 
     Attributes:
         predictor: int64 tensor ``[E]``, flat index of the token that predicts.
         token: int64 tensor ``[E]``, flat index of the token that is predicted.
         token_id: int64 tensor ``[E]``, its id in the vocabulary.
+        row: int64 tensor ``[R]``, every predictor once, ascending.
+        row_of_edge: int64 tensor ``[E]``: ``predictor == row[row_of_edge]``.
+        host_row: ``row`` on the host.
+        first_edge: int64 ``[R + 1]`` on the host, row r predicts edges ``first_edge[r]:first_edge[r + 1]``.
         padded_size: P.
-        block_edges: for every block of ``ROWS`` rows, the slice of the edges that its rows predict.
     """
 
     predictor: torch.Tensor
     token: torch.Tensor
     token_id: torch.Tensor
+    row: torch.Tensor
+    row_of_edge: torch.Tensor
+    host_row: npt.NDArray[np.int64]
+    first_edge: npt.NDArray[np.int64]
     padded_size: int
-    block_edges: list[slice]
 
     @classmethod
-    def from_layout(cls, layout: FlatLayout, *, device: torch.device | str = "cpu") -> Edges:
-        """Every physical token that is not the first of a root."""
-        token = np.flatnonzero(layout.predictor >= 0)
+    def from_layout(
+        cls,
+        layout: FlatLayout,
+        *,
+        needed: npt.NDArray[np.bool_] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Edges:
+        """The edges of the tokens that something predicts, which are all but the first of each root.
+
+        Args:
+            layout: of the micro-batch.
+            needed: bool ``[P]``, by predicted token; the others are left out and their log-probability is 0. None
+                takes all.
+            device: of the tensors.
+        """
+        token = np.flatnonzero(layout.predictor >= 0 if needed is None else (layout.predictor >= 0) & needed)
         token = token[np.argsort(layout.predictor[token], kind="stable")]
-        borders = np.searchsorted(layout.predictor[token], np.arange(0, layout.padded_size + ROWS, ROWS)).tolist()
+        predictor = layout.predictor[token].astype(np.int64)
+        row, first, row_of_edge = np.unique(predictor, return_index=True, return_inverse=True)
         return cls(
-            predictor=torch.from_numpy(layout.predictor[token].astype(np.int64)).to(device),
+            predictor=torch.from_numpy(predictor).to(device),
             token=torch.from_numpy(token).to(device),
             token_id=torch.from_numpy(layout.input_ids[token]).to(device),
+            row=torch.from_numpy(row).to(device),
+            row_of_edge=torch.from_numpy(row_of_edge).to(device),
+            host_row=row,
+            first_edge=np.append(first, len(token)),
             padded_size=layout.padded_size,
-            block_edges=[slice(start, end) for start, end in itertools.pairwise(borders)],
         )
 
+    def of_rows(self, rows: slice) -> slice:
+        """The edges that ``row[rows]`` predict."""
+        return slice(int(self.first_edge[rows.start]), int(self.first_edge[rows.stop]))
 
-def _row_blocks(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Blocks of rows in fp32, or in the logits' own dtype if that is wider."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    for start in range(0, logits.shape[0], ROWS):
-        rows = slice(start, min(start + ROWS, logits.shape[0]))
-        yield rows, logits[rows].to(dtype)
+    def of_flat(self, flat: slice) -> slice:
+        """The edges whose predictors have these flat indices."""
+        start, stop = np.searchsorted(self.host_row, (flat.start, flat.stop))
+        return self.of_rows(slice(start, stop))
+
+    def column(self, vocab_start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether each edge's token is in this rank's part of the vocabulary, and its column there, clamped if not."""
+        column = self.token_id - vocab_start
+        return (column >= 0) & (column < size), column.clamp(0, size - 1)
+
+    def at_tokens(self, per_edge: torch.Tensor) -> torch.Tensor:
+        """A value of each edge ``[E]`` at the flat index of the token that it predicts ``[P]``; 0 elsewhere."""
+        return per_edge.new_zeros(self.padded_size).index_put((self.token,), per_edge)
+
+    def at_rows(self, per_row: torch.Tensor) -> torch.Tensor:
+        """A value of each row ``[R]`` at the flat index of the predictor ``[P]``; 0 elsewhere."""
+        return per_row.new_zeros(self.padded_size).index_put((self.row,), per_row)
+
+
+def slices(count: int, size: int) -> Iterator[slice]:
+    """``0:size, size:2 * size, ...`` up to ``count``."""
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What reductions are in: fp32, or ``dtype`` if that is wider."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class _EdgeLogprobs(torch.autograd.Function):
@@ -75,87 +126,69 @@ class _EdgeLogprobs(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         edges: Edges,
+        temperature: torch.Tensor | None,
         vocab_start: int,
         group: dist.ProcessGroup | None,
         with_entropy: bool,
         in_place: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        logsumexp = logits.new_empty(logits.shape[0], dtype=dtype)
-        entropy = torch.empty_like(logsumexp) if with_entropy else None
-        for rows, block in _row_blocks(logits):
-            if entropy is None:
-                logsumexp[rows] = torch.logsumexp(block, dim=1)
-            else:
-                # Relative to the maximum, not to the logsumexp: a near-certain row keeps the digits of its entropy.
-                row_max = block.amax(dim=1)
-                shifted = block - row_max[:, None]
-                exp = shifted.exp()
-                total = exp.sum(dim=1)
-                logsumexp[rows] = row_max + total.log()
-                entropy[rows] = total.log() - torch.linalg.vecdot(exp, shifted) / total
-        here, column = _on_this_rank(edges, vocab_start, logits.shape[1])
-        target = torch.where(here, logits[edges.predictor, column].to(dtype), 0)
+        empty = logits.new_empty(0, dtype=wide(logits.dtype))
+        sums = RowSums.empty(logits.shape[0], with_entropy=with_entropy, like=empty)
+        for rows in slices(logits.shape[0], ROWS):
+            block = logits[rows].to(empty.dtype, copy=True)
+            if temperature is not None:
+                block.div_(temperature[rows, None])
+            sums[rows].set(softmax_sums_(block, with_entropy=with_entropy)[0])
+        here, column = edges.column(vocab_start, logits.shape[1])
+        target = logits[edges.predictor, column].to(empty.dtype)
+        if temperature is not None:
+            target.div_(temperature[edges.predictor])
+        target = torch.where(here, target, 0)
+        sums = over_ranks(sums, group)
         if group is not None:
-            logsumexp, entropy = _over_ranks(logsumexp, entropy, group)
             dist.all_reduce(target, group=group)
-        ctx.save_for_backward(logits, logsumexp, entropy)
+        ctx.save_for_backward(logits, temperature, sums.logsumexp, sums.entropy)
         ctx.edges, ctx.vocab_start, ctx.in_place = edges, vocab_start, in_place
-        return target - logsumexp[edges.predictor], entropy
+        return target - sums.logsumexp[edges.predictor], sums.entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_logprob, grad_entropy = grad_outputs
-        logits, logsumexp, entropy = ctx.saved_tensors
+        logits, temperature, logsumexp, entropy = ctx.saved_tensors
         edges: Edges = ctx.edges
-        per_row = torch.zeros_like(logsumexp).index_add_(0, edges.predictor, grad_logprob).neg_()
-        here, column = _on_this_rank(edges, ctx.vocab_start, logits.shape[1])
+        sums = RowSums(logsumexp=logsumexp, entropy=entropy)
+        per_row = torch.zeros_like(logsumexp).index_add_(0, edges.predictor, grad_logprob)
+        here, column = edges.column(ctx.vocab_start, logits.shape[1])
         at_target = torch.where(here, grad_logprob, 0)
         grad = logits if ctx.in_place else torch.empty_like(logits)
-        for (rows, block), owned in zip(_row_blocks(logits), edges.block_edges, strict=True):
-            # In the block's own precision, the gradient's or wider: what a target loses to rounding stays lost.
-            block_grad = grad[rows] if grad.dtype == block.dtype else torch.empty_like(block)
-            log_prob = torch.sub(block, logsumexp[rows, None], out=block_grad)
-            if entropy is None:
-                log_prob.exp_().mul_(per_row[rows, None])
-            else:
-                weight = per_row[rows, None] - grad_entropy[rows, None] * (log_prob + entropy[rows, None])
-                log_prob.exp_().mul_(weight)
-            place = (edges.predictor[owned] - rows.start, column[owned])
-            block_grad.index_put_(place, at_target[owned], accumulate=True)
-            if block_grad.dtype != grad.dtype:
-                grad[rows] = block_grad
-        return grad, None, None, None, None, None
-
-
-def _over_ranks(
-    logsumexp: torch.Tensor, entropy: torch.Tensor | None, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Join what each rank knows of its own columns.
-
-    Rank r holds the share ``w_r = exp(logsumexp_r - logsumexp)`` of a row's probability, and the row's entropy is
-    ``sum_r w_r (H_r + logsumexp - logsumexp_r)``.
-    """
-    largest = logsumexp.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    relative = logsumexp - largest
-    share = relative.exp()
-    sums = torch.stack([share] if entropy is None else [share, share * (entropy - relative)])
-    dist.all_reduce(sums, group=group)
-    log_sum = sums[0].log()
-    return largest + log_sum, None if entropy is None else sums[1] / sums[0] + log_sum
-
-
-def _on_this_rank(edges: Edges, vocab_start: int, local_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each edge's token is in this rank's part of the vocabulary, and its column there (clamped if not)."""
-    column = edges.token_id - vocab_start
-    return (column >= 0) & (column < local_size), column.clamp(0, local_size - 1)
+        is_wide = grad.dtype == logsumexp.dtype
+        for rows in slices(logits.shape[0], ROWS):
+            owned = edges.of_flat(rows)
+            # In fp32 or wider, whatever the gradient's dtype: what a target loses to rounding stays lost.
+            block = grad[rows] if is_wide else torch.empty_like(grad[rows], dtype=logsumexp.dtype)
+            if not (is_wide and ctx.in_place):
+                block.copy_(logits[rows])
+            if temperature is not None:
+                block.div_(temperature[rows, None])
+            softmax_backward_(
+                block,
+                sums[rows],
+                grad_row=per_row[rows],
+                grad_entropy=None if entropy is None else grad_entropy[rows],
+                edges=EdgeGrads(row=edges.predictor[owned] - rows.start, column=column[owned], grad=at_target[owned]),
+            )
+            if temperature is not None:
+                block.div_(temperature[rows, None])
+            if not is_wide:
+                grad[rows] = block
+        return grad, None, None, None, None, None, None
 
 
 def edge_logprobs(
     logits: torch.Tensor,
     edges: Edges,
     *,
+    temperature: torch.Tensor | None = None,
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
     in_place: bool = False,
@@ -165,6 +198,7 @@ def edge_logprobs(
     Args:
         logits: ``[P, Vl]``, this rank's columns, in any floating dtype; reductions are in fp32 or better.
         edges: of the layout that the logits come from.
+        temperature: ``[P]``, what each row of logits is divided by; None is 1.
         vocab_start: id of the first column.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
         in_place: let backward put the gradient where the logits are, which halves the peak. For logits that nobody
@@ -177,15 +211,20 @@ def edge_logprobs(
     Raises:
         ValueError: if the logits are not ``[padded_size, Vl]``.
     """
-    logprob, _ = _score(logits, edges, vocab_start, group, with_entropy=False, in_place=in_place)
+    logprob, _ = _score(logits, edges, temperature, vocab_start, group, with_entropy=False, in_place=in_place)
     return logprob
 
 
 def edge_logprobs_and_entropy(
-    logits: torch.Tensor, edges: Edges, *, vocab_start: int = 0, group: dist.ProcessGroup | None = None
+    logits: torch.Tensor,
+    edges: Edges,
+    *,
+    temperature: torch.Tensor | None = None,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`edge_logprobs`, and the entropy ``[P]`` in nats of the distribution that each token predicts."""
-    logprob, entropy = _score(logits, edges, vocab_start, group, with_entropy=True, in_place=False)
+    logprob, entropy = _score(logits, edges, temperature, vocab_start, group, with_entropy=True, in_place=False)
     assert entropy is not None
     return logprob, entropy
 
@@ -193,6 +232,7 @@ def edge_logprobs_and_entropy(
 def _score(
     logits: torch.Tensor,
     edges: Edges,
+    temperature: torch.Tensor | None,
     vocab_start: int,
     group: dist.ProcessGroup | None,
     *,
@@ -201,7 +241,9 @@ def _score(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if logits.ndim != 2 or logits.shape[0] != edges.padded_size:
         raise ValueError(f"logits must be [{edges.padded_size}, vocabulary], not {list(logits.shape)}")
+    if temperature is not None:
+        temperature = temperature.to(wide(logits.dtype))
     per_edge, entropy = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits, edges, vocab_start, group, with_entropy, in_place
+        logits, edges, temperature, vocab_start, group, with_entropy, in_place
     )
-    return per_edge.new_zeros(edges.padded_size).index_put((edges.token,), per_edge), entropy
+    return edges.at_tokens(per_edge), entropy

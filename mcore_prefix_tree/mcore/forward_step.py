@@ -12,48 +12,113 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from mcore_prefix_tree.logprob import edge_logprobs, edge_logprobs_and_entropy
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.output_layer import EdgeHeadMixin, HeadRequest, request_arguments
 from mcore_prefix_tree.mcore.validation import check_positions
-from mcore_prefix_tree.objectives import sft_loss
+from mcore_prefix_tree.objectives import KTO, PolicyGradient, Preference, SupervisedFineTuning, sft_loss
 
-LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
+LogprobObjective = SupervisedFineTuning | PolicyGradient | Preference | KTO
 
 
 def tree_forward(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Run one pipeline stage of a model built from a :func:`with_prefix_tree` spec.
 
     Returns:
-        The stage's output: local logits ``[1, P, V / tp]`` on the last stage, hidden states before.
+        The stage's output: on the last stage what ``batch.output`` says, hidden states before. Local logits are
+        ``[1, P, V / tp]``; scores are for :func:`tree_logprobs`, :func:`tree_logprobs_and_entropy` or
+        :func:`tree_weighted_sum` to read.
 
     Raises:
-        ValueError: if the longest path does not fit the model's learned positions.
+        ValueError: if the longest path does not fit the model's learned positions, or the last stage is asked for more
+            than logits and has no edge head.
     """
     gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
     check_positions(gpt_model, batch.layout.max_path_len)
+    arguments: dict[str, Any] = {}
+    if batch.output != "logits" and gpt_model.post_process:
+        if not isinstance(gpt_model.output_layer, EdgeHeadMixin):
+            raise ValueError(
+                f"the micro-batch asks for {batch.output}, but the model's output layer only has logits; pass the "
+                "model through with_edge_head, or make the micro-batch with output='logits'"
+            )
+        request = HeadRequest(
+            output=batch.output, edges=batch.edges, temperature=batch.temperature, token_weight=batch.loss_weight
+        )
+        arguments = request_arguments(request)
     output: torch.Tensor = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         attention_mask=None,
         packed_seq_params=batch.packed_seq_params,
+        **arguments,
     )
     return output
 
 
-def tree_logprobs(logits: torch.Tensor, batch: MicroBatch, *, in_place: bool = False) -> torch.Tensor:
-    """:func:`edge_logprobs` over the tensor-parallel group, from the last stage's output ``[1, P, V / tp]``."""
-    return edge_logprobs(logits.squeeze(0), batch.edges, in_place=in_place, **_vocabulary_split(logits))
+def tree_logprobs(output: torch.Tensor, batch: MicroBatch, *, in_place: bool = False) -> torch.Tensor:
+    """Log-probability of every scored token given its path, ``[P]``; see :func:`edge_logprobs`.
+
+    Args:
+        output: of the last stage.
+        batch: that it was asked for.
+        in_place: let the gradient of logits overwrite them; without effect where there are none.
+
+    Raises:
+        ValueError: the output is a ``weighted_sum``, whose log-probabilities have no gradient.
+    """
+    if batch.output != "logits":
+        return _scores(output, batch)[0]
+    return edge_logprobs(output.squeeze(0), batch.edges, in_place=in_place, **_from_logits(output, batch))
 
 
-def tree_logprobs_and_entropy(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`edge_logprobs_and_entropy` over the tensor-parallel group, from the last stage's output."""
-    return edge_logprobs_and_entropy(logits.squeeze(0), batch.edges, **_vocabulary_split(logits))
+def tree_logprobs_and_entropy(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`tree_logprobs`, and the entropy ``[P]`` of what each predictor predicts; see there.
+
+    Raises:
+        ValueError: the output is neither ``logits`` nor ``logprobs_and_entropy``.
+    """
+    if batch.output != "logits":
+        scores = _scores(output, batch)
+        if len(scores) != 2:
+            raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='logprobs_and_entropy'")
+        return scores[0], scores[1]
+    return edge_logprobs_and_entropy(output.squeeze(0), batch.edges, **_from_logits(output, batch))
 
 
-def _vocabulary_split(logits: torch.Tensor) -> dict[str, Any]:
+def tree_weighted_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """``sum_t batch.loss_weight[t] log p_t``, and the log-probabilities ``[P]`` without a gradient.
+
+    The cheapest way to train a loss that is linear in the log-probabilities: see :func:`head_weighted_sum`.
+
+    Raises:
+        ValueError: the micro-batch asks for something else than ``weighted_sum``.
+    """
+    if batch.output != "weighted_sum":
+        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='weighted_sum'")
+    total, logprob = output.flatten().tensor_split((1,))
+    return total.squeeze(0), logprob.detach()
+
+
+def _scores(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+    if batch.output == "weighted_sum":
+        raise ValueError("the micro-batch asks for weighted_sum, which tree_weighted_sum reads")
+    return output.squeeze(0).unbind(dim=1)
+
+
+def _from_logits(logits: torch.Tensor, batch: MicroBatch) -> dict[str, Any]:
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     return {
+        "temperature": batch.temperature,
         "vocab_start": parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1],
         "group": parallel_state.get_tensor_model_parallel_group() if parallel else None,
     }
+
+
+def tree_sft_loss(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """:func:`sft_loss` of a micro-batch, from whatever the last stage was asked for."""
+    if batch.output == "weighted_sum":
+        return -tree_weighted_sum(output, batch)[0]
+    return sft_loss(tree_logprobs(output, batch, in_place=True), batch.loss_weight)
 
 
 def sft_forward_step(
@@ -67,8 +132,47 @@ def sft_forward_step(
     return tree_forward(model, batch), partial(_sft_loss, batch)
 
 
-def _sft_loss(batch: MicroBatch, logits: torch.Tensor) -> LossOutput:
-    logprob = tree_logprobs(logits, batch, in_place=True)
-    loss = sft_loss(logprob, batch.loss_weight)
-    num_tokens = torch.tensor(batch.layout.num_supervised, dtype=torch.int, device=logits.device)
+def _sft_loss(batch: MicroBatch, output: torch.Tensor) -> LossOutput:
+    loss = tree_sft_loss(output, batch)
+    num_tokens = torch.tensor(batch.layout.num_supervised, dtype=torch.int, device=output.device)
     return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
+
+
+def objective_forward_step(
+    data_iterator: Iterator[MicroBatch], model: Any, *, objective: LogprobObjective, with_entropy: bool
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
+    """As :func:`sft_forward_step`, for any objective on log-probabilities; the micro-batches have its ``rows``.
+
+    The loss function gives the sum over the micro-batch, its part of the step's divisor, and for logging both again,
+    the objective's ``metrics`` and its ``bad_sample``.
+
+    Args:
+        data_iterator: of Megatron's.
+        model: of Megatron's.
+        objective: of the step.
+        with_entropy: give it the entropy too; fused micro-batches then ask for ``logprobs_and_entropy``.
+    """
+    batch = next(data_iterator)
+    return tree_forward(model, batch), partial(_objective_loss, batch, objective, with_entropy)
+
+
+def _objective_loss(
+    batch: MicroBatch, objective: LogprobObjective, with_entropy: bool, output: torch.Tensor
+) -> LossOutput:
+    assert batch.rows is not None, "the step's targets make the rows of every micro-batch"
+    if with_entropy:
+        logprob, entropy = tree_logprobs_and_entropy(output, batch)
+        of_batch = objective.loss(logprob, entropy, batch.rows)
+    else:
+        of_batch = objective.loss(tree_logprobs(output, batch, in_place=True), None, batch.rows)
+    num_tokens = torch.tensor(batch.rows.count, dtype=torch.int, device=output.device)
+    return (
+        of_batch.loss,
+        num_tokens,
+        {
+            "loss_sum": of_batch.loss.detach(),
+            "num_tokens": num_tokens,
+            "metrics": of_batch.metrics,
+            "bad_sample": of_batch.bad_sample,
+        },
+    )

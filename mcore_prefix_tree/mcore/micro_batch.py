@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges
+from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.objectives import Rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -20,9 +24,13 @@ class MicroBatch:
         layout: on the host.
         input_ids: int64 ``[1, P]``.
         position_ids: int64 ``[1, P]``.
-        loss_weight: float32 ``[P]``.
-        edges: of the layout.
+        loss_weight: float32 ``[P]``; of each token's log-probability, where the last stage is asked for their sum.
+        edges: of the layout, as far as they are scored.
+        temperature: float64 ``[P]``, what the logits at each token are divided by; None is 1.
         packed_seq_params: with the tree metadata.
+        output: what the last pipeline stage is asked for; anything but logits needs a model with
+            :func:`~mcore_prefix_tree.mcore.output_layer.with_edge_head`.
+        rows: what the loss of an objective on log-probabilities reads.
     """
 
     layout: FlatLayout
@@ -30,19 +38,38 @@ class MicroBatch:
     position_ids: torch.Tensor
     loss_weight: torch.Tensor
     edges: Edges
+    temperature: torch.Tensor | None
     packed_seq_params: TreePackedSeqParams
+    output: Output = "logits"
+    rows: Rows | None = None
 
     @classmethod
     def from_layout(
-        cls, layout: FlatLayout, *, device: torch.device | str = "cpu", attention_backend: str = "path"
+        cls,
+        layout: FlatLayout,
+        *,
+        device: torch.device | str = "cpu",
+        attention_backend: str = "path",
+        output: Output = "logits",
+        needed: npt.NDArray[np.bool_] | None = None,
     ) -> MicroBatch:
-        """Moves what a layout holds to ``device``; see :class:`TreePackedSeqParams` for ``attention_backend``."""
+        """Moves what a layout holds to ``device``.
+
+        Args:
+            layout: of the samples.
+            device: of the tensors.
+            attention_backend: see :class:`TreePackedSeqParams`.
+            output: as above.
+            needed: bool ``[P]``, tokens whose log-probabilities will be read; None is all.
+        """
         metadata = TreeMetadata.from_layout(layout, device=device)
         return cls(
             layout=layout,
             input_ids=torch.from_numpy(layout.input_ids).to(device).unsqueeze(0),
             position_ids=metadata.tree_position_ids.long().unsqueeze(0),
             loss_weight=torch.from_numpy(layout.loss_weight).to(device),
-            edges=Edges.from_layout(layout, device=device),
+            edges=Edges.from_layout(layout, needed=needed, device=device),
+            temperature=None if layout.temperature is None else torch.from_numpy(layout.temperature).to(device),
             packed_seq_params=TreePackedSeqParams.from_metadata(metadata, attention_backend=attention_backend),
+            output=output,
         )

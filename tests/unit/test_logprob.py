@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -106,13 +108,7 @@ def test_equal_tokens_under_one_predictor_add_up(rows):
     """fold() never makes such edges, but a forest laid out elsewhere may keep duplicate branches apart."""
     layout = fold([Sample(tokens=[3, 5]), Sample(tokens=[3, 6]), Sample(tokens=[3, 7])])
     plain = Edges.from_layout(layout)
-    doubled = Edges(
-        predictor=plain.predictor,
-        token=plain.token,
-        token_id=torch.tensor([5, 5, 5]),
-        padded_size=plain.padded_size,
-        block_edges=plain.block_edges,
-    )
+    doubled = replace(plain, token_id=torch.tensor([5, 5, 5]))
     logits = random_logits(layout)
     logprob, _ = edge_logprobs_and_entropy(logits, doubled)
     weights = torch.tensor([0.0, 1.0, 10.0, 100.0], dtype=torch.float64)

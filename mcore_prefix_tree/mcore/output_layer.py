@@ -1,0 +1,185 @@
+"""The output layer that scores edges instead of returning logits, when a micro-batch asks for that.
+
+A ``GPTModel`` builds its ``ColumnParallelLinear`` itself, so :func:`with_edge_head` turns the instance into one of a
+subclass, as ``torch.nn.utils.parametrize`` and ``fully_shard`` do: parameters, hooks and state-dict keys stay. The
+request reaches it as data: through ``output_processor`` (megatron-core 0.18 and later) or, before that, through
+``runtime_gather_output``, which ``GPTModel.forward`` hands to its output layer and to nothing else. Going through the
+layer's ``__call__`` matters: DDP waits for gathered parameters in its forward pre-hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from mcore_prefix_tree.logprob import Edges, Head, LogitShape, head_logprobs, head_weighted_sum
+from mcore_prefix_tree.mcore.attention import tree_class
+
+# What the last pipeline stage gives for a micro-batch; the tensors are those of tree_forward.
+Output = Literal["logits", "logprobs", "logprobs_and_entropy", "weighted_sum"]
+
+HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadRequest:
+    """What is asked of the output layer in place of logits.
+
+    Attributes:
+        output: which scores.
+        edges: that are scored.
+        temperature: ``[P]``, None is 1.
+        token_weight: ``[P]``, for ``weighted_sum``.
+    """
+
+    output: Output
+    edges: Edges
+    temperature: torch.Tensor | None
+    token_weight: torch.Tensor
+
+    def __bool__(self) -> bool:
+        """Never mistaken for ``runtime_gather_output=True``."""
+        raise TypeError("a HeadRequest reached a layer that cannot answer it")
+
+
+def with_edge_head(model: Model) -> Model:
+    """Let a model's output layer score edges where it is asked to; otherwise it stays what it was.
+
+    Args:
+        model: a bare ``GPTModel`` or any of its pipeline stages, before DDP. It is changed in place.
+
+    Returns:
+        The same model.
+
+    Raises:
+        NotImplementedError: the output layer computes its logits in another way than ``hidden @ weight.T``.
+    """
+    layer = getattr(model, "output_layer", None)
+    if layer is None or isinstance(layer, EdgeHeadMixin):
+        return model
+    reason = _why_not(layer)
+    if reason is not None:
+        raise NotImplementedError(
+            f"the fused head does not support {reason}; turn it off with fused_head: false in a recipe, with "
+            "--prefix-tree-no-fused-head in Megatron-LM"
+        )
+    kind: Any = type(layer)
+    layer.__class__ = tree_class(EdgeHeadMixin, kind)
+    return model
+
+
+def _why_not(layer: Any) -> str | None:
+    kind = type(layer)
+    if not isinstance(layer, ColumnParallelLinear) or kind.forward is not ColumnParallelLinear.forward:
+        return f"output_layer of class {kind.__name__}, which computes its logits in its own way"
+    if layer.bias is not None:
+        return "an output layer with a bias"
+    if layer.config.defer_embedding_wgrad_compute:
+        return "defer_embedding_wgrad_compute=True, for which stock Megatron keeps the gradient of the logits"
+    return None
+
+
+class EdgeHeadMixin:
+    """Answers a :class:`HeadRequest` from hidden states, a chunk of logits at a time; without one it is the base class.
+
+    Padded columns of the vocabulary take part in the softmax, as in stock Megatron-Core.
+    """
+
+    def forward(
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the base class, or for a request ``[P, 1, 1]``, ``[P, 1, 2]`` or ``[P + 1, 1, 1]`` and no bias."""
+        if not isinstance(runtime_gather_output, HeadRequest):
+            out: tuple[torch.Tensor, torch.Tensor | None] = super().forward(  # type: ignore[misc]
+                input_, weight=weight, runtime_gather_output=runtime_gather_output
+            )
+            return out
+        return _answer(self, input_, weight, runtime_gather_output), None
+
+
+def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, request: HeadRequest) -> torch.Tensor:
+    if weight is None:
+        weight = layer.weight
+    assert weight is not None, "GPTModel gives the weight that it shares with the embedding"
+    group = layer.tp_group if layer.tp_group.size() > 1 else None
+    edges = request.edges
+    if layer.sequence_parallel:
+        # As in ColumnParallelLinear: each rank's gradient is of its columns only, so backward reduces and scatters.
+        whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group)
+        rows = whole.squeeze(1).index_select(0, edges.row)
+    else:
+        rows = hidden.squeeze(1).index_select(0, edges.row)
+        if group is not None:
+            rows = copy_to_tensor_model_parallel_region(rows, group=layer.tp_group)
+    head = Head(
+        edges=edges,
+        shape=_logit_shape(layer.config),
+        temperature=request.temperature,
+        vocab_start=layer.tp_group.rank() * len(weight),
+        group=group,
+        weight_grad=_MainGrad(weight) if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") else None,
+    )
+    if request.output == "weighted_sum":
+        total, logprob = head_weighted_sum(rows, weight, head, edge_weight=request.token_weight[edges.token])
+        return torch.cat([total[None], logprob])[:, None, None]
+    logprob, entropy = head_logprobs(rows, weight, head, with_entropy=request.output == "logprobs_and_entropy")
+    scores = [logprob] if entropy is None else [logprob, entropy]
+    return torch.stack(scores, dim=1)[:, None]
+
+
+def _logit_shape(config: Any) -> LogitShape:
+    """muP came with megatron-core 0.18; no version of it caps logits."""
+    return LogitShape(multiplier=config.mup_output_mult if getattr(config, "use_mup", False) else 1.0)
+
+
+class _MainGrad:
+    """Megatron's ``gradient_accumulation_fusion``: the gradient goes straight into DDP's buffer.
+
+    DDP's hook still has to run, so autograd is given zeros; it leaves them out, or for a weight that is also the
+    embedding's (``zero_out_wgrad``) adds them to what the embedding's own backward gives.
+    """
+
+    def __init__(self, weight: Any) -> None:
+        self._weight = weight
+
+    def buffer(self) -> torch.Tensor:
+        buffer: torch.Tensor = self._weight.main_grad
+        return buffer
+
+    def placeholder(self) -> torch.Tensor | None:
+        if not hasattr(self._weight, "grad_added_to_main_grad"):
+            return None
+        self._weight.grad_added_to_main_grad = True
+        return torch.zeros_like(self._weight)
+
+
+def edge_head_processor(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: Any,
+    output_weight: torch.Tensor | None,
+    context: HeadRequest,
+    **_: Any,
+) -> torch.Tensor:
+    """The ``output_processor`` of ``GPTModel.forward``: what the layer answers, batch first as logits are."""
+    scores, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=context)
+    answered: torch.Tensor = scores.transpose(0, 1)
+    return answered
+
+
+def request_arguments(request: HeadRequest) -> dict[str, Any]:
+    """Keywords of ``GPTModel.forward`` that carry a request to the output layer."""
+    if HAS_OUTPUT_PROCESSOR:
+        return {"output_processor": edge_head_processor, "output_processor_context": request}
+    return {"runtime_gather_output": request}

@@ -1,0 +1,201 @@
+#!/usr/bin/env python
+"""Time and peak memory of the vocabulary head, forward and backward: fused, unfused, torch's and Liger's.
+
+    scripts/bench_head.py --output benchmarks/results/head_cpu.json
+
+Every row has one target, the case that all of them have in common; the share of rows that is supervised varies. The
+ways run in turn, round by round, in one process. On a GPU if there is one; Liger's kernels need one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.bench.machine import describe_machine as machine
+from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs, head_weighted_sum
+from mcore_prefix_tree.mcore.train.memory import PeakMemory
+
+# (rows, hidden size, vocabulary)
+CPU_CASES = [(2048, 128, 32768), (2048, 512, 32768), (1024, 1024, 65536)]
+GPU_CASES = [(16384, 2048, 32768), (16384, 4096, 131072), (32768, 4096, 131072)]
+SUPERVISED = (1.0, 0.4)
+
+
+class Case:
+    """Hidden states, a weight, and which of the rows are supervised."""
+
+    def __init__(
+        self, rows: int, hidden: int, vocab: int, supervised: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, vocab, (rows + 1,), generator=generator)
+        mask = (torch.rand(rows + 1, generator=generator) < supervised).float()
+        layout = fold([Sample(tokens=tokens.numpy(), loss_mask=mask.numpy())])
+        self.hidden = torch.randn(rows + 1, hidden, generator=generator).to(device, dtype).requires_grad_()
+        self.weight = (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(device, dtype).requires_grad_()
+        self.loss_weight = torch.from_numpy(layout.loss_weight).to(device)
+        self.all = Edges.from_layout(layout, device=device)
+        self.needed = Edges.from_layout(layout, needed=layout.loss_weight != 0, device=device)
+        # For those that know of no weights: rows are left out by torch's ignored label.
+        self.labels = torch.where(mask[1:] > 0, tokens[1:], -100).to(device)
+
+    def unfused(self) -> torch.Tensor:
+        """The stock output layer's product, and edge log-probabilities whose gradient overwrites the logits."""
+        logprob = edge_logprobs(F.linear(self.hidden, self.weight), self.all, in_place=True)
+        return -torch.dot(logprob, self.loss_weight)
+
+    def fused(self) -> torch.Tensor:
+        """For any loss."""
+        rows = self.hidden[self.needed.row]
+        logprob, _ = head_logprobs(rows, self.weight, Head(edges=self.needed))
+        return -torch.dot(logprob, self.loss_weight)
+
+    def fused_sum(self) -> torch.Tensor:
+        """For a loss that is linear in the log-probabilities."""
+        rows = self.hidden[self.needed.row]
+        edge_weight = self.loss_weight[self.needed.token]
+        return -head_weighted_sum(rows, self.weight, Head(edges=self.needed), edge_weight=edge_weight)[0]
+
+    def torch_two_steps(self) -> torch.Tensor:
+        """``linear`` and ``cross_entropy``."""
+        return F.cross_entropy(F.linear(self.hidden[:-1], self.weight).float(), self.labels, reduction="sum")
+
+    def torch_chunked(self) -> torch.Tensor:
+        """``linear_cross_entropy`` as torch sets it up by itself."""
+        options = torch.nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(
+            self.hidden[:-1], self.weight, self.labels, reduction="sum", ignore_index=-100, options=options
+        )
+
+    def liger(self) -> torch.Tensor:
+        """Liger-Kernel's fused linear cross-entropy."""
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        return liger_fused_linear_cross_entropy(self.hidden[:-1], self.weight, self.labels, reduction="sum")
+
+
+def ways(device: torch.device) -> tuple[dict[str, Callable[[Case], torch.Tensor]], dict[str, str]]:
+    """What can run here, and why the others cannot."""
+    runs = {
+        "fused, any loss": Case.fused,
+        "fused, linear loss": Case.fused_sum,
+        "unfused": Case.unfused,
+        "torch: linear, cross_entropy": Case.torch_two_steps,
+    }
+    missing = {}
+    if hasattr(F, "linear_cross_entropy"):
+        runs["torch: linear_cross_entropy"] = Case.torch_chunked
+    else:
+        missing["torch: linear_cross_entropy"] = f"torch {torch.__version__} has none"
+    if device.type == "cuda" and find_spec("liger_kernel"):
+        runs["Liger-Kernel"] = Case.liger
+    else:
+        missing["Liger-Kernel"] = "not installed" if device.type == "cuda" else "its kernels need a GPU"
+    return runs, missing
+
+
+def seconds(way: Callable[[Case], torch.Tensor], case: Case) -> float:
+    """Of one forward and backward."""
+    case.hidden.grad = case.weight.grad = None
+    clock = time.process_time if case.hidden.device.type == "cpu" else time.perf_counter
+    synchronize(case)
+    started = clock()
+    way(case).backward()
+    synchronize(case)
+    return clock() - started
+
+
+def synchronize(case: Case) -> None:
+    if case.hidden.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def error(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Tensor, ...]) -> float:
+    """The larger relative error of the two gradients."""
+    case.hidden.grad = case.weight.grad = None
+    way(case).backward()
+    return max(
+        float((leaf.grad.double() - grad).norm() / grad.norm())
+        for leaf, grad in zip((case.hidden, case.weight), exact, strict=True)
+    )
+
+
+def exact_gradients(case: Case) -> tuple[torch.Tensor, ...]:
+    """In float64, in torch's two steps."""
+    leaves = [leaf.detach().double().requires_grad_() for leaf in (case.hidden, case.weight)]
+    loss = F.cross_entropy(F.linear(leaves[0][:-1], leaves[1]), case.labels, reduction="sum")
+    return torch.autograd.grad(loss, leaves)
+
+
+def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
+    runs, _ = ways(case.hidden.device)
+    exact = exact_gradients(case)
+    results: dict[str, dict[str, Any]] = {}
+    for name, way in runs.items():
+        found = error(way, case, exact)
+        case.hidden.grad = case.weight.grad = None
+        peak = PeakMemory(case.hidden.device)
+        seconds(way, case)
+        results[name] = {"gradient_error": found, "peak_bytes": peak.bytes(), "seconds": []}
+    del exact
+    for _ in range(repeats):
+        for name, way in runs.items():
+            results[name]["seconds"].append(seconds(way, case))
+    for result in results.values():
+        result["median_seconds"] = statistics.median(result["seconds"])
+    return results
+
+
+def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
+    shown = Table("way", "seconds", "of unfused", "peak memory", "gradient error", title=title)
+    unfused = results["unfused"]["seconds"]
+    for name, result in results.items():
+        ratio = statistics.median(own / other for own, other in zip(result["seconds"], unfused, strict=True))
+        memory = "unknown" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 2**20:,.0f} MiB"
+        shown.add_row(
+            name, f"{result['median_seconds']:.3f}", f"{ratio:.2f}", memory, f"{result['gradient_error']:.1e}"
+        )
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is not")
+    parser.add_argument("--case", nargs=3, type=int, action="append", metavar=("ROWS", "HIDDEN", "VOCAB"))
+    parser.add_argument("--output", type=Path, help="a JSON file for the numbers")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    missing = ways(device)[1]
+    cases = []
+    console = Console()
+    for sizes in arguments.case or (GPU_CASES if device.type == "cuda" else CPU_CASES):
+        for supervised in SUPERVISED:
+            results = measure(Case(*sizes, supervised, dtype, device), arguments.repeats)
+            rows, hidden, vocab = sizes
+            console.print(table(f"{rows} rows, hidden {hidden}, vocabulary {vocab}, {supervised:.0%} scored", results))
+            cases.append({"rows": rows, "hidden": hidden, "vocab": vocab, "supervised": supervised, "ways": results})
+    clock = "of the process's processor time" if device.type == "cpu" else "of wall-clock time"
+    for name, reason in missing.items():
+        console.print(f"{name}: {reason}")
+    if arguments.output is not None:
+        result = {"machine": machine(), "dtype": str(dtype), "seconds": clock, "missing": missing, "cases": cases}
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The fused head and scoring in worlds of gloo processes.
+
+The functions here run inside the processes of :mod:`mcore_prefix_tree.testing.launcher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from folded_jobs import VOCAB, tree_spec
+
+from mcore_prefix_tree import Sample, fold
+
+HIDDEN = 6
+COLUMNS = (23, 11, 7)  # of each rank: no two have as many
+
+
+def head_problem(dtype: torch.dtype) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A layout, hidden states ``[P, h]``, the whole weight and temperatures ``[P]``."""
+    generator = torch.Generator().manual_seed(3)
+    vocabulary = sum(COLUMNS)
+    tokens = torch.randint(0, vocabulary, (9, 4), generator=generator).tolist()
+    layout = fold([Sample(tokens=[1, 2, *row]) for row in tokens], pad_to_multiple_of=4)
+    hidden = torch.randn(layout.padded_size, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = 2 * torch.randn(vocabulary, HIDDEN, generator=generator, dtype=torch.float64)
+    temperature = 0.5 + torch.rand(layout.padded_size, generator=generator, dtype=torch.float64)
+    return layout, hidden.to(dtype), weight.to(dtype), temperature
+
+
+def uneven_head(dtype: torch.dtype, with_entropy: bool, weighted: bool) -> tuple[Any, ...]:
+    """Scores, the summed gradient of the hidden states, and this rank's of its columns."""
+    import torch.distributed as dist
+
+    from mcore_prefix_tree.logprob import Edges, Head, LogitShape, head_logprobs, head_weighted_sum
+
+    layout, hidden, weight, temperature = head_problem(dtype)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # One rank alone has all columns: the oracle.
+    start, stop = (0, len(weight)) if size == 1 else (sum(COLUMNS[:rank]), sum(COLUMNS[: rank + 1]))
+    hidden.requires_grad_()
+    own = weight[start:stop].clone().requires_grad_()
+    edges = Edges.from_layout(layout)
+    head = Head(
+        edges=edges,
+        shape=LogitShape(softcap=4.0),
+        temperature=temperature,
+        vocab_start=start,
+        group=None if size == 1 else dist.group.WORLD,
+        rows_at_a_time=5,
+    )
+    weights = torch.linspace(-1, 2, layout.padded_size, dtype=torch.float64)
+    entropy = None
+    if weighted:
+        total, logprob = head_weighted_sum(hidden[edges.row], own, head, edge_weight=weights[edges.token])
+    else:
+        logprob, entropy = head_logprobs(hidden[edges.row], own, head, with_entropy=with_entropy)
+        total = torch.dot(logprob, weights.to(logprob.dtype))
+        if entropy is not None:
+            total = total + (entropy * weights.flip(0)).sum()
+    grad_hidden, grad_weight = torch.autograd.grad(total, (hidden, own))
+    if size > 1:
+        dist.all_reduce(grad_hidden)
+    return total.detach(), logprob.detach(), None if entropy is None else entropy.detach(), grad_hidden, grad_weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringJob:
+    """How samples are scored, and with which head."""
+
+    max_tokens: int = 10_000
+    dtype: torch.dtype = torch.float32
+    output: str = "weighted_sum"
+    all_tokens: bool = False
+    entropy: bool = True
+    config: tuple[tuple[str, Any], ...] = ()
+
+
+def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> tuple[Any, list[Any]]:
+    """Every rank: all samples' scores, and on its last stage the ratios of the first training step that follows."""
+    from megatron.core import parallel_state
+
+    from mcore_prefix_tree.layout import Padding
+    from mcore_prefix_tree.logprob import restore
+    from mcore_prefix_tree.mcore import with_edge_head
+    from mcore_prefix_tree.mcore.folding import Folding
+    from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs
+    from mcore_prefix_tree.mcore.score import score
+    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
+
+    config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
+    chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)
+    trainer = Trainer.of([with_edge_head(chunk) for chunk in chunks])
+    folding = Folding(
+        max_tokens=job.max_tokens,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        cost_model=None,
+        device=torch.device("cpu"),
+        micro_batch_multiple=layout.pp if layout.vpp else 1,
+        padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1, buckets=()),
+        output=job.output,
+        only_supervised=not job.all_tokens,
+    )
+    scores = score(trainer.chunks, samples, folding, all_tokens=job.all_tokens, entropy=job.entropy)
+
+    mine = folding.plan(samples).micro_batches[parallel_state.get_data_parallel_rank()]
+    batches = [folding.micro_batch([samples[i] for i in indices]) for indices in mine]
+    # What an objective that is not linear asks for.
+    trained = iter([replace(b, output="logits" if job.output == "logits" else "logprobs") for b in batches])
+    remaining = iter(mine)
+    ratios: list[Any] = []
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        batch = next(data_iterator)
+
+        def loss_func(output: torch.Tensor) -> Any:
+            logprob = tree_logprobs(output, batch, in_place=True)
+            for index, row in zip(next(remaining), restore(logprob.detach(), batch.layout), strict=True):
+                ratios.append((index, np.exp(row.numpy() - scores[index].logprobs)[scores[index].scored]))
+            loss = logprob.sum()
+            return loss, torch.ones((), dtype=torch.int), None
+
+        return tree_forward(model, batch), loss_func
+
+    trainer.backward(forward_step, list(trained), seq_length=1)
+    return scores, ratios
+
+
+def stock_scores(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """One process, stock specs, each sample alone: log-probabilities and entropies of its predicted tokens."""
+    from folded_jobs import stock_spec
+
+    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+
+    config = tiny_gpt_config(layout=layout, dtype=torch.float64)
+    (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)
+    rows = []
+    for sample in samples:
+        ids = torch.tensor(sample.tokens.tolist()).unsqueeze(0)
+        with torch.no_grad():
+            logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)[0, :-1]
+        every = torch.log_softmax(logits / sample.temperature, dim=-1)
+        rows.append((every.gather(1, ids[0, 1:, None])[:, 0].numpy(), -(every.exp() * every).sum(dim=1).numpy()))
+    return rows

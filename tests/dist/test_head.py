@@ -1,0 +1,136 @@
+"""The fused head and forward-only scoring equal each sample alone through the stock model, in every parallel layout."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from folded_jobs import Job, branching_samples, folded_gradients, unfolded_gradients
+from head_jobs import COLUMNS, ScoringJob, scores_and_first_ratios, stock_scores, uneven_head
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.sample import Tempered
+from mcore_prefix_tree.testing.launcher import Layout, world
+from mcore_prefix_tree.testing.weights import assemble
+
+SAMPLES = branching_samples()
+LONGEST = max(len(sample) for sample in SAMPLES)
+WARM = [
+    Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=Tempered(temperature=0.7 if i % 3 else 1.3, key=None))
+    for i, s in enumerate(SAMPLES)
+]
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("with_entropy", "weighted"), [(False, False), (True, False), (False, True)])
+def test_a_vocabulary_in_uneven_parts(dtype: torch.dtype, limit: float, with_entropy: bool, weighted: bool) -> None:
+    arguments = (dtype, with_entropy, weighted)
+    (whole,) = world(1).run(uneven_head, *arguments, layout=Layout())
+    parts = world(len(COLUMNS)).run(uneven_head, *arguments, layout=Layout())
+    for total, logprob, entropy, grad_hidden, _ in parts:
+        assert error(total, whole[0]) < limit
+        assert torch.equal(logprob, parts[0][1]), "all ranks know the same"
+        assert error(logprob, whole[1]) < min(limit, 1e-5)
+        assert (entropy is None) == (whole[2] is None)
+        if entropy is not None:
+            assert error(entropy, whole[2]) < min(limit, 1e-5)
+        assert error(grad_hidden, whole[3]) < limit
+    assert error(torch.cat([part[4] for part in parts]), whole[4]) < limit
+
+
+@functools.cache
+def oracle(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
+    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, SAMPLES, layout=Layout())
+    return loss, assemble(parts)
+
+
+@pytest.mark.parametrize("output", ["logprobs", "weighted_sum"])
+@pytest.mark.parametrize("share_embeddings", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        pytest.param(2, Layout(tp=2), id="tp2"),
+        pytest.param(2, Layout(tp=2, sequence_parallel=True), id="tp2-sp"),
+        pytest.param(2, Layout(pp=2), id="pp2"),
+        pytest.param(2, Layout(pp=2, vpp=2), id="pp2-vpp2"),
+        pytest.param(2, Layout(), id="dp2"),
+        pytest.param(4, Layout(tp=2, pp=2, vpp=2, sequence_parallel=True), id="tp2-sp-pp2-vpp2"),
+        pytest.param(4, Layout(tp=2), id="tp2-dp2"),
+    ],
+)
+def test_every_parameters_gradient(size: int, layout: Layout, share_embeddings: bool, output: str) -> None:
+    job = Job(max_tokens=LONGEST + 10, share_embeddings=share_embeddings, output=output)
+    results = world(size).run(folded_gradients, layout, job, SAMPLES, layout=layout)
+    loss, expected = oracle(Job(share_embeddings=share_embeddings))
+    assert abs(results[0][0] - loss) <= 1e-12 * abs(loss)
+    actual = assemble(itertools.chain.from_iterable(parts for _, parts, _ in results))
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert error(actual[name], tensor) <= 1e-12, name
+
+
+LAYOUTS = [
+    pytest.param(1, Layout(), id="single"),
+    pytest.param(2, Layout(tp=2), id="tp2"),
+    pytest.param(2, Layout(tp=2, sequence_parallel=True), id="tp2-sp"),
+    pytest.param(2, Layout(pp=2), id="pp2"),
+    pytest.param(2, Layout(pp=2, vpp=2), id="pp2-vpp2"),
+    pytest.param(2, Layout(), id="dp2"),
+    pytest.param(4, Layout(tp=2, pp=2), id="tp2-pp2"),
+]
+
+
+@functools.cache
+def stock() -> list[tuple[np.ndarray, np.ndarray]]:
+    (rows,) = world(1).run(stock_scores, Layout(), ScoringJob(), WARM, layout=Layout())
+    return rows
+
+
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS)
+@pytest.mark.parametrize("output", ["weighted_sum", "logits"])
+def test_scores_are_those_of_each_sample_alone(size: int, layout: Layout, output: str) -> None:
+    """On every rank, in the order of the samples, at each sample's temperature."""
+    job = ScoringJob(dtype=torch.float64, max_tokens=LONGEST + 10, all_tokens=True, output=output)
+    for scores, _ in world(size).run(scores_and_first_ratios, layout, job, WARM, layout=layout):
+        assert len(scores) == len(WARM)
+        for sample, row, (logprobs, entropy) in zip(WARM, scores, stock(), strict=True):
+            assert row.scored.tolist() == [False] + [True] * (len(sample) - 1)
+            assert np.isnan(row.logprobs[0])
+            assert np.isnan(row.entropy[0])
+            if len(sample) > 1:
+                assert error(torch.from_numpy(row.logprobs[1:]), torch.from_numpy(logprobs)) < 1e-12
+                assert error(torch.from_numpy(row.entropy[1:]), torch.from_numpy(entropy)) < 1e-12
+
+
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS)
+@pytest.mark.parametrize("output", ["weighted_sum", "logits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_importance_ratios_are_one_to_the_bit(
+    size: int, layout: Layout, output: str, dtype: torch.dtype
+) -> None:
+    job = ScoringJob(dtype=dtype, max_tokens=LONGEST + 10, output=output, entropy=output == "weighted_sum")
+    seen = set()
+    for scores, ratios in world(size).run(scores_and_first_ratios, layout, job, SAMPLES, layout=layout):
+        for sample, row in zip(SAMPLES, scores, strict=True):
+            scored = (sample.loss_mask != 0) & (np.arange(len(sample)) > 0)
+            assert np.array_equal(row.scored, scored)
+            assert np.array_equal(np.isfinite(row.logprobs), scored)
+        for index, ratio in ratios:
+            seen.add(index)
+            assert ratio.dtype == np.float32
+            assert (ratio == 1.0).all()
+    assert seen == set(range(len(SAMPLES)))
+
+
+def test_full_recompute_scores_the_same_bits() -> None:
+    recompute = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+    job = ScoringJob(dtype=torch.bfloat16, config=recompute)
+    ((_, ratios),) = world(1).run(scores_and_first_ratios, Layout(), job, SAMPLES, layout=Layout())
+    assert all((ratio == 1.0).all() for _, ratio in ratios)

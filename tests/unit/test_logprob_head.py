@@ -1,0 +1,403 @@
+"""The fused head against torch's own log_softmax, sample by sample, and against the path that has the logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import sample_lists, worst
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.logprob import (
+    Edges,
+    Head,
+    LogitShape,
+    edge_logprobs_and_entropy,
+    head_logprobs,
+    head_weighted_sum,
+    restore,
+)
+
+VOCAB, HIDDEN = 41, 6
+
+FORKED = [
+    Sample(tokens=[1, 2, 3]),
+    Sample(tokens=[1, 2, 4, 5]),
+    Sample(tokens=[1, 2, 40], loss_mask=[0, 0.5, 0]),
+    Sample(tokens=[1, 2]),
+    Sample(tokens=[7]),
+    Sample(tokens=[1, 2, 3], merge_key="warm"),
+    Sample(tokens=[1, 2, 3]),
+]
+SHAPES = [LogitShape(), LogitShape(multiplier=0.25), LogitShape(softcap=3.0), LogitShape(multiplier=2.0, softcap=5.0)]
+
+
+def parameters(layout, *, seed=0, dtype=torch.float64, scale=2.0):
+    """Hidden states ``[P, h]`` and weight ``[V, h]``."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (layout.padded_size, HIDDEN), (VOCAB, HIDDEN)
+    return tuple(
+        (scale * torch.randn(size, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+        for size in sizes
+    )
+
+
+def temperatures(layout, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return 0.3 + torch.rand(layout.padded_size, generator=generator, dtype=torch.float64)
+
+
+def logits_of(hidden, weight, shape, temperature=None):
+    """What a model with these logits computes, in plain torch."""
+    logits = shape.multiplier * (hidden @ weight.T)
+    if shape.softcap is not None:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    return logits if temperature is None else logits / temperature[:, None]
+
+
+def naive(logits, layout, needed=None):
+    """Token by token: log-probability and entropy, 0 where they are not asked for."""
+    logprob = [logits.new_zeros(())] * layout.padded_size
+    entropy = [logits.new_zeros(())] * layout.padded_size
+    for flat in range(layout.padded_size):
+        above = layout.predictor[flat]
+        if above >= 0 and (needed is None or needed[flat]):
+            scores = torch.log_softmax(logits[above], dim=0)
+            logprob[flat] = scores[layout.input_ids[flat]]
+            entropy[above] = -(scores.exp() * scores).sum()
+    return torch.stack(logprob), torch.stack(entropy)
+
+
+def fused(hidden, weight, head, *, with_entropy=True):
+    return head_logprobs(hidden[head.edges.row], weight, head, with_entropy=with_entropy)
+
+
+def gradients(outputs, leaves, *, seed=1):
+    """Of a random combination of the outputs."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(
+        (output * torch.randn(output.shape, generator=generator, dtype=torch.float64)).sum() for output in outputs
+    )
+    return torch.autograd.grad(total, leaves)
+
+
+@settings(max_examples=60)
+@given(
+    sample_lists(),
+    st.integers(0, 3),
+    st.sampled_from([1, 2, 3, 5, None]),
+    st.sampled_from(SHAPES),
+    st.booleans(),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_values_and_gradients_one_by_one(samples, seed, rows, shape, tempered, needed_share):
+    layout = fold(samples, pad_to_multiple_of=3)
+    needed = np.random.default_rng(seed).random(layout.padded_size) < needed_share
+    hidden, weight = parameters(layout, seed=seed)
+    temperature = temperatures(layout) if tempered else None
+    head = Head(
+        edges=Edges.from_layout(layout, needed=needed), shape=shape, temperature=temperature, rows_at_a_time=rows
+    )
+    actual = fused(hidden, weight, head)
+    expected = naive(logits_of(hidden, weight, shape, temperature), layout, needed)
+    for one, other in zip(actual, expected, strict=True):
+        assert worst(one, other) < 1e-12
+    got = gradients(actual, (hidden, weight))
+    if not len(head.edges.token):
+        assert not any(grad.any() for grad in got)
+        return
+    for one, other in zip(got, gradients(expected, (hidden, weight)), strict=True):
+        assert worst(one, other) < 1e-12
+
+
+@pytest.mark.parametrize("rows", [1, 4, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equal_to_the_path_that_has_the_logits(shape, rows):
+    samples = [Sample(tokens=[1, 2, branch, *range(length)]) for branch in range(7) for length in range(1, 4)]
+    layout = fold(samples, pad_to_multiple_of=4)
+    hidden, weight = parameters(layout, scale=4.0)
+    edges = Edges.from_layout(layout)
+    temperature = temperatures(layout)
+    actual = fused(hidden, weight, Head(edges=edges, shape=shape, temperature=temperature, rows_at_a_time=rows))
+    logprob, entropy = edge_logprobs_and_entropy(logits_of(hidden, weight, shape), edges, temperature=temperature)
+    expected = logprob, entropy * edges.at_rows(torch.ones(len(edges.row), dtype=torch.float64))
+    for one, other in zip(actual, expected, strict=True):
+        assert worst(one, other) < 1e-12
+    for one, other in zip(*(gradients(pair, (hidden, weight)) for pair in (actual, expected)), strict=True):
+        assert worst(one, other) < 1e-12
+
+
+def test_each_sample_alone():
+    """Restored rows are those of every sample through a head of its own; shared tokens' gradients are the sums."""
+    layout = fold(FORKED, pad_to_multiple_of=5)
+    hidden, weight = parameters(layout)
+    logprob, entropy = fused(hidden, weight, Head(edges=Edges.from_layout(layout), rows_at_a_time=2))
+    rows = zip(restore(logprob, layout), restore(entropy, layout), strict=True)
+    total, expected = hidden.new_zeros(()), hidden.new_zeros(())
+    for index, (sample, (scores, spread)) in enumerate(zip(FORKED, rows, strict=True)):
+        own = torch.log_softmax(hidden[layout.sample_tokens(index)] @ weight.T, dim=1)
+        tokens = torch.tensor(sample.tokens[1:], dtype=torch.int64)
+        alone = own[:-1].gather(1, tokens[:, None])[:, 0]
+        assert worst(scores[1:], alone) < 1e-12
+        assert worst(spread[:-1], -(own.exp() * own).sum(dim=1)[:-1]) < 1e-12
+        total, expected = total + (index + 1) * scores[1:].sum(), expected + (index + 1) * alone.sum()
+    for one, other in zip(*(torch.autograd.grad(value, (hidden, weight)) for value in (total, expected)), strict=True):
+        assert worst(one, other) < 1e-12
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tempered", [False, True])
+def test_gradcheck(shape, tempered):
+    layout = fold(FORKED, pad_to_multiple_of=5)
+    hidden, weight = parameters(layout, scale=0.5)
+    temperature = temperatures(layout) if tempered else None
+    head = Head(edges=Edges.from_layout(layout), shape=shape, temperature=temperature, rows_at_a_time=3)
+    assert torch.autograd.gradcheck(lambda *leaves: fused(*leaves, head), (hidden, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tempered", [False, True])
+def test_the_weighted_sum_and_its_gradients(shape, tempered, rows):
+    layout = fold([*FORKED, *(Sample(tokens=[9, branch, 2]) for branch in range(9))], pad_to_multiple_of=8)
+    hidden, weight = parameters(layout)
+    temperature = temperatures(layout) if tempered else None
+    needed = layout.loss_weight != 0
+    head = Head(
+        edges=Edges.from_layout(layout, needed=needed), shape=shape, temperature=temperature, rows_at_a_time=rows
+    )
+    loss_weight = torch.from_numpy(layout.loss_weight).double()
+    total, parts = head_weighted_sum(hidden[head.edges.row], weight, head, edge_weight=loss_weight[head.edges.token])
+    logprob, _ = naive(logits_of(hidden, weight, shape, temperature), layout)
+    assert worst(parts, naive(logits_of(hidden, weight, shape, temperature), layout, needed)[0]) < 1e-12
+    assert not parts.requires_grad
+    expected = torch.dot(logprob, loss_weight)
+    assert worst(total, expected) < 1e-12
+    for one, other in zip(
+        *(torch.autograd.grad(-0.3 * value, (hidden, weight)) for value in (total, expected)), strict=True
+    ):
+        assert worst(one, other) < 1e-12
+
+
+def test_a_chunk_border_may_fall_anywhere():
+    layout = fold([Sample(tokens=[1, *range(2, 12)]), Sample(tokens=[1, 2, 3, 30])])
+    hidden, weight = parameters(layout)
+    edges = Edges.from_layout(layout)
+    whole = fused(hidden, weight, Head(edges=edges, rows_at_a_time=100))
+    wanted = gradients(whole, (hidden, weight))
+    for rows in range(1, len(edges.row) + 2):
+        parts = fused(hidden, weight, Head(edges=edges, rows_at_a_time=rows))
+        assert all(worst(one, other) < 1e-13 for one, other in zip(parts, whole, strict=True))
+        got = gradients(parts, (hidden, weight))
+        assert all(worst(one, other) < 1e-12 for one, other in zip(got, wanted, strict=True))
+
+
+def test_only_the_predictors_that_are_needed_are_projected():
+    """A NaN in any other row would show."""
+    samples = [Sample(tokens=[1, 2, 3, 4], loss_mask=[0, 0, 1, 0]), Sample(tokens=[1, 2, 5], loss_mask=[0, 0, 1])]
+    layout = fold(samples, pad_to_multiple_of=8)
+    edges = Edges.from_layout(layout, needed=layout.loss_weight != 0)
+    assert edges.row.tolist() == [1]
+    assert sorted(edges.token_id.tolist()) == [3, 5]
+    hidden, weight = parameters(layout)
+    with torch.no_grad():
+        hidden[[0, 2, 3, 4, 5, 6, 7]] = float("nan")
+    logprob, entropy = fused(hidden, weight, Head(edges=edges))
+    scores = torch.log_softmax(hidden[1] @ weight.T, dim=0)
+    assert worst(logprob[edges.token], scores[edges.token_id]) < 1e-12
+    assert entropy.nonzero().flatten().tolist() == [1]
+    assert logprob.count_nonzero() == 2
+    grad_hidden, grad_weight = gradients((logprob, entropy), (hidden, weight))
+    assert grad_hidden.isfinite().all()
+    assert grad_weight.isfinite().all()
+
+
+@pytest.mark.parametrize("samples", [[], [Sample(tokens=[7])], [Sample(tokens=[1, 2], loss_mask=[1, 0])]])
+def test_nothing_to_score(samples):
+    """A rank without work still takes part: zero gradients, not none, so that hooks run."""
+    layout = fold(samples, pad_to_multiple_of=4)
+    hidden, weight = parameters(layout)
+    head = Head(edges=Edges.from_layout(layout, needed=layout.loss_weight != 0))
+    logprob, entropy = fused(hidden, weight, head)
+    total, _ = head_weighted_sum(hidden[head.edges.row], weight, head, edge_weight=hidden.new_zeros(0))
+    for output in (logprob.sum(), entropy.sum(), total):
+        assert output == 0
+        grads = torch.autograd.grad(output, (hidden, weight), retain_graph=True)
+        assert not any(grad.any() for grad in grads)
+
+
+def test_only_logprob_or_only_entropy_may_be_used():
+    layout = fold(FORKED)
+    hidden, weight = parameters(layout)
+    head = Head(edges=Edges.from_layout(layout))
+    for index in (0, 1):
+        got = torch.autograd.grad(fused(hidden, weight, head)[index].sum(), (hidden, weight))
+        wanted = torch.autograd.grad(naive(hidden @ weight.T, layout)[index].sum(), (hidden, weight))
+        assert all(worst(one, other) < 1e-12 for one, other in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_needs_no_gradient_gets_none(frozen):
+    layout = fold(FORKED)
+    leaves = dict(zip(("hidden", "weight"), parameters(layout), strict=True))
+    wanted = gradients(naive(leaves["hidden"] @ leaves["weight"].T, layout)[:1], tuple(leaves.values()))
+    head = Head(edges=Edges.from_layout(layout))
+    leaves[frozen].requires_grad_(False)
+    logprob, _ = fused(leaves["hidden"], leaves["weight"], head, with_entropy=False)
+    (free,) = (leaf for leaf in leaves.values() if leaf.requires_grad)
+    (grad,) = gradients((logprob,), (free,))
+    assert worst(grad, wanted[list(leaves).index("weight" if frozen == "hidden" else "hidden")]) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_logprobs_have_the_bits_of_the_path_with_logits(dtype, with_entropy):
+    """And do not depend on whether the entropy is asked for."""
+    layout = fold(FORKED, pad_to_multiple_of=8)
+    hidden, weight = parameters(layout, dtype=dtype)
+    edges = Edges.from_layout(layout)
+    temperature = temperatures(layout).float()
+    head = Head(edges=edges, temperature=temperature, rows_at_a_time=100)
+    logprob, _ = fused(hidden, weight, head, with_entropy=with_entropy)
+    logits = (
+        (hidden[edges.row] @ weight.T)
+        .new_zeros(layout.padded_size, VOCAB)
+        .index_copy(0, edges.row, hidden[edges.row] @ weight.T)
+    )
+    unfused, _ = edge_logprobs_and_entropy(logits, edges, temperature=temperature)
+    assert logprob.dtype == torch.float32
+    assert torch.equal(logprob, unfused)
+
+
+def test_half_precision_sums_in_fp32():
+    """With a bf16 sum over chunks of one row, the weight's gradient would be off by ten times as much."""
+    samples = [Sample(tokens=[1, *np.random.default_rng(seed).integers(0, VOCAB, 40)]) for seed in range(20)]
+    layout = fold(samples, pad_to_multiple_of=8)
+    half = parameters(layout, dtype=torch.bfloat16, scale=0.5)
+    double = tuple(leaf.detach().double().requires_grad_() for leaf in half)
+    exact = torch.autograd.grad(naive(double[0] @ double[1].T, layout)[0].sum(), double)
+    stock = torch.autograd.grad(naive((half[0] @ half[1].T).float(), layout)[0].sum(), half)
+    for rows in (1, 7, 1000):
+        head = Head(edges=Edges.from_layout(layout), rows_at_a_time=rows)
+        logprob, _ = fused(*half, head, with_entropy=False)
+        assert logprob.dtype == torch.float32
+        grads = torch.autograd.grad(logprob.sum(), half)
+        total, _ = head_weighted_sum(
+            half[0][head.edges.row], half[1], head, edge_weight=torch.ones(len(head.edges.token))
+        )
+        summed = torch.autograd.grad(total, half)
+        for got in (grads, summed):
+            for grad, without, wanted in zip(got, stock, exact, strict=True):
+                assert grad.dtype == torch.bfloat16
+                assert worst(grad, wanted) < 1.5 * worst(without, wanted)
+
+
+def test_the_same_bits_twice():
+    layout = fold(FORKED, pad_to_multiple_of=8)
+    results = []
+    for _ in range(2):
+        hidden, weight = parameters(layout, dtype=torch.float32)
+        outputs = fused(hidden, weight, Head(edges=Edges.from_layout(layout), rows_at_a_time=2))
+        results.append([*outputs, *gradients(outputs, (hidden, weight))])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_no_temporary_is_larger_than_a_chunk_of_logits():
+    """Nor is anything kept for backward that grows with rows times vocabulary."""
+    vocab, hidden_size, rows = 997, 4, 8
+    layout = fold([Sample(tokens=list(range(1, 200)))], pad_to_multiple_of=8)
+    hidden = torch.randn(layout.padded_size, hidden_size, requires_grad=True)
+    weight = torch.randn(vocab, hidden_size, requires_grad=True)
+    edges = Edges.from_layout(layout)
+    head = Head(edges=edges, rows_at_a_time=rows)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                    largest = max(largest, leaf.untyped_storage().nbytes() // 4)
+            return result
+
+    with Watch():
+        logprob, entropy = fused(hidden, weight, head)
+        (logprob.sum() + entropy.sum()).backward()
+        head_weighted_sum(hidden[edges.row], weight, head, edge_weight=torch.ones(len(edges.token)))[0].backward()
+    assert largest == rows * vocab
+    assert layout.padded_size * vocab > 20 * largest
+
+
+class Buffer:
+    """A main_grad, as DDP keeps it."""
+
+    def __init__(self, weight):
+        self.grad = torch.full_like(weight, 2.0, dtype=torch.float32)
+        self.added = 0
+
+    def buffer(self):
+        return self.grad
+
+    def placeholder(self):
+        self.added += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_gradient_may_go_elsewhere(dtype):
+    layout = fold(FORKED, pad_to_multiple_of=8)
+    hidden, weight = parameters(layout, dtype=dtype)
+    edges = Edges.from_layout(layout)
+    ones = torch.ones(len(edges.token))
+    head = Head(edges=edges, rows_at_a_time=2)
+    (expected,) = torch.autograd.grad(3 * fused(hidden, weight, head)[0].sum(), weight)
+    for score in (
+        lambda head: fused(hidden, weight, head)[0].sum(),
+        lambda head: head_weighted_sum(hidden[edges.row], weight, head, edge_weight=ones)[0],
+    ):
+        sink = Buffer(weight)
+        (3 * score(replace(head, weight_grad=sink))).backward()
+        assert sink.added == 1
+        assert weight.grad is None
+        assert worst(sink.grad - 2.0, expected) < (1e-6 if dtype is torch.float32 else 1e-2)
+        with torch.no_grad():
+            score(replace(head, weight_grad=sink))
+        assert sink.added == 1
+
+
+def test_a_weighted_sum_keeps_nothing_without_gradients():
+    layout = fold(FORKED)
+    hidden, weight = parameters(layout)
+    edges = Edges.from_layout(layout)
+    ones = torch.ones(len(edges.token), dtype=torch.float64)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape == weight.shape:
+                largest += 1
+            return result
+
+    rows = hidden[edges.row]
+    with torch.no_grad(), Watch():
+        head_weighted_sum(rows, weight, Head(edges=edges), edge_weight=ones)
+    assert largest == 0
+
+
+def test_wrong_shapes_are_refused():
+    layout = fold(FORKED)
+    hidden, weight = parameters(layout)
+    head = Head(edges=Edges.from_layout(layout))
+    count = len(head.edges.row)
+    with pytest.raises(ValueError, match=rf"hidden must be \[{count}, h\], a row for every predictor, not \[1, "):
+        head_logprobs(hidden[:1], weight, head)
+    with pytest.raises(ValueError, match=rf"weight must be \[vocabulary, {HIDDEN}\], not \[41, 5\]"):
+        head_weighted_sum(hidden[head.edges.row], weight[:, 1:], head, edge_weight=hidden.new_zeros(count))
