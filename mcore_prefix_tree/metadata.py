@@ -48,6 +48,8 @@ class TreeMetadata:
         padded_size: P, tokens in the micro-batch; those past ``cu_node_lens[-1]`` are padding.
         tree_position_ids: int32 tensor ``[P]``, depth of each token on its own path; 0 for padding.
         subtree_end: int32 tensor ``[P]``, exclusive flat end of the subtree under the token's node.
+        host_position_ids, host_subtree_end: the same two as NumPy arrays, so that plans are made without asking the
+            device.
         max_path_len: length of the longest path; the rotary table has to reach it.
         cache: plans derived by attention back-ends, shared by all layers, recompute and every forward of a step.
 
@@ -60,6 +62,8 @@ class TreeMetadata:
     padded_size: int
     tree_position_ids: torch.Tensor
     subtree_end: torch.Tensor
+    host_position_ids: Int32Array
+    host_subtree_end: Int32Array
     max_path_len: int
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -73,6 +77,8 @@ class TreeMetadata:
             padded_size=layout.padded_size,
             tree_position_ids=torch.from_numpy(layout.position_ids).to(device),
             subtree_end=torch.from_numpy(layout.subtree_end).to(device),
+            host_position_ids=layout.position_ids,
+            host_subtree_end=layout.subtree_end,
             max_path_len=layout.max_path_len,
         )
 
@@ -116,6 +122,8 @@ class TreeMetadata:
             padded_size=size,
             tree_position_ids=torch.from_numpy(position_ids).to(device),
             subtree_end=torch.from_numpy(token_end).to(device),
+            host_position_ids=position_ids,
+            host_subtree_end=token_end,
             max_path_len=int(position_ids.max()) + 1,
         )
 
@@ -141,6 +149,8 @@ class TreeMetadata:
             padded_size=self.padded_size,
             tree_position_ids=self.tree_position_ids.to(device, non_blocking=True),
             subtree_end=self.subtree_end.to(device, non_blocking=True),
+            host_position_ids=self.host_position_ids,
+            host_subtree_end=self.host_subtree_end,
             max_path_len=self.max_path_len,
         )
 

@@ -1,38 +1,76 @@
-"""The one entrance to tree attention: validates, then hands over to the back-end that the caller names."""
+"""The one entrance to tree attention: validates, asks the back-end that the caller names, and hands over to it.
+
+A back-end is a module with two functions, and none imports another:
+
+- ``attention(query, key, value, metadata, options) -> [P, H, W]``, differentiable;
+- ``refusal(case) -> str | None``, None if it supports the case, else the name of the argument at fault and why.
+
+It must be importable on any machine: what it needs beside torch is imported inside its functions.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from importlib import import_module
+from typing import Protocol, cast
 
 import torch
 
-from mcore_prefix_tree.attention.path import path_attention
-from mcore_prefix_tree.attention.reference import reference_attention
+from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.metadata import TreeMetadata
 
 
 class Backend(Protocol):
-    """What a back-end is: a function with the arguments and the result of ``reference_attention``."""
+    """What a back-end's module offers."""
 
-    def __call__(
+    def attention(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: TreeMetadata,
-        *,
-        softmax_scale: float,
+        options: AttentionOptions,
     ) -> torch.Tensor:
-        """See ``reference_attention``."""
+        """As :func:`tree_attention`, of arguments that are known to fit together."""
+
+    def refusal(self, case: Case) -> str | None:
+        """What of the case is not supported, beginning with the argument's name; None if all is."""
 
 
-BACKENDS: dict[str, Backend] = {"path": path_attention, "reference": reference_attention}
+# The module is imported when its name is first used.
+BACKENDS: dict[str, str] = {
+    "path": "mcore_prefix_tree.attention.path",
+    "reference": "mcore_prefix_tree.attention.reference",
+    "triton": "mcore_prefix_tree.attention.triton_tree",
+    "fa4": "mcore_prefix_tree.attention.fa4",
+    "cascade": "mcore_prefix_tree.attention.cascade",
+    "flex": "mcore_prefix_tree.attention.flex",
+    "magi": "mcore_prefix_tree.attention.magi",
+}
 
 
 def check_backend(name: str) -> None:
     """Raise ValueError, naming the ones there are, if ``name`` is not a back-end."""
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} does not exist; choose one of {', '.join(sorted(BACKENDS))}")
+
+
+def load_backend(name: str) -> Backend:
+    """The module of a back-end; ValueError as :func:`check_backend`."""
+    check_backend(name)
+    return cast(Backend, import_module(BACKENDS[name]))
+
+
+def supporting(case: Case) -> list[str]:
+    """The back-ends that do not refuse a case, in the order of :data:`BACKENDS`."""
+    return [name for name in BACKENDS if load_backend(name).refusal(case) is None]
+
+
+def check_case(name: str, case: Case) -> None:
+    """Raise ValueError if a back-end refuses a case: names the argument at fault and the back-ends to use instead."""
+    reason = load_backend(name).refusal(case)
+    if reason is not None:
+        others = ", ".join(supporting(case)) or "no backend does"
+        raise ValueError(f"attention backend {name!r} does not support {reason}; backends that do: {others}")
 
 
 def tree_attention(
@@ -43,6 +81,10 @@ def tree_attention(
     *,
     softmax_scale: float,
     backend: str = "path",
+    logit_softcap: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    deterministic: bool = True,
 ) -> torch.Tensor:
     """Attention in which every token sees its own path: query i sees key j if ``j <= i < subtree_end[j]``.
 
@@ -53,14 +95,30 @@ def tree_attention(
         metadata: of the micro-batch.
         softmax_scale: factor on the scores before the softmax.
         backend: a key of :data:`BACKENDS`.
+        logit_softcap, window, sinks, deterministic: see :class:`AttentionOptions`.
 
     Returns:
         ``[P, H, W]``, in the query's dtype.
 
     Raises:
-        ValueError: if a shape does not fit the metadata or the others, or the back-end does not exist.
+        ValueError: if an argument does not fit the metadata or the others, or the back-end does not exist or does not
+            support the call.
     """
+    options = AttentionOptions(
+        softmax_scale=softmax_scale,
+        logit_softcap=logit_softcap,
+        window=window,
+        sinks=sinks,
+        deterministic=deterministic,
+    )
     check_backend(backend)
+    _check_tensors(query, key, value, metadata)
+    _check_options(options, query)
+    check_case(backend, Case.of(query, key, value, options))
+    return load_backend(backend).attention(query, key, value, metadata, options)
+
+
+def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata) -> None:
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.ndim == key.ndim == value.ndim == 3:
         raise ValueError(f"tree attention takes [tokens, heads, head_dim] tensors, not {shapes}")
@@ -68,4 +126,14 @@ def tree_attention(
         raise ValueError(f"{shapes} must all have the {metadata.padded_size} tokens of the tree metadata")
     if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1] or query.shape[2] != key.shape[2]:
         raise ValueError(f"the heads or head dimensions of {shapes} do not fit together")
-    return BACKENDS[backend](query, key, value, metadata, softmax_scale=softmax_scale)
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: use one")
+
+
+def _check_options(options: AttentionOptions, query: torch.Tensor) -> None:
+    if options.logit_softcap is not None and not options.logit_softcap > 0:
+        raise ValueError(f"logit_softcap={options.logit_softcap} must be positive, or None for no cap")
+    if options.window is not None and options.window < 1:
+        raise ValueError(f"window={options.window} must be at least 1, a query itself, or None for no window")
+    if options.sinks is not None and options.sinks.shape != query.shape[1:2]:
+        raise ValueError(f"sinks {tuple(options.sinks.shape)} must have one logit for each of {query.shape[1]} heads")

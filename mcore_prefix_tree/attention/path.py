@@ -14,12 +14,15 @@ Legend: P padded tokens, H query heads, K key/value heads, D head_dim, W value h
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # Large enough for the matrix products to be efficient, small enough for the masked triangle and its bias to be cheap.
@@ -81,30 +84,43 @@ def _causal_bias(plan: _PathPlan, like: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: _Block, bias: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block: _Block,
+    bias: torch.Tensor,
+    scale: float,
+    fused: bool,
 ) -> torch.Tensor:
     """One block, ``[rows, H, D] x [keys, K, D] x [keys, K, W] -> [rows, H, W]``."""
     rows = block.end - block.start
     causal_from = bias.shape[1] - bias.shape[0]
-    out = F.scaled_dot_product_attention(
-        query.transpose(0, 1).unsqueeze(0),
-        key.transpose(0, 1).unsqueeze(0),
-        value.transpose(0, 1).unsqueeze(0),
-        attn_mask=None if block.is_root else bias[:rows, causal_from + rows - block.keys : causal_from + rows],
-        is_causal=block.is_root,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1).unsqueeze(0),
+            key.transpose(0, 1).unsqueeze(0),
+            value.transpose(0, 1).unsqueeze(0),
+            attn_mask=None if block.is_root else bias[:rows, causal_from + rows - block.keys : causal_from + rows],
+            is_causal=block.is_root,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
     return out.squeeze(0).transpose(0, 1)
 
 
 class _PathAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: _PathPlan, scale: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: _PathPlan,
+        scale: float,
+        fused: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan, ctx.scale, ctx.fused = plan, scale, fused
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         # A padding token sees itself alone, with weight one.
         out[plan.num_tokens :] = value[plan.num_tokens :].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -117,7 +133,13 @@ class _PathAttention(torch.autograd.Function):
             path_value[depth : depth + end - start] = value[start:end]
             for block in _blocks(segment):
                 out[block.start : block.end] = _attend(
-                    query[block.start : block.end], path_key[: block.keys], path_value[: block.keys], block, bias, scale
+                    query[block.start : block.end],
+                    path_key[: block.keys],
+                    path_value[: block.keys],
+                    block,
+                    bias,
+                    scale,
+                    fused,
                 )
         return out
 
@@ -160,7 +182,7 @@ class _PathAttention(torch.autograd.Function):
                     for rows in (query[block.start : block.end], path_key[: block.keys], path_value[: block.keys])
                 )
                 with torch.enable_grad():
-                    out = _attend(block_query, block_key, block_value, block, bias, ctx.scale)
+                    out = _attend(block_query, block_key, block_value, block, bias, ctx.scale, ctx.fused)
                 grads = torch.autograd.grad(
                     out, (block_query, block_key, block_value), grad_out[block.start : block.end]
                 )
@@ -169,18 +191,32 @@ class _PathAttention(torch.autograd.Function):
                 path_grad_value[: block.keys] += grads[2]
         while open_path:
             close(open_path.pop())
-        return grad_query, grad_key, grad_value, None, None
+        return grad_query, grad_key, grad_value, None, None, None
 
 
-def path_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, *, softmax_scale: float
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
 ) -> torch.Tensor:
-    """Tree attention over each segment's own path; arguments and result as ``reference_attention``.
+    """Tree attention over each segment's own path, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
 
     Saves query, key and value for backward, nothing per pair. Gradients of shared keys are summed in fp32 or better.
     """
     plan = metadata.derived("path", _build_plan)
+    # SDPA's fused backward kernels on a GPU add up in any order; its plain matrix products do not.
+    fused = query.device.type == "cpu" or not options.deterministic
     out: torch.Tensor = _PathAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, plan, softmax_scale
+        query, key, value, plan, options.softmax_scale, fused
     )
     return out
+
+
+def refusal(case: Case) -> str | None:
+    """SDPA has neither soft-cap nor sinks, and its blocks here reach back to the root of the path."""
+    options = case.options
+    if options.logit_softcap is not None:
+        return f"logit_softcap={options.logit_softcap} (SDPA has none)"
+    if options.sinks is not None:
+        return "sinks (SDPA has none)"
+    if options.window is not None:
+        return f"window={options.window} (its blocks reach back to the root of the path)"
+    return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.metadata import TreeMetadata
 
 
@@ -16,8 +17,14 @@ def visibility(metadata: TreeMetadata) -> torch.Tensor:
     return (index[None, :] <= index[:, None]) & (index[:, None] < metadata.subtree_end[None, :])
 
 
-def reference_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, *, softmax_scale: float
+def window_visibility(metadata: TreeMetadata, window: int) -> torch.Tensor:
+    """bool ``[P, P]``: entry (i, j) is whether key j is less than ``window`` positions above query i."""
+    position = metadata.tree_position_ids
+    return position[:, None] - position[None, :] < window
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
 ) -> torch.Tensor:
     """``softmax(scale * q k^T, over the visible keys) v``, each group of ``H / K`` query heads sharing a key head.
 
@@ -26,13 +33,28 @@ def reference_attention(
         key: ``[P, K, D]``.
         value: ``[P, K, W]``.
         metadata: of the micro-batch.
-        softmax_scale: factor on the scores.
+        options: scale, soft-cap, window and sinks.
 
     Returns:
         ``[P, H, W]``.
     """
     group = query.shape[1] // key.shape[1]
     visible = metadata.derived("reference", visibility)
-    scores = torch.einsum("ihd,jhd->hij", query, key.repeat_interleave(group, dim=1)) * softmax_scale
-    probabilities = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    if options.window is not None:
+        visible = visible & window_visibility(metadata, options.window)
+    scores = torch.einsum("ihd,jhd->hij", query, key.repeat_interleave(group, dim=1)) * options.softmax_scale
+    if options.logit_softcap is not None:
+        scores = options.logit_softcap * torch.tanh(scores / options.logit_softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if options.sinks is not None:
+        # One more key that everybody sees and that has no value.
+        sink = options.sinks.to(scores.dtype)[:, None, None].expand(-1, len(visible), 1)
+        probabilities = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+    else:
+        probabilities = torch.softmax(scores, dim=-1)
     return torch.einsum("hij,jhw->ihw", probabilities, value.repeat_interleave(group, dim=1))
+
+
+def refusal(case: Case) -> str | None:
+    """Nothing is refused: this is what all others are measured against."""
+    return None

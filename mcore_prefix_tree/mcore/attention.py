@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mcore_prefix_tree.attention import tree_attention
-from mcore_prefix_tree.mcore.packed_seq_params import tree_params_of
+from mcore_prefix_tree.mcore.packed_seq_params import CORE_KNOWS_TREES, TreePackedSeqParams, tree_params_of
 from mcore_prefix_tree.mcore.validation import check_config
 from mcore_prefix_tree.metadata import TreeMetadata
 
@@ -46,9 +46,13 @@ class TreeSelfAttentionMixin:
 
 def _gather_rotary(table: Any, metadata: TreeMetadata) -> Any:
     """The rows of the rotary table at each token's position; gathered once per micro-batch and table."""
+    tables = table if isinstance(table, tuple) else (table,)
+    if CORE_KNOWS_TREES and all(one.shape[0] == metadata.padded_size for one in tables):
+        # The GPTModel of a patched Megatron-Core has gathered them. (Its table has max_path_len rows; where these are
+        # as many as there are tokens, the forest is one path without padding and gathering changes nothing.)
+        return table
     gathered = metadata.cache.get("rotary")
     if gathered is None or gathered[0] is not table:
-        tables = table if isinstance(table, tuple) else (table,)
         for one in tables:
             if one.shape[0] < metadata.max_path_len:
                 raise ValueError(
@@ -87,11 +91,7 @@ class TreeCoreAttentionMixin:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As the base class: ``[P, 1, heads, head_dim]`` inputs to ``[P, 1, heads * head_dim]``.
-
-        Raises:
-            ValueError: if a folded micro-batch comes with a mask or a bias, or with a batch size other than one.
-        """
+        """As the base class without a tree, :func:`attend` with one."""
         tree = tree_params_of(packed_seq_params)
         if tree is None:
             out: torch.Tensor = super().forward(  # type: ignore[misc]
@@ -105,21 +105,51 @@ class TreeCoreAttentionMixin:
                 **kwargs,
             )
             return out
-        if attention_mask is not None or attention_bias is not None:
-            name = "attention_bias" if attention_mask is None else "attention_mask"
-            raise ValueError(f"{name} must be None with a folded micro-batch: the tree says who sees whom")
-        if query.shape[1] != 1:
-            raise ValueError(f"a folded micro-batch has batch size 1, not {query.shape[1]}; set micro_batch_size=1")
-        assert tree.tree_metadata is not None
-        folded = tree_attention(
-            query.squeeze(1),
-            key.squeeze(1),
-            value.squeeze(1),
-            tree.tree_metadata,
-            softmax_scale=self.tree_softmax_scale,
-            backend=tree.attention_backend,
-        )
-        return folded.reshape(folded.shape[0], 1, -1)
+        return attend(tree, query, key, value, attention_mask, attention_bias, softmax_scale=self.tree_softmax_scale)
+
+
+def attend(
+    tree: TreePackedSeqParams,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    attention_bias: torch.Tensor | None,
+    *,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """What a core attention of Megatron-Core answers for a folded micro-batch.
+
+    Args:
+        tree: of the micro-batch.
+        query: ``[P, 1, H, D]``.
+        key: ``[P, 1, K, D]``.
+        value: ``[P, 1, K, W]``.
+        attention_mask: must be None.
+        attention_bias: must be None.
+        softmax_scale: factor on the scores before the softmax.
+
+    Returns:
+        ``[P, 1, H * W]``.
+
+    Raises:
+        ValueError: if there is a mask or a bias, or the batch size is not one.
+    """
+    if attention_mask is not None or attention_bias is not None:
+        name = "attention_bias" if attention_mask is None else "attention_mask"
+        raise ValueError(f"{name} must be None with a folded micro-batch: the tree says who sees whom")
+    if query.shape[1] != 1:
+        raise ValueError(f"a folded micro-batch has batch size 1, not {query.shape[1]}; set micro_batch_size=1")
+    assert tree.tree_metadata is not None
+    folded = tree_attention(
+        query.squeeze(1),
+        key.squeeze(1),
+        value.squeeze(1),
+        tree.tree_metadata,
+        softmax_scale=softmax_scale,
+        backend=tree.attention_backend,
+    )
+    return folded.reshape(folded.shape[0], 1, -1)
 
 
 @cache

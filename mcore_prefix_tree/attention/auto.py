@@ -1,0 +1,143 @@
+"""Which back-end a run takes when none is named: the fastest measured on a tree like its own, chosen once.
+
+``auto`` is a setting of a job, never of a call: it becomes the name of a back-end before the first micro-batch is
+folded, and that name is what micro-batches carry. So a run cannot change its back-end, and ranks cannot disagree as
+long as they ask about the same shape.
+
+The measurements are in ``costs.json``, written by ``scripts/render_results.py`` from the attention benchmarks under
+``benchmarks/results``. Where nothing was measured, :data:`PREFERENCE` decides, and the reason says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from mcore_prefix_tree.attention.api import check_backend, load_backend
+from mcore_prefix_tree.attention.blocks import visible_pairs
+from mcore_prefix_tree.attention.options import Case
+from mcore_prefix_tree.attention.spans import cut_into_spans
+from mcore_prefix_tree.metadata import TreeMetadata
+
+AUTO = "auto"
+
+# By kind of device, where nothing was measured. On GPUs nothing has been yet.
+PREFERENCE = {
+    "cuda": ("triton", "fa4", "cascade", "flex", "magi", "path"),
+    "cpu": ("path", "cascade"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeShape:
+    """What of a forest the speed of a back-end depends on.
+
+    Attributes:
+        tokens: physical.
+        segments: runs of tokens without branching, empty ones left out.
+        pairs: visible ones.
+        depth: most branches with anything beside their first child, one below the other; 0 without sharing.
+    """
+
+    tokens: int
+    segments: int
+    pairs: int
+    depth: int
+
+    @classmethod
+    def of(cls, forests: Sequence[TreeMetadata]) -> TreeShape:
+        """Of all micro-batches of a step together.
+
+        Raises:
+            ValueError: if there is no token.
+        """
+        spans = [cut_into_spans(forest) for forest in forests]
+        tokens = sum(forest.padded_size for forest in forests)
+        if not tokens:
+            raise ValueError("the shape of no forest at all is asked for")
+        return cls(
+            tokens=tokens,
+            segments=sum(len(one.runs) - 1 for one in spans) + sum(len(one.keys) for one in spans),
+            pairs=sum(visible_pairs(forest) for forest in forests),
+            depth=max(int(one.depth.max(initial=-1)) + 1 for one in spans),
+        )
+
+    def distance(self, other: TreeShape) -> float:
+        """Between shapes: of tokens a segment, of keys a token and of depth, in powers of two."""
+        ratios = (
+            self.tokens / self.segments / (other.tokens / other.segments),
+            self.pairs / self.tokens / (other.pairs / other.tokens),
+            (1 + self.depth) / (1 + other.depth),
+        )
+        return sum(abs(math.log2(ratio)) for ratio in ratios)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A back-end and why.
+
+    Attributes:
+        backend: a name of ``mcore_prefix_tree.attention.BACKENDS``.
+        reason: for a log.
+    """
+
+    backend: str
+    reason: str
+
+
+def check_setting(name: str) -> None:
+    """Raise ValueError if ``name`` is neither a back-end nor :data:`AUTO`."""
+    if name != AUTO:
+        check_backend(name)
+
+
+def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> Choice:
+    """The back-end for a run.
+
+    Args:
+        case: of its calls. Only back-ends that train it are considered, so that validation runs the same one.
+        shape: of its first step, the same on every rank.
+        device_name: of its GPU, as torch names it; the measurements of other GPUs do not count.
+
+    Raises:
+        ValueError: no back-end supports the case; says why each one does not.
+    """
+    trains = replace(case, needs_grad=True)
+    refusals = {name: load_backend(name).refusal(trains) for name in PREFERENCE[case.device.type]}
+    able = [name for name, refusal in refusals.items() if refusal is None]
+    if not able:
+        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+        raise ValueError(f"no attention backend but 'reference' supports this run ({reasons})")
+    if shape.depth == 0 and "cascade" in able:
+        return Choice(backend="cascade", reason="nothing is shared, and without sharing it is the stock causal kernel")
+    measured = [row for row in _measured(case, device_name) if any(name in row["seconds"] for name in able)]
+    if not measured:
+        what = case.device.type if device_name is None else device_name
+        return Choice(backend=able[0], reason=f"first in order of preference; {what}, {case.dtype}: not yet measured")
+    row = min(measured, key=lambda row: _distance(row, case, shape))
+    seconds = {name: row["seconds"][name] for name in able if name in row["seconds"]}
+    best = min(seconds, key=lambda name: seconds[name])
+    times = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in sorted(seconds.items(), key=lambda one: one[1]))
+    return Choice(backend=best, reason=f"fastest on the measured shape nearest to this one ({row['name']}: {times})")
+
+
+def _measured(case: Case, device_name: str | None) -> list[dict[str, Any]]:
+    """The rows of the same device and dtype."""
+    wanted = (case.device.type if device_name is None else device_name, str(case.dtype).removeprefix("torch."))
+    return [row for row in cost_table() if (row["device"], row["dtype"]) == wanted]
+
+
+def _distance(row: dict[str, Any], case: Case, shape: TreeShape) -> float:
+    return TreeShape(**row["shape"]).distance(shape) + abs(math.log2(row["head_dim"] / case.head_dim))
+
+
+@cache
+def cost_table() -> list[dict[str, Any]]:
+    """The measured rows: device, machine, dtype, head_dim, name and shape of the forest, seconds by back-end."""
+    rows: list[dict[str, Any]] = json.loads(files(__package__).joinpath("costs.json").read_text())["rows"]
+    return rows

@@ -1,0 +1,12 @@
+"""Back-end ``cascade``: an ordinary varlen attention, called once for the runs and once per nesting depth."""
+
+from mcore_prefix_tree.attention.cascade.cascade import (
+    CPU_KERNELS,
+    CUDA_KERNELS,
+    attention,
+    attention_through,
+    choose_kernel,
+    refusal,
+)
+
+__all__ = ["CPU_KERNELS", "CUDA_KERNELS", "attention", "attention_through", "choose_kernel", "refusal"]

@@ -1,0 +1,189 @@
+"""Tree attention as a cascade: one causal varlen call and one full call per nesting depth, merged exactly.
+
+The softmax over all keys of a query is the average of the softmaxes over parts of them, weighted by the exponentials of
+their log-sum-exp. Backward gives every call the *merged* result and log-sum-exp; then the gradients of query add up
+over the calls, and each call's gradients of its keys are exact (see ``kernels.py``).
+
+A sink is one more part: a score without a value. It joins in the merge.
+
+Legend: P padded tokens, R rows of a call, H query heads, K key/value heads, D head_dim, W value head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mcore_prefix_tree.attention.cascade.cuda import FlashAttention2, FlashAttention3, TorchFlash
+from mcore_prefix_tree.attention.cascade.kernels import CpuFlash, Plain, VarlenKernel
+from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Rows, build_plan
+from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.metadata import TreeMetadata
+
+# In the order of preference: the fastest first.
+CUDA_KERNELS: tuple[VarlenKernel, ...] = (FlashAttention3(), FlashAttention2(), TorchFlash())
+CPU_KERNELS: tuple[VarlenKernel, ...] = (CpuFlash(), Plain())
+
+
+def kernels_of(device: torch.device) -> tuple[VarlenKernel, ...]:
+    """The kernels for a device, fastest first, installed or not."""
+    return CPU_KERNELS if device.type == "cpu" else CUDA_KERNELS
+
+
+def choose_kernel(case: Case) -> VarlenKernel | None:
+    """The fastest kernel that supports a case; None if none does.
+
+    A kernel without a backward for the case comes last even where none is asked for: under activation recompute the
+    forward is run first without and then with gradients, and both have to be the same kernel's.
+    """
+    for needs_grad in (True, case.needs_grad):
+        asked = replace(case, needs_grad=needs_grad)
+        for kernel in kernels_of(case.device):
+            if kernel.refusal(asked) is None:
+                return kernel
+    return None
+
+
+def refusal(case: Case) -> str | None:
+    """Windows, and what no varlen kernel of the device supports."""
+    if case.options.window is not None:
+        return f"window={case.options.window} (a varlen call shows all queries of a span the same keys)"
+    if choose_kernel(case) is not None:
+        return None
+    *others, always_there = kernels_of(case.device)
+    reasons = [f"{kernel.name}: {kernel.refusal(case)}" for kernel in others]
+    return f"{always_there.refusal(case)} with the varlen kernel of {always_there.name} ({'; '.join(reasons)})"
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
+) -> torch.Tensor:
+    """Tree attention through the fastest varlen kernel there is, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
+
+    Saves query, key, value, the result and one fp32 number per query and head for backward.
+    """
+    kernel = choose_kernel(Case.of(query, key, value, options))
+    assert kernel is not None, "refused before"
+    return attention_through(kernel, query, key, value, metadata, options)
+
+
+def attention_through(
+    kernel: VarlenKernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    metadata: TreeMetadata,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """:func:`attention` through a kernel that the caller chose, and that does not refuse the case."""
+    plan = metadata.derived("cascade", build_plan)
+    width = value.shape[2]
+    if kernel.head_dim_multiple is not None:
+        # Zeros change neither a score nor a result, and autograd cuts them off again.
+        dim = -(-max(query.shape[2], width) // kernel.head_dim_multiple) * kernel.head_dim_multiple
+        query, key, value = (_widened(one, dim) for one in (query, key, value))
+    out: torch.Tensor = _CascadeAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, options.sinks, plan, kernel, options
+    )
+    return out[..., :width]
+
+
+def _widened(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    missing = dim - tensor.shape[2]
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+class _CascadeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        plan: CascadePlan,
+        kernel: VarlenKernel,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        part, lse = kernel.forward(query, key, value, plan.runs, options)
+        assert lse.shape == (query.shape[1], query.shape[0]), f"{kernel.name} returned statistics {tuple(lse.shape)}"
+        out = part.to(_exact(part.dtype)) if plan.levels or sinks is not None else part
+        for level in plan.levels:
+            part, part_lse = kernel.forward(
+                _take(query, level.queries),
+                _take(key, level.keys),
+                _take(value, level.keys),
+                level.sequences,
+                options,
+            )
+            merged, rows = _take(out, level.queries), _take(lse, level.queries, dim=1)
+            both = torch.logaddexp(rows, part_lse)
+            merged = _weighted(merged, rows - both) + _weighted(part, part_lse - both)
+            _put(out, level.queries, merged)
+            _put(lse, level.queries, both, dim=1)
+        if sinks is not None:
+            both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out, lse = _weighted(out, lse - both), both
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.plan, ctx.kernel, ctx.options = plan, kernel, options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        plan: CascadePlan = ctx.plan
+        grad_out = grad_outputs[0].contiguous()
+        grad_query, grad_key, grad_value = ctx.kernel.backward(
+            grad_out, query, key, value, out, lse, plan.runs, ctx.options
+        )
+        # One part per level adds to a query's gradient; a key has two parts at most, so its sum is rounded once.
+        if plan.levels:
+            grad_query = grad_query.to(_exact(query.dtype))
+        for level in plan.levels:
+            parts = ctx.kernel.backward(
+                _take(grad_out, level.queries),
+                _take(query, level.queries),
+                _take(key, level.keys),
+                _take(value, level.keys),
+                _take(out, level.queries),
+                _take(lse, level.queries, dim=1).contiguous(),
+                level.sequences,
+                ctx.options,
+            )
+            totals = (grad_query, level.queries), (grad_key, level.keys), (grad_value, level.keys)
+            for (total, rows), part in zip(totals, parts, strict=True):
+                _put(total, rows, (_take(total, rows).to(_exact(total.dtype)) + part).to(total.dtype))
+        grad_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            # The sink's weight w pulls the result towards zero: d out / d sink = -w * out.
+            weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+            grad_sinks = -(weight * (grad_out.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
+        return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None, None, None
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _weighted(part: torch.Tensor, log_weight: torch.Tensor) -> torch.Tensor:
+    """``[R, H, W]`` times the exponential of ``[H, R]``."""
+    return part * torch.exp(log_weight).T[..., None]
+
+
+def _take(tensor: torch.Tensor, rows: Rows, *, dim: int = 0) -> torch.Tensor:
+    """The rows along a dimension: a view of a slice, else a copy."""
+    if isinstance(rows, slice):
+        return tensor.narrow(dim, rows.start, rows.stop - rows.start)
+    return tensor.index_select(dim, rows)
+
+
+def _put(tensor: torch.Tensor, rows: Rows, values: torch.Tensor, *, dim: int = 0) -> None:
+    """Overwrite the rows along a dimension."""
+    if isinstance(rows, slice):
+        tensor.narrow(dim, rows.start, rows.stop - rows.start).copy_(values)
+    else:
+        tensor.index_copy_(dim, rows, values)

@@ -1,0 +1,274 @@
+"""The varlen FlashAttention kernels of a GPU that the cascade can stand on. None of them is changed or patched.
+
+Each is called below its autograd function, where log-sum-exp comes out and goes in. The packages are imported when a
+kernel runs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+from mcore_prefix_tree.attention.cascade.kernels import Tensors
+from mcore_prefix_tree.attention.cascade.sequences import Sequences
+from mcore_prefix_tree.attention.options import AttentionOptions, Case
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_LARGEST_HEAD_DIM = 256
+
+
+@cache
+def _flash_attn_is_missing() -> str | None:
+    try:
+        installed = version("flash-attn")
+    except PackageNotFoundError:
+        return "device=cuda without flash-attn, which is not installed"
+    if tuple(int(part) for part in installed.split(".")[:2]) < (2, 7):
+        return f"device=cuda with flash-attn {installed} (needs 2.7 or newer)"
+    return None
+
+
+@cache
+def _flash_attn_interface_is_missing() -> bool:
+    return find_spec("flash_attn_interface") is None
+
+
+def _common_refusal(case: Case, oldest: tuple[int, int], newest: tuple[int, int]) -> str | None:
+    """What all of them want: a GPU of certain generations, 16-bit floats, heads of at most 256."""
+    if case.capability is None:
+        return f"device={case.device.type} (it is a CUDA kernel)"
+    if not oldest <= case.capability <= newest:
+        return f"a GPU of compute capability {case.capability[0]}.{case.capability[1]}"
+    if case.dtype not in _DTYPES:
+        return f"dtype={case.dtype} (it takes bfloat16 and float16)"
+    if max(case.head_dim, case.value_dim) > _LARGEST_HEAD_DIM:
+        return f"head_dim={max(case.head_dim, case.value_dim)} (at most {_LARGEST_HEAD_DIM})"
+    return None
+
+
+class TorchFlash:
+    """FlashAttention-2 inside torch."""
+
+    name: str = "torch"
+    head_dim_multiple: int | None = 8
+
+    def refusal(self, case: Case) -> str | None:
+        """It has no soft-cap, and adds dQ up in any order unless torch's own switch is on."""
+        if case.options.logit_softcap is not None:
+            return f"logit_softcap={case.options.logit_softcap}"
+        if case.needs_grad and case.options.deterministic and not _torch_is_deterministic():
+            return "deterministic=True (needs torch.use_deterministic_algorithms(True))"
+        return _common_refusal(case, (8, 0), (99, 0))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`VarlenKernel`."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            sequences.cu_q,
+            sequences.cu_k,
+            sequences.max_q,
+            sequences.max_k,
+            0.0,
+            sequences.causal,
+            False,
+            scale=options.softmax_scale,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> Tensors:
+        """See :class:`VarlenKernel`."""
+        grads: Tensors = torch.ops.aten._flash_attention_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            sequences.cu_q,
+            sequences.cu_k,
+            sequences.max_q,
+            sequences.max_k,
+            0.0,
+            sequences.causal,
+            torch.zeros(2, dtype=torch.uint64, device=query.device),  # of dropout, like the next
+            torch.empty(0, device=query.device),
+            scale=options.softmax_scale,
+        )
+        return grads
+
+
+def _torch_is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+class FlashAttention2:
+    """The package ``flash-attn`` 2."""
+
+    name: str = "flash-attn 2"
+    head_dim_multiple: int | None = 8
+
+    def refusal(self, case: Case) -> str | None:
+        """From 2.7 on, where the statistics have one number per query and head."""
+        return _flash_attn_is_missing() or _common_refusal(case, (8, 0), (99, 0))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`VarlenKernel`."""
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+
+        out, lse, *_ = _flash_attn_varlen_forward(
+            query,
+            key,
+            value,
+            sequences.cu_q,
+            sequences.cu_k,
+            sequences.max_q,
+            sequences.max_k,
+            0.0,
+            options.softmax_scale,
+            causal=sequences.causal,
+            softcap=options.logit_softcap or 0.0,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> Tensors:
+        """See :class:`VarlenKernel`."""
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
+
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        _flash_attn_varlen_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            *grads,
+            sequences.cu_q,
+            sequences.cu_k,
+            sequences.max_q,
+            sequences.max_k,
+            0.0,
+            options.softmax_scale,
+            sequences.causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=options.logit_softcap or 0.0,
+            alibi_slopes=None,
+            deterministic=options.deterministic,
+        )
+        return grads
+
+
+class FlashAttention3:
+    """The ``flash_attn_interface`` that FlashAttention's ``hopper`` folder installs."""
+
+    name: str = "FlashAttention-3"
+    head_dim_multiple: int | None = 8
+
+    def refusal(self, case: Case) -> str | None:
+        """For Hopper alone; it has no deterministic backward for its largest heads."""
+        if _flash_attn_interface_is_missing():
+            return "device=cuda without flash_attn_interface, which is not installed"
+        if case.needs_grad and case.options.deterministic and max(case.head_dim, case.value_dim) > 192:
+            return "deterministic=True with a head_dim above 192"
+        return _common_refusal(case, (9, 0), (9, 0))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`VarlenKernel`."""
+        from flash_attn_interface import _flash_attn_forward
+
+        out, lse, *_ = _flash_attn_forward(
+            query,
+            key,
+            value,
+            cu_seqlens_q=sequences.cu_q,
+            cu_seqlens_k=sequences.cu_k,
+            max_seqlen_q=sequences.max_q,
+            max_seqlen_k=sequences.max_k,
+            softmax_scale=options.softmax_scale,
+            causal=sequences.causal,
+            softcap=options.logit_softcap or 0.0,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> Tensors:
+        """See :class:`VarlenKernel`."""
+        from flash_attn_interface import _flash_attn_backward
+
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        _flash_attn_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            sequences.cu_q,
+            sequences.cu_k,
+            None,
+            None,
+            sequences.max_q,
+            sequences.max_k,
+            *grads,
+            options.softmax_scale,
+            sequences.causal,  # by place: its name changed between releases
+            softcap=options.logit_softcap or 0.0,
+            deterministic=options.deterministic,
+        )
+        return grads

@@ -1,0 +1,219 @@
+"""What the cascade asks of a varlen attention kernel, and the kernels that run on a CPU.
+
+A kernel returns the log-sum-exp of the scores beside its result, and its backward takes both as arguments. The backward
+of softmax needs nothing else of the forward (Dao, FlashAttention-2, algorithm 2): given the result and the log-sum-exp
+over *all* keys of a query, it returns the exact gradients with respect to the keys it is shown.
+
+Legend: Q queries, N keys of all sequences of a call, H query heads, K key/value heads, D head_dim, W value head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from mcore_prefix_tree.attention.cascade.sequences import Sequences
+from mcore_prefix_tree.attention.options import AttentionOptions, Case
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class VarlenKernel(Protocol):
+    """One varlen attention.
+
+    Attributes:
+        name: as messages say it.
+        head_dim_multiple: what D and W have to be a multiple of, and equal; None if any two will do.
+    """
+
+    name: str
+    head_dim_multiple: int | None
+
+    def refusal(self, case: Case) -> str | None:
+        """As a back-end's: the argument it does not support and why, or None."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[Q, H, D], [N, K, D], [N, K, W]`` to the result ``[Q, H, W]`` and its log-sum-exp ``[H, Q]``.
+
+        The log-sum-exp is natural, of the scaled and capped scores, in fp32 or better.
+        """
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> Tensors:
+        """Gradients of query, key and value, for an ``out`` and ``lse`` that may cover more keys than these."""
+
+
+def _spans(sequences: Sequences) -> Iterator[tuple[slice, slice]]:
+    """Rows of queries and rows of keys of each sequence."""
+    q, k = sequences.host_cu_q, sequences.host_cu_k
+    for q_start, q_end, k_start, k_end in zip(q[:-1], q[1:], k[:-1], k[1:], strict=True):
+        yield slice(q_start, q_end), slice(k_start, k_end)
+
+
+class Plain:
+    """The contract spelled out, one sequence at a time, in fp32 or better. Holds one number per pair of a sequence."""
+
+    name: str = "plain"
+    head_dim_multiple: int | None = None
+
+    def refusal(self, case: Case) -> str | None:
+        """For the CPU: it would crawl on a GPU."""
+        return None if case.device.type == "cpu" else f"device={case.device.type}"
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`VarlenKernel`."""
+        group = query.shape[1] // key.shape[1]
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+        lse = query.new_empty(query.shape[1], query.shape[0], dtype=_exact(query.dtype))
+        for q, k in _spans(sequences):
+            scores, _ = _scores(query[q], key[k], options, causal=sequences.causal)
+            lse[:, q] = scores.logsumexp(dim=-1)
+            weights = torch.exp(scores - lse[:, q, None])
+            out[q] = torch.einsum("hij,jhw->ihw", weights, _repeated(value[k], group)).to(out.dtype)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> Tensors:
+        """See :class:`VarlenKernel`."""
+        group = query.shape[1] // key.shape[1]
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        for q, k in _spans(sequences):
+            scores, slope = _scores(query[q], key[k], options, causal=sequences.causal)
+            weights = torch.exp(scores - lse[:, q, None])
+            grad, result = (one[q].to(weights.dtype) for one in (grad_out, out))
+            grad_weights = torch.einsum("ihw,jhw->hij", grad, _repeated(value[k], group))
+            grad_scores = weights * (grad_weights - (grad * result).sum(-1).T[..., None]) * slope
+            grads[0][q] = torch.einsum("hij,jhd->ihd", grad_scores, _repeated(key[k], group))
+            grad_key = torch.einsum("hij,ihd->jhd", grad_scores, query[q].to(weights.dtype))
+            grads[1][k] = grad_key.unflatten(1, (-1, group)).sum(2)
+            grad_value = torch.einsum("hij,ihw->jhw", weights, grad)
+            grads[2][k] = grad_value.unflatten(1, (-1, group)).sum(2)
+        return grads
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _repeated(rows: torch.Tensor, group: int) -> torch.Tensor:
+    return rows.to(_exact(rows.dtype)).repeat_interleave(group, dim=1)
+
+
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, options: AttentionOptions, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """``[H, i, j]`` scaled, capped and masked, and their derivative with respect to ``query @ key``."""
+    repeated = _repeated(key, query.shape[1] // key.shape[1])
+    scores = torch.einsum("ihd,jhd->hij", query.to(repeated.dtype), repeated) * options.softmax_scale
+    slope: torch.Tensor | float = options.softmax_scale
+    if options.logit_softcap is not None:
+        bent = torch.tanh(scores / options.logit_softcap)
+        scores, slope = options.logit_softcap * bent, options.softmax_scale * (1 - bent * bent)
+    if causal:
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores, slope
+
+
+class CpuFlash:
+    """The flash kernel behind torch's own SDPA on a CPU, one sequence at a time."""
+
+    name: str = "torch on the CPU"
+    head_dim_multiple: int | None = 1
+
+    def refusal(self, case: Case) -> str | None:
+        """It has no soft-cap."""
+        if case.device.type != "cpu":
+            return f"device={case.device.type}"
+        return None if case.options.logit_softcap is None else f"logit_softcap={case.options.logit_softcap}"
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`VarlenKernel`."""
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+        lse = query.new_empty(query.shape[1], query.shape[0], dtype=_exact(query.dtype))
+        for q, k in _spans(sequences):
+            rows, lse[:, q] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _batched(query[q]),
+                _batched(key[k]),
+                _batched(value[k]),
+                0.0,
+                sequences.causal,
+                scale=options.softmax_scale,
+            )
+            out[q] = rows[0].transpose(0, 1)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> Tensors:
+        """See :class:`VarlenKernel`."""
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        for q, k in _spans(sequences):
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _batched(grad_out[q]),
+                _batched(query[q]),
+                _batched(key[k]),
+                _batched(value[k]),
+                _batched(out[q]),
+                lse[None, :, q],
+                0.0,
+                sequences.causal,
+                scale=options.softmax_scale,
+            )
+            for grad, rows, one in zip(grads, (q, k, k), found, strict=True):
+                grad[rows] = one[0].transpose(0, 1)
+        return grads
+
+
+def _batched(rows: torch.Tensor) -> torch.Tensor:
+    """``[n, heads, dim]`` to ``[1, heads, n, dim]``."""
+    return rows.transpose(0, 1).unsqueeze(0)

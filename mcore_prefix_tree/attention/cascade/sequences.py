@@ -1,0 +1,120 @@
+"""The calls of an ordinary varlen attention whose pairs together are the visible pairs.
+
+One causal call takes all runs, one full call all branches of the same nesting depth, whose queries are disjoint (see
+:mod:`mcore_prefix_tree.attention.spans`).
+
+Legend: P padded tokens, N sequences of a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from mcore_prefix_tree.attention.blocks import upload
+from mcore_prefix_tree.attention.spans import Int64Array, cut_into_spans
+from mcore_prefix_tree.metadata import TreeMetadata
+
+Rows = slice | torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sequences:
+    """N runs of queries, each of which attends to a run of keys of its own.
+
+    Attributes:
+        host_cu_q: borders of the runs of queries, from 0, ``N + 1`` integers; no run is empty.
+        host_cu_k: of the runs of keys.
+        cu_q, cu_k: the same, int32 ``[N + 1]`` on the device.
+        causal: query i of a run sees keys 0 to i of its run, which are as many; otherwise it sees all of them.
+    """
+
+    host_cu_q: list[int]
+    host_cu_k: list[int]
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    causal: bool
+
+    @classmethod
+    def of(cls, query_lens: Int64Array, key_lens: Int64Array, *, causal: bool, device: torch.device) -> Sequences:
+        """From the lengths of the runs."""
+        cu_q, cu_k = (np.concatenate([[0], np.cumsum(lens)]).astype(np.int32) for lens in (query_lens, key_lens))
+        return cls(
+            host_cu_q=cu_q.tolist(),
+            host_cu_k=cu_k.tolist(),
+            cu_q=upload(cu_q, device),
+            cu_k=upload(cu_k, device),
+            causal=causal,
+        )
+
+    @cached_property
+    def max_q(self) -> int:
+        """Queries of the longest run."""
+        return int(np.diff(self.host_cu_q).max())
+
+    @cached_property
+    def max_k(self) -> int:
+        """Keys of the longest run."""
+        return int(np.diff(self.host_cu_k).max())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Level:
+    """One full call.
+
+    Attributes:
+        queries: rows of the flat tokens that ask, ascending.
+        keys: rows of the flat tokens that are seen, ascending.
+        sequences: over these rows.
+    """
+
+    queries: Rows
+    keys: Rows
+    sequences: Sequences
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CascadePlan:
+    """All calls of a micro-batch.
+
+    Attributes:
+        runs: the causal call over all P tokens.
+        levels: the full calls, outermost branches first.
+    """
+
+    runs: Sequences
+    levels: list[Level]
+
+
+def build_plan(metadata: TreeMetadata) -> CascadePlan:
+    """The calls of a micro-batch, on the device of its metadata."""
+    device = metadata.subtree_end.device
+    spans = cut_into_spans(metadata)
+    run_lens = np.diff(spans.runs)
+    return CascadePlan(
+        runs=Sequences.of(run_lens, run_lens, causal=True, device=device),
+        levels=[
+            _level(spans.queries[spans.depth == depth], spans.keys[spans.depth == depth], device)
+            for depth in range(int(spans.depth.max(initial=-1)) + 1)
+        ],
+    )
+
+
+def _level(queries: Int64Array, keys: Int64Array, device: torch.device) -> Level:
+    return Level(
+        queries=_rows(queries, device),
+        keys=_rows(keys, device),
+        sequences=Sequences.of(queries[:, 1] - queries[:, 0], keys[:, 1] - keys[:, 0], causal=False, device=device),
+    )
+
+
+def _rows(spans: Int64Array, device: torch.device) -> Rows:
+    """Spans ``[N, 2]`` as one slice if they touch, so that nothing is gathered, else as int64 indices."""
+    if (spans[1:, 0] == spans[:-1, 1]).all():
+        return slice(int(spans[0, 0]), int(spans[-1, 1]))
+    lens = spans[:, 1] - spans[:, 0]
+    rows = np.arange(lens.sum()) + np.repeat(spans[:, 0] - (np.cumsum(lens) - lens), lens)
+    return upload(rows.astype(np.int32), device).long()

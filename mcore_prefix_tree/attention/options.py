@@ -1,0 +1,73 @@
+"""What a caller may ask of tree attention beside the tensors, and the description of a call that back-ends judge.
+
+Legend: P padded tokens, H query heads, K key/value heads, D head_dim, W value head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionOptions:
+    """The mathematics of a call: ``softmax(cap(scale * q k^T), over the visible keys and the sink) v``.
+
+    Attributes:
+        softmax_scale: factor on the scores.
+        logit_softcap: c > 0 replaces each scaled score s by ``c * tanh(s / c)``.
+        window: a query sees this many keys, itself included, counted in positions on its own path.
+        sinks: floating ``[H]``, a learned logit per head that joins the softmax's denominator and has no value. It is
+            neither scaled nor capped, and it receives a gradient.
+        deterministic: whether forward and backward must give the same bits twice.
+    """
+
+    softmax_scale: float
+    logit_softcap: float | None = None
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+    deterministic: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """One call as a back-end's ``refusal`` sees it: no token counts, so that a run is refused before its first step.
+
+    Attributes:
+        device: where the tensors are.
+        capability: compute capability of a CUDA device, such as ``(9, 0)``; None elsewhere.
+        dtype: of query, key and value.
+        heads: H.
+        kv_heads: K.
+        head_dim: D, of query and key.
+        value_dim: W.
+        needs_grad: whether backward will be asked for.
+        options: of the call.
+    """
+
+    device: torch.device
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    needs_grad: bool
+    options: AttentionOptions
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> Case:
+        """The case of ``[P, H, D]``, ``[P, K, D]`` and ``[P, K, W]``."""
+        device = query.device
+        return cls(
+            device=device,
+            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            dtype=query.dtype,
+            heads=query.shape[1],
+            kv_heads=key.shape[1],
+            head_dim=query.shape[2],
+            value_dim=value.shape[2],
+            needs_grad=torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value)),
+            options=options,
+        )

@@ -1,0 +1,163 @@
+"""Whether a kernel that comes from elsewhere computes tree attention on this machine, asked once before it is trusted.
+
+A forest of a thousand tokens, with borders before, on and behind those of tiles, goes forward and backward through the
+kernel and through the reference in fp64. What is compared is the worst row of a head, not a norm over all of them: one
+wrong token must not drown in a thousand right ones. Weights are kept even, so that no pair is too light to be missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from mcore_prefix_tree.attention import reference
+from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.metadata import TreeMetadata
+
+Attention = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, TreeMetadata, AttentionOptions],
+    torch.Tensor,
+]
+
+# In machine epsilons of a 16-bit dtype. Sound kernels stay below 2 on this forest; one key too few, of a query that
+# sees 400, makes 6 in bfloat16 and 50 in float16.
+EPSILONS = 4
+
+# Node lengths and parents: a trunk, nodes that end beside multiples of 64 and 128, a chain, empty and one-token nodes.
+_NODES = (
+    *((127, -1), (130, 0), (1, 1), (57, 1), (65, 0), (0, 4), (63, 4), (128, 4), (3, 0), (64, 8), (121, 9)),
+    *((70, -1), (1, 11), (1, 11), (33, 11), (1, -1)),
+)
+_PADDING = 5
+
+
+class ParityError(ValueError):
+    """A kernel is wrong on this machine. The message names it, what it got wrong, and what to use instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """What decides which code a kernel runs, apart from the lengths of the tree."""
+
+    device: torch.device
+    dtype: torch.dtype
+    group: int
+    head_dim: int
+    value_dim: int
+    logit_softcap: float | None
+    window: int | None
+    has_sinks: bool
+    deterministic: bool
+
+
+def check_parity(name: str, attention: Attention, case: Case) -> None:
+    """Compare on first use of a (dtype, group of heads, head dims, options); later ones return at once.
+
+    Args:
+        name: of the back-end.
+        attention: a module-level function: what was checked is remembered by it.
+        case: of the call that is about to be made; bfloat16 or float16.
+
+    Raises:
+        ParityError: the kernel is wrong.
+    """
+    options = case.options
+    _check(
+        name,
+        attention,
+        _Question(
+            device=case.device,
+            dtype=case.dtype,
+            group=case.heads // case.kv_heads,
+            head_dim=case.head_dim,
+            value_dim=case.value_dim,
+            logit_softcap=options.logit_softcap,
+            window=options.window,
+            has_sinks=options.sinks is not None,
+            deterministic=options.deterministic,
+        ),
+    )
+
+
+@cache
+def _check(name: str, attention: Attention, question: _Question) -> None:
+    for what, error in worst_rows(attention, question).items():
+        limit = EPSILONS * torch.finfo(question.dtype).eps
+        if not error <= limit:  # NaN is not
+            raise ParityError(
+                f"attention backend {name!r} is wrong on this machine: {what} is off by {error:.1e} of a row, where "
+                f"{limit:.1e} is rounding ({question.dtype}, head_dim {question.head_dim}/{question.value_dim}, "
+                f"{question.group} query heads a key head); use attention backend 'triton' and report the versions"
+            )
+
+
+def worst_rows(attention: Attention, question: _Question) -> dict[str, float]:
+    """Largest error of a row of out, dQ, dK, dV (and of d sinks), relative to the row."""
+    metadata = _forest(question.device)
+    generator = torch.Generator().manual_seed(0)
+    kv_heads = 2 if question.group <= 8 else 1
+
+    def draw(*shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return values.to(question.dtype).to(question.device)
+
+    size, heads = metadata.padded_size, kv_heads * question.group
+    inputs = [
+        draw(size, heads, question.head_dim),
+        draw(size, kv_heads, question.head_dim),
+        draw(size, kv_heads, question.value_dim),
+    ]
+    grad_out = draw(size, heads, question.value_dim)
+    options = AttentionOptions(
+        softmax_scale=0.5 * question.head_dim**-0.5,
+        logit_softcap=question.logit_softcap,
+        window=question.window,
+        sinks=draw(heads).float() if question.has_sinks else None,
+        deterministic=question.deterministic,
+    )
+    actual = _results(attention, inputs, options, metadata, grad_out)
+    expected = _results(reference.attention, [one.double() for one in inputs], options, metadata, grad_out.double())
+    # The first tokens of a path have next to no dQ, and the last ones next to no dK: what is left is rounding.
+    small = {"dQ", "dK"}
+    names = ("out", "dQ", "dK", "dV", "d sinks")
+    return {
+        name: _worst_row(*pair, may_vanish=name in small)
+        for name, pair in zip(names, zip(actual, expected, strict=True), strict=False)
+    }
+
+
+def _forest(device: torch.device) -> TreeMetadata:
+    borders = [0]
+    for length, _ in _NODES:
+        borders.append(borders[-1] + length)
+    parents = [parent for _, parent in _NODES]
+    return TreeMetadata.from_nodes(borders, parents, padded_size=borders[-1] + _PADDING, device=device)
+
+
+def _results(
+    attention: Attention,
+    inputs: list[torch.Tensor],
+    options: AttentionOptions,
+    metadata: TreeMetadata,
+    grad_out: torch.Tensor,
+) -> list[torch.Tensor]:
+    with torch.enable_grad():
+        leaves = [one.detach().requires_grad_() for one in inputs]
+        if options.sinks is not None:
+            sinks = options.sinks.detach().requires_grad_()
+            options, wanted = replace(options, sinks=sinks), [*leaves, sinks]
+        else:
+            wanted = leaves
+        out = attention(leaves[0], leaves[1], leaves[2], metadata, options)
+        return [out.detach(), *torch.autograd.grad(out, wanted, grad_out)]
+
+
+def _worst_row(actual: torch.Tensor, expected: torch.Tensor, *, may_vanish: bool) -> float:
+    truth = expected.double()
+    rows = truth.norm(dim=-1)
+    if may_vanish:
+        rows = torch.maximum(rows, rows.square().mean().sqrt())
+    return float(((actual.double() - truth).norm(dim=-1) / rows).max())

@@ -1,0 +1,74 @@
+"""The tree as a few rectangles and triangles: a cut of the visible pairs into spans of queries and spans of keys.
+
+In depth-first order the tokens below a segment are one flat span, and a segment with its first child, that one's first
+child and so on is a contiguous *run* along a single path. So the visible pairs are
+
+- a triangle per run: its tokens see it causally;
+- a rectangle per *branch*, a segment with tokens below it outside its run: they too are one flat span, and each of them
+  sees the whole segment.
+
+Empty segments have neither queries nor keys and do not appear.
+
+Legend: P padded tokens, R runs, B branches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.metadata import TreeMetadata
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spans:
+    """Flat spans, each a start and an exclusive end, in depth-first pre-order. No pair is in two of them.
+
+    Attributes:
+        runs: int64 ``[R + 1]``, borders of the runs, which follow each other from 0 to P. Padding tokens are runs.
+        queries: int64 ``[B, 2]``, what is below a branch and outside its run. Two of these are nested or disjoint.
+        keys: int64 ``[B, 2]``, the branch itself. These are disjoint.
+        depth: int64 ``[B]``, in how many other spans of queries a branch's lies.
+    """
+
+    runs: Int64Array
+    queries: Int64Array
+    keys: Int64Array
+    depth: Int64Array
+
+
+def cut_into_spans(metadata: TreeMetadata) -> Spans:
+    """The spans of a micro-batch."""
+    cu_lens = metadata.segments.cu_lens.astype(np.int64)
+    exists = np.diff(cu_lens) > 0
+    start, end = cu_lens[:-1][exists], cu_lens[1:][exists]
+    subtree_end = metadata.host_subtree_end[start].astype(np.int64)
+
+    # In pre-order the next segment is a child of this one exactly if there is anything below this one.
+    is_head = np.concatenate([[True], subtree_end[:-1] == end[:-1]])
+    runs = np.append(start[is_head], metadata.padded_size)
+    run_end = runs[np.cumsum(is_head)]
+    branches = subtree_end > run_end
+    queries = np.stack([run_end, subtree_end], axis=1)[branches]
+    return Spans(
+        runs=runs,
+        queries=queries,
+        keys=np.stack([start, end], axis=1)[branches],
+        depth=_nesting(start[branches], subtree_end[branches]),
+    )
+
+
+def _nesting(start: Int64Array, end: Int64Array) -> Int64Array:
+    """In how many of the earlier subtrees ``start:end`` each one lies. They are in pre-order: nested or disjoint."""
+    depth = np.empty(len(start), dtype=np.int64)
+    open_ends: list[int] = []
+    for index, (first, last) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+        while open_ends and open_ends[-1] <= first:
+            open_ends.pop()
+        depth[index] = len(open_ends)
+        open_ends.append(last)
+    return depth

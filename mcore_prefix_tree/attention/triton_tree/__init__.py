@@ -1,0 +1,101 @@
+"""Tree attention in Triton kernels of our own: the back-end for NVIDIA GPUs that needs no further package.
+
+Triton is imported when the first call runs, not before.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.metadata import TreeMetadata
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.attention.triton_tree.config import Configs
+
+MAX_HEAD_DIM = 256
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
+) -> torch.Tensor:
+    """Tree attention, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
+
+    Saves query, key, value, out and one number per row for backward. The block lists are made once per micro-batch.
+    With ``deterministic=False``, head dimensions up to 128 take a backward that is faster and adds up in any order.
+    """
+    from mcore_prefix_tree.attention.triton_tree.config import configs_for
+
+    return attend(query, key, value, metadata, options, configs_for(Case.of(query, key, value, options)))
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    metadata: TreeMetadata,
+    options: AttentionOptions,
+    configs: Configs,
+) -> torch.Tensor:
+    """As :func:`attention`, launched as ``configs`` say."""
+    from mcore_prefix_tree.attention.triton_tree.ops import tree_attention
+    from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
+
+    plan = metadata.derived(
+        f"triton {configs} window {options.window}", lambda metadata: DevicePlan.of(metadata, configs, options.window)
+    )
+    out: torch.Tensor = tree_attention(
+        query,
+        key,
+        value,
+        options.sinks,
+        plan.end,
+        plan.position,
+        plan.schedules,
+        configs.packed,
+        options.softmax_scale,
+        options.logit_softcap,
+        options.window,
+    )[0]
+    return out
+
+
+def refusal(case: Case) -> str | None:
+    """What the kernels cannot do: other devices, other dtypes, other head dimensions."""
+    reason = _machine_refusal(case)
+    if reason is not None:
+        return reason
+    for name, width in (("head_dim", case.head_dim), ("value head_dim", case.value_dim)):
+        if width % 8 or width > MAX_HEAD_DIM:
+            return f"{name}={width} (it takes multiples of 8 up to {MAX_HEAD_DIM})"
+    if not case.options.softmax_scale > 0:
+        return f"softmax_scale={case.options.softmax_scale} (it takes positive ones)"
+    return None
+
+
+def _machine_refusal(case: Case) -> str | None:
+    if not _has_triton():
+        return f"device {case.device} (it needs the package triton, 3.4 or newer)"
+    import triton
+
+    dtypes = [torch.float32, torch.float16]
+    if case.device.type == "cpu":
+        # Triton's own switch, for tests: kernels run in NumPy, which has no bfloat16.
+        if not triton.knobs.runtime.interpret:
+            return "device cpu (its kernels are compiled for NVIDIA GPUs)"
+    elif case.capability is None or torch.version.hip is not None:
+        return f"device {case.device} (its kernels are compiled for NVIDIA GPUs)"
+    elif case.capability < (8, 0):
+        return f"compute capability {case.capability[0]}.{case.capability[1]} (it needs 8.0 or newer)"
+    else:
+        dtypes.append(torch.bfloat16)
+    return None if case.dtype in dtypes else f"dtype {case.dtype} (it takes {', '.join(map(str, dtypes))})"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None and find_spec("triton.tools.tensor_descriptor") is not None

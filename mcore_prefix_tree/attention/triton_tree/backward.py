@@ -1,0 +1,221 @@
+"""The backward kernels: ``delta``, then dK and dV by blocks of keys, then dQ by blocks of queries.
+
+No two programs of these write the same element, and each adds up in a fixed order: the same bits twice. On request the
+kernel of dK and dV adds its share of dQ with atomics instead, which saves the last kernel and two of seven products.
+
+Legend: as in ``forward.py``. ``delta = sum(out * grad_out)`` is what the softmax's Jacobian subtracts (Dao,
+FlashAttention-2, 2023, algorithm 2).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mcore_prefix_tree.attention.triton_tree.tiles import DIAGONAL, FULL, KINDS, capped, load_rows, store_rows, visible
+
+
+@triton.jit(do_not_specialize=["size", "stride"])
+def delta_kernel(
+    out,  # [H, P, W], as load_rows takes it
+    grad_out,  # [H, P, W], likewise
+    delta,  # fp32 [H, R], written
+    size,  # P
+    stride,  # R
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    W: tl.constexpr,  # VALUE_DIM rounded up
+    BLOCK_M: tl.constexpr,
+    ENGINE: tl.constexpr,
+):
+    """One program for each block of queries of one head: ``sum(out * grad_out)`` of their rows."""
+    head = tl.program_id(0) % HEADS
+    start = tl.program_id(0) // HEADS * BLOCK_M
+    product = load_rows(out, head, start, size, BLOCK_M, VALUE_DIM, W, ENGINE).to(tl.float32)
+    product *= load_rows(grad_out, head, start, size, BLOCK_M, VALUE_DIM, W, ENGINE).to(tl.float32)
+    tl.store(delta + head.to(tl.int64) * stride + start + tl.arange(0, BLOCK_M), tl.sum(product, 1))
+
+
+@triton.jit(do_not_specialize=["size", "key_blocks", "stride", "splits", "window"])
+def key_value_kernel(
+    query,  # [H, P, D], as load_rows takes it
+    key,  # [K, P, D], likewise
+    value,  # [K, P, W], likewise
+    grad_out,  # [H, P, W], likewise
+    grad_key,  # None or [K * splits, P, D], likewise, written
+    grad_value,  # None or [K * splits, P, W], likewise, written
+    grad_query,  # None or fp32 [H, R, D], to which dQ without the softmax scale is added; a descriptor if ENGINE
+    lse,  # fp32 [H, R]
+    delta,  # fp32 [H, R]
+    end,  # int32 [R]
+    position,  # int32 [R]
+    schedule,  # int32, of the key blocks
+    size,  # P
+    key_blocks,
+    stride,  # R
+    splits,  # the query heads of a group are divided among this many programs
+    softmax_scale,
+    scale,
+    cap,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D: tl.constexpr,  # HEAD_DIM and VALUE_DIM rounded up
+    W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    ENGINE: tl.constexpr,
+    LISTED: tl.constexpr,  # whether the schedule has a list, not ranges
+):
+    """One program for each block of keys of one head, or of a split of its query heads."""
+    out_head = tl.program_id(0) % (KV_HEADS * splits)
+    kv_head = out_head // splits
+    heads = GROUP // splits
+    first_head = kv_head * GROUP + out_head % splits * heads
+    key_block = tl.load(schedule + 4 * key_blocks + tl.program_id(0) // (KV_HEADS * splits))
+    bounds = schedule + 4 * key_block
+    blocks = schedule + 5 * key_blocks
+    first = tl.load(bounds)
+    diagonal_end = tl.load(bounds + 1)
+    full = tl.load(bounds + 2) - diagonal_end
+    masked = tl.load(bounds + 3) - first - full
+
+    start = key_block * BLOCK_N
+    column = start + tl.arange(0, BLOCK_N)
+    column_end = tl.load(end + column)[:, None]
+    column_position = tl.load(position + column)[:, None] if window is not None else None
+    k = load_rows(key, kv_head, start, size, BLOCK_N, HEAD_DIM, D, ENGINE)
+    v = load_rows(value, kv_head, start, size, BLOCK_N, VALUE_DIM, W, ENGINE)
+    grad_k = tl.zeros([BLOCK_N, D], dtype=tl.float32)
+    grad_v = tl.zeros([BLOCK_N, W], dtype=tl.float32)
+
+    # Diagonal and tail tiles share a loop, and the tails compare what they need not: a third loop would spill.
+    for KIND in tl.static_range(KINDS - 1):
+        count = masked if KIND == DIAGONAL else full
+        # One loop over blocks and heads: a head's first loads hide behind the last products of the head before.
+        for step in tl.range(0, count * heads, num_stages=STAGES):
+            head = first_head + step // count
+            place = (first if KIND == DIAGONAL else diagonal_end) + step % count
+            if KIND == DIAGONAL:
+                place += tl.where(place < diagonal_end, 0, full)
+            row_start = (tl.load(blocks + place) if LISTED else place) * BLOCK_M
+            row = row_start + tl.arange(0, BLOCK_M)
+            q = load_rows(query, head, row_start, size, BLOCK_M, HEAD_DIM, D, ENGINE)
+            do = load_rows(grad_out, head, row_start, size, BLOCK_M, VALUE_DIM, W, ENGINE)
+            statistics = head.to(tl.int64) * stride + row
+            row_lse = tl.load(lse + statistics)[None, :]
+            row_delta = tl.load(delta + statistics)[None, :]
+
+            # Keys by queries, so that the weights are where the products with dO and Q want them.
+            score = tl.dot(k, tl.trans(q), input_precision="ieee")
+            if cap is not None:
+                score = capped(score, scale, cap)
+            weight = tl.exp2(score * (scale if cap is None else 1.0) - row_lse)
+            if KIND != FULL:
+                row_position = tl.load(position + row)[None, :] if window is not None else None
+                seen = visible(row[None, :], column[:, None], column_end, row_position, column_position, window, KIND)
+                weight = tl.where(seen, weight, 0.0)
+            if grad_value is not None:
+                grad_v = tl.dot(weight.to(do.dtype), do, grad_v, input_precision="ieee")
+            if grad_key is not None:
+                # Not before the product above: two tiles of scores at once would not fit the registers.
+                weight_grad = tl.dot(v, tl.trans(do), input_precision="ieee")
+                score_grad = weight * (weight_grad - row_delta)
+                if cap is not None:
+                    score_grad *= 1.0 - (score / cap) * (score / cap)
+                score_grad = score_grad.to(q.dtype)
+                grad_k = tl.dot(score_grad, q, grad_k, input_precision="ieee")
+                if grad_query is not None:
+                    # A warp group's matrix instruction takes 64 rows or more.
+                    if BLOCK_M < 64:
+                        share = tl.trans(tl.dot(tl.trans(k), score_grad, input_precision="ieee"))
+                    else:
+                        share = tl.dot(tl.trans(score_grad), k, input_precision="ieee")
+                    if ENGINE:
+                        grad_query.atomic_add([head, row_start, 0], tl.reshape(share, [1, BLOCK_M, D]))
+                    else:
+                        # Both of R and D are rounded up, so that nothing has to be masked.
+                        at = statistics[:, None] * D + tl.arange(0, D)[None, :]
+                        tl.atomic_add(grad_query + at, share, sem="relaxed")
+
+    if grad_key is not None:
+        store_rows(grad_key, grad_k * softmax_scale, out_head, start, size, BLOCK_N, HEAD_DIM, D, ENGINE)
+    if grad_value is not None:
+        store_rows(grad_value, grad_v, out_head, start, size, BLOCK_N, VALUE_DIM, W, ENGINE)
+
+
+@triton.jit(do_not_specialize=["size", "query_blocks", "stride", "window"])
+def query_kernel(
+    query,  # [H, P, D], as load_rows takes it
+    key,  # [K, P, D], likewise
+    value,  # [K, P, W], likewise
+    grad_out,  # [H, P, W], likewise
+    grad_query,  # [H, P, D], likewise, written
+    lse,  # fp32 [H, R]
+    delta,  # fp32 [H, R]
+    end,  # int32 [R]
+    position,  # int32 [R]
+    schedule,  # int32, of the query blocks
+    size,  # P
+    query_blocks,
+    stride,  # R
+    softmax_scale,
+    scale,
+    cap,
+    window,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D: tl.constexpr,  # HEAD_DIM and VALUE_DIM rounded up
+    W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    ENGINE: tl.constexpr,
+):
+    """One program for each block of queries of one head."""
+    head = tl.program_id(0) % HEADS
+    kv_head = head // GROUP
+    query_block = tl.load(schedule + 4 * query_blocks + tl.program_id(0) // HEADS)
+    bounds = schedule + 4 * query_block
+    blocks = schedule + 5 * query_blocks
+
+    start = query_block * BLOCK_M
+    row = start + tl.arange(0, BLOCK_M)
+    statistics = head.to(tl.int64) * stride + row
+    row_lse = tl.load(lse + statistics)[:, None]
+    row_delta = tl.load(delta + statistics)[:, None]
+    row_position = tl.load(position + row)[:, None] if window is not None else None
+    q = load_rows(query, head, start, size, BLOCK_M, HEAD_DIM, D, ENGINE)
+    do = load_rows(grad_out, head, start, size, BLOCK_M, VALUE_DIM, W, ENGINE)
+    grad_q = tl.zeros([BLOCK_M, D], dtype=tl.float32)
+
+    for KIND in tl.static_range(KINDS):
+        first = tl.load(bounds + KIND)
+        last = tl.load(bounds + KIND + 1)
+        block = tl.load(blocks + first)
+        for place in tl.range(first, last, num_stages=STAGES):
+            key_start = block * BLOCK_N
+            block = tl.load(blocks + place + 1)  # a step ahead, as in the forward kernel
+            k = load_rows(key, kv_head, key_start, size, BLOCK_N, HEAD_DIM, D, ENGINE)
+            v = load_rows(value, kv_head, key_start, size, BLOCK_N, VALUE_DIM, W, ENGINE)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            weight_grad = tl.dot(do, tl.trans(v), input_precision="ieee")
+            if cap is not None:
+                score = capped(score, scale, cap)
+            weight = tl.exp2(score * (scale if cap is None else 1.0) - row_lse)
+            if KIND != FULL:
+                column = key_start + tl.arange(0, BLOCK_N)
+                column_end = tl.load(end + column)[None, :]
+                column_position = tl.load(position + column)[None, :] if window is not None else None
+                seen = visible(row[:, None], column[None, :], column_end, row_position, column_position, window, KIND)
+                weight = tl.where(seen, weight, 0.0)
+            score_grad = weight * (weight_grad - row_delta)
+            if cap is not None:
+                score_grad *= 1.0 - (score / cap) * (score / cap)
+            grad_q = tl.dot(score_grad.to(k.dtype), k, grad_q, input_precision="ieee")
+    store_rows(grad_query, grad_q * softmax_scale, head, start, size, BLOCK_M, HEAD_DIM, D, ENGINE)

@@ -1,0 +1,157 @@
+"""Block sizes, warps and pipeline stages of each kernel, by chip and head dimension.
+
+Every row compiles to tensor-core instructions (fp32 aside), fits the chip's shared memory and spills no register:
+tests/kernels/test_compile.py. Which rows are fastest has been measured nowhere yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from mcore_prefix_tree.attention.options import Case
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched. The block sizes divide ``schedule.ROUND``."""
+
+    query_block: int
+    key_block: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configs:
+    """The launches of one call.
+
+    Attributes:
+        forward: of the forward kernel.
+        key_value: of the kernel of dK and dV.
+        query: of the kernel of dQ; None if the kernel before adds up dQ with atomics.
+        apart: dK and dV are made by a launch each, since the sums of both would not fit the registers.
+        engine: tiles move by tensor descriptors, through the copy engine.
+    """
+
+    forward: Launch
+    key_value: Launch
+    query: Launch | None
+    apart: bool
+    engine: bool
+
+    @property
+    def packed(self) -> list[int]:
+        """As operators take it."""
+        return [int(self.apart), int(self.engine), *self.forward, *self.key_value, *(self.query or ())]
+
+    @classmethod
+    def unpack(cls, packed: Sequence[int]) -> Configs:
+        """The inverse of :attr:`packed`."""
+        apart, engine, *numbers = packed
+        launches = [Launch(*numbers[start : start + 4]) for start in range(0, len(numbers), 4)]
+        query = launches[2] if len(launches) == 3 else None
+        return cls(forward=launches[0], key_value=launches[1], query=query, apart=bool(apart), engine=bool(engine))
+
+
+def rounded(width: int) -> int:
+    """A head dimension as the kernels see it: the power of two that holds it, at least the 16 of a matrix product."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    forward: Launch
+    key_value: Launch
+    query: Launch
+    fast: Launch | None = None
+    capped: Launch | None = None
+    apart: bool = False
+
+
+# Per chip: head dimensions up to 64, up to 128, of queries above 128 with values up to it, and up to 256.
+_HOPPER = (
+    _Row(
+        forward=Launch(128, 128, 8, 3),
+        key_value=Launch(64, 128, 8, 2),
+        query=Launch(128, 64, 8, 3),
+        fast=Launch(64, 128, 8, 2),
+    ),
+    _Row(
+        forward=Launch(128, 128, 8, 2),
+        key_value=Launch(64, 128, 8, 2),
+        capped=Launch(32, 128, 8, 2),
+        query=Launch(128, 64, 8, 2),
+        fast=Launch(64, 64, 8, 2),
+    ),
+    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
+    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
+)
+_BLACKWELL = (
+    _Row(
+        forward=Launch(128, 64, 8, 3),
+        key_value=Launch(64, 128, 8, 2),
+        query=Launch(128, 64, 8, 3),
+        fast=Launch(64, 128, 8, 2),
+    ),
+    _Row(
+        forward=Launch(128, 64, 8, 3),
+        key_value=Launch(64, 128, 8, 2),
+        query=Launch(128, 64, 8, 2),
+        fast=Launch(32, 128, 8, 2),
+    ),
+    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(64, 64, 8, 2), query=Launch(128, 32, 8, 2)),
+    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(128, 32, 8, 2)),
+)
+# mma.sync: Ampere, Ada and the small Blackwells, of which all but the A100 have 99 KiB of shared memory.
+_OTHERS = (
+    _Row(
+        forward=Launch(128, 64, 8, 3),
+        key_value=Launch(64, 128, 8, 2),
+        query=Launch(128, 64, 8, 2),
+        fast=Launch(32, 64, 4, 2),
+    ),
+    _Row(
+        forward=Launch(128, 32, 8, 3),
+        key_value=Launch(32, 64, 8, 2),
+        query=Launch(64, 64, 8, 2),
+        fast=Launch(32, 64, 8, 2),
+    ),
+    _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(64, 32, 8, 2), apart=True),
+    _Row(forward=Launch(64, 32, 8, 2), key_value=Launch(16, 64, 8, 2), query=Launch(32, 32, 8, 2), apart=True),
+)
+# Without tensor cores, for tests: small enough for every chip.
+_FLOAT32 = (
+    _Row(forward=Launch(64, 32, 8, 2), key_value=Launch(32, 32, 8, 2), query=Launch(32, 32, 8, 2)),
+    _Row(forward=Launch(32, 32, 8, 2), key_value=Launch(16, 32, 8, 2), query=Launch(32, 16, 8, 2)),
+    _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
+    _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
+)
+
+
+def _column(head_dim: int, value_dim: int) -> int:
+    if max(head_dim, value_dim) <= 128:
+        return 0 if max(head_dim, value_dim) <= 64 else 1
+    return 2 if value_dim <= 128 else 3
+
+
+def configs_for(case: Case) -> Configs:
+    """The launches of a case that is not refused. On the CPU, in Triton's interpreter, those of Hopper."""
+    chip = 9 if case.capability is None else case.capability[0]
+    rows = {9: _HOPPER, 10: _BLACKWELL}.get(chip, _OTHERS)
+    if case.dtype == torch.float32 and case.capability is not None:
+        rows = _FLOAT32
+    row = rows[_column(case.head_dim, case.value_dim)]
+    fast = None if case.options.deterministic else row.fast
+    capped = None if case.options.logit_softcap is None else row.capped
+    return Configs(
+        forward=row.forward,
+        key_value=capped or fast or row.key_value,
+        query=row.query if fast is None else None,
+        apart=row.apart,
+        # Where tiles of scores are made in registers, by mma.sync, plain loads leave the kernels more of them. The
+        # interpreter cannot add to memory through a descriptor.
+        engine=case.capability is not None and chip in (9, 10),
+    )

@@ -1,0 +1,98 @@
+"""The forward kernel, one program for each block of queries of one head.
+
+Legend: P padded tokens, R the same rounded up to whole blocks, H query heads, K key/value heads, D head_dim, W value
+head_dim. Logits and log-sum-exps are in units of log 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mcore_prefix_tree.attention.triton_tree.tiles import DIAGONAL, FULL, KINDS, capped, load_rows, store_rows, visible
+
+
+@triton.jit(do_not_specialize=["size", "query_blocks", "stride", "window"])
+def forward_kernel(
+    query,  # [H, P, D], as load_rows takes it
+    key,  # [K, P, D], likewise
+    value,  # [K, P, W], likewise
+    out,  # [H, P, W], likewise, written
+    lse,  # fp32 [H, R], written
+    sinks,  # None or [H]
+    end,  # int32 [R]
+    position,  # int32 [R]
+    schedule,  # int32, of the query blocks
+    size,  # P
+    query_blocks,
+    stride,  # R
+    scale,
+    cap,
+    window,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D: tl.constexpr,  # HEAD_DIM and VALUE_DIM rounded up
+    W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    ENGINE: tl.constexpr,
+):
+    """The online softmax (Milakov and Gimelshein, 2018) over the key blocks that the schedule lists."""
+    # Heads that share keys run side by side, and so find them in the cache.
+    head = tl.program_id(0) % HEADS
+    kv_head = head // GROUP
+    query_block = tl.load(schedule + 4 * query_blocks + tl.program_id(0) // HEADS)
+    bounds = schedule + 4 * query_block
+    blocks = schedule + 5 * query_blocks
+
+    start = query_block * BLOCK_M
+    row = start + tl.arange(0, BLOCK_M)
+    row_position = tl.load(position + row)[:, None] if window is not None else None
+    q = load_rows(query, head, start, size, BLOCK_M, HEAD_DIM, D, ENGINE)
+    result = tl.zeros([BLOCK_M, W], dtype=tl.float32)
+    if sinks is None:
+        highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    else:
+        # One more key that every row sees, of value zero.
+        highest = tl.zeros([BLOCK_M], dtype=tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        total = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+
+    for KIND in tl.static_range(KINDS):
+        first = tl.load(bounds + KIND)
+        last = tl.load(bounds + KIND + 1)
+        block = tl.load(blocks + first)
+        for place in tl.range(first, last, num_stages=STAGES):
+            key_start = block * BLOCK_N
+            block = tl.load(blocks + place + 1)  # a step ahead: the next tile's address must not wait for memory
+            k = load_rows(key, kv_head, key_start, size, BLOCK_N, HEAD_DIM, D, ENGINE)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if cap is not None:
+                score = capped(score, scale, cap)
+            factor = scale if cap is None else 1.0
+            if KIND != FULL:
+                column = key_start + tl.arange(0, BLOCK_N)
+                column_end = tl.load(end + column)[None, :]
+                column_position = tl.load(position + column)[None, :] if window is not None else None
+                seen = visible(row[:, None], column[None, :], column_end, row_position, column_position, window, KIND)
+                score = tl.where(seen, score, float("-inf"))
+            higher = tl.maximum(highest, tl.max(score, 1) * factor)
+            base = higher
+            if KIND == DIAGONAL:
+                # A row may have seen nothing yet: its own key can be in a later diagonal block.
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(score * factor - base[:, None])
+            decay = tl.exp2(highest - base)
+            total = total * decay + tl.sum(weight, 1)
+            highest = higher
+            v = load_rows(value, kv_head, key_start, size, BLOCK_N, VALUE_DIM, W, ENGINE)
+            result = tl.dot(weight.to(v.dtype), v, result * decay[:, None], input_precision="ieee")
+        if KIND == DIAGONAL:
+            # Every token has seen itself now. Rows past the end never see anything, and may not stay infinite.
+            highest = tl.where(row < size, highest, 0.0)
+
+    store_rows(out, result / total[:, None], head, start, size, BLOCK_M, VALUE_DIM, W, ENGINE)
+    tl.store(lse + head.to(tl.int64) * stride + row, highest + tl.log2(total), mask=row < size)

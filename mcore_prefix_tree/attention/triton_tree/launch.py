@@ -1,0 +1,242 @@
+"""Launching the kernels on tensors.
+
+Legend: P padded tokens, R the same rounded up to whole blocks, H query heads, K key/value heads, D head_dim, W value
+head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import e, log2
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mcore_prefix_tree.attention.triton_tree.backward import delta_kernel, key_value_kernel, query_kernel
+from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, rounded
+from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
+from mcore_prefix_tree.attention.triton_tree.schedule import ROUND
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """What the kernels of one call have in common.
+
+    Attributes:
+        configs: how they are launched.
+        end, position: int32 ``[R]``, see ``schedule.DevicePlan``.
+        softmax_scale, logit_softcap, window: see ``AttentionOptions``.
+    """
+
+    configs: Configs
+    end: torch.Tensor
+    position: torch.Tensor
+    softmax_scale: float
+    logit_softcap: float | None
+    window: int | None
+
+    @property
+    def logits(self) -> tuple[float, float | None, int | None]:
+        """The kernels' ``scale``, ``cap`` and ``window``, for logits in units of log 2: ``exp2`` is one instruction."""
+        if self.logit_softcap is None:
+            return self.softmax_scale * log2(e), None, self.window
+        return self.softmax_scale / self.logit_softcap, self.logit_softcap * log2(e), self.window
+
+    def tiles(self, tensor: torch.Tensor, rows: int) -> Any:
+        """``[P, H, D]`` as the kernels' ``load_rows`` takes it, in tiles of ``rows`` tokens of one head."""
+        size, heads, width = tensor.shape
+        # The stride of a dimension of one entry means nothing, but the copy engine wants a multiple of 16 bytes.
+        stride = tensor.stride(0) if size > 1 else ROUND
+        head_stride = tensor.stride(1) if heads > 1 else ROUND
+        if not self.configs.engine:
+            return (tensor, head_stride, stride)
+        return TensorDescriptor(tensor, [heads, size, width], [head_stride, stride, 1], [1, rows, rounded(width)])
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """``[P, H, D]`` itself, or a copy if its rows are not 16-byte aligned vectors: broadcast or transposed, say."""
+    strides = [stride for stride, size in zip(tensor.stride()[:2], tensor.shape[:2], strict=True) if size > 1]
+    aligned = all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride in strides)
+    if aligned and tensor.stride(2) == 1 and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _constants(query: torch.Tensor, value: torch.Tensor, launch: Launch, call: Call) -> dict[str, Any]:
+    head_dim, value_dim = query.shape[2], value.shape[2]
+    return {
+        "GROUP": query.shape[1] // value.shape[1],
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "D": rounded(head_dim),
+        "W": rounded(value_dim),
+        "BLOCK_M": launch.query_block,
+        "BLOCK_N": launch.key_block,
+        "STAGES": launch.stages,
+        "ENGINE": call.configs.engine,
+        "num_warps": launch.warps,
+    }
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    schedule: torch.Tensor,
+    call: Call,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out ``[P, H, W]`` and fp32 log-sum-exps ``[H, R]`` in units of log 2, infinite past P."""
+    launch = call.configs.forward
+    size, heads, _ = query.shape
+    out = query.new_empty((size, heads, value.shape[2]))
+    # Infinity gives rows that do not exist no weight in backward.
+    lse = torch.full((heads, len(call.end)), float("inf"), dtype=torch.float32, device=query.device)
+    query_blocks = triton.cdiv(size, launch.query_block)
+    forward_kernel[(query_blocks * heads,)](
+        call.tiles(query, launch.query_block),
+        call.tiles(key, launch.key_block),
+        call.tiles(value, launch.key_block),
+        call.tiles(out, launch.query_block),
+        lse,
+        sinks,
+        call.end,
+        call.position,
+        schedule,
+        size,
+        query_blocks,
+        len(call.end),
+        *call.logits,
+        HEADS=heads,
+        **_constants(query, value, launch, call),
+    )
+    return out, lse
+
+
+def row_sums(out: torch.Tensor, grad_out: torch.Tensor, call: Call) -> torch.Tensor:
+    """``sum(out * grad_out)`` of each row, fp32 ``[H, R]``, zero past P."""
+    size, heads, width = out.shape
+    rows = len(call.end)
+    delta = torch.empty((heads, rows), dtype=torch.float32, device=out.device)
+    delta_kernel[(rows // ROUND * heads,)](
+        call.tiles(out, ROUND),
+        call.tiles(grad_out, ROUND),
+        delta,
+        size,
+        rows,
+        HEADS=heads,
+        VALUE_DIM=width,
+        W=rounded(width),
+        BLOCK_M=ROUND,
+        ENGINE=call.configs.engine,
+        num_warps=8,
+    )
+    return delta
+
+
+def key_value_grads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad_out: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    schedule: torch.Tensor,
+    call: Call,
+    grad_query: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dK ``[P, K, D]`` and dV ``[P, K, W]``.
+
+    If ``grad_query`` is given, fp32 ``[H, R, D rounded up]``, dQ without the softmax scale is added to it.
+    """
+    launch = call.configs.key_value
+    size, heads, _ = query.shape
+    kv_heads = key.shape[1]
+    key_blocks = triton.cdiv(size, launch.key_block)
+    splits = _splits(key_blocks * kv_heads, heads // kv_heads, query.device)
+    # Partial sums stay in fp32 until they are added up.
+    dtype = key.dtype if splits == 1 else torch.float32
+    grads = [like.new_empty((size, kv_heads * splits, like.shape[2]), dtype=dtype) for like in (key, value)]
+    summed: Any = grad_query
+    if grad_query is not None and call.configs.engine:
+        block = [1, launch.query_block, grad_query.shape[2]]
+        summed = TensorDescriptor(grad_query, list(grad_query.shape), list(grad_query.stride()), block)
+    tiles = [call.tiles(grad, launch.key_block) for grad in grads]
+    for grad_key, grad_value in [(tiles[0], None), (None, tiles[1])] if call.configs.apart else [tiles]:
+        key_value_kernel[(key_blocks * kv_heads * splits,)](
+            call.tiles(query, launch.query_block),
+            call.tiles(key, launch.key_block),
+            call.tiles(value, launch.key_block),
+            call.tiles(grad_out, launch.query_block),
+            grad_key,
+            grad_value,
+            summed,
+            lse,
+            delta,
+            call.end,
+            call.position,
+            schedule,
+            size,
+            key_blocks,
+            len(call.end),
+            splits,
+            call.softmax_scale,
+            *call.logits,
+            KV_HEADS=kv_heads,
+            LISTED=call.window is not None,
+            **_constants(query, value, launch, call),
+        )
+    if splits > 1:
+        grads = [grad.unflatten(1, (kv_heads, splits)).sum(2).to(key.dtype) for grad in grads]
+    return grads[0], grads[1]
+
+
+def query_grads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad_out: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    schedule: torch.Tensor,
+    call: Call,
+) -> torch.Tensor:
+    """dQ ``[P, H, D]``."""
+    launch = call.configs.query
+    assert launch is not None
+    size, heads, width = query.shape
+    grad_query = query.new_empty((size, heads, width))
+    query_blocks = triton.cdiv(size, launch.query_block)
+    query_kernel[(query_blocks * heads,)](
+        call.tiles(query, launch.query_block),
+        call.tiles(key, launch.key_block),
+        call.tiles(value, launch.key_block),
+        call.tiles(grad_out, launch.query_block),
+        call.tiles(grad_query, launch.query_block),
+        lse,
+        delta,
+        call.end,
+        call.position,
+        schedule,
+        size,
+        query_blocks,
+        len(call.end),
+        call.softmax_scale,
+        *call.logits,
+        HEADS=heads,
+        **_constants(query, value, launch, call),
+    )
+    return grad_query
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _splits(programs: int, group: int, device: torch.device) -> int:
+    """Among how many programs to divide a group's query heads, so that few key heads still fill the device."""
+    wanted = 2 * processors(device)
+    return next((splits for splits in range(1, group) if group % splits == 0 and programs * splits >= wanted), group)

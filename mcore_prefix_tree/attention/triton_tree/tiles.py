@@ -1,0 +1,83 @@
+"""What the forward and the backward kernels have in common: loading a tile, capping its scores, masking it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What a tile has to compare, in the order of a schedule's bounds: see mcore_prefix_tree.attention.blocks. The third
+# kind, the tails, is neither of the two that have a name here.
+DIAGONAL = tl.constexpr(0)
+FULL = tl.constexpr(1)
+KINDS = tl.constexpr(3)
+
+
+@triton.jit
+def _addresses(source, head, start, size, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to a tile, and which of them are inside of the tensor."""
+    pointer, head_stride, stride = source
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    # The tile's own offsets fit 32 bits; where it begins may not.
+    pointer += head.to(tl.int64) * head_stride + start.to(tl.int64) * stride
+    inside = row < size - start
+    if BLOCK != WIDTH:
+        inside &= column < WIDTH
+    return pointer + (row * stride + column), inside
+
+
+@triton.jit
+def load_rows(
+    source, head, start, size, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENGINE: tl.constexpr
+):
+    """Tokens ``start:start + ROWS`` of one head, ``[ROWS, BLOCK]``; zero outside of the tensor.
+
+    ``source`` is a ``[heads, size, WIDTH]`` descriptor if the copy engine reads it (ENGINE), else a tuple of a pointer
+    and the strides of a head and of a token. BLOCK is WIDTH rounded up to a power of two.
+    """
+    if ENGINE:
+        rows = tl.reshape(source.load([head, start, 0]), [ROWS, BLOCK])
+    else:
+        pointers, inside = _addresses(source, head, start, size, ROWS, WIDTH, BLOCK)
+        rows = tl.load(pointers, mask=inside, other=0.0)
+    return rows
+
+
+@triton.jit
+def store_rows(
+    target, rows, head, start, size, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENGINE: tl.constexpr
+):
+    """The inverse of :func:`load_rows`, to the dtype of the target."""
+    if ENGINE:
+        target.store([head, start, 0], tl.reshape(rows.to(target.dtype), [1, ROWS, BLOCK]))
+    else:
+        pointers, inside = _addresses(target, head, start, size, ROWS, WIDTH, BLOCK)
+        tl.store(pointers, rows.to(pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tanh(x):
+    """To fp32's accuracy: the exponential form loses a small result's digits, where a polynomial has them."""
+    square = x * x
+    # x - x^3/3 + 2x^5/15 - 17x^7/315 + 62x^9/2835; the next term is below 2^-24 of the result for |x| < 0.3.
+    series = 1.0 + square * (-0.33333334 + square * (0.13333334 + square * (-0.053968254 + square * 0.021869488)))
+    small = tl.exp2(-2.885390081777927 * tl.abs(x))  # exp(-2|x|)
+    saturating = (1.0 - small) / (1.0 + small)
+    return tl.where(square < 0.09, x * series, tl.where(x < 0, -saturating, saturating))
+
+
+@triton.jit
+def capped(score, scale, cap):
+    """``cap * tanh(scale * score)``."""
+    return cap * tanh(score * scale)
+
+
+@triton.jit
+def visible(row, column, end, row_position, column_position, window, KIND: tl.constexpr):
+    """The mask of a tile that is not full, from vectors that broadcast against each other."""
+    seen = row < end
+    if KIND == DIAGONAL:
+        seen &= column <= row
+    if window is not None:
+        seen &= row_position - column_position < window
+    return seen

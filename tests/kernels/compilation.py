@@ -1,0 +1,180 @@
+"""Compiling the kernels for a chip that is not there, and reading what came out.
+
+``python tests/kernels/compilation.py 90 100`` prints a line for every kernel of every row of the table: the way to see
+what another version of Triton makes of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.triton_tree.backward import key_value_kernel, query_kernel
+from mcore_prefix_tree.attention.triton_tree.config import configs_for, rounded
+from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
+
+# Largest shared memory of one program, in bytes: CUDA C++ Programming Guide, compute capabilities.
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+# The PTX instruction that each chip's matrix products should become.
+MATRIX_INSTRUCTION = {
+    80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync",
+}  # fmt: skip
+KERNELS = ("forward", "key_value", "query", "fast")
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 1000},
+    "capped": {"logit_softcap": 30.0},
+    "all": {"window": 1000, "logit_softcap": 30.0, "sinks": torch.zeros(32)},
+}
+POINTERS = {"lse": "fp32", "delta": "fp32", "sinks": "bf16", "end": "i32", "position": "i32", "schedule": "i32"}
+SCALARS = {"scale": "fp32", "cap": "fp32", "softmax_scale": "fp32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one kernel needs."""
+
+    kernel: str
+    registers: int
+    spilled: int
+    shared: int
+    matrix_instructions: int
+
+
+def case_of(architecture, head_dim, value_dim, *, dtype=torch.bfloat16, deterministic=True, options=None):
+    return Case(
+        device=torch.device("cuda"),
+        capability=divmod(architecture, 10),
+        dtype=dtype,
+        heads=32,
+        kv_heads=8,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        needs_grad=True,
+        options=AttentionOptions(softmax_scale=0.1, deterministic=deterministic, **(options or {})),
+    )
+
+
+def tiles_of(case, block, width, engine, dtype=None):
+    """The type of what ``Call.tiles`` makes."""
+    dtype = dtype or {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[case.dtype]
+    return f"tensordesc<{dtype}[1, {block}, {rounded(width)}]>" if engine else (f"*{dtype}", "i32", "i32")
+
+
+def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
+    head_dim, value_dim = case.head_dim, case.value_dim
+    rows, columns = launch.query_block, launch.key_block
+    tiles = {
+        "query": (rows, head_dim), "key": (columns, head_dim), "value": (columns, value_dim), "out": (rows, value_dim),
+        "grad_out": (rows, value_dim), "grad_key": (columns, head_dim), "grad_value": (columns, value_dim),
+        "grad_query": (rows, head_dim),
+    }  # fmt: skip
+    constants = {
+        "HEADS": case.heads, "KV_HEADS": case.kv_heads, "GROUP": case.heads // case.kv_heads, "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim, "D": rounded(head_dim), "W": rounded(value_dim), "BLOCK_M": rows, "BLOCK_N": columns,
+        "STAGES": launch.stages, "ENGINE": engine, "LISTED": case.options.window is not None,
+    }  # fmt: skip
+    constants |= dict.fromkeys(absent)
+    if case.options.window is None:
+        constants["window"] = None
+    if case.options.logit_softcap is None:
+        constants["cap"] = None
+    if case.options.sinks is None:
+        constants["sinks"] = None
+    signature, aligned = {}, []
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name == "grad_query" and kernel is key_value_kernel:
+            signature[name] = tiles_of(case, rows, head_dim, engine, "fp32") if engine else "*fp32"
+        elif name in tiles:
+            signature[name] = tiles_of(case, *tiles[name], engine)
+        else:
+            signature[name] = f"*{POINTERS[name]}" if name in POINTERS else SCALARS.get(name, "i32")
+        kind = signature[name]
+        if isinstance(kind, tuple):
+            aligned += [(place, part) for part in range(3)]
+        elif kind.startswith("*"):
+            aligned.append((place,))
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={name: value for name, value in constants.items() if name in kernel.arg_names},
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
+    )
+    target = GPUTarget("cuda", architecture, 32)
+    return triton.compile(source, target=target, options={"num_warps": launch.warps})
+
+
+def reports(architecture, which, case):
+    """One report for each launch of ``which`` of the kernels; none for a row without a fast kernel."""
+    configs = configs_for(case)
+    if which == "forward":
+        return [report(forward_kernel, case, configs.forward, configs.engine, architecture)]
+    if which == "query":
+        return [report(query_kernel, case, configs.query, configs.engine, architecture)]
+    if (which == "fast") != (configs.query is None):
+        return []
+    kept = {"grad_query"} if which == "fast" else set()
+    launches = [{"grad_key"}, {"grad_value"}] if configs.apart else [{"grad_key", "grad_value"}]
+    every = {"grad_key", "grad_value", "grad_query"}
+    return [
+        report(key_value_kernel, case, configs.key_value, configs.engine, architecture, every - written - kept)
+        for written in launches
+    ]
+
+
+def report(kernel, case, launch, engine, architecture, absent=()):
+    compiled = compile_kernel(kernel, case, launch, engine=engine, absent=absent, architecture=architecture)
+    resources = dump(compiled.asm["cubin"])
+    return Report(
+        kernel=kernel.__name__,
+        registers=int(re.search(r"REG:(\d+)", resources)[1]),
+        # The kernels have no arrays of their own, so what they have on the stack was spilled.
+        spilled=int(re.search(r"STACK:(\d+)", resources)[1]) + int(re.search(r"LOCAL:(\d+)", resources)[1]),
+        shared=compiled.metadata.shared,
+        matrix_instructions=compiled.asm["ptx"].count(MATRIX_INSTRUCTION[architecture]),
+    )
+
+
+def dump(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [cuobjdump(), "--dump-resource-usage", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def cuobjdump():
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+
+
+def main(architectures):
+    print("triton", triton.__version__)
+    for architecture, (head_dim, value_dim), which, (name, options) in itertools.product(
+        architectures, HEAD_DIMS, KERNELS, OPTIONS.items()
+    ):
+        case = case_of(architecture, head_dim, value_dim, deterministic=which != "fast", options=options)
+        for found in reports(architecture, which, case):
+            fits = found.shared <= SHARED_MEMORY[architecture] and not found.spilled and found.matrix_instructions
+            print(architecture, f"{head_dim}/{value_dim}", which, name, "" if fits else "FAULT", found, flush=True)
+
+
+if __name__ == "__main__":
+    main([int(argument) for argument in sys.argv[1:]])

@@ -1,0 +1,67 @@
+"""Compile FlashAttention-4's kernels with our mask and our lists, on a machine without a GPU: see test_attention_fa4.
+
+    fa4_compile_gate.py HEADS,KEY_HEADS,D,W [window | softcap | sinks | wrong-tiles]
+
+Prints a word for each pass that compiled. Its tensors are fake ones on a GPU that is not there; torch has no autograd
+for these in a build for the CPU, so the two passes are called as the package's own autograd function calls them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from oracles import metadata_of, random_forest
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mcore_prefix_tree.attention import AttentionOptions, fa4
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+
+
+def fake_lists(lists):
+    return type(lists)(*(fake(field) if isinstance(field, torch.Tensor) else field for field in lists))
+
+
+def main() -> None:
+    heads, key_heads, head_dim, value_dim = (int(number) for number in sys.argv[1].split(","))
+    option = sys.argv[2] if len(sys.argv) > 2 else ""
+    metadata = metadata_of(*random_forest(1, nodes=14, node_lens=(1, 60, 130, 200)), padding=3)
+    tiles = fa4.tiles_of((9, 0), head_dim, value_dim)
+    if option == "wrong-tiles":
+        tiles = fa4.TilePair(fa4.Block(96, 48), fa4.Block(96, 48))
+    mask = fa4.build_mask(metadata, tiles, 70 if option == "window" else None)
+    with FakeTensorMode():
+        options = AttentionOptions(
+            softmax_scale=head_dim**-0.5,
+            window=70 if option == "window" else None,
+            logit_softcap=30.0 if option == "softcap" else None,
+            sinks=torch.empty(heads, device="cuda") if option == "sinks" else None,
+        )
+        mask = fa4.Mask(
+            forward=fake_lists(mask.forward),
+            backward=fake_lists(mask.backward),
+            tensors=[fake(tensor) for tensor in mask.tensors],
+        )
+
+        def rows(count: int, width: int) -> torch.Tensor:
+            return torch.empty(1, metadata.padded_size, count, width, dtype=torch.bfloat16, device="cuda")
+
+        query, key, value = rows(heads, head_dim), rows(key_heads, head_dim), rows(key_heads, value_dim)
+        arguments = fa4.arguments(mask, options)
+        out, lse, *_ = _flash_attn_fwd(
+            query, key, value, return_lse=True, block_sparse_tensors=mask.forward, **arguments
+        )
+        print("forward")
+        grads = _flash_attn_bwd(
+            query, key, value, out, torch.empty_like(out), lse, block_sparse_tensors=mask.backward, **arguments
+        )
+        assert [one.shape for one in grads[:3]] == [query.shape, key.shape, value.shape]
+        print("backward")
+
+
+if __name__ == "__main__":
+    main()

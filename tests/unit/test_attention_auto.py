@@ -1,0 +1,204 @@
+"""``auto``: which back-end it takes, that it says why, and that it is asked once."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attention_cases import case_of
+from oracles import metadata_of, random_forest
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.attention import BACKENDS, auto, check_backend
+from mcore_prefix_tree.attention.auto import PREFERENCE, TreeShape, check_setting, choose, cost_table
+from mcore_prefix_tree.mcore.backend import case_of as case_of_config
+from mcore_prefix_tree.mcore.backend import resolve_backend
+
+SHARED = TreeShape(tokens=1000, segments=10, pairs=100_000, depth=1)
+UNSHARED = TreeShape(tokens=1000, segments=10, pairs=50_000, depth=0)
+
+
+def row(name, *, device="cpu", dtype="float32", head_dim=64, shape=SHARED, **seconds):
+    return {
+        "device": device,
+        "machine": "a test",
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "name": name,
+        "shape": vars(shape),
+        "seconds": seconds,
+    }
+
+
+@pytest.fixture
+def table(monkeypatch):
+    rows = []
+    monkeypatch.setattr(auto, "cost_table", lambda: rows)
+    return rows
+
+
+def cpu(**changes):
+    return case_of(**({"dtype": torch.float32} | changes))
+
+
+def test_the_nearest_shape_decides(table):
+    few_long = TreeShape(tokens=10_000, segments=10, pairs=30_000_000, depth=1)
+    many_short = TreeShape(tokens=10_000, segments=1000, pairs=8_000_000, depth=1)
+    table += [row("few", shape=few_long, path=1.0, cascade=2.0), row("many", shape=many_short, path=2.0, cascade=1.0)]
+    assert choose(cpu(), TreeShape(tokens=20_000, segments=16, pairs=50_000_000, depth=1)).backend == "path"
+    choice = choose(cpu(), TreeShape(tokens=5_000, segments=400, pairs=4_000_000, depth=1))
+    assert choice.backend == "cascade"
+    assert "(many: cascade 1e+03 ms, path 2e+03 ms)" in choice.reason
+
+
+def test_only_what_supports_the_run_counts(table):
+    table.append(row("any", path=1.0, cascade=2.0))
+    assert choose(cpu(), SHARED).backend == "path"
+    # SDPA has no soft-cap, so path is out however fast it is.
+    assert choose(cpu(logit_softcap=3.0), SHARED).backend == "cascade"
+
+
+@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"device": "NVIDIA H200"}])
+def test_other_dtypes_and_devices_do_not_count(table, other):
+    table.append(row("other", **other, path=2.0, cascade=1.0))
+    choice = choose(cpu(), SHARED)
+    assert choice.backend == "path"
+    assert "not yet measured" in choice.reason
+
+
+def test_the_nearest_head_dim_decides_between_equal_shapes(table):
+    table += [row("narrow", head_dim=32, path=1.0, cascade=2.0), row("wide", head_dim=256, path=2.0, cascade=1.0)]
+    assert choose(cpu(head_dim=48), SHARED).backend == "path"
+    assert choose(cpu(head_dim=192), SHARED).backend == "cascade"
+
+
+def test_without_sharing_it_is_the_stock_kernel(table):
+    table.append(row("any", shape=UNSHARED, path=1.0, cascade=2.0))
+    choice = choose(cpu(), UNSHARED)
+    assert choice.backend == "cascade"
+    assert "stock causal kernel" in choice.reason
+
+
+def test_on_a_gpu_nothing_is_measured_and_it_says_so(table, monkeypatch):
+    monkeypatch.setattr(auto.load_backend("triton"), "refusal", lambda case: None)
+    case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16)
+    choice = choose(case, SHARED, device_name="NVIDIA H200")
+    assert choice.backend == "triton"
+    assert "NVIDIA H200" in choice.reason
+    assert "not yet measured" in choice.reason
+
+
+def test_a_measured_gpu_is_used(table, monkeypatch):
+    monkeypatch.setattr(auto.load_backend("triton"), "refusal", lambda case: None)
+    table.append(row("any", device="NVIDIA H200", dtype="bfloat16", triton=2.0, flex=1.0))
+    case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16)
+    assert choose(case, SHARED, device_name="NVIDIA H200").backend == "flex"
+    assert choose(case, SHARED, device_name="NVIDIA H100").backend == "triton"
+
+
+def test_a_run_that_nothing_supports_is_told_why(table):
+    with pytest.raises(ValueError, match=r"no attention backend but 'reference' supports this run \(path: window=5"):
+        choose(cpu(window=5), SHARED)
+
+
+def test_validation_runs_what_training_runs(table):
+    """A forward without gradients must not choose a back-end that cannot train: both are asked for the same case."""
+    assert choose(cpu(needs_grad=False), SHARED) == choose(cpu(), SHARED)
+
+
+def test_preferences_name_back_ends():
+    for names in PREFERENCE.values():
+        assert set(names) <= set(BACKENDS)
+
+
+def test_the_setting():
+    check_setting("auto")
+    check_setting("path")
+    with pytest.raises(ValueError, match="'nope' does not exist"):
+        check_setting("nope")
+    with pytest.raises(ValueError, match="'auto' does not exist"):
+        check_backend("auto")  # a micro-batch names a back-end
+
+
+def test_the_committed_table_is_of_back_ends():
+    rows = cost_table()
+    assert rows
+    for one in rows:
+        assert set(one["seconds"]) <= set(BACKENDS)
+        assert len(one["seconds"]) > 1
+        assert TreeShape(**one["shape"]).tokens > 0
+
+
+# Shapes.
+
+
+def test_the_shape_of_a_forest():
+    # A trunk of 10 with three children: two branches of pairs, one rectangle.
+    shape = TreeShape.of([metadata_of([10, 3, 4, 5], [-1, 0, 0, 0])])
+    assert shape == TreeShape(tokens=22, segments=4, pairs=55 + 3 * 10 + 6 + 4 * 10 + 10 + 5 * 10 + 15, depth=1)
+
+
+def test_the_shape_of_several_forests_is_their_sum():
+    forests = [metadata_of(*random_forest(seed)) for seed in range(3)]
+    together, alone = TreeShape.of(forests), [TreeShape.of([forest]) for forest in forests]
+    assert together.tokens == sum(one.tokens for one in alone)
+    assert together.depth == max(one.depth for one in alone)
+    with pytest.raises(ValueError, match="no forest"):
+        TreeShape.of([])
+
+
+def test_distance_is_symmetric_and_zero_only_for_like_shapes():
+    assert SHARED.distance(SHARED) == 0
+    assert SHARED.distance(UNSHARED) == UNSHARED.distance(SHARED) > 0
+    twice = TreeShape(tokens=2000, segments=20, pairs=200_000, depth=1)
+    assert SHARED.distance(twice) == 0
+
+
+# The job.
+
+
+def config(**changes):
+    fields = {
+        "num_attention_heads": 8,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "tensor_model_parallel_size": 1,
+        "params_dtype": torch.float32,
+        "softmax_scale": None,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+STEP = [Sample(tokens=[*range(20), *range(100 * index, 100 * index + 5)]) for index in range(1, 6)]
+
+
+def test_a_job_is_told_once(caplog):
+    said = []
+    device = torch.device("cpu")
+    name = resolve_backend("auto", config(), lambda: STEP, device=device, say=said.append)
+    assert name in PREFERENCE["cpu"]
+    assert len(said) == 1
+    assert said[0].startswith(f"attention backend {name}: ")
+    with caplog.at_level(logging.INFO, logger="mcore_prefix_tree"):
+        assert resolve_backend("auto", config(), lambda: STEP, device=device) == name
+    assert [record.getMessage() for record in caplog.records] == said
+
+
+def test_a_named_back_end_is_kept_and_asks_for_no_samples():
+    def no_samples():
+        raise AssertionError
+
+    assert resolve_backend("reference", config(), no_samples, device=torch.device("cpu")) == "reference"
+
+
+def test_a_named_back_end_that_cannot_is_refused_before_the_first_step():
+    with pytest.raises(ValueError, match="attention backend 'flex' does not support training with device=cpu"):
+        resolve_backend("flex", config(), lambda: STEP, device=torch.device("cpu"))
+
+
+def test_heads_are_those_of_a_tensor_parallel_rank():
+    case = case_of_config(config(tensor_model_parallel_size=4), device=torch.device("cpu"))
+    assert (case.heads, case.kv_heads, case.head_dim) == (2, 1, 16)
+    assert case.needs_grad

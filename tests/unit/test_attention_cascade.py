@@ -1,0 +1,223 @@
+"""The cascade equals the reference through every kernel of the CPU, and a kernel keeps to its contract."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from attention_cases import assert_close_to_reference, case_of, random_inputs, results
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import metadata_of, random_forest, sample_lists, worst
+
+from mcore_prefix_tree import TreeMetadata, fold
+from mcore_prefix_tree.attention import AttentionOptions
+from mcore_prefix_tree.attention.cascade import CPU_KERNELS, CUDA_KERNELS, attention_through, cascade, choose_kernel
+from mcore_prefix_tree.attention.cascade.sequences import Sequences, build_plan
+
+NAMES = [kernel.name for kernel in CPU_KERNELS]
+
+
+def through(kernel):
+    return lambda *arguments: attention_through(kernel, *arguments)
+
+
+@pytest.fixture(params=CPU_KERNELS, ids=NAMES)
+def kernel(request):
+    return request.param
+
+
+# The contract of a kernel, spelled out: the statistics of a sum over more keys than it is shown.
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_backward_from_the_statistics_of_more_keys(kernel, causal):
+    """One query run sees two key runs. Its exact gradients are those of both together; each call gives its part."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (torch.randn(7, heads, 6, generator=generator).double() for heads in (4, 2, 2, 4))
+    other_key, other_value = (torch.randn(5, 2, 6, generator=generator).double() for _ in range(2))
+    options = AttentionOptions(softmax_scale=0.4)
+    inputs = [one.requires_grad_() for one in (query, key, value, other_key, other_value)]
+
+    def scores(keys):
+        return 0.4 * torch.einsum("ihd,jhd->hij", query, keys.repeat_interleave(2, dim=1))
+
+    both = torch.cat([scores(key), scores(other_key)], dim=-1)
+    if causal:
+        both = both.masked_fill(torch.ones(7, 12, dtype=torch.bool).triu(1) & (torch.arange(12) < 7), float("-inf"))
+    values = torch.cat([value, other_value]).repeat_interleave(2, dim=1)
+    out = torch.einsum("hij,jhw->ihw", both.softmax(-1), values)
+    expected = torch.autograd.grad(out, inputs, grad)
+    lse = both.logsumexp(-1).detach()
+
+    total = torch.zeros_like(query)
+    for keys, values, is_causal, wanted in (
+        (key, value, causal, expected[1:3]),
+        (other_key, other_value, False, expected[3:]),
+    ):
+        sequences = Sequences.of(
+            torch.tensor([7]).numpy(), torch.tensor([len(keys)]).numpy(), causal=is_causal, device=query.device
+        )
+        grads = kernel.backward(
+            grad, query.detach(), keys.detach(), values.detach(), out.detach(), lse, sequences, options
+        )
+        total += grads[0]
+        assert worst(grads[1], wanted[0]) < 1e-13
+        assert worst(grads[2], wanted[1]) < 1e-13
+    assert worst(total, expected[0]) < 1e-13
+
+
+def test_statistics_of_a_forward(kernel):
+    query, key, value = (tensor.detach() for tensor in random_inputs(12, heads=4, key_heads=2)[0])
+    lens = torch.tensor([5, 7]).numpy()
+    sequences = Sequences.of(lens, lens, causal=True, device=query.device)
+    _, lse = kernel.forward(query, key, value, sequences, AttentionOptions(softmax_scale=0.3))
+    assert lse.shape == (4, 12)
+    for head in range(4):
+        for row in range(12):
+            first = 0 if row < 5 else 5
+            seen = 0.3 * key[first : row + 1, head // 2] @ query[row, head]
+            assert abs(lse[head, row] - seen.logsumexp(0)) < 1e-13
+
+
+# Forests.
+
+
+@settings(max_examples=40)
+@given(
+    sample_lists(min_samples=1),
+    st.sampled_from([(1, 1), (4, 2), (3, 1), (8, 1)]),
+    st.sampled_from([8, 5, 11]),
+    st.integers(1, 4),
+    st.sampled_from(CPU_KERNELS),
+)
+def test_hypothesis_forests(samples, heads, value_dim, multiple, kernel):
+    metadata = TreeMetadata.from_layout(fold(samples, pad_to_multiple_of=multiple))
+    assert_close_to_reference(
+        through(kernel), metadata, heads=heads[0], key_heads=heads[1], value_dim=value_dim, limit=1e-12
+    )
+
+
+@given(st.integers(0, 10_000), st.integers(0, 14), st.integers(1, 3), st.booleans())
+def test_empty_nodes_many_roots_and_sinks(seed, nodes, padding, has_sinks):
+    metadata = metadata_of(*random_forest(seed, nodes=nodes, node_lens=(0, 1, 2, 5), root_rate=0.2), padding=padding)
+    assert_close_to_reference(cascade.attention, metadata, sinks=has_sinks, seed=seed, limit=1e-12)
+
+
+@pytest.mark.parametrize("cap", [0.5, 3.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_soft_caps_go_to_the_kernel_that_has_one(cap, has_sinks):
+    metadata = metadata_of(*random_forest(2, node_lens=(1, 4, 9)), padding=2)
+    assert choose_kernel(case_of(logit_softcap=cap)).name == "plain"
+    assert_close_to_reference(cascade.attention, metadata, logit_softcap=cap, sinks=has_sinks, limit=1e-12)
+
+
+@pytest.mark.parametrize("border", [*range(57, 66), *range(120, 131)])
+def test_node_borders_around_block_sizes(border):
+    node_lens = [border, 1, 70, 3, 0, 2, 40]
+    metadata = metadata_of(node_lens, [-1, 0, 0, 2, 2, 0, -1], padding=1)
+    assert_close_to_reference(cascade.attention, metadata, heads=2, key_heads=1, limit=1e-12)
+
+
+def test_a_comb_of_depth_300():
+    nodes = 600
+    parents = [-1] + [node - 1 if node % 2 else node - 2 for node in range(1, nodes)]
+    metadata = metadata_of([1 + node % 2 for node in range(nodes)], parents)
+    assert len(build_plan(metadata).levels) > 290
+    assert_close_to_reference(cascade.attention, metadata, heads=2, key_heads=1, dim=4, limit=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_that_of_one_softmax(kernel, dtype):
+    """Merging rounds a part once more than a single kernel does; gradients come from the merged statistics."""
+    metadata = metadata_of(*random_forest(3, nodes=24, node_lens=(4, 16, 40, 80), root_rate=0.05))
+    limit = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
+    assert_close_to_reference(through(kernel), metadata, dim=32, dtype=dtype, limit=limit)
+
+
+def test_without_sharing_it_is_one_causal_call():
+    """Chains alone: the plan has no full call, and the result is the kernel's own, bit for bit."""
+    metadata = metadata_of([5, 6, 7, 2], [-1, 0, -1, -1])
+    plan = build_plan(metadata)
+    assert not plan.levels
+    kernel = CPU_KERNELS[0]
+    inputs, _ = random_inputs(metadata.padded_size, dtype=torch.bfloat16)
+    query, key, value = (tensor.detach() for tensor in inputs)
+    options = AttentionOptions(softmax_scale=0.3)
+    out, _ = kernel.forward(query, key, value, plan.runs, options)
+    assert torch.equal(cascade.attention(query, key, value, metadata, options), out)
+
+
+def test_the_same_bits_twice():
+    metadata = metadata_of(*random_forest(1, nodes=30, node_lens=(3, 40)), padding=2)
+    inputs, grad_out = random_inputs(metadata.padded_size, dtype=torch.bfloat16)
+    options = AttentionOptions(softmax_scale=0.3)
+    first, second = (results(cascade.attention, inputs, grad_out, metadata, options) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_gradcheck():
+    metadata = metadata_of([2, 1, 2, 1], [-1, 0, 1, 0], padding=1)
+    inputs, _ = random_inputs(metadata.padded_size, heads=2, key_heads=1, dim=2)
+    sinks = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+
+    def attend(query, key, value, sinks):
+        return cascade.attention(query, key, value, metadata, AttentionOptions(softmax_scale=0.7, sinks=sinks))
+
+    assert torch.autograd.gradcheck(attend, (*inputs, sinks))
+
+
+def test_a_call_keeps_one_number_a_query_and_head_beside_its_tensors():
+    metadata = metadata_of(*random_forest(2, nodes=40, node_lens=(5, 30)), padding=4)
+    inputs, _ = random_inputs(metadata.padded_size, dtype=torch.float32)
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.setdefault(tensor.data_ptr(), tensor.nbytes) and tensor, lambda tensor: tensor
+    ):
+        out = cascade.attention(*inputs, metadata, AttentionOptions(softmax_scale=0.3))
+    statistics = 4 * metadata.padded_size * inputs[0].shape[1]
+    assert sum(saved.values()) == sum(one.nbytes for one in inputs) + out.nbytes + statistics
+
+
+# Which kernel runs.
+
+
+def test_recompute_runs_the_same_kernel_twice(monkeypatch):
+    """A first forward without gradients must not take a kernel that the second one, with gradients, cannot have."""
+
+    class ForwardOnly:
+        name = "forward only"
+        head_dim_multiple = None
+
+        def refusal(self, case):
+            return "needs_grad" if case.needs_grad else None
+
+    monkeypatch.setattr(cascade, "CPU_KERNELS", (ForwardOnly(), *CPU_KERNELS))
+    assert choose_kernel(case_of(needs_grad=False)) is choose_kernel(case_of(needs_grad=True)) is CPU_KERNELS[0]
+    monkeypatch.setattr(cascade, "CPU_KERNELS", (ForwardOnly(),))
+    assert choose_kernel(case_of(needs_grad=False)).name == "forward only"
+    assert choose_kernel(case_of(needs_grad=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"window": 5}, "^window=5"),
+        ({"device": "cuda", "capability": (7, 5)}, "^a GPU of compute capability 7.5"),
+        ({"device": "cuda", "capability": (9, 0), "dtype": torch.float32}, r"^dtype=torch.float32 \(it takes bfloat16"),
+        ({"device": "cuda", "capability": (9, 0), "head_dim": 512}, r"^head_dim=512 \(at most 256\)"),
+        ({"device": "cuda", "capability": (9, 0), "deterministic": True}, "^deterministic=True .*use_deterministic"),
+        ({"device": "cuda", "capability": (9, 0), "logit_softcap": 2.0}, "^logit_softcap=2.0"),
+    ],
+)
+def test_refusals_name_the_argument(changes, says):
+    case = case_of(**({"dtype": torch.bfloat16, "deterministic": False} | changes))
+    assert re.search(says, cascade.refusal(case))
+
+
+def test_torchs_own_kernel_takes_what_is_common():
+    case = case_of(device="cuda", capability=(8, 0), dtype=torch.bfloat16, deterministic=False)
+    torchs = CUDA_KERNELS[-1]
+    assert torchs.refusal(case) is None
+    assert cascade.refusal(case) is None

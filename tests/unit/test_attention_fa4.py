@@ -1,0 +1,129 @@
+"""FlashAttention-4 without a GPU: what is refused, and that its kernels take our lists and compile for Hopper."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from attention_cases import case_of, random_inputs
+from oracles import metadata_of
+
+from mcore_prefix_tree.attention import fa4, magi, tree_attention
+
+HOPPER = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "deterministic": False}
+BLACKWELL = HOPPER | {"capability": (10, 0)}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    for module in (fa4, magi):
+        monkeypatch.setattr(module, "_is_installed", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ({}, r"^device=cpu \(it is a CUDA kernel\)"),
+        (HOPPER | {"capability": (8, 0)}, r"^a GPU of compute capability 8.0 \(Hopper and Blackwell only\)"),
+        (HOPPER | {"capability": (12, 0)}, r"^a GPU of compute capability 12.0"),
+        (HOPPER | {"dtype": torch.float32}, "^dtype=torch.float32"),
+        (HOPPER | {"deterministic": True}, "^deterministic=True"),
+        (HOPPER | {"head_dim": 100}, r"^head_dim=100 with values of 100 \(multiples of 8\)"),
+        (HOPPER | {"head_dim": 264}, "^head_dim=264 .*at most 256"),
+        (HOPPER | {"head_dim": 192, "value_dim": 128}, "^head_dim=192 with values of 128 and 4 heads on 2"),
+        (BLACKWELL | {"head_dim": 192}, "^head_dim=192 with values of 192 .*at most 128"),
+    ],
+)
+def test_refusals_name_the_argument(case, says, installed):
+    assert re.search(says, fa4.refusal(case_of(**case)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        HOPPER,
+        HOPPER | {"deterministic": True, "needs_grad": False},
+        HOPPER | {"head_dim": 192, "value_dim": 128, "kv_heads": 4},
+        HOPPER | {"head_dim": 256, "window": 5, "logit_softcap": 3.0, "sinks": torch.zeros(4)},
+        BLACKWELL | {"head_dim": 192, "value_dim": 128},
+        BLACKWELL | {"head_dim": 256},
+    ],
+)
+def test_what_it_takes_is_not_refused(case, installed):
+    assert fa4.refusal(case_of(**case)) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ({}, "^device=cpu"),
+        (BLACKWELL, r"^a GPU of compute capability 10.0 \(Hopper only\)"),
+        (HOPPER | {"window": 4}, "^window=4"),
+        (HOPPER | {"dtype": torch.float32}, "^dtype=torch.float32"),
+        (HOPPER | {"head_dim": 96}, r"^head_dim=96 \(64 or 128\)"),
+        (HOPPER | {"head_dim": 128, "value_dim": 64}, "^head_dim=128 with values of 64"),
+    ],
+)
+def test_refusals_of_magi(case, says, installed):
+    assert re.search(says, magi.refusal(case_of(**case)))
+
+
+def test_magi_takes_what_is_common(installed):
+    assert magi.refusal(case_of(**HOPPER | {"head_dim": 128, "deterministic": True, "logit_softcap": 5.0})) is None
+
+
+@pytest.mark.skipif(find_spec("magi_attention") is not None, reason="magi_attention is installed")
+def test_magi_missing():
+    assert magi.refusal(case_of(**HOPPER)) == "device=cuda without magi_attention, which is not installed"
+
+
+@pytest.mark.parametrize("backend", ["fa4", "magi"])
+def test_a_cpu_is_refused_with_the_way_out(backend):
+    metadata = metadata_of([3, 2], [-1, 0])
+    inputs, _ = random_inputs(metadata.padded_size)
+    with pytest.raises(ValueError, match=f"'{backend}' does not support device=cpu .*; backends that do: path"):
+        tree_attention(*inputs, metadata, softmax_scale=0.3, backend=backend)
+
+
+def compiles(*arguments):
+    """Run the gate in a process of its own: the package reads its target from the environment, once."""
+    gate = Path(__file__).with_name("fa4_compile_gate.py")
+    target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
+    return subprocess.run(
+        [sys.executable, str(gate), *arguments], env=os.environ | target, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+@pytest.mark.parametrize(
+    "dims",
+    # heads, key heads, D, W: every row of tiles_of
+    ["4,4,64,64", "8,2,64,64", "8,2,96,96", "8,2,128,128", "4,4,192,128", "8,2,192,192", "8,2,256,256"],
+)
+def test_it_compiles_for_hopper(dims):
+    result = compiles(dims)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == ["forward", "backward"]
+
+
+@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+@pytest.mark.parametrize("option", ["window", "softcap", "sinks"])
+def test_its_options_compile_for_hopper(option):
+    result = compiles("8,2,128,128", option)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == ["forward", "backward"]
+
+
+@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+def test_the_gate_can_fail():
+    """Lists for other tiles than its own are refused by the package."""
+    result = compiles("8,2,128,128", "wrong-tiles")
+    assert result.returncode != 0
+    assert "Block" in result.stderr
+    assert "forward" not in result.stdout

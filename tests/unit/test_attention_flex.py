@@ -1,0 +1,125 @@
+"""FlexAttention on the CPU: forward alone, which is all that it has there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+from attention_cases import case_of, random_inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import metadata_of, random_forest, sample_lists, worst
+from torch.nn.attention.flex_attention import flex_attention
+
+from mcore_prefix_tree import TreeMetadata, fold
+from mcore_prefix_tree.attention import AttentionOptions, flex, reference, tree_attention
+from mcore_prefix_tree.attention.reference import visibility, window_visibility
+
+# Uncompiled, FlexAttention says that it is slow.
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def is_reference(run, metadata, *, dtype=torch.float32, limit=1e-6, **options):
+    inputs, _ = random_inputs(metadata.padded_size, dim=16, dtype=dtype)
+    options = AttentionOptions(softmax_scale=0.3, **options)
+    with torch.no_grad():
+        out = run(*inputs, metadata, options)
+        expected = reference.attention(*(one.double() for one in inputs), metadata, options)
+    assert out.dtype == dtype
+    assert worst(out, expected) < limit
+
+
+def uncompiled(*arguments):
+    return flex.attend(flex_attention, *arguments)
+
+
+def dense(counts, blocks):
+    """bool ``[rows, columns]``: which blocks are in a list."""
+    size = blocks.shape[-1]
+    mask = torch.zeros(size, size, dtype=torch.bool)
+    for row, count in enumerate(counts.flatten().tolist()):
+        mask[row, blocks[0, 0, row, :count].long()] = True
+    return mask
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10_000), st.sampled_from([None, 1, 40, 150]))
+def test_the_block_mask_says_which_blocks_meet(seed, window):
+    metadata = metadata_of(*random_forest(seed, nodes=12, node_lens=(0, 1, 60, 130, 200)), padding=seed % 3 + 1)
+    mask = flex.build_mask(metadata, window)
+    visible = visibility(metadata)
+    if window is not None:
+        visible &= window_visibility(metadata, window)
+    blocks = -(-metadata.padded_size // flex.BLOCK)
+    rows = torch.arange(metadata.padded_size) // flex.BLOCK
+    pairs = torch.zeros(blocks, blocks, dtype=torch.int64).index_put_(
+        (rows[:, None].expand_as(visible), rows[None, :].expand_as(visible)), visible.long(), accumulate=True
+    )
+    partial = dense(mask.kv_num_blocks, mask.kv_indices)
+    full = dense(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert not (partial & full).any()
+    assert ((partial | full) | (pairs == 0)).all(), "a visible pair is in no block"
+    row_counts = rows.bincount()
+    assert (pairs[full] == (row_counts[:, None] * row_counts[None, :])[full]).all(), "a full block has a hidden pair"
+    assert torch.equal(dense(mask.q_num_blocks, mask.q_indices), partial.T)
+    assert torch.equal(dense(mask.full_q_num_blocks, mask.full_q_indices), full.T)
+    assert mask.seq_lengths == (metadata.padded_size, metadata.padded_size)
+
+
+@settings(max_examples=15)
+@given(sample_lists(min_samples=1), st.integers(1, 4))
+def test_hypothesis_forests(samples, multiple):
+    is_reference(uncompiled, TreeMetadata.from_layout(fold(samples, pad_to_multiple_of=multiple)))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 50}, {"logit_softcap": 0.7}], ids=str)
+def test_options_on_several_blocks(options):
+    metadata = metadata_of(*random_forest(4, nodes=12, node_lens=(0, 1, 60, 130)), padding=3)
+    assert metadata.padded_size > 2 * flex.BLOCK
+    is_reference(uncompiled, metadata, **options)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled_once_for_all_lengths():
+    """Through the front door, at several lengths; the second length compiles nothing."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    for seed in range(4):
+        metadata = metadata_of(*random_forest(seed, nodes=10, node_lens=(1, 30, 60, 200)), padding=seed)
+        assert metadata.padded_size > flex.BLOCK
+        is_reference(flex.attention, metadata)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    inputs, _ = random_inputs(metadata.padded_size, dim=16, dtype=torch.float32)
+    with torch.no_grad():
+        out = tree_attention(*inputs, metadata, softmax_scale=0.3, backend="flex")
+        expected = tree_attention(*inputs, metadata, softmax_scale=0.3, backend="reference")
+    assert worst(out, expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dtype": torch.float32}, "^training with device=cpu"),
+        ({"needs_grad": False}, "^dtype=torch.float64"),
+        ({"needs_grad": False, "dtype": torch.float32, "sinks": torch.zeros(4)}, "^sinks with device=cpu"),
+        ({"device": "cuda", "capability": (9, 0)}, "^dtype=torch.float64"),
+        ({"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 8}, "^head_dim=8"),
+    ],
+)
+def test_refusals_name_the_argument(changes, says):
+    assert re.search(says, flex.refusal(case_of(**changes)))
+
+
+def test_training_on_a_cpu_is_refused_with_the_way_out():
+    metadata = metadata_of([3, 2], [-1, 0])
+    inputs, _ = random_inputs(metadata.padded_size, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"'flex' does not support training with device=cpu .*backends that do: path"):
+        tree_attention(*inputs, metadata, softmax_scale=0.3, backend="flex")
+
+
+def test_what_a_gpu_takes_is_not_refused():
+    for options in ({}, {"window": 7, "logit_softcap": 3.0, "sinks": torch.zeros(4)}):
+        case = case_of(device="cuda", capability=(8, 0), dtype=torch.bfloat16, head_dim=192, value_dim=128, **options)
+        assert flex.refusal(case) is None

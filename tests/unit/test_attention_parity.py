@@ -1,0 +1,114 @@
+"""The check at first use passes what is right and stops what is wrong in a single pair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import case_of
+
+from mcore_prefix_tree.attention import cascade, path, reference
+from mcore_prefix_tree.attention.parity import ParityError, _forest, check_parity
+
+CASES = [
+    case_of(dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
+    for dtype in (torch.bfloat16, torch.float16)
+    for heads, kv_heads, head_dim, value_dim in ((1, 1, 64, 64), (8, 2, 128, 128), (8, 1, 32, 32), (2, 2, 192, 128))
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sound_back_ends_pass(case):
+    check_parity("cascade", cascade.attention, case)
+    check_parity("path", path.attention, case)
+
+
+def test_options_reach_the_kernel():
+    case = case_of(dtype=torch.bfloat16, logit_softcap=0.5, sinks=torch.zeros(4))
+    check_parity("cascade", cascade.attention, case)
+    with pytest.raises(ParityError, match="d sinks|out is off"):
+        check_parity("forgets", forgets_the_sink, case)
+
+
+def forgets_the_sink(query, key, value, metadata, options):
+    return cascade.attention(query, key, value, metadata, replace(options, sinks=options.sinks - 1e3))
+
+
+def test_the_forest_has_what_kernels_get_wrong():
+    metadata = _forest(torch.device("cpu"))
+    lens = (metadata.cu_node_lens[1:] - metadata.cu_node_lens[:-1]).tolist()
+    assert {0, 1, 57, 63, 64, 65, 121, 127, 128, 130} <= set(lens)
+    assert metadata.padded_size > metadata.num_tokens
+    assert (metadata.node_parent < 0).sum() > 1
+    assert metadata.padded_size % 64
+
+
+def one_key_too_few(key_index):
+    def attention(query, key, value, metadata, options):
+        end = metadata.subtree_end.clone()
+        end[key_index] -= 1
+        wrong = replace(metadata, subtree_end=end, cache={})
+        return reference.attention(query, key, value, wrong, options)
+
+    return attention
+
+
+def stops_a_gradient(token):
+    def attention(query, key, value, metadata, options):
+        keep = torch.arange(len(value))[:, None, None] != token
+        return cascade.attention(query, key, torch.where(keep, value, value.detach()), metadata, options)
+
+    return attention
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("key_index", [0, 130, 300, 400])
+def test_one_missing_pair_is_found(dtype, key_index):
+    with pytest.raises(ParityError, match=r"attention backend 'wrong' is wrong on this machine: \w+ is off by"):
+        check_parity("wrong", one_key_too_few(key_index), case_of(dtype=dtype))
+
+
+@pytest.mark.parametrize("token", [5, 191, 700])
+def test_one_tokens_missing_gradient_is_found(token):
+    with pytest.raises(ParityError, match="dV is off by 1.0e"):
+        check_parity("wrong", stops_a_gradient(token), case_of(dtype=torch.bfloat16))
+
+
+def test_nan_is_an_error():
+    def attention(query, key, value, metadata, options):
+        return cascade.attention(query, key, value, metadata, options) * float("nan")
+
+    with pytest.raises(ParityError, match="out is off by nan"):
+        check_parity("wrong", attention, case_of(dtype=torch.bfloat16))
+
+
+def test_asked_once():
+    calls = 0
+
+    def attention(*arguments):
+        nonlocal calls
+        calls += 1
+        return cascade.attention(*arguments)
+
+    for heads, kv_heads in ((4, 2), (8, 4)):
+        check_parity("counted", attention, case_of(dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads))
+    assert calls == 1
+    check_parity("counted", attention, case_of(dtype=torch.bfloat16, heads=8, kv_heads=2))
+    assert calls == 2
+
+
+def test_a_failure_is_not_remembered_as_a_pass():
+    attention = stops_a_gradient(9)
+    for _ in range(2):
+        with pytest.raises(ParityError):
+            check_parity("wrong", attention, case_of(dtype=torch.bfloat16))
+
+
+def test_the_check_leaves_the_callers_random_numbers_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        check_parity("fresh", lambda *arguments: cascade.attention(*arguments), case_of(dtype=torch.bfloat16))
+    assert torch.equal(torch.rand(2), expected)

@@ -1,0 +1,81 @@
+"""The cut of the visible pairs into triangles and rectangles: every pair once, no other pair."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import metadata_of, random_forest, sample_lists
+
+from mcore_prefix_tree import TreeMetadata, fold
+from mcore_prefix_tree.attention.magi import CAUSAL, FULL, build_ranges
+from mcore_prefix_tree.attention.reference import visibility
+from mcore_prefix_tree.attention.spans import cut_into_spans
+
+
+def times_covered(metadata):
+    """int ``[P, P]``: in how many spans each pair is."""
+    spans = cut_into_spans(metadata)
+    covered = torch.zeros(metadata.padded_size, metadata.padded_size, dtype=torch.int64)
+    for start, end in zip(spans.runs[:-1], spans.runs[1:], strict=True):
+        covered[start:end, start:end] += torch.ones(end - start, end - start, dtype=torch.int64).tril()
+    for (q_start, q_end), (k_start, k_end) in zip(spans.queries, spans.keys, strict=True):
+        covered[q_start:q_end, k_start:k_end] += 1
+    return covered
+
+
+@given(sample_lists(min_samples=1), st.integers(1, 4))
+def test_every_visible_pair_is_in_one_span(samples, multiple):
+    metadata = TreeMetadata.from_layout(fold(samples, pad_to_multiple_of=multiple))
+    assert torch.equal(times_covered(metadata), visibility(metadata).long())
+
+
+@given(st.integers(0, 10_000), st.integers(0, 20), st.integers(1, 3))
+def test_empty_nodes_and_many_roots(seed, nodes, padding):
+    metadata = metadata_of(*random_forest(seed, nodes=nodes, node_lens=(0, 0, 1, 2, 5), root_rate=0.3), padding=padding)
+    assert torch.equal(times_covered(metadata), visibility(metadata).long())
+
+
+@given(st.integers(0, 10_000))
+def test_spans_of_the_same_depth_are_disjoint_and_ascending(seed):
+    metadata = metadata_of(*random_forest(seed, nodes=30, node_lens=(0, 1, 4)))
+    spans = cut_into_spans(metadata)
+    for depth in range(int(spans.depth.max(initial=-1)) + 1):
+        for side in (spans.queries, spans.keys):
+            borders = side[spans.depth == depth].ravel()
+            assert len(borders)
+            assert (np.diff(borders) >= 0).all()
+
+
+def test_a_tree_without_branches_is_runs_alone():
+    metadata = metadata_of([3, 0, 4, 5, 2], [-1, 0, 1, -1, 3], padding=2)
+    spans = cut_into_spans(metadata)
+    assert spans.runs.tolist() == [0, 7, 14, 15, 16]
+    assert not len(spans.queries)
+
+
+def test_the_first_child_joins_its_parents_run():
+    """A trunk with three children: its run holds the first one, and one rectangle takes the other two."""
+    spans = cut_into_spans(metadata_of([10, 3, 4, 5], [-1, 0, 0, 0]))
+    assert spans.runs.tolist() == [0, 13, 17, 22]
+    assert spans.queries.tolist() == [[13, 22]]
+    assert spans.keys.tolist() == [[0, 10]]
+    assert spans.depth.tolist() == [0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_ranges_of_magi_are_the_mask(seed):
+    """By the documentation of ``attn_type_map``: 0 is full, 1 causal, aligned at the bottom right."""
+    metadata = metadata_of(*random_forest(seed, node_lens=(0, 1, 3, 9), root_rate=0.2), padding=2)
+    ranges = build_ranges(metadata)
+    mask = torch.zeros(metadata.padded_size, metadata.padded_size, dtype=torch.int64)
+    for (q_start, q_end), (k_start, k_end), kind in zip(
+        ranges.queries.tolist(), ranges.keys.tolist(), ranges.kinds.tolist(), strict=True
+    ):
+        assert kind in (FULL, CAUSAL)
+        tile = torch.ones(q_end - q_start, k_end - k_start, dtype=torch.int64)
+        mask[q_start:q_end, k_start:k_end] += tile.tril(tile.shape[1] - tile.shape[0]) if kind == CAUSAL else tile
+    assert torch.equal(mask, visibility(metadata).long())
+    assert {ranges.queries.dtype, ranges.keys.dtype, ranges.kinds.dtype} == {torch.int32}
