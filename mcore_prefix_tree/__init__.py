@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from mcore_prefix_tree.layout import FlatLayout, fold
-from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.sample import Sample, SampleError, Signals
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.metadata import TreeMetadata
 
-__all__ = ["FlatLayout", "Sample", "SampleError", "TreeMetadata", "fold"]
+__all__ = ["FlatLayout", "Sample", "SampleError", "Signals", "TreeMetadata", "fold"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from mcore_prefix_tree.errors import USER_ERROR, USER_ERRORS, sentence_of, tell
+
 VARIABLE = "MEGATRON_LM_PATH"
-USER_ERROR = 2
 
 
 def main() -> None:
@@ -33,17 +35,15 @@ def main() -> None:
         # Only now is it known which megatron there is to import.
         from mcore_prefix_tree.mcore.pretrain import launch
 
-        launch.emulate_without_gpu()
+        launch.emulate_without_gpu(dry_run="--prefix-tree-dry-run" in rest)
         if folded:
             launch.prepare(root).run()
             return
         launch.check_unused(rest)
-    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+    except USER_ERRORS as error:
         if not _is_ours(error):
             raise
-        # Under torchrun every rank meets the same mistake: once a machine is enough.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        tell(sentence_of(error))
         raise SystemExit(USER_ERROR) from error
     sys.argv = [str(root / "pretrain_gpt.py"), *rest]
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -69,17 +69,20 @@ def use_megatron_lm(path: str | None) -> Path:
         path: of the checkout; None takes ``MEGATRON_LM_PATH``, or else whatever ``megatron.training`` can be imported.
 
     Raises:
-        ValueError: there is no Megatron-LM there.
+        ValueError: there is no Megatron-LM there, or it is for a newer Python.
     """
     given = path or os.environ.get(VARIABLE)
     if given is None:
         spec = find_spec("megatron") and find_spec("megatron.training")
-        if spec is None or spec.origin is None:
+        found = None if spec is None or spec.origin is None else Path(spec.origin).resolve().parents[2]
+        # Newer wheels have megatron.training, but not what it compiles when it starts.
+        if found is None or not (found / "pretrain_gpt.py").is_file():
             raise ValueError(
-                "megatron.training is not installed, the megatron-core wheel lacks it: clone "
-                "https://github.com/NVIDIA/Megatron-LM at core_v0.16.1 and name it with --megatron-lm-path DIR"
+                "there is no Megatron-LM: the megatron-core wheel lacks parts of it; clone "
+                "https://github.com/NVIDIA/Megatron-LM at core_v0.16.1 or core_v0.19.0 and name it with "
+                "--megatron-lm-path DIR"
             )
-        root = Path(spec.origin).resolve().parents[2]
+        root = found
     else:
         root = Path(given).resolve()
         if not (root / "megatron" / "training" / "training.py").is_file():
@@ -87,9 +90,20 @@ def use_megatron_lm(path: str | None) -> Path:
                 f"{'--megatron-lm-path' if path else VARIABLE}: {root} is no checkout of Megatron-LM, it has no "
                 "megatron/training"
             )
+    _check_python(root)
     assert "megatron.core" not in sys.modules, "imported before the checkout was on the path"
     sys.path.insert(0, str(root))
     return root
+
+
+def _check_python(root: Path) -> None:
+    project = root / "pyproject.toml"
+    if not project.is_file():
+        return
+    needed = re.search(r"""^requires-python\s*=\s*["']>=\s*(\d+)\.(\d+)""", project.read_text(), re.MULTILINE)
+    if needed is not None and sys.version_info < (int(needed[1]), int(needed[2])):
+        running = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise ValueError(f"{root} needs Python {needed[1]}.{needed[2]} or newer, this is {running}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +12,13 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from mcore_prefix_tree.errors import USER_ERROR, USER_ERRORS, sentence_of, tell
+
 FAILED = 1
-USER_ERROR = 2
 INTERRUPTED = 130
 
-# What this package raises for users. An ImportError says which optional package is missing and how to get it.
-_USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError)
-_PATIENCE_S = 10.0
+# What they say below an error: that GPTModel will give way to HybridModel, that nvcc is there and a GPU is not.
+_CHATTY_LOGGERS = ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension")
 
 
 @contextmanager
@@ -36,20 +35,13 @@ def readable_errors() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
         raise
-    except _USER_ERRORS as error:
-        leave(USER_ERROR, _sentence(error))
+    except USER_ERRORS as error:
+        leave(USER_ERROR, sentence_of(error))
 
 
 def leave(code: int, sentence: str | None = None) -> NoReturn:
-    """Exit, saying why on standard error: under torchrun, the first rank of a machine for all that met the same.
-
-    torchrun ends every rank as soon as one exits, so the others wait for that. Where it does not come, what happened is
-    theirs alone, and they say it themselves.
-    """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(_PATIENCE_S)
-    if sentence is not None:
-        typer.echo(f"error: {sentence}", err=True)
+    """Exit, and :func:`tell` why."""
+    tell(sentence)
     raise typer.Exit(code)
 
 
@@ -57,12 +49,8 @@ def quiet_upstream() -> None:
     """Spare the terminal what megatron-core warns of on every rank: optional packages, torch's names of its calls."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    for name in _CHATTY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class Commands(TyperGroup):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TaskID,
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.train.trainer import StepReport
     from mcore_prefix_tree.mcore.train.verify import VerifyReport
 
+_QUIET_S = 30.0
+
 
 class ConsoleReporter:
     """Reports a run to a console; see ``mcore_prefix_tree.mcore.train.trainer.Reporter``."""
@@ -30,17 +34,38 @@ class ConsoleReporter:
         self._console = console
         self._progress: Progress | None = None
         self._task = TaskID(0)
+        self._told = time.monotonic()
 
     def message(self, text: str) -> None:
         """One line, as it is."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def reading(self, done: int, total: int) -> None:
+        """A bar of bytes on a terminal, a line now and then elsewhere."""
+        if self._console.is_terminal:
+            if self._progress is None:
+                self._progress = Progress(
+                    TextColumn("reading data"),
+                    DownloadColumn(),
+                    BarColumn(),
+                    TimeRemainingColumn(),
+                    console=self._console,
+                )
+                self._task = self._progress.add_task("", total=total)
+                self._progress.start()
+            self._progress.update(self._task, completed=done)
+        elif time.monotonic() - self._told >= _QUIET_S:
+            self._told = time.monotonic()
+            self.message(f"reading data: {done / 2**30:.1f} of {total / 2**30:.1f} GiB")
+
     def verified(self, report: VerifyReport) -> None:
         """The table of errors."""
+        self._end_bar()
         self._console.print(verify_table(report))
 
     def started(self, first: int, last: int) -> None:
         """Open the progress bar on a terminal."""
+        self._end_bar()
         if first > last:
             self.message(f"nothing to train: train_iters={last} are done")
         elif self._console.is_terminal:
@@ -60,8 +85,9 @@ class ConsoleReporter:
         rate = f"{report.logical_tokens / report.seconds:,.0f} logical tokens/s"
         tokens = f"tokens {report.logical_tokens:,} -> {report.physical_tokens:,} (fold ratio {report.fold_ratio:.2f})"
         norm = "" if report.grad_norm is None else f" | grad norm {report.grad_norm:.3f}"
+        metrics = "".join(f" | {name.replace('_', ' ')} {value:.4g}" for name, value in report.metrics.items())
         self.message(
-            f"step {report.iteration} | loss {report.loss:.6f}{norm} | lr {report.lr:.3e} | {tokens} | "
+            f"step {report.iteration} | loss {report.loss:.6f}{metrics}{norm} | lr {report.lr:.3e} | {tokens} | "
             f"{report.seconds:.2f} s, plan {report.plan_seconds * 1000:.0f} ms | {rate} | "
             f"{report.physical_tokens / report.seconds:,.0f} physical tokens/s"
         )
@@ -75,6 +101,9 @@ class ConsoleReporter:
 
     def close(self) -> None:
         """Leave the terminal as it was; for the end of a run and for Ctrl-C."""
+        self._end_bar()
+
+    def _end_bar(self) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import typer
 
+from mcore_prefix_tree.cli import bench
 from mcore_prefix_tree.cli.boundary import Commands
+from mcore_prefix_tree.cli.calibrate import calibrate
 from mcore_prefix_tree.cli.inspect import inspect
 from mcore_prefix_tree.cli.plan import plan
+from mcore_prefix_tree.cli.score import score
 from mcore_prefix_tree.cli.train import train
 from mcore_prefix_tree.cli.verify import verify
 
@@ -27,3 +30,6 @@ app.command()(train)
 app.command()(verify)
 app.command()(inspect)
 app.command()(plan)
+app.command()(calibrate)
+app.command()(score)
+app.add_typer(bench.app, name="bench")

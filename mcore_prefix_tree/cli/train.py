@@ -15,7 +15,10 @@ def train(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example data.path=rollouts.jsonl.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the last complete checkpoint in checkpoint.save.")
+        bool,
+        typer.Option(
+            "--resume", help="Continue from the last complete checkpoint in checkpoint.save; without one, start."
+        ),
     ] = False,
 ) -> None:
     """Train a GPT on folded rollouts; under torchrun for several ranks."""

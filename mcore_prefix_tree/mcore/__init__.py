@@ -1,6 +1,13 @@
 """The only folder that imports megatron: the seam between folded micro-batches and stock Megatron-Core."""
 
-from mcore_prefix_tree.mcore.layer_specs import local_layer_spec, te_layer_spec, with_prefix_tree
-from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams
+from mcore_prefix_tree.mcore import compat
 
-__all__ = ["TreePackedSeqParams", "local_layer_spec", "te_layer_spec", "with_prefix_tree"]
+# Before anything of megatron-core is imported by name: what has moved is told in one sentence.
+compat.check_version()
+compat.check(compat.SEAM)
+
+from mcore_prefix_tree.mcore.layer_specs import local_layer_spec, te_layer_spec, with_prefix_tree  # noqa: E402
+from mcore_prefix_tree.mcore.output_layer import with_edge_head  # noqa: E402
+from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams  # noqa: E402
+
+__all__ = ["TreePackedSeqParams", "local_layer_spec", "te_layer_spec", "with_edge_head", "with_prefix_tree"]

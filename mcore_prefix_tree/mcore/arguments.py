@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_prefix_tree.attention import check_backend
+from mcore_prefix_tree.attention.auto import check_setting
 
 
 class ArgumentError(ValueError):
@@ -91,16 +91,58 @@ def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         help="Keep the order of the files. Otherwise lines are drawn in a new order each epoch, by --seed.",
     )
     group.add_argument(
+        "--prefix-tree-on-error",
+        choices=["raise", "skip"],
+        default="raise",
+        help="raise: end before training at the first bad line. skip: leave out and count the lines that cannot be "
+        "used and the samples that are too long. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--prefix-tree-streaming",
+        action="store_true",
+        help="Hold no samples: --num-workers processes of each rank read and encode lines when a step needs them, for "
+        "files larger than memory. All ranks together go through the files once at the start.",
+    )
+    group.add_argument(
         "--prefix-tree-max-tokens",
         type=int,
         metavar="N",
         help="Most physical tokens (after folding, before padding) of a micro-batch. Bounds its memory.",
     )
     group.add_argument(
+        "--prefix-tree-share",
+        choices=["all", "prompt"],
+        default="all",
+        help="all: every common prefix. prompt: what samples have in common before their first scored token. Either is "
+        "exact. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--prefix-tree-min-shared-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Common prefixes of fewer tokens are not shared. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--prefix-tree-length-buckets",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="The only sizes that micro-batches are padded to, the largest at least --prefix-tree-max-tokens. Default: "
+        "as little padding as the parallel layout and FP8 allow.",
+    )
+    group.add_argument(
         "--prefix-tree-attention-backend",
-        default="path",
+        default="auto",
         metavar="NAME",
-        help="Attention along the tree. Default: %(default)s.",
+        help="Attention along the tree: one of the back-ends, or auto, the fastest measured on a tree like that of the "
+        "first step. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--prefix-tree-no-fused-head",
+        action="store_false",
+        dest="prefix_tree_fused_head",
+        help="Keep the logits of all tokens. Otherwise the tokens that are scored are projected a chunk at a time.",
     )
     group.add_argument(
         "--prefix-tree-dry-run",
@@ -138,6 +180,11 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("inprocess_restart", "--inprocess-restart: not proven yet; restart with --load"),
     ("moe_use_upcycling", "--moe-use-upcycling: convert the checkpoint with pretrain_gpt.py first"),
     ("fp16", "--fp16: not proven equal yet; use --bf16"),
+    # Since core_v0.18 or core_v0.19.
+    ("dataloader_inter_document_masking", "--dataloader-inter-document-masking: it belongs to Megatron's own data"),
+    ("logits_load_dir", "--logits-load-dir: it brings its own loss"),
+    ("logits_save_dir", "--logits-save-dir: it would save the logits of unique tokens as those of samples"),
+    ("hybrid_layer_pattern", "--hybrid-layer-pattern: only self-attention knows the tree"),
 )
 
 
@@ -163,6 +210,11 @@ def check_arguments(args: argparse.Namespace) -> None:
             "--moe-token-dispatcher-type allgather: it wants equal lengths on all ranks; "
             "use --moe-token-dispatcher-type alltoall"
         )
+    for name in ("", "expert_"):
+        # Since core_v0.19; Megatron's validation turns the argument into this ratio.
+        if (getattr(args, f"{name}gtp_weight_remat_size", None) or 1) > 1:
+            option = f"--{name}tensor_parallel_num_weight_shards".replace("_", "-")
+            found.append(f"{option} above the tensor-parallel size: not proven equal yet; leave it out")
     if not args.calculate_per_token_loss:
         found.append("a step without --calculate-per-token-loss: micro-batches hold different numbers of scored tokens")
     if found:
@@ -172,9 +224,11 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ArgumentError(f"--prefix-tree needs --{name.replace('_', '-')}")
     if args.prefix_tree_max_tokens < 1:
         raise ArgumentError(f"--prefix-tree-max-tokens={args.prefix_tree_max_tokens} must be at least 1")
+    if args.prefix_tree_min_shared_tokens < 0:
+        raise ArgumentError(f"--prefix-tree-min-shared-tokens={args.prefix_tree_min_shared_tokens} must be at least 0")
     if "-" in [*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())]:
         raise ArgumentError("--prefix-tree-data-path -: every rank reads the data itself; write it to a file")
-    check_backend(args.prefix_tree_attention_backend)
+    check_setting(args.prefix_tree_attention_backend)
 
 
 def check_unused(arguments: Sequence[str]) -> None:

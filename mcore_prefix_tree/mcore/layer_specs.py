@@ -21,6 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
 
+from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
 
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
@@ -113,6 +114,7 @@ def te_layer_spec(**options: Any) -> ModuleSpec:
     """
     if not _have_te():
         raise ImportError(_TE_MISSING)
+    compat.check(compat.TRANSFORMER_ENGINE)
     return with_prefix_tree(get_gpt_layer_with_transformer_engine_spec(**options))
 
 

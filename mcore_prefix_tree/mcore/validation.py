@@ -69,10 +69,13 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "overlap_moe_expert_parallel_comm=True: its schedule plan does not go through the layer's forward; turn it "
             "off",
         ),
-        (
-            moe and "sinkhorn" in balancing,
-            "moe_router_load_balancing_type='sinkhorn': it routes a token by what else is in the batch; "
-            "set moe_router_load_balancing_type='none'",
+        *(
+            (
+                moe and name in balancing,
+                f"moe_router_load_balancing_type={name!r}: it routes a token by what else is in the batch; "
+                "set moe_router_load_balancing_type='none'",
+            )
+            for name in ("sinkhorn", "quantile_balancing")
         ),
         (
             moe and bool(np.any(config.moe_aux_loss_coeff)),
@@ -88,6 +91,18 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             moe and config.moe_expert_capacity_factor is not None,
             f"moe_expert_capacity_factor={config.moe_expert_capacity_factor}: which tokens are dropped depends on the "
             "batch; set moe_expert_capacity_factor=None",
+        ),
+        (
+            # A field since megatron-core 0.18.
+            moe and getattr(config, "moe_expert_rank_capacity_factor", None) is not None,
+            "moe_expert_rank_capacity_factor: which tokens are dropped depends on the batch; "
+            "set moe_expert_rank_capacity_factor=None",
+        ),
+        (
+            # The second is a field since megatron-core 0.17.
+            moe and (config.moe_router_force_load_balancing or getattr(config, "moe_router_force_biased", None)),
+            "moe_router_force_load_balancing or moe_router_force_biased: they route at random, for benchmarks, and "
+            "samples that share a token would share its draw; turn both off",
         ),
         (
             moe and config.moe_input_jitter_eps is not None,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -218,18 +219,20 @@ def _training_replacements() -> list[tuple[object, str, object]]:
     """What ``megatron.training`` of a Megatron-LM checkout needs on top, as in :func:`_replacements`."""
     initialize = importlib.import_module("megatron.training.initialize")
     training = importlib.import_module("megatron.training.training")
-    fused_kernels = importlib.import_module("megatron.legacy.fused_kernels")
+    replacements: list[tuple[object, str, object]] = []
+    if importlib.util.find_spec("megatron.legacy") is not None:  # gone since core_v0.19
+        # _compile_dependencies() in initialize.py builds kernels with nvcc that only legacy models call.
+        replacements.append((importlib.import_module("megatron.legacy.fused_kernels"), "load", _returns(None)))
     return [
+        *replacements,
         # initialize_megatron() in initialize.py asserts that there is a GPU; this is its own way to go without one.
         (training, "initialize_megatron", functools.partial(training.initialize_megatron, allow_no_cuda=True)),
         # _initialize_distributed() in initialize.py sets up the parallel state only where there are devices.
         (torch.cuda, "device_count", _returns(1)),
         (torch.cuda, "set_device", _returns(None)),
         # get_device_arch_version() in training/utils.py, which validate_args() asks under tensor parallelism; before
-        # architecture 10 it also wants CUDA_DEVICE_MAX_CONNECTIONS=1.
-        (torch.cuda, "get_device_properties", _returns(SimpleNamespace(major=10))),
-        # _compile_dependencies() in initialize.py builds kernels with nvcc that only legacy models call.
-        (fused_kernels, "load", _returns(None)),
+        # architecture 10 it also wants CUDA_DEVICE_MAX_CONNECTIONS=1. With a grouped GEMM it asks for both numbers.
+        (torch.cuda, "get_device_properties", _returns(SimpleNamespace(major=10, minor=0))),
         # set_jit_fusion_options() in initialize.py warms up compiled functions, of which there are none here, with
         # draws in the size of a micro-batch: they would move the generator that draws the weights.
         (initialize, "_warmup_jit_function", _returns(None)),

@@ -8,6 +8,7 @@ parallelism. The arithmetic would be right; what is missing is one attribute on 
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -63,7 +64,8 @@ def with_sequence_parallel_norms(spec: S) -> S:
     """Return a copy of a spec, or of its submodules, with :class:`Norm` wherever ``WrappedTorchNorm`` stood.
 
     Args:
-        spec: a ``ModuleSpec``, a dataclass of submodules, or a list of them, at any depth. It is not changed.
+        spec: a ``ModuleSpec``, a dataclass of submodules, a ``functools.partial`` over one, as newer megatron-core
+            has for an MLP, or a list of them, at any depth. It is not changed.
     """
     result: Any = spec
     if result is WrappedTorchNorm:
@@ -75,6 +77,9 @@ def with_sequence_parallel_norms(spec: S) -> S:
         changed.module = with_sequence_parallel_norms(result.module)
         changed.submodules = with_sequence_parallel_norms(result.submodules)
         result = changed
+    elif isinstance(result, functools.partial):
+        keywords = {name: with_sequence_parallel_norms(value) for name, value in result.keywords.items()}
+        result = functools.partial(result.func, *result.args, **keywords)
     elif is_dataclass(result) and not isinstance(result, type):
         result = replace(
             result, **{f.name: with_sequence_parallel_norms(getattr(result, f.name)) for f in fields(result) if f.init}

@@ -5,9 +5,11 @@
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
+# prepare_environment REQUIREMENTS [FOLDER [PYTHON]]
 prepare_environment() {
     local requirements=$1
-    local python=${PYTHON:-python3}
+    local folder=${2:-.venv}
+    local python=${3:-${PYTHON:-python3}}
     if ! command -v "$python" >/dev/null || ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
         echo "$python is not Python 3.10 or newer; name one with PYTHON=/path/to/python $0" >&2
         exit 2
@@ -16,27 +18,39 @@ prepare_environment() {
     if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
         keep_torch=yes
     fi
-    if [ ! -x .venv/bin/python ]; then
-        echo "making .venv"
+    if [ ! -x "$folder/bin/python" ]; then
+        echo "making $folder"
         if [ "$keep_torch" = yes ]; then
-            "$python" -m venv --system-site-packages .venv
+            "$python" -m venv --system-site-packages "$folder"
         else
-            "$python" -m venv .venv
+            "$python" -m venv "$folder"
         fi
     fi
     # Installed once for each content of the requirements; an interrupted installation leaves no stamp and starts again.
-    local stamp=".venv/installed-$(basename "$requirements" .txt)"
+    local stamp="$folder/installed-$(basename "$requirements" .txt)"
     local wanted
-    wanted=$(cat pyproject.toml requirements.txt "$requirements" | .venv/bin/python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
+    wanted=$(hash_of "$folder" pyproject.toml requirements.txt "$requirements")
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
-        echo "installing $requirements into .venv"
+        echo "installing $requirements into $folder"
         if [ "$keep_torch" = no ]; then
-            .venv/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+            pip_install "$folder" torch==2.13.0
         fi
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$requirements"
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+        pip_install "$folder" -r "$requirements"
+        pip_install "$folder" --no-deps --editable .
         echo "$wanted" >"$stamp"
     fi
     # shellcheck disable=SC1091
-    . .venv/bin/activate
+    . "$folder/bin/activate"
+}
+
+hash_of() {
+    local folder=$1
+    shift
+    cat "$@" | "$folder/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+}
+
+pip_install() {
+    local folder=$1
+    shift
+    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
 }

@@ -22,7 +22,7 @@ ADAM_EPS = 1e-3
 
 
 def branching_samples(seed: int = 0) -> list[Sample]:
-    """Trees of depth four that branch at every level, with duplicates, strict prefixes, loners and a one-token sample."""
+    """Trees of depth four, branching at every level, with duplicates, strict prefixes, loners, one token alone."""
     rng = np.random.default_rng(seed)
     samples: list[Sample] = []
 
@@ -46,7 +46,7 @@ def branching_samples(seed: int = 0) -> list[Sample]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """How the batch is cut and trained."""
+    """How the batch is cut and trained; ``native``: by stock layer specs, which a patched Megatron-Core folds with."""
 
     max_tokens: int = 10_000
     dtype: torch.dtype = torch.float64
@@ -54,6 +54,8 @@ class Job:
     distributed_optimizer: bool = False
     share_embeddings: bool = False
     backend: str = "path"
+    native: bool = False
+    output: str = "logits"
     config: tuple[tuple[str, Any], ...] = ()
 
 
@@ -61,13 +63,17 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     """Every rank: the step's loss, its parts of the gradients after ``job.steps`` steps, and its micro-batches."""
     from megatron.core import parallel_state
 
+    from mcore_prefix_tree.mcore import with_edge_head
     from mcore_prefix_tree.mcore.forward_step import sft_forward_step
     from mcore_prefix_tree.mcore.micro_batch import MicroBatch
     from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
     from mcore_prefix_tree.testing.weights import local_parts
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
-    chunks = build_chunks(config, tree_spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)
+    spec = stock_spec if job.native else tree_spec
+    chunks = build_chunks(config, spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)
+    if job.output != "logits":
+        chunks = [with_edge_head(chunk) for chunk in chunks]
     trainer = Trainer.of(chunks, distributed_optimizer=job.distributed_optimizer, adam_eps=ADAM_EPS)
     plan = plan_step(
         samples,
@@ -75,12 +81,18 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
         dp_size=parallel_state.get_data_parallel_world_size(),
         micro_batch_multiple=layout.pp if layout.vpp else 1,
     )
+    layouts = [
+        fold([samples[i] for i in indices], pad_to_multiple_of=layout.tp if layout.sequence_parallel else 1)
+        for indices in plan.micro_batches[parallel_state.get_data_parallel_rank()]
+    ]
     batches = [
         MicroBatch.from_layout(
-            fold([samples[i] for i in indices], pad_to_multiple_of=layout.tp if layout.sequence_parallel else 1),
+            folded,
             attention_backend=job.backend,
+            output=job.output,
+            needed=None if job.output == "logits" else folded.loss_weight != 0,
         )
-        for indices in plan.micro_batches[parallel_state.get_data_parallel_rank()]
+        for folded in layouts
     ]
     for _ in range(job.steps):
         trainer.step(sft_forward_step, batches, seq_length=1)

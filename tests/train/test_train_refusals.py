@@ -51,7 +51,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.position_embedding_type=mrope", "model.position_embedding_type: input should be 'rope', "),
         (
             "model.position_embedding_type=learned_absolute model.max_position_embeddings=14",
-            "data.jsonl:1: the sample has 15 tokens, but model.max_position_embeddings is 14 and positions are learned",
+            "data.jsonl:1: the sample has 15 tokens, but model.max_position_embeddings is 14; raise model.max_position",
         ),
         ("model.vocab_size=null", "model.vocab_size is missing; set it, or name a data.tokenizer to take it from"),
         ("model.vocab_size=50", "data.jsonl:1: field 'tokens' has 54 at index 0, outside the model's vocabulary of 50"),

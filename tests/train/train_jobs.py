@@ -77,6 +77,7 @@ class Notes:
     """A reporter that keeps everything."""
 
     messages: list[str] = field(default_factory=list)
+    read: list[tuple[int, int]] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     reports: list[Any] = field(default_factory=list)
     verifications: list[Any] = field(default_factory=list)
@@ -85,6 +86,9 @@ class Notes:
 
     def message(self, text: str) -> None:
         self.messages.append(text)
+
+    def reading(self, done: int, total: int) -> None:
+        self.read.append((done, total))
 
     def verified(self, report: Any) -> None:
         self.verifications.append(report)

@@ -62,6 +62,7 @@ def local_spec(config: TransformerConfig, **options: Any) -> Any:
 
 def build(config: TransformerConfig, spec: Any, **model: Any) -> GPTModel:
     """Every parameter gets some noise, so that no norm is one, no bias is zero and no gradient is right by accident."""
+    torch.manual_seed(0)  # which experts get tokens is up to the draw
     settings = {"vocab_size": VOCAB, "max_sequence_length": 64, "position_embedding_type": "rope"} | model
     built = GPTModel(config, spec, **settings).to(config.params_dtype)
     generator = torch.Generator().manual_seed(0)

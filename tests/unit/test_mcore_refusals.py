@@ -40,7 +40,7 @@ def config_with(**changes):
     """Set past ``__post_init__``, which has opinions of its own about some of these."""
     config = tiny_config()
     for name, value in changes.items():
-        assert hasattr(config, name), name
+        assert hasattr(config, name) or name in NEWER, name
         setattr(config, name, value)
     return config
 
@@ -76,7 +76,13 @@ MOE_SETTINGS = [
     {"moe_expert_capacity_factor": 1.25},
     {"moe_input_jitter_eps": 0.01},
     {"moe_router_enable_expert_bias": True},
+    {"moe_router_load_balancing_type": "quantile_balancing"},
+    {"moe_router_force_load_balancing": True},
+    {"moe_router_force_biased": 0.1},
+    {"moe_expert_rank_capacity_factor": 1.5},
 ]
+# Fields that megatron-core 0.16.1 lacks.
+NEWER = {"moe_router_force_biased", "moe_expert_rank_capacity_factor"}
 
 
 def ids_of(settings):
@@ -332,10 +338,12 @@ def test_specs_for_the_command_line_are_names_of_the_module(name):
 
 
 def test_the_local_specs_are_megatrons():
-    assert layer_specs.gpt_layer_local == with_prefix_tree(get_gpt_layer_local_spec())
-    assert layer_specs.gpt_layer_local_qk_layernorm == with_prefix_tree(get_gpt_layer_local_spec(qk_layernorm=True))
+    # Newer megatron-core has functools.partial in specs, which equals nothing but itself: compare what they show.
+    assert repr(layer_specs.gpt_layer_local) == repr(with_prefix_tree(get_gpt_layer_local_spec()))
+    with_norms = with_prefix_tree(get_gpt_layer_local_spec(qk_layernorm=True))
+    assert repr(layer_specs.gpt_layer_local_qk_layernorm) == repr(with_norms)
     rms_norm = {"normalization": "RMSNorm"}
-    assert local_layer_spec(**rms_norm) == with_prefix_tree(get_gpt_layer_local_spec(**rms_norm))
+    assert repr(local_layer_spec(**rms_norm)) == repr(with_prefix_tree(get_gpt_layer_local_spec(**rms_norm)))
 
 
 def test_transformer_engine_specs_without_transformer_engine_say_so(monkeypatch):

@@ -229,7 +229,7 @@ def test_attention_output_gate():
 
 
 def test_l2_norm_of_queries_and_keys():
-    config = tiny_config()
+    config = tiny_config(qk_l2_norm=True)
     stock, tree = twins(config, local_spec(config, qk_l2_norm=True))
     assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=FP32_INSIDE)
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,9 @@ VARIABLE = "MEGATRON_LM_PATH"
 VOCAB = 128
 ITERATIONS = 20
 BATCH = 16
+# Losses are logged with seven digits.
+LOSS, WEIGHTS = 2e-6, 1e-5
+FIRST = 1  # the iteration whose checkpoint of the stock run others start from
 ENTRY = ("-m", "mcore_prefix_tree.pretrain_gpt")
 STOCK = (str(Path(__file__).with_name("stock_unfolded.py")),)
 
@@ -73,19 +77,22 @@ class Run:
         return losses
 
 
+def search_path() -> str:
+    """``PATH`` for runs of Megatron-LM: it compiles a helper for the python3 and the python3-config that come first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), sysconfig.get_config_var("BINDIR"), os.environ["PATH"]])
+
+
 def megatron(program: tuple[str, ...], *arguments: str, ranks: int = 1, timeout_s: float = 400) -> Run:
     """Run a program with Megatron's arguments under torchrun; words of the arguments are split at blanks."""
     words = [word for argument in arguments for word in argument.split()]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    # megatron.training compiles a helper for the python3 and the python3-config that it finds first.
-    path = os.pathsep.join([str(Path(sys.executable).parent), sysconfig.get_config_var("BINDIR"), os.environ["PATH"]])
     result = subprocess.run(
         [*launcher, *program, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=timeout_s,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PATH": path},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PATH": search_path()},
     )
     return Run(result.stdout, result.returncode)
 
@@ -98,11 +105,54 @@ def trained(program: tuple[str, ...], *arguments: str, ranks: int = 1) -> Run:
 
 
 def saved_tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
-    """Whole tensors of a checkpoint, whatever parallel layout wrote it; inside a process group."""
-    from megatron.core import dist_checkpointing
+    """Whole tensors of a checkpoint, whatever parallel layout wrote it, read by the checkout's own megatron.core."""
+    script = (
+        "import os, sys, torch\n"
+        f"sys.path.insert(0, os.environ['{VARIABLE}'])\n"
+        "from megatron.core import dist_checkpointing\n"
+        "from mcore_prefix_tree.testing.launcher import single_process\n"
+        "with single_process():\n"
+        "    loaded = dist_checkpointing.load_plain_tensors(sys.argv[1])\n"
+        "torch.save({name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}, sys.argv[2])\n"
+    )
+    with tempfile.NamedTemporaryFile() as file:
+        source = str(folder / f"iter_{iteration:07d}")
+        subprocess.run([sys.executable, "-c", script, source, file.name], check=True, capture_output=True)
+        loaded: dict[str, torch.Tensor] = torch.load(file.name)
+    return loaded
 
-    loaded = dist_checkpointing.load_plain_tensors(str(folder / f"iter_{iteration:07d}"))
-    return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+def assert_same_tensors(actual: Path, expected: Path, iteration: int) -> None:
+    """Two checkpoints hold the same weights and optimizer state, up to rounding in fp32."""
+    tensors, wanted = (saved_tensors(folder, iteration) for folder in (actual, expected))
+    assert tensors.keys() == wanted.keys()
+    assert len(wanted) > 20
+    for name, tensor in wanted.items():
+        error = torch.linalg.vector_norm(tensors[name] - tensor) / torch.linalg.vector_norm(tensor)
+        assert error <= WEIGHTS, f"{name}: {error:.1e}"
+
+
+def only_checkpoint(source: Path, iteration: int, folder: Path) -> Path:
+    """``folder``, with one iteration's checkpoint of ``source`` as its latest."""
+    name = f"iter_{iteration:07d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).symlink_to(source / name)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return folder
+
+
+@dataclass(frozen=True)
+class Stock:
+    """The oracle: its data, its checkpoints, its losses and what it counted."""
+
+    data: str
+    folder: Path
+    losses: dict[int, float]
+    iterations: dict[int, dict[str, float]]
+
+    def args(self, tmp_path: Path) -> tuple[str, ...]:
+        """Of a folded run of the same samples."""
+        return CPU, MODEL, TRAIN, FOLDED, self.data, f"--save {tmp_path}"
 
 
 def write_samples(path: Path, count: int = 200) -> None:

@@ -6,6 +6,7 @@ Megatron's own scripts pass them. One process: no parallel layout stands between
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from functools import partial
@@ -67,11 +68,20 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     return losses, loss_func
 
 
+def main() -> None:
+    """As the checkout's own pretrain_gpt.py calls it; core_v0.19 parses first, and builds from a ``ModelConfig``."""
+    if "cfg_container" not in inspect.signature(pretrain).parameters:
+        model = partial(model_provider, gpt_builder)
+        kind = ModelType.encoder_or_decoder
+        pretrain(datasets_provider, model, kind, forward_step, extra_args_provider=add_prefix_tree_args)
+        return
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args(extra_args_provider=add_prefix_tree_args)
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+
+
 if __name__ == "__main__":
-    pretrain(
-        datasets_provider,
-        partial(model_provider, gpt_builder),
-        ModelType.encoder_or_decoder,
-        forward_step,
-        extra_args_provider=add_prefix_tree_args,
-    )
+    main()

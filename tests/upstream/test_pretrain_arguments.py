@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args, check_arguments, check_unused
+from mcore_prefix_tree.pretrain_gpt import use_megatron_lm
 
 FOLDED = ("--prefix-tree", "--prefix-tree-data-path", "a.jsonl", "b.jsonl", "--prefix-tree-max-tokens", "100")
 
@@ -22,6 +25,8 @@ def parse(*arguments: str) -> argparse.Namespace:
     for flag in ("--mock-data", "--sft", "--full-validation", "--use-torch-fsdp2", "--fp16", "--tp-comm-overlap"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--data-path", nargs="*")
+    parser.add_argument("--logits-load-dir")
+    parser.add_argument("--gtp-weight-remat-size", type=int)
     parser.add_argument("--iterations-to-skip", nargs="+", type=int, default=[])
     assert add_prefix_tree_args(parser) is parser
     return parser.parse_args(arguments)
@@ -41,7 +46,11 @@ def test_the_flag_implies_one_denominator_for_the_step() -> None:
     assert args.dataloader_type == "external"
     assert args.prefix_tree_data_path == ["a.jsonl", "b.jsonl"]
     assert args.prefix_tree_shuffle is True
-    assert args.prefix_tree_attention_backend == "path"
+    assert args.prefix_tree_attention_backend == "auto"
+    assert (args.prefix_tree_share, args.prefix_tree_min_shared_tokens) == ("all", 0)
+    assert args.prefix_tree_length_buckets is None
+    assert args.prefix_tree_fused_head is True
+    assert parse(*FOLDED, "--prefix-tree-no-fused-head").prefix_tree_fused_head is False
     check_arguments(args)
 
 
@@ -72,6 +81,8 @@ def test_accepted(arguments: tuple[str, ...]) -> None:
         (("--num-experts", "4"), "--moe-token-dispatcher-type alltoall"),
         (("--position-embedding-type", "mrope"), "mrope"),
         (("--transformer-impl", "inference_optimized"), "inference_optimized"),
+        (("--logits-load-dir", "x"), "--logits-load-dir"),
+        (("--gtp-weight-remat-size", "2"), "--tensor-parallel-num-weight-shards"),
         (("--prefix-tree-max-tokens", "0"), "--prefix-tree-max-tokens=0"),
         (("--prefix-tree-data-path", "-"), "--prefix-tree-data-path -"),
         (("--prefix-tree-attention-backend", "nope"), "'nope'"),
@@ -109,3 +120,37 @@ def test_help_is_a_group_of_its_own() -> None:
     group = text.split("\nprefix-tree:\n")[1]
     assert "--prefix-tree-dry-run" in group
     assert "--global-batch-size" in group
+
+
+def test_a_negative_shared_length_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="--prefix-tree-min-shared-tokens=-1 must be at least 0"):
+        check_arguments(parse(*FOLDED, "--prefix-tree-min-shared-tokens", "-1"))
+
+
+def checkout(folder: Path, requires_python: str) -> Path:
+    (folder / "megatron" / "training").mkdir(parents=True)
+    (folder / "megatron" / "training" / "training.py").write_text("")
+    (folder / "pyproject.toml").write_text(f"[project]\nrequires-python = '{requires_python}'\n")
+    return folder
+
+
+def test_a_checkout_for_a_newer_python_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"needs Python 3\.99 or newer, this is 3\.\d+$"):
+        use_megatron_lm(str(checkout(tmp_path, ">=3.99")))
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"--megatron-lm-path: .* is no checkout of Megatron-LM"):
+        use_megatron_lm(str(tmp_path))
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"MEGATRON_LM_PATH: .* is no checkout of Megatron-LM"):
+        use_megatron_lm(None)
+
+
+def test_the_training_loop_of_a_wheel_is_no_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer wheels of megatron-core carry it, without what it compiles."""
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    origin = checkout(tmp_path, ">=3.10") / "megatron" / "training" / "__init__.py"
+    monkeypatch.setattr("mcore_prefix_tree.pretrain_gpt.find_spec", lambda name: SimpleNamespace(origin=str(origin)))
+    with pytest.raises(ValueError, match=r"core_v0\.16\.1 or core_v0\.19\.0 and name it with --megatron-lm-path DIR"):
+        use_megatron_lm(None)

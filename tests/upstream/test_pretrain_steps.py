@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from mcore_prefix_tree import Sample
+from mcore_prefix_tree.data import LineOptions, StreamedGroups
 from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.arguments import ArgumentError
+from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.pretrain.steps import (
-    Folding,
     StepDealer,
     StepIterator,
     StepMicroBatch,
@@ -20,6 +26,8 @@ from mcore_prefix_tree.mcore.pretrain.steps import (
     check_first_epoch,
     plan_exactly,
 )
+from mcore_prefix_tree.plan import CostModel, ForestPlan
+from mcore_prefix_tree.trie import Share
 
 PROMPT = list(range(20))
 
@@ -32,14 +40,17 @@ def samples(count: int, *, shared: bool = True) -> list[Sample]:
     ]
 
 
-def folding(*, max_tokens: int = 1000, dp_rank: int = 0, pad_multiple: int = 1, interleave: int = 1) -> Folding:
+def folding(
+    *, max_tokens: int = 1000, dp_size: int = 1, pad_multiple: int = 1, interleave: int = 1, share: Share = "all"
+) -> Folding:
     return Folding(
         max_tokens=max_tokens,
-        dp_rank=dp_rank,
-        pad_multiple=pad_multiple,
-        interleave=interleave,
+        dp_size=dp_size,
+        cost_model=CostModel(token=100.0, pair=1.0),
+        padding=Padding(multiple=pad_multiple),
+        micro_batch_multiple=interleave,
+        share=share,
         device=torch.device("cpu"),
-        attention_backend="path",
     )
 
 
@@ -53,7 +64,7 @@ def size(micro_batches: int, micro_batch_size: int, dp_size: int = 1) -> StepSiz
 
 @pytest.mark.parametrize("step", [size(1, 8), size(4, 2), size(8, 1), size(2, 2, 2), size(1, 1, 8)])
 def test_a_plan_has_exactly_the_micro_batches_of_the_step(step: StepSize) -> None:
-    plan = plan_exactly(samples(8), step, max_tokens=1000)
+    plan = plan_exactly(samples(8), step, folding(dp_size=step.dp_size))
     assert len(plan.micro_batches) == step.dp_size
     assert {len(rank) for rank in plan.micro_batches} == {step.micro_batches}
     assert sorted(chain.from_iterable(chain.from_iterable(plan.micro_batches))) == list(range(8))
@@ -62,12 +73,12 @@ def test_a_plan_has_exactly_the_micro_batches_of_the_step(step: StepSize) -> Non
 def test_too_small_a_budget_names_the_micro_batch_size_that_fits() -> None:
     # 12 samples share nothing: two fit into 50 tokens.
     with pytest.raises(ArgumentError, match=r"need 6 micro-batches .*=50 tokens.* makes 3; use --micro-batch-size 2"):
-        plan_exactly(samples(12, shared=False), size(3, 4), max_tokens=50)
+        plan_exactly(samples(12, shared=False), size(3, 4), folding(max_tokens=50))
     # Four stages that interleave want micro-batches in fours.
     with pytest.raises(ArgumentError, match="use --micro-batch-size 1, or raise --prefix-tree-max-tokens"):
-        plan_exactly(samples(12, shared=False), size(4, 3), max_tokens=50, interleave=4)
+        plan_exactly(samples(12, shared=False), size(4, 3), folding(max_tokens=50, interleave=4))
     with pytest.raises(ArgumentError, match=r"makes 3; raise --prefix-tree-max-tokens"):
-        plan_exactly(samples(12, shared=False), size(3, 4), max_tokens=50, interleave=5)
+        plan_exactly(samples(12, shared=False), size(3, 4), folding(max_tokens=50, interleave=5))
 
 
 def test_the_first_epoch_is_checked_before_training() -> None:
@@ -94,7 +105,10 @@ def expected(taken: list[Sample]) -> list[list[int]]:
 
 def test_steps_take_the_samples_that_megatron_counts() -> None:
     source, step = order(shuffle=True), size(2, 4, 2)
-    ranks = [StepIterator(StepDealer(source, folding(dp_rank=r)), consumed=16, size=lambda: step) for r in range(2)]
+    ranks = [
+        StepIterator(StepDealer(source, folding(dp_size=2), dp_rank=r), consumed=16, size=lambda: step)
+        for r in range(2)
+    ]
     for consumed in (16, 32, 48):
         dealt = [micro_batch for iterator in ranks for micro_batch in deal(iterator, 2)]
         assert tokens_of(dealt) == expected(source.take(consumed, 16))
@@ -103,7 +117,7 @@ def test_steps_take_the_samples_that_megatron_counts() -> None:
 def test_the_size_of_a_step_is_asked_at_its_beginning() -> None:
     source = order()
     sizes = iter([size(1, 4), size(2, 4), size(4, 4)])
-    iterator = StepIterator(StepDealer(source, folding()), consumed=0, size=lambda: next(sizes))
+    iterator = StepIterator(StepDealer(source, folding(), dp_rank=0), consumed=0, size=lambda: next(sizes))
     consumed = 0
     for micro_batches in (1, 2, 4):
         assert tokens_of(deal(iterator, micro_batches)) == expected(source.take(consumed, 4 * micro_batches))
@@ -111,7 +125,7 @@ def test_the_size_of_a_step_is_asked_at_its_beginning() -> None:
 
 
 def test_model_chunks_of_a_rank_share_what_was_folded() -> None:
-    dealer = StepDealer(order(), folding())
+    dealer = StepDealer(order(), folding(), dp_rank=0)
     chunks = [StepIterator(dealer, consumed=0, size=lambda: size(2, 4)) for _ in range(2)]
     for _ in range(3):
         first, second = (deal(chunk, 2) for chunk in chunks)
@@ -121,7 +135,11 @@ def test_model_chunks_of_a_rank_share_what_was_folded() -> None:
 def test_sequences_are_padded_and_ranks_without_samples_get_padding() -> None:
     step = size(2, 1, 2)
     dealt = [
-        next(StepIterator(StepDealer(order(1), folding(dp_rank=r, pad_multiple=8)), consumed=0, size=lambda: step))
+        next(
+            StepIterator(
+                StepDealer(order(1), folding(dp_size=2, pad_multiple=8), dp_rank=r), consumed=0, size=lambda: step
+            )
+        )
         for r in range(2)
     ]
     assert all(micro_batch.batch.input_ids.shape[1] % 8 == 0 for micro_batch in dealt)
@@ -131,7 +149,7 @@ def test_sequences_are_padded_and_ranks_without_samples_get_padding() -> None:
 def test_statistics() -> None:
     now = iter([10.0, 12.5, 13.0])
     iterator = StepIterator(
-        StepDealer(order(), folding(), clock=lambda: next(now)), consumed=0, size=lambda: size(2, 4)
+        StepDealer(order(), folding(), dp_rank=0, clock=lambda: next(now)), consumed=0, size=lambda: size(2, 4)
     )
     steps = [deal(iterator, 2) for _ in range(3)]
     stats = [step[0].stats for step in steps]
@@ -141,12 +159,66 @@ def test_statistics() -> None:
     assert first is not None
     assert second is not None
     assert first.logical_tokens == second.logical_before == 8 * 25
-    # Two micro-batches, both with the prompt.
-    assert first.physical_tokens == second.physical_before == 2 * 20 + 8 * 5
+    # One of two micro-batches holds everything: cutting would compute the prompt twice.
+    assert first.physical_tokens == second.physical_before == 20 + 8 * 5
     assert np.isclose(sum(micro_batch.share for micro_batch in steps[0]), 1)
     assert all(micro_batch.host_seconds > 0 for micro_batch in steps[0])
 
 
+def test_less_sharing_reaches_the_micro_batches() -> None:
+    """Everything in these samples is scored, so prompts of one token are all there is to share."""
+    step = size(2, 4)
+    iterators = [
+        StepIterator(StepDealer(order(), folding(share=share), dp_rank=0), consumed=0, size=lambda: step)
+        for share in ("all", "prompt")
+    ]
+    dealt = [deal(iterator, 2) for iterator in iterators]
+    assert tokens_of(dealt[0]) == tokens_of(dealt[1])
+    physical = [sum(one.batch.layout.physical_tokens for one in step) for step in dealt]
+    assert physical == [20 + 8 * 5, 2 * 1 + 8 * 24]
+
+
 def test_evaluation_is_not_measured() -> None:
-    iterator = StepIterator(StepDealer(order(), folding()), consumed=0, size=lambda: size(2, 4))
+    iterator = StepIterator(StepDealer(order(), folding(), dp_rank=0), consumed=0, size=lambda: size(2, 4))
     assert next(iterator).stats is None
+
+
+def test_a_step_that_does_not_fit_is_told_when_it_comes() -> None:
+    """It is planned while the step before computes, which must not end that one."""
+    loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, shuffle=False)
+    iterator = StepIterator(StepDealer(loners, folding(max_tokens=75), dp_rank=0), consumed=0, size=lambda: size(2, 4))
+    assert tokens_of(deal(iterator, 2)) == expected(loners.take(0, 8))
+    with pytest.raises(ArgumentError, match="the first of these samples is sample 0"):
+        next(iterator)
+
+
+def test_the_next_step_is_planned_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+    honest = Folding.plan
+
+    def plan(self: Folding, *arguments: Any, **options: Any) -> ForestPlan:
+        planned.append(threading.current_thread().name)
+        return honest(self, *arguments, **options)
+
+    monkeypatch.setattr(Folding, "plan", plan)
+    iterator = StepIterator(StepDealer(order(), folding(), dp_rank=0), consumed=0, size=lambda: size(2, 4))
+    for _ in range(3):
+        deal(iterator, 2)
+    assert planned[0] == threading.main_thread().name
+    assert len(planned) >= 3
+    assert all("plan" in name for name in planned[1:])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_streamed_steps_are_those_of_samples_in_memory(tmp_path: Path, num_workers: int) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"tokens": sample.tokens.tolist()}) + "\n" for sample in samples(24)))
+    streamed = SampleOrder(StreamedGroups(path, LineOptions()), seed=1, shuffle=True)
+    source, sizes = order(24, shuffle=True), [size(1, 4), size(2, 4), size(2, 4), size(4, 4), size(4, 4)]
+    given = iter(sizes)
+    dealer = StepDealer(streamed, folding(), dp_rank=0, num_workers=num_workers)
+    iterator = StepIterator(dealer, consumed=5, size=lambda: next(given))
+    consumed = 5
+    for step in sizes:
+        assert tokens_of(deal(iterator, step.micro_batches)) == expected(source.take(consumed, step.samples))
+        consumed += step.samples

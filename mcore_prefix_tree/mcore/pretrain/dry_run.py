@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from typing import Any
 
 import torch
 from megatron.training.theoretical_memory_usage import (
@@ -32,12 +33,13 @@ def dry_run(args: argparse.Namespace) -> str:
         SampleError: bad data.
     """
     size = constant_size(args)
-    folding = folding_of(args, dp_rank=0, device=torch.device("cpu"))
+    folding = folding_of(args, device=torch.device("cpu"))
     order = training_order(args)
     end = args.train_samples or args.train_iters * args.global_batch_size
-    check_first_epoch(order, size, folding, consumed=0, end=end)
+    if not order.is_streamed:
+        check_first_epoch(order, size, folding, consumed=0, end=end)
     samples = order.take(0, size.samples)
-    plan = plan_exactly(samples, size, max_tokens=folding.max_tokens, interleave=folding.interleave)
+    plan = plan_exactly(samples, size, folding)
 
     logical = sum(len(sample) for sample in samples)
     physical = sum(map(sum, plan.physical_tokens))
@@ -53,21 +55,54 @@ def dry_run(args: argparse.Namespace) -> str:
         for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
     ]
     cases = {"longest micro-batch": longest, "at --prefix-tree-max-tokens": folding.max_tokens}
-    weights = compute_weight_and_optimizer_memory(copy.deepcopy(args))
+    kept = "activations, if none were recomputed," if args.recompute_granularity == "full" else "activations,"
     lines += [
         f"a rank's memory by Megatron's estimate, of {args.world_size} ranks:",
-        f"  weights, gradients, optimizer: {weights / GIB:.3g} GiB",
+        f"  weights, gradients, optimizer: {_weights(args) / GIB:.3g} GiB",
     ]
     lines += [
-        f"  activations, {case} ({tokens} tokens): {_activations(args, tokens, size.micro_batches):.3g} GiB"
+        f"  {kept} {case} ({tokens} tokens): {_activations(args, tokens, size.micro_batches) / GIB:.3g} GiB"
         for case, tokens in cases.items()
     ]
     return "\n".join(lines)
 
 
+def _weights(args: argparse.Namespace) -> float:
+    """Bytes of weights, gradients and optimizer of the most loaded rank.
+
+    The estimate of core_v0.16.1 cuts experts like everything else. So they are counted apart: what the experts of one
+    rank add to a model in the layout of experts.
+    """
+    if args.num_experts is None:
+        return _weights_of(args)
+    experts, tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    world_size = args.world_size // experts
+    layout = {
+        "expert_model_parallel_size": 1,
+        "tensor_model_parallel_size": tensor,
+        "world_size": world_size,
+        "data_parallel_size": world_size // (tensor * args.pipeline_model_parallel_size),
+    }
+    without = _weights_of(args, num_experts=0, **layout)
+    return (
+        _weights_of(args, num_experts=0)
+        + _weights_of(args, num_experts=args.num_experts // experts, **layout)
+        - without
+    )
+
+
+def _weights_of(args: argparse.Namespace, **changed: Any) -> float:
+    # The estimate writes to what it is given.
+    return float(compute_weight_and_optimizer_memory(argparse.Namespace(**vars(copy.deepcopy(args)) | changed)))
+
+
 def _activations(args: argparse.Namespace, tokens: int, micro_batches: int) -> float:
+    """Bytes of activations of micro-batches of so many tokens.
+
+    Megatron's formula for sequence parallelism leaves out what attention keeps of every pair of tokens, which selective
+    recomputation spares; attention along a tree keeps nothing of the kind.
+    """
     alone = copy.deepcopy(args)
     alone.seq_length, alone.micro_batch_size = tokens, 1
-    with_sp = args.sequence_parallel and args.recompute_granularity == "selective"
-    estimate = compute_activation_memory if with_sp else compute_activation_memory_without_sp
-    return float(estimate(alone, micro_batches)) / GIB
+    estimate = compute_activation_memory if args.sequence_parallel else compute_activation_memory_without_sp
+    return float(estimate(alone, micro_batches))

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import copy
 import importlib.metadata
-import inspect
 import io
 import os
 import warnings
@@ -14,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import torch
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
-from megatron.training.arguments import parse_args, validate_args
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.training.arguments import validate_args
 
 from mcore_prefix_tree.data import load_tokenizer
-from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args, check_arguments, check_unused
+from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore.arguments import ArgumentError, check_arguments, check_unused
+from mcore_prefix_tree.mcore.pretrain.adapter import check_megatron_lm, parse_command_line, run_pretrain
 from mcore_prefix_tree.mcore.pretrain.dry_run import dry_run
 from mcore_prefix_tree.mcore.pretrain.providers import (
     TreeDatasetsProvider,
@@ -40,30 +39,20 @@ def say(text: str) -> None:
         print(f"mcore_prefix_tree: {text}", flush=True)
 
 
-def emulate_without_gpu() -> None:
-    """Let Megatron run on this machine's CPU, if it has no GPU."""
+def emulate_without_gpu(*, dry_run: bool = False) -> None:
+    """Let Megatron run on this machine's CPU, if it has no GPU; a dry run only asks it to check arguments."""
     if not torch.cuda.is_available():
         enable_training()
-        say(
-            "no GPU here, Megatron runs on the CPU under emulation; it needs --distributed-backend gloo "
-            "--transformer-impl local --use-cpu-initialization and its --no-...-fusion flags"
-        )
+        if not dry_run:
+            say(
+                "no GPU here, Megatron runs on the CPU under emulation; it needs --distributed-backend gloo "
+                "--transformer-impl local --use-cpu-initialization and its --no-...-fusion flags"
+            )
 
 
-def check_megatron_lm(root: Path) -> None:
-    """See that the checkout's ``pretrain`` is the one this package calls.
-
-    Raises:
-        ArgumentError: the checkout is of a version whose ``pretrain`` takes other arguments.
-    """
-    version = megatron.core.__version__
-    expected = ["train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"]
-    parameters = list(inspect.signature(pretrain).parameters)
-    if parameters[:4] != expected or not {"extra_args_provider", "args_defaults"} <= set(parameters):
-        raise ArgumentError(
-            f"{root} is Megatron-LM {version}, whose pretrain() takes other arguments than that of core_v0.16.1, which "
-            "--prefix-tree calls; check out core_v0.16.1"
-        )
+def say_which_megatron_core(root: Path) -> None:
+    """One line where the checkout's ``megatron.core`` is not the one that pip installed."""
+    version = compat.installed_version().partition("+")[0]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         installed = importlib.metadata.version("megatron-core")
         if installed != version:
@@ -93,16 +82,10 @@ class Job:
         """
         if self.dry_run:
             assert self.validated is not None
-            print(dry_run(self.validated))
+            if self.validated.rank == 0:
+                print(dry_run(self.validated))
             return
-        pretrain(
-            TreeDatasetsProvider(),
-            tree_model_provider,
-            ModelType.encoder_or_decoder,
-            tree_forward_step,
-            args_defaults=self.defaults,
-            extra_args_provider=add_prefix_tree_args,
-        )
+        run_pretrain(TreeDatasetsProvider(), tree_model_provider, tree_forward_step, args_defaults=self.defaults)
 
 
 def prepare(root: Path) -> Job:
@@ -110,12 +93,14 @@ def prepare(root: Path) -> Job:
 
     Raises:
         ArgumentError: arguments that cannot be used together, or an unsupported Megatron-LM.
+        MegatronCoreError: something that the package relies on has moved.
         NotImplementedError: a model that folding cannot do exactly.
         AssertionError, ValueError: what Megatron-LM's own validation refuses.
         SystemExit: for ``--help`` and for what the parser refuses.
     """
-    args = parse_args(add_prefix_tree_args)
+    args = parse_command_line()
     check_megatron_lm(root)
+    say_which_megatron_core(root)
     check_arguments(args)
     if args.use_checkpoint_args:
         # Megatron reads the model's arguments from the checkpoint later; the model provider checks them then.
@@ -128,6 +113,9 @@ def prepare(root: Path) -> Job:
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         validate_args(validated, defaults)
+    if args.prefix_tree_dry_run and not HAVE_TE:
+        # Where the job runs there is TransformerEngine; without it upstream's config refuses its fused rope.
+        validated.apply_rope_fusion = False
     tree_transformer_config(validated)
     return Job(defaults=defaults, validated=validated, dry_run=args.prefix_tree_dry_run)
 

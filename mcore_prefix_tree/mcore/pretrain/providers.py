@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +17,19 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 
-from mcore_prefix_tree.data import iter_sample_groups, load_tokenizer
+from mcore_prefix_tree.data import LineOptions, Ranks, Skipped, StreamedGroups, iter_sample_groups, load_tokenizer
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.mcore.arguments import add_prefix_tree_args, check_arguments
+from mcore_prefix_tree.layout import Padding, sequence_multiple
+from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args, check_arguments
+from mcore_prefix_tree.mcore.backend import resolve_backend
+from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
+from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
-from mcore_prefix_tree.mcore.pretrain.steps import Folding, StepDealer, StepIterator, StepSize, check_first_epoch
+from mcore_prefix_tree.mcore.pretrain.steps import StepDealer, StepIterator, StepSize, check_first_epoch
 from mcore_prefix_tree.mcore.validation import check_config, check_model
-from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.plan import CostModel
+from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.testing.norms import sequence_parallel_block_spec
 
 __all__ = ["add_prefix_tree_args", "prefix_tree_providers"]
@@ -83,7 +89,7 @@ def tree_model_provider(
         pg_collection=pg_collection,
     )
     check_model(model)
-    return model
+    return with_edge_head(model) if args.prefix_tree_fused_head else model
 
 
 def _stock_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
@@ -109,49 +115,117 @@ def _stock_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
     return spec
 
 
-def folding_of(args: argparse.Namespace, *, dp_rank: int, device: torch.device) -> Folding:
-    """How a data-parallel rank folds under these arguments."""
+def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
+    """How the job folds under these arguments, validated ones.
+
+    Raises:
+        ArgumentError: the length buckets fit neither the budget nor the parallel layout.
+    """
+    stages, interleaved = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size is not None
     return Folding(
         max_tokens=args.prefix_tree_max_tokens,
-        dp_rank=dp_rank,
-        pad_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-        interleave=1 if args.virtual_pipeline_model_parallel_size is None else args.pipeline_model_parallel_size,
+        dp_size=args.data_parallel_size,
+        cost_model=cost_model_of(args),
         device=device,
+        micro_batch_multiple=stages if interleaved else 1,
+        bubble=(stages - 1) / (args.virtual_pipeline_model_parallel_size or 1),
+        share=args.prefix_tree_share,
+        min_shared_tokens=args.prefix_tree_min_shared_tokens,
+        padding=_padding_of(args),
         attention_backend=args.prefix_tree_attention_backend,
+        output="weighted_sum" if args.prefix_tree_fused_head else "logits",
+        only_supervised=args.prefix_tree_fused_head,
     )
 
 
-def read_groups(args: argparse.Namespace, paths: Sequence[str]) -> list[list[Sample]]:
-    """All samples of the files, by line.
+def _padding_of(args: argparse.Namespace) -> Padding:
+    multiple = sequence_multiple(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        fp8=args.fp8,
+        fp8_recipe=args.fp8_recipe,
+    )
+    try:
+        padding = Padding(multiple=multiple, buckets=tuple(args.prefix_tree_length_buckets or ()))
+        padding.check_holds(args.prefix_tree_max_tokens)
+    except ValueError as error:
+        raise ArgumentError(f"--prefix-tree-{str(error).replace('_', '-')}") from None
+    return padding
+
+
+def cost_model_of(args: argparse.Namespace) -> CostModel:
+    """Training FLOPs of the model that the arguments describe."""
+    width = args.ffn_hidden_size
+    if args.num_experts is not None:
+        width = (args.moe_ffn_hidden_size or width) * args.moe_router_topk
+        width += args.moe_shared_expert_intermediate_size or 0
+    return CostModel.from_dimensions(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=width,
+        num_attention_heads=args.num_attention_heads,
+        vocab_size=args.padded_vocab_size,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        kv_channels=args.kv_channels,
+        swiglu=args.swiglu,
+    )
+
+
+def read_order(args: argparse.Namespace, paths: Sequence[str], *, shuffle: bool) -> SampleOrder:
+    """The samples of the files, in the order that steps take them; says what was skipped.
 
     Raises:
         SampleError: bad data, or a sample that is longer than the arguments allow; names file, line and argument.
     """
     name = args.prefix_tree_tokenizer
-    tokenizer = None if name is None else load_tokenizer(name)
-    groups = list(
-        iter_sample_groups(
-            paths,
-            tokenizer=tokenizer,
-            expand_turns=args.prefix_tree_expand_turns,
-            vocab_size=args.padded_vocab_size,
-        )
+    options = LineOptions(
+        tokenizer=None if name is None else load_tokenizer(name),
+        expand_turns=args.prefix_tree_expand_turns,
+        vocab_size=args.padded_vocab_size,
+        limits={"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens},
     )
-    limits = {"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens}
-    for sample in (sample for group in groups for sample in group):
-        for option, limit in limits.items():
-            if len(sample) > limit:
-                raise SampleError(
-                    f"{sample.source}: the sample has {len(sample)} tokens, but {option} is {limit}; raise {option} or "
-                    "shorten the sample"
-                )
-    return groups
+    skipped, on_error = Skipped(), args.prefix_tree_on_error
+    groups: Sequence[Sequence[Sample]]
+    if args.prefix_tree_streaming:
+        groups = StreamedGroups(
+            paths, options, on_error=on_error, skipped=skipped, ranks=_ranks(), progress=_ReadingProgress()
+        )
+    else:
+        groups = list(iter_sample_groups(paths, **vars(options), on_error=on_error, skipped=skipped))
+    if skipped.count:
+        print_rank_0(f"> {skipped}")
+    return SampleOrder(groups, seed=args.seed, shuffle=shuffle)
 
 
 def training_order(args: argparse.Namespace) -> SampleOrder:
     """The training samples, in the order that steps take them."""
-    groups = read_groups(args, args.prefix_tree_data_path)
-    return SampleOrder(groups, seed=args.seed, shuffle=args.prefix_tree_shuffle)
+    return read_order(args, args.prefix_tree_data_path, shuffle=args.prefix_tree_shuffle)
+
+
+def _ranks() -> Ranks:
+    """All of the job; a dry run has none."""
+    if not torch.distributed.is_initialized():
+        return Ranks()
+    size = torch.distributed.get_world_size()
+
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    return Ranks(rank=torch.distributed.get_rank(), size=size, gather=gather)
+
+
+class _ReadingProgress:
+    """A line for every tenth."""
+
+    def __init__(self) -> None:
+        self._tenths = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if 10 * done // total > self._tenths:
+            self._tenths = 10 * done // total
+            print_rank_0(f"> reading data: {self._tenths}0 %")
 
 
 def training_seconds() -> float:
@@ -185,13 +259,16 @@ class TreeDatasetsProvider:
         """
         args = get_args()
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        folding = folding_of(args, dp_rank=parallel_state.get_data_parallel_rank(), device=device)
+        dp_rank = parallel_state.get_data_parallel_rank()
+        folding = folding_of(args, device=device)
         train = None
         if not args.skip_train:
             if self._training is None:
                 order = training_order(args)
                 print_rank_0(f"> {order.samples_per_epoch} samples an epoch from {args.prefix_tree_data_path}")
-                if args.rampup_batch_size is None:
+                # Streamed data would be encoded once more; a step that does not fit is told when it comes.
+                constant = args.rampup_batch_size is None and getattr(args, "step_batch_size_schedule", None) is None
+                if constant and not order.is_streamed:
                     check_first_epoch(
                         order,
                         constant_size(args),
@@ -199,7 +276,10 @@ class TreeDatasetsProvider:
                         consumed=args.consumed_train_samples,
                         end=train_val_test_num_samples[0] or 0,
                     )
-                self._training = StepDealer(order, folding, clock=training_seconds)
+                folding = with_backend(folding, args, order)
+                self._training = StepDealer(
+                    order, folding, dp_rank=dp_rank, num_workers=args.num_workers, clock=training_seconds
+                )
             train = StepIterator(self._training, consumed=args.consumed_train_samples, size=lambda: _current_size(args))
         if not args.prefix_tree_valid_data_path:
             if args.eval_iters:
@@ -207,11 +287,29 @@ class TreeDatasetsProvider:
             args.eval_iters = 0
             return train, None, None
         if self._validation is None:
-            groups = read_groups(args, args.prefix_tree_valid_data_path)
-            self._validation = StepDealer(SampleOrder(groups, seed=args.seed, shuffle=False), folding)
+            order = read_order(args, args.prefix_tree_valid_data_path, shuffle=False)
+            # Training has chosen before: validation runs the same back-end.
+            folding = with_backend(folding, args, order)
+            self._validation = StepDealer(order, folding, dp_rank=dp_rank, num_workers=args.num_workers)
         consumed = 0 if args.skip_train else args.consumed_valid_samples
-        valid = StepIterator(self._validation, consumed=consumed, size=lambda: constant_size(args))
+        valid = StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args))
         return train, valid, None
+
+
+def with_backend(folding: Folding, args: argparse.Namespace, order: SampleOrder) -> Folding:
+    """Folding with the back-end that its setting stands for: the same on every rank, and after a restart.
+
+    Raises:
+        ValueError: the back-end does not support the run; names those that do.
+    """
+    backend = resolve_backend(
+        folding.attention_backend,
+        core_transformer_config_from_args(args),
+        lambda: order.take(0, args.global_batch_size),
+        device=folding.device,
+        say=print_rank_0,
+    )
+    return replace(folding, attention_backend=backend)
 
 
 def _current_size(args: argparse.Namespace) -> StepSize:
@@ -221,7 +319,7 @@ def _current_size(args: argparse.Namespace) -> StepSize:
 
 
 def constant_size(args: argparse.Namespace) -> StepSize:
-    """A step's size without ramp-up, with which Megatron also evaluates."""
+    """A step's size without ramp-up."""
     return StepSize(
         micro_batches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
         micro_batch_size=args.micro_batch_size,
@@ -229,10 +327,26 @@ def constant_size(args: argparse.Namespace) -> StepSize:
     )
 
 
+def evaluation_size(args: argparse.Namespace) -> StepSize:
+    """With which Megatron evaluates: a step's, which since core_v0.18 has arguments of its own."""
+    micro_batch_size = getattr(args, "eval_micro_batch_size", args.micro_batch_size)
+    samples = getattr(args, "eval_global_batch_size", args.global_batch_size)
+    return StepSize(
+        micro_batches=samples // (micro_batch_size * args.data_parallel_size),
+        micro_batch_size=micro_batch_size,
+        dp_size=args.data_parallel_size,
+    )
+
+
 def prefix_tree_providers(
-    datasets_provider: Provider, model_provider: Provider, forward_step: Provider
+    datasets_provider: Provider, model_provider: Provider | None, forward_step: Provider
 ) -> tuple[Provider, Provider, Provider]:
     """A script's own three providers where ``--prefix-tree`` is absent, and the folding ones where it is given.
+
+    Args:
+        datasets_provider: the script's.
+        model_provider: the script's; None where, since core_v0.19, its model comes from a ``ModelConfig``.
+        forward_step: the script's.
 
     Returns:
         To be passed to ``pretrain`` in their place. The data provider is called on every rank under the flag; without
@@ -250,7 +364,16 @@ def prefix_tree_providers(
             return provider(num_samples) if vp_stage is None else provider(num_samples, vp_stage=vp_stage)
 
     def model(*args: Any, **kwargs: Any) -> Any:
-        return (tree_model_provider if get_args().prefix_tree else model_provider)(*args, **kwargs)
+        arguments = get_args()
+        # --attention-backend tree: Megatron-Core is patched (patches/README.md), the script's own layers follow it.
+        native = model_provider is not None and arguments.attention_backend.name == "tree"
+        if arguments.prefix_tree and not native:
+            return tree_model_provider(*args, **kwargs)
+        if arguments.prefix_tree:
+            tree_transformer_config(arguments)
+        assert model_provider is not None, "without --prefix-tree the script's ModelConfig builds its model"
+        stock = model_provider(*args, **kwargs)
+        return with_edge_head(stock) if arguments.prefix_tree and arguments.prefix_tree_fused_head else stock
 
     def step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return (tree_forward_step if get_args().prefix_tree else forward_step)(data_iterator, model, *args, **kwargs)

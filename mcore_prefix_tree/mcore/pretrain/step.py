@@ -10,9 +10,8 @@ import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_timers
 
-from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs
+from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_sft_loss
 from mcore_prefix_tree.mcore.pretrain.steps import StepMicroBatch, StepStats
-from mcore_prefix_tree.objectives import sft_loss
 
 LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -28,10 +27,10 @@ def tree_forward_step(
     return tree_forward(model, micro_batch.batch), partial(_loss, micro_batch)
 
 
-def _loss(micro_batch: StepMicroBatch, logits: torch.Tensor) -> LossOutput:
+def _loss(micro_batch: StepMicroBatch, output: torch.Tensor) -> LossOutput:
     batch = micro_batch.batch
-    loss = sft_loss(tree_logprobs(logits, batch, in_place=True), batch.loss_weight)
-    num_tokens = torch.tensor(batch.layout.num_supervised, dtype=torch.int, device=logits.device)
+    loss = tree_sft_loss(output, batch)
+    num_tokens = torch.tensor(batch.layout.num_supervised, dtype=torch.int, device=output.device)
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(
             result=loss,
@@ -43,7 +42,7 @@ def _loss(micro_batch: StepMicroBatch, logits: torch.Tensor) -> LossOutput:
     report = {"lm loss": torch.stack([loss.detach().float(), num_tokens.float()])}
     if micro_batch.stats is not None:
         figures = log_figures(micro_batch, micro_batch.stats)
-        pairs = torch.tensor(list(figures.values()), dtype=torch.float32).to(logits.device, non_blocking=True)
+        pairs = torch.tensor(list(figures.values()), dtype=torch.float32).to(output.device, non_blocking=True)
         report |= dict(zip(figures, pairs.unbind(), strict=True))
     return loss, num_tokens, report
 

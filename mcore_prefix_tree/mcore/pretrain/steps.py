@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-import torch
-
-from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.layout import fold
+from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
 from mcore_prefix_tree.mcore.arguments import ArgumentError
+from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.plan import ForestPlan, plan_step
+from mcore_prefix_tree.plan import ForestPlan
 from mcore_prefix_tree.sample import Sample
 
 
@@ -85,75 +84,88 @@ class StepMicroBatch:
     stats: StepStats | None
 
 
-def plan_exactly(samples: list[Sample], size: StepSize, *, max_tokens: int, interleave: int = 1) -> ForestPlan:
+def plan_exactly(samples: list[Sample], size: StepSize, folding: Folding) -> ForestPlan:
     """A plan with ``size.micro_batches`` micro-batches on each rank, some of them empty where fewer would do.
+
+    Raises:
+        ArgumentError: see :func:`check_fits`.
+    """
+    check_fits(samples, size, folding)
+    return folding.plan(samples, micro_batches=size.micro_batches)
+
+
+def check_fits(samples: list[Sample], size: StepSize, folding: Folding) -> None:
+    """See that a step's samples fit its micro-batches; much cheaper than planning them.
 
     Raises:
         ArgumentError: the budget asks for more; names the arguments and the largest ``--micro-batch-size`` that fits.
     """
-    plan = plan_step(samples, max_tokens=max_tokens, dp_size=size.dp_size, micro_batch_multiple=size.micro_batches)
-    if plan.num_micro_batches > size.micro_batches:
-        needed = plan_step(samples, max_tokens=max_tokens, dp_size=size.dp_size).num_micro_batches
-        fitting = [
-            count
-            for count in range(1, size.micro_batch_size)
-            if len(samples) % (count * size.dp_size) == 0
-            and len(samples) // (count * size.dp_size) >= needed
-            and (len(samples) // (count * size.dp_size)) % interleave == 0
-        ]
-        way_out = f"use --micro-batch-size {fitting[-1]}, or raise" if fitting else "raise"
-        raise ArgumentError(
-            f"{len(samples)} samples need {needed} micro-batches a rank of at most --prefix-tree-max-tokens="
-            f"{max_tokens} tokens, but --micro-batch-size={size.micro_batch_size} on {size.dp_size} data-parallel "
-            f"ranks makes {size.micro_batches}; {way_out} --prefix-tree-max-tokens (the first of these samples is "
-            f"{samples[0].source})"
-        )
-    return plan
+    needed = folding.fewest_micro_batches(samples)
+    if needed <= size.micro_batches:
+        return
+    fitting = [
+        count
+        for count in range(1, size.micro_batch_size)
+        if len(samples) % (count * size.dp_size) == 0
+        and len(samples) // (count * size.dp_size) >= needed
+        and (len(samples) // (count * size.dp_size)) % folding.micro_batch_multiple == 0
+    ]
+    way_out = f"use --micro-batch-size {fitting[-1]}, or raise" if fitting else "raise"
+    raise ArgumentError(
+        f"{len(samples)} samples need {needed} micro-batches a rank of at most --prefix-tree-max-tokens="
+        f"{folding.max_tokens} tokens, but --micro-batch-size={size.micro_batch_size} on {size.dp_size} data-parallel "
+        f"ranks makes {size.micro_batches}; {way_out} --prefix-tree-max-tokens (the first of these samples is "
+        f"{samples[0].source})"
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Folding:
-    """How this rank folds.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Step:
+    """A planned step: what it was asked for, and what came of it."""
 
-    Attributes:
-        max_tokens: physical tokens of a micro-batch.
-        dp_rank: this rank's.
-        pad_multiple: sequence lengths are a multiple of this.
-        interleave: micro-batches a rank come in multiples of this.
-        device: of the tensors.
-        attention_backend: of the micro-batches.
-    """
-
-    max_tokens: int
-    dp_rank: int
-    pad_multiple: int
-    interleave: int
-    device: torch.device
-    attention_backend: str
+    consumed: int
+    size: StepSize
+    samples: list[Sample]
+    plan: ForestPlan
+    seconds: float
 
 
 class StepDealer:
     """Plans one step at a time and folds its micro-batches as they are asked for.
 
     Every rank of a replica computes the same plan from the same samples. Under virtual pipelining the model chunks of
-    a rank share a dealer: what the first asks for is kept for the others until the next step.
+    a rank share a dealer: what the first asks for is kept for the others until the next step. While a step computes,
+    the next is read and planned in the background, as if it had the same size; one of another size (batch-size ramp-up,
+    a restart) is planned when it is asked for.
 
     Args:
         order: of the samples.
-        folding: of this rank.
+        folding: of the job.
+        dp_rank: this rank's.
+        num_workers: processes that read streamed samples ahead.
         clock: seconds of training so far; None in evaluation, which is not measured.
     """
 
-    def __init__(self, order: SampleOrder, folding: Folding, *, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        order: SampleOrder,
+        folding: Folding,
+        *,
+        dp_rank: int,
+        num_workers: int = 0,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self._order = order
         self._folding = folding
+        self._dp_rank = dp_rank
+        self._num_workers = num_workers
         self._clock = clock
         self._started: float | None = None
-        self._consumed = -1
+        self._stream: SampleStream | None = None
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mcore-prefix-tree plan")
+        self._next: tuple[int, StepSize, Future[_Step]] | None = None
+        self._step: _Step | None = None
         self._stats: StepStats | None = None
-        self._samples: list[Sample] = []
-        self._plan: ForestPlan | None = None
-        self._plan_seconds = 0.0
         self._folded: dict[int, StepMicroBatch] = {}
 
     def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
@@ -162,21 +174,16 @@ class StepDealer:
         Raises:
             ArgumentError: see :func:`plan_exactly`.
         """
-        if consumed != self._consumed:
+        if self._step is None or consumed != self._step.consumed:
             self._start(consumed, size)
+        step = self._step
+        assert step is not None, "just started"
         if index not in self._folded:
-            assert self._plan is not None
             start = time.perf_counter()
-            layout = fold(
-                [self._samples[i] for i in self._plan.micro_batches[self._folding.dp_rank][index]],
-                pad_to_multiple_of=self._folding.pad_multiple,
-            )
-            batch = MicroBatch.from_layout(
-                layout, device=self._folding.device, attention_backend=self._folding.attention_backend
-            )
+            batch = self._folding.micro_batch([step.samples[i] for i in step.plan.micro_batches[self._dp_rank][index]])
             self._folded[index] = StepMicroBatch(
                 batch=batch,
-                host_seconds=time.perf_counter() - start + (self._plan_seconds if index == 0 else 0.0),
+                host_seconds=time.perf_counter() - start + (step.seconds if index == 0 else 0.0),
                 share=1 / size.micro_batches,
                 stats=self._stats,
             )
@@ -184,24 +191,40 @@ class StepDealer:
 
     def _start(self, consumed: int, size: StepSize) -> None:
         now = self._clock() if self._clock is not None else 0.0
-        start = time.perf_counter()
-        self._samples = self._order.take(consumed, size.samples)
-        self._plan = plan_exactly(
-            self._samples, size, max_tokens=self._folding.max_tokens, interleave=self._folding.interleave
-        )
-        self._plan_seconds = time.perf_counter() - start
-        self._consumed, self._folded = consumed, {}
+        step = self._planned(consumed, size)
+        following = consumed + size.samples
+        self._next = following, size, self._background.submit(self._plan, following, size)
+        self._step, self._folded = step, {}
         if self._clock is None:
             return
         before = self._stats
         self._stats = StepStats(
-            logical_tokens=sum(len(sample) for sample in self._samples),
-            physical_tokens=sum(map(sum, self._plan.physical_tokens)),
+            logical_tokens=sum(len(sample) for sample in step.samples),
+            physical_tokens=sum(map(sum, step.plan.physical_tokens)),
             seconds_before=0.0 if self._started is None else now - self._started,
             logical_before=before.logical_tokens if before else 0,
             physical_before=before.physical_tokens if before else 0,
         )
         self._started = now
+
+    def _planned(self, consumed: int, size: StepSize) -> _Step:
+        if self._next is not None:
+            following, its_size, future = self._next
+            # Whether it is the right one or not: the stream of samples is read by one thread at a time.
+            wait([future])
+            if (following, its_size) == (consumed, size):
+                return future.result()
+        return self._plan(consumed, size)
+
+    def _plan(self, consumed: int, size: StepSize) -> _Step:
+        if self._stream is None or self._stream.consumed != consumed:
+            if self._stream is not None:
+                self._stream.close()
+            self._stream = self._order.stream(consumed, num_workers=self._num_workers)
+        samples = self._stream.take(size.samples)
+        start = time.perf_counter()
+        plan = plan_exactly(samples, size, self._folding)
+        return _Step(consumed=consumed, size=size, samples=samples, plan=plan, seconds=time.perf_counter() - start)
 
 
 class StepIterator(Iterator[StepMicroBatch]):
@@ -231,12 +254,10 @@ class StepIterator(Iterator[StepMicroBatch]):
 
 
 def check_first_epoch(order: SampleOrder, size: StepSize, folding: Folding, *, consumed: int, end: int) -> None:
-    """Plan the steps from ``consumed`` samples to ``end``, at most an epoch of them, so that none is refused later.
+    """See that the steps from ``consumed`` samples to ``end``, at most an epoch of them, fit their micro-batches.
 
     Raises:
-        ArgumentError: see :func:`plan_exactly`.
+        ArgumentError: see :func:`check_fits`.
     """
     for start in range(consumed, min(end, consumed + order.samples_per_epoch), size.samples):
-        plan_exactly(
-            order.take(start, size.samples), size, max_tokens=folding.max_tokens, interleave=folding.interleave
-        )
+        check_fits(order.take(start, size.samples), size, folding)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,27 +94,59 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
     Raises:
         RecipeError: the checkpoint is missing, damaged or does not fit the model; names the folder.
     """
+    source = _existing(folder, iteration)
+    loaded = _read(source, _state(chunks, optimizer, is_loading=True))
+    if "progress" not in loaded:
+        raise RecipeError(f"checkpoint {source} does not say how far in the data it is: another program wrote it")
+    _load_into(chunks, loaded)
+    # Megatron's groups carry settings of the recipe: what it says now wins over what the checkpoint says. Since 0.19
+    # Megatron also finds a saved group by them, so they are exchanged before it looks.
+    settings = {key: optimizer.param_groups[0][key] for key in _RECIPE_SETTINGS}
+    for group in _param_groups(loaded["optimizer"]):
+        group.update(settings)
+    optimizer.load_state_dict(loaded["optimizer"])
+    scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    return Progress(**loaded["progress"])
+
+
+def load_weights(folder: str | Path, iteration: int, chunks: Sequence[Any]) -> None:
+    """Read a checkpoint's model and nothing else; Megatron-LM may have written it, in any parallel layout.
+
+    Raises:
+        RecipeError: as :func:`load`.
+    """
+    _load_into(chunks, _read(_existing(folder, iteration), _model_state(chunks)))
+
+
+def _existing(folder: str | Path, iteration: int) -> Path:
     source = iteration_folder(folder, iteration)
     if not source.is_dir():
         raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
-    wanted = _state(chunks, optimizer, is_loading=True)
+    return source
+
+
+def _read(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     try:
-        loaded = dist_checkpointing.load(wanted, str(source))
+        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(source))
     except (Exception, CheckpointException) as error:  # whatever a damaged file makes Megatron and torch raise
         raise RecipeError(
             f"checkpoint {source} is damaged or does not fit this recipe's model: {_reason(error)}"
         ) from error
-    if "progress" not in loaded:
-        raise RecipeError(f"checkpoint {source} does not say how far in the data it is: another program wrote it")
+    return loaded
+
+
+def _load_into(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(chunks):
         unwrap_model(chunk).load_state_dict(loaded[_model_key(index, len(chunks))])
-    # Megatron's groups carry settings of the recipe: what it says now wins over what the checkpoint says.
-    settings = [{key: group[key] for key in _RECIPE_SETTINGS} for group in optimizer.param_groups]
-    optimizer.load_state_dict(loaded["optimizer"])
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)
-    scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    return Progress(**loaded["progress"])
+
+
+def _param_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Of an optimizer's state, or of each that a chained one holds; the recipe's settings are those of all of them."""
+    for key, value in state.items():
+        if key == "param_groups":
+            yield from value
+        elif isinstance(value, dict):
+            yield from _param_groups(value)
 
 
 def _reason(error: BaseException) -> str:
@@ -124,17 +156,25 @@ def _reason(error: BaseException) -> str:
 
 
 def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    # Megatron's defaults for torch_dist; the optimizer's shards can be read by any number of data-parallel ranks.
-    metadata = {
+    model = _model_state(chunks)
+    sharded = optimizer.sharded_state_dict(dict(model), is_loading=is_loading, metadata=_metadata())
+    return {**model, "optimizer": sharded}
+
+
+def _model_state(chunks: Sequence[Any]) -> dict[str, Any]:
+    return {
+        _model_key(index, len(chunks)): unwrap_model(chunk).sharded_state_dict(metadata=_metadata())
+        for index, chunk in enumerate(chunks)
+    }
+
+
+def _metadata() -> dict[str, Any]:
+    """Megatron's defaults for torch_dist; the optimizer's shards can be read by any number of data-parallel ranks."""
+    return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model = {
-        _model_key(index, len(chunks)): unwrap_model(chunk).sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(chunks)
-    }
-    return {**model, "optimizer": optimizer.sharded_state_dict(dict(model), is_loading=is_loading, metadata=metadata)}
 
 
 def _model_key(index: int, count: int) -> str:

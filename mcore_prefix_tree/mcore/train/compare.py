@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from mcore_prefix_tree.mcore.train.memory import PeakMemory
 from mcore_prefix_tree.mcore.train.schedule import ForwardStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.unfolded import plan_unfolded, stock_forward_step, why_stock_does_not_fit
-from mcore_prefix_tree.recipe import Recipe
-from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe
+from mcore_prefix_tree.sample import Sample, Tempered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,8 @@ class _Way:
 def compare(
     chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int
 ) -> Comparison:
-    """Measure forward and backward; no optimizer step. The gradient buffers of ``chunks`` are left empty.
+    """Measure forward and backward of the supervised loss; no optimizer step. The gradient buffers of ``chunks`` are
+    left empty.
 
     A first round warms up and measures memory. The timed rounds run the three ways in turn, so that a machine whose
     speed drifts slows all of them.
@@ -100,8 +101,14 @@ def compare(
         place: this rank's.
         repeats: timed rounds.
     """
+    recipe = replace(recipe, objective=ObjectiveConfig())
     alone = [
-        Sample(tokens=sample.tokens, loss_mask=sample.loss_mask, merge_key=index, source=sample.source)
+        Sample(
+            tokens=sample.tokens,
+            loss_mask=sample.loss_mask,
+            merge_key=Tempered(temperature=sample.temperature, key=index),
+            source=sample.source,
+        )
         for index, sample in enumerate(samples)
     ]
     logical = sum(len(sample) for sample in samples)

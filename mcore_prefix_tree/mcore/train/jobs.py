@@ -2,64 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from mcore_prefix_tree.attention import check_backend
-from mcore_prefix_tree.data import iter_sample_groups, load_tokenizer
+from mcore_prefix_tree.attention.auto import check_setting
+from mcore_prefix_tree.data import LineOptions, Ranks, Skipped, StreamedGroups, iter_sample_groups, load_tokenizer
 from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.grouping import whole_groups
+from mcore_prefix_tree.mcore.backend import resolve_backend
 from mcore_prefix_tree.mcore.train import checkpoint
+from mcore_prefix_tree.mcore.train.calibrate import Calibration
 from mcore_prefix_tree.mcore.train.compare import Comparison
 from mcore_prefix_tree.mcore.train.model import build_chunks, padded_vocab_size
-from mcore_prefix_tree.mcore.train.session import Session, session
+from mcore_prefix_tree.mcore.train.objective import grouped_by, objective_of
+from mcore_prefix_tree.mcore.train.session import Session, everyone, session
 from mcore_prefix_tree.mcore.train.trainer import Reporter, Trainer
 from mcore_prefix_tree.mcore.train.verify import VerifyReport, verify
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample, SampleError
+
+logger = logging.getLogger(__name__)
 
 
 class VerificationError(RuntimeError):
     """Folded and unfolded runs differ by more than the tolerance."""
 
 
-def read_data(recipe: Recipe, place: Session) -> tuple[list[list[Sample]], int]:
-    """The samples of every line, and the padded vocabulary they fit into.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Data:
+    """What a recipe trains on.
+
+    Attributes:
+        order: of the samples.
+        vocab_size: padded, which they fit into.
+        skipped: bad samples, left out under ``data.on_error=skip``.
+    """
+
+    order: SampleOrder
+    vocab_size: int
+    skipped: Skipped
+
+
+def read_data(recipe: Recipe, place: Session, *, progress: Callable[[int, int], None] | None = None) -> Data:
+    """The samples: all of them, or where they are, under ``data.streaming``.
 
     Standard input reaches one process only: the main rank reads it for all.
 
+    Args:
+        recipe: the job's.
+        place: this rank's.
+        progress: under ``data.streaming``, is told how far the files are gone through, in bytes done and in all.
+
     Raises:
         SampleError: bad data; names file, line and field.
-        RecipeError: the vocabulary is not known or too small.
+        RecipeError: the vocabulary is not known or too small, there are fewer samples than a step of whole groups
+            takes, or such an objective is asked for under ``data.streaming``.
     """
     data = recipe.data
+    by = grouped_by(objective_of(recipe))
+    if data.streaming and by is not None:
+        raise RecipeError(
+            f"data.streaming=true: objective.name={recipe.objective.name} takes whole {by}s, which are found with all "
+            "samples in memory; set data.streaming=false"
+        )
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
     vocab_size = padded_vocab_size(
         recipe.model,
         None if tokenizer is None else tokenizer.vocab_size,
         recipe.parallel.tensor_model_parallel_size,
     )
-
-    def read() -> list[list[Sample]]:
-        groups = list(
-            iter_sample_groups(
-                data.path,
-                tokenizer=tokenizer,
-                expand_turns=data.expand_turns,
-                vocab_size=recipe.model.vocab_size or vocab_size,
-                max_length=recipe.batch.max_tokens,
-            )
+    options = LineOptions(
+        tokenizer=tokenizer,
+        expand_turns=data.expand_turns,
+        vocab_size=recipe.model.vocab_size or vocab_size,
+        limits=_limits(recipe),
+    )
+    skipped = Skipped()
+    groups: Sequence[Sequence[Sample]]
+    if data.streaming:
+        ranks = Ranks(rank=place.rank, size=dist.get_world_size(), gather=everyone)
+        groups = StreamedGroups(
+            data.path, options, on_error=data.on_error, skipped=skipped, ranks=ranks, progress=progress
         )
-        if recipe.model.position_embedding_type == "learned_absolute":
-            _check_positions(groups, recipe.model.max_position_embeddings)
-        return groups
+    else:
+        groups, skipped = _read_all(recipe, options, place)
+    step = recipe.batch.global_batch_size
+    if by is not None:
+        groups = whole_groups(groups, by, step=step, setting=f"objective.name={recipe.objective.name}")
+    try:
+        order = SampleOrder(groups, seed=recipe.seed, shuffle=data.shuffle, whole_steps=None if by is None else step)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    return Data(order=order, vocab_size=vocab_size, skipped=skipped)
 
-    paths = [data.path] if isinstance(data.path, str) else data.path
+
+def _limits(recipe: Recipe) -> dict[str, int]:
+    """How long a sample may be, by the setting that says so."""
+    limits = {"batch.max_tokens": recipe.batch.max_tokens}
+    if recipe.model.position_embedding_type == "learned_absolute":
+        limits["model.max_position_embeddings"] = recipe.model.max_position_embeddings
+    return limits
+
+
+def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[list[list[Sample]], Skipped]:
+    paths = [recipe.data.path] if isinstance(recipe.data.path, str) else recipe.data.path
+
+    def read() -> tuple[list[list[Sample]], Skipped]:
+        skipped = Skipped()
+        groups = iter_sample_groups(paths, **vars(options), on_error=recipe.data.on_error, skipped=skipped)
+        return list(groups), skipped
+
     if "-" not in paths or dist.get_world_size() == 1:
-        return read(), vocab_size
+        return read()
     outcome: list[Any] = [None]
     if place.is_main:
         try:
@@ -69,29 +128,47 @@ def read_data(recipe: Recipe, place: Session) -> tuple[list[list[Sample]], int]:
     dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], SampleError):
         raise outcome[0]
-    return outcome[0], vocab_size
+    groups, skipped = outcome[0]
+    return groups, skipped
 
 
 def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
     """``mcore-prefix-tree verify``: compare the recipe's first batch, and say whether this is the main rank."""
-    check_backend(recipe.attention_backend)
+    check_setting(recipe.attention_backend)
+    objective_of(recipe)
     with session(recipe) as place:
-        groups, vocab_size = read_data(recipe, place)
-        chunks = build_chunks(recipe, place.config, vocab_size=vocab_size, device=place.device)
-        return verify(
-            chunks, _order(recipe, groups).take(0, recipe.batch.global_batch_size), recipe, place
-        ), place.is_main
+        data = read_data(recipe, place)
+        recipe = with_vocabulary(recipe, data.vocab_size)
+        recipe = with_backend(recipe, place, data.order)
+        chunks = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
+        samples = data.order.take(0, recipe.batch.global_batch_size)
+        return verify(chunks, samples, recipe, place), place.is_main
 
 
 def run_compare(recipe: Recipe, *, repeats: int) -> tuple[Comparison, bool]:
     """Measure the recipe's first batch folded and unfolded; for benchmarks. Also says whether this is the main rank."""
-    check_backend(recipe.attention_backend)
+    check_setting(recipe.attention_backend)
+    objective_of(recipe)
     _check_trainable(recipe)
     with session(recipe) as place:
-        groups, vocab_size = read_data(recipe, place)
-        order = _order(recipe, groups)
-        chunks = build_chunks(recipe, place.config, vocab_size=vocab_size, device=place.device)
-        return Trainer(recipe, place, order, chunks).compare(1, repeats=repeats), place.is_main
+        data = read_data(recipe, place)
+        recipe = with_vocabulary(recipe, data.vocab_size)
+        recipe = with_backend(recipe, place, data.order)
+        chunks = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
+        return Trainer(recipe, place, data.order, chunks).compare(1, repeats=repeats), place.is_main
+
+
+def run_calibrate(recipe: Recipe, *, repeats: int) -> tuple[Calibration, bool]:
+    """``mcore-prefix-tree calibrate``: time micro-batches. Also says whether this is the main rank."""
+    check_setting(recipe.attention_backend)
+    objective_of(recipe)
+    _check_trainable(recipe)
+    with session(recipe) as place:
+        data = read_data(recipe, place)
+        recipe = with_vocabulary(recipe, data.vocab_size)
+        recipe = with_backend(recipe, place, data.order)
+        chunks = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
+        return Trainer(recipe, place, data.order, chunks).calibrate(repeats=repeats), place.is_main
 
 
 def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> None:
@@ -106,7 +183,8 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
         VerificationError: folded and unfolded differ on the first batch; nothing was trained.
         RecipeError, SampleError, NotImplementedError: see what raises them.
     """
-    check_backend(recipe.attention_backend)
+    check_setting(recipe.attention_backend)
+    objective_of(recipe)
     _check_trainable(recipe)
     saved = None if recipe.checkpoint.save is None else checkpoint.latest_iteration(recipe.checkpoint.save)
     if resume and recipe.checkpoint.save is None:
@@ -117,14 +195,24 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
             "choose another folder"
         )
     with session(recipe) as place:
-        groups, vocab_size = read_data(recipe, place)
-        order = _order(recipe, groups)
+        # A network folder shows another machine's last checkpoint late: all go on from the main rank's.
+        saved = everyone(saved)[0]
+        data = read_data(recipe, place, progress=reporter.reading if place.is_main else None)
+        recipe = with_vocabulary(recipe, data.vocab_size)
+        recipe = with_backend(recipe, place, data.order, say=reporter.message)
+        if data.skipped.count and place.is_main:
+            reporter.message(str(data.skipped))
+        if data.order.left_out and place.is_main:
+            reporter.message(
+                f"each epoch leaves out {data.order.left_out} samples: steps take whole groups, and "
+                f"batch.global_batch_size={recipe.batch.global_batch_size} does not divide all there are"
+            )
         if recipe.checkpoint.save is not None and place.is_main:
             # Where nothing can be written is better known now than after the last step.
             Path(recipe.checkpoint.save).mkdir(parents=True, exist_ok=True)
-        chunks = build_chunks(recipe, place.config, vocab_size=vocab_size, device=place.device)
+        chunks = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
         if recipe.verify.enabled and saved is None:
-            report = verify(chunks, order.take(0, recipe.batch.global_batch_size), recipe, place)
+            report = verify(chunks, data.order.take(0, recipe.batch.global_batch_size), recipe, place)
             if place.is_main:
                 reporter.verified(report)
             if not report.passed:
@@ -132,21 +220,34 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
                     "folded and unfolded runs differ by more than rounding, of the gradients most in "
                     f"{report.worst_parameter}; nothing was trained"
                 )
-        Trainer(recipe, place, order, chunks).train(saved, reporter)
+        Trainer(recipe, place, data.order, chunks).train(saved, reporter)
+        if data.skipped.count and place.is_main:
+            reporter.message(f"not trained on: {data.skipped}")
 
 
-def _check_positions(groups: Sequence[Sequence[Sample]], positions: int) -> None:
-    for sample in chain.from_iterable(groups):
-        if len(sample) > positions:
-            raise SampleError(
-                f"{sample.source}: the sample has {len(sample)} tokens, but model.max_position_embeddings is "
-                f"{positions} and positions are learned; raise it, shorten the sample or use "
-                "model.position_embedding_type=rope"
-            )
+def with_backend(
+    recipe: Recipe, place: Session, order: SampleOrder, *, say: Callable[[str], None] = logger.info
+) -> Recipe:
+    """The recipe with the back-end that ``attention_backend`` stands for, the same on every rank and after a resume.
+
+    The main rank says what ``auto`` chose.
+
+    Raises:
+        ValueError: the back-end does not support the run; names those that do.
+    """
+    backend = resolve_backend(
+        recipe.attention_backend,
+        place.config,
+        lambda: order.take(0, recipe.batch.global_batch_size),
+        device=place.device,
+        say=say if place.is_main else logger.debug,
+    )
+    return replace(recipe, attention_backend=backend)
 
 
-def _order(recipe: Recipe, groups: Sequence[Sequence[Sample]]) -> SampleOrder:
-    return SampleOrder(groups, seed=recipe.seed, shuffle=recipe.data.shuffle)
+def with_vocabulary(recipe: Recipe, vocab_size: int) -> Recipe:
+    """The recipe with what it leaves to the tokenizer: the cost of a plan depends on it."""
+    return replace(recipe, model=replace(recipe.model, vocab_size=recipe.model.vocab_size or vocab_size))
 
 
 def _check_trainable(recipe: Recipe) -> None:

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
+from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.validation import check_model
 from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
 from mcore_prefix_tree.testing.norms import sequence_parallel_block_spec
@@ -138,6 +139,8 @@ def build_chunks(
             vp_stage=vp_stage,
         )
         check_model(model)
+        if recipe.fused_head:
+            with_edge_head(model)
         # Torch's norms start in the default dtype, whatever params_dtype says.
         model = model.to(device=device, dtype=config.params_dtype)
         chunks.append(Float16Module(config, model) if config.bf16 else model)

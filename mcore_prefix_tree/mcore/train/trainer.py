@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,16 +14,22 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.mcore.forward_step import sft_forward_step
+from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
+from mcore_prefix_tree.mcore.forward_step import objective_forward_step, sft_forward_step
 from mcore_prefix_tree.mcore.train import checkpoint
+from mcore_prefix_tree.mcore.train.calibrate import Calibration, calibrate
 from mcore_prefix_tree.mcore.train.compare import Comparison, compare
-from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
-from mcore_prefix_tree.mcore.train.session import Session
+from mcore_prefix_tree.mcore.train.objective import is_weighted_sum, objective_of, watches_entropy
+from mcore_prefix_tree.mcore.train.schedule import FoldedStep, ForwardStep, plan_folded, run_schedule
+from mcore_prefix_tree.mcore.train.session import Session, everyone
 from mcore_prefix_tree.mcore.train.verify import VerifyReport
+from mcore_prefix_tree.objectives import add_means
+from mcore_prefix_tree.objectives.metrics import NO_SAMPLE, not_finite
 from mcore_prefix_tree.plan import Ahead
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
+
+_CALIBRATION_STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +38,8 @@ class StepReport:
 
     Attributes:
         iteration: from 1.
-        loss: mean negative log-likelihood of the step's supervised tokens, in nats.
+        loss: of the recipe's objective; for plain supervised training the mean negative log-likelihood of the step's
+            supervised tokens, in nats.
         grad_norm: before clipping; None where Megatron does not compute it.
         lr: learning rate of the step.
         samples: logical samples.
@@ -38,6 +47,7 @@ class StepReport:
         physical_tokens: computed, over all ranks, without padding.
         plan_seconds: on the host, for planning and folding, while the step before computed.
         seconds: of the step itself.
+        metrics: means that the objective reports, over the whole step.
     """
 
     iteration: int
@@ -49,6 +59,7 @@ class StepReport:
     physical_tokens: int
     plan_seconds: float
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fold_ratio(self) -> float:
@@ -61,6 +72,9 @@ class Reporter(Protocol):
 
     def message(self, text: str) -> None:
         """Something worth a line."""
+
+    def reading(self, done: int, total: int) -> None:
+        """So many bytes of the data have been gone through, before training."""
 
     def verified(self, report: VerifyReport) -> None:
         """The first batch was compared."""
@@ -95,6 +109,15 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, place: Session, order: SampleOrder, chunks: list[torch.nn.Module]) -> None:
         self._recipe, self._place, self._order = recipe, place, order
+        objective = objective_of(recipe)
+        self._forward_step: ForwardStep = sft_forward_step
+        # Names of the objective's metrics, which only the last pipeline stage sees; known after the first step.
+        self._metric_names: list[str] | None = []
+        if not is_weighted_sum(objective):
+            self._metric_names = None
+            self._forward_step = partial(
+                objective_forward_step, objective=objective, with_entropy=watches_entropy(objective)
+            )
         options = recipe.optimizer
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=place.config.bf16, use_distributed_optimizer=options.use_distributed_optimizer
@@ -141,8 +164,12 @@ class Trainer:
         done = 0 if saved is None else self._resume(saved, reporter)
         if self._place.is_main:
             reporter.started(done + 1, recipe.train_iters)
-        # The next step is planned while this one computes.
-        with Ahead(self._plan, first=done + 1, last=recipe.train_iters + 1) as steps:
+        consumed, workers = done * recipe.batch.global_batch_size, recipe.data.num_workers
+        # The next step is read and planned while this one computes.
+        with (
+            self._order.stream(consumed, num_workers=workers) as stream,
+            Ahead(partial(self._plan, stream), first=done + 1, last=recipe.train_iters + 1) as steps,
+        ):
             for planned in steps:
                 report = self._step(planned)
                 if self._place.is_main:
@@ -159,6 +186,13 @@ class Trainer:
     def compare(self, iteration: int, *, repeats: int) -> Comparison:
         """Forward and backward of one iteration's batch, folded and unfolded."""
         return compare(self._chunks, self._samples(iteration), self._recipe, self._place, repeats=repeats)
+
+    def calibrate(self, *, repeats: int) -> Calibration:
+        """Time micro-batches of the first few steps' samples."""
+        samples = self._order.take(
+            0, min(_CALIBRATION_STEPS * self._recipe.batch.global_batch_size, self._order.samples_per_epoch)
+        )
+        return calibrate(self._chunks, samples, self._recipe, self._place, repeats=repeats)
 
     def _samples(self, iteration: int) -> list[Sample]:
         batch = self._recipe.batch.global_batch_size
@@ -197,9 +231,9 @@ class Trainer:
             iteration % options.save_interval == 0 or iteration == self._recipe.train_iters
         )
 
-    def _plan(self, iteration: int) -> _PlannedStep:
+    def _plan(self, stream: SampleStream, iteration: int) -> _PlannedStep:
+        samples = stream.take(self._recipe.batch.global_batch_size)
         started = time.perf_counter()
-        samples = self._samples(iteration)
         folded = plan_folded(samples, self._recipe, self._place)
         return _PlannedStep(iteration=iteration, samples=samples, folded=folded, seconds=time.perf_counter() - started)
 
@@ -209,12 +243,13 @@ class Trainer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        reported = run_schedule(self._chunks, folded, sft_forward_step)
+        reported = run_schedule(self._chunks, folded, self._forward_step)
+        self._check_finite(reported, planned)
         lr = self._optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, "only loss scaling skips steps, and there is none"
         self._scheduler.step(increment=len(samples))
-        loss, physical = self._totals(reported, folded)
+        loss, physical, metrics = self._totals(reported, planned.folded)
         return StepReport(
             iteration=planned.iteration,
             loss=loss,
@@ -225,15 +260,47 @@ class Trainer:
             physical_tokens=physical,
             plan_seconds=planned.seconds,
             seconds=time.perf_counter() - started,
+            metrics=metrics,
         )
 
-    def _totals(self, reported: list[Any], folded: list[Any]) -> tuple[float, int]:
-        """The step's mean loss and physical tokens, known to every rank after one collective."""
-        totals = torch.zeros(3, dtype=torch.float64, device=self._place.device)
+    def _check_finite(self, reported: list[Any], planned: _PlannedStep) -> None:
+        """Let all ranks refuse a step with a model output that is not finite, before the optimizer sees its gradient.
+
+        Raises:
+            SampleError: names the first such sample; only for objectives that look at samples.
+        """
+        if self._forward_step is sft_forward_step:
+            return
+        first = len(planned.samples)
         if self._place.has_logits:
-            totals[0] = sum(float(entry["loss_sum"]) for entry in reported)
-            totals[1] = sum(int(entry["num_tokens"]) for entry in reported)
-            totals[2] = sum(batch.layout.physical_tokens for batch in folded)
+            for entry, indices in zip(reported, planned.folded.sample_index, strict=True):
+                bad = int(entry["bad_sample"])
+                first = min(first, first if bad == NO_SAMPLE else indices[bad])
+        of_all = torch.tensor(first, device=self._place.device)
+        dist.all_reduce(of_all, op=dist.ReduceOp.MIN)
+        if int(of_all) < len(planned.samples):
+            raise not_finite(planned.samples[int(of_all)])
+
+    def _totals(self, reported: list[Any], folded: FoldedStep) -> tuple[float, int, dict[str, float]]:
+        """The step's mean loss, physical tokens and metrics, known to every rank after one collective."""
+        if not self._place.has_logits:
+            reported = []
+        means = add_means(entry.get("metrics", {}) for entry in reported)
+        if self._metric_names is None:
+            self._metric_names = list(dict.fromkeys(name for names in everyone(list(means)) for name in names))
+        totals = torch.zeros(2 + len(self._metric_names), 2, dtype=torch.float64, device=self._place.device)
+        if self._place.has_logits:
+            totals[0, 0] = sum(float(entry["loss_sum"]) for entry in reported)
+            totals[0, 1] = sum(int(entry["num_tokens"]) for entry in reported)
+            totals[1, 0] = sum(batch.layout.physical_tokens for batch in folded.micro_batches)
+            assert means.keys() == set(self._metric_names), "an objective reports the same metrics in every step"
+            for row, name in enumerate(self._metric_names, start=2):
+                totals[row] = means[name]
         dist.all_reduce(totals)
-        loss_sum, num_tokens, physical = totals.tolist()
-        return loss_sum / max(num_tokens, 1), int(physical)
+        (loss_sum, num_tokens), (physical, _), *of_names = totals.tolist()
+        metrics = dict(folded.metrics) | dict(zip(self._metric_names, of_names, strict=True))
+        return (
+            loss_sum / max(num_tokens, 1),
+            int(physical),
+            {name: total / weight for name, (total, weight) in metrics.items() if weight},
+        )

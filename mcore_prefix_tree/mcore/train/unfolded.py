@@ -28,6 +28,7 @@ class StockBatch:
         labels: int64 ``[1, n]``, the next token; 0 at the end.
         loss_mask: float32 ``[n]``, of the label; 0 at the end.
         length: of the sample, without padding; 0 for a batch of padding alone.
+        temperature: of the sample.
     """
 
     input_ids: torch.Tensor
@@ -35,6 +36,7 @@ class StockBatch:
     labels: torch.Tensor
     loss_mask: torch.Tensor
     length: int
+    temperature: float
 
     @classmethod
     def from_sample(cls, sample: Sample | None, *, multiple: int, device: torch.device) -> StockBatch:
@@ -51,6 +53,7 @@ class StockBatch:
             labels=torch.from_numpy(tokens[1:].copy()).to(device).unsqueeze(0),
             loss_mask=torch.from_numpy(mask[1:].copy()).to(device),
             length=length,
+            temperature=1.0 if sample is None else sample.temperature,
         )
 
 
@@ -81,7 +84,7 @@ def plan_unfolded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> 
         micro_batches=[
             StockBatch.from_sample(
                 samples[indices[0]] if indices else None,
-                multiple=recipe.parallel.sequence_multiple,
+                multiple=recipe.padding.multiple,
                 device=place.device,
             )
             for indices in mine
@@ -139,5 +142,6 @@ def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tenso
     Megatron's cross-entropy computes in fp32; this keeps fp64, which the comparison needs.
     """
     whole = gather_from_tensor_model_parallel_region(logits.squeeze(0))
-    logprobs = torch.log_softmax(whole.to(torch.promote_types(whole.dtype, torch.float32)), dim=-1)
+    wide = whole.to(torch.promote_types(whole.dtype, torch.float32)) / batch.temperature
+    logprobs = torch.log_softmax(wide, dim=-1)
     return logprobs.gather(1, batch.labels.T).squeeze(1), -(logprobs.exp() * logprobs).sum(dim=1)

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.logprob import restore
-from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs_and_entropy
+from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_sft_loss
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.score import score
 from mcore_prefix_tree.mcore.train.compare import physical_tokens
 from mcore_prefix_tree.mcore.train.model import build_chunks
-from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
+from mcore_prefix_tree.mcore.train.schedule import FoldedStep, folding_of, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session, everyone
 from mcore_prefix_tree.mcore.train.unfolded import (
     StockBatch,
@@ -31,8 +31,7 @@ from mcore_prefix_tree.mcore.train.unfolded import (
     stock_logprobs,
     why_stock_does_not_fit,
 )
-from mcore_prefix_tree.objectives import sft_loss
-from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
@@ -97,6 +96,9 @@ class VerifyReport:
         return fields | {"passed": self.passed}
 
 
+_Row = tuple[torch.Tensor, torch.Tensor]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Outcome:
     """What one run gave: rows by sample index (of all ranks), the summed loss, and this rank's gradients by name."""
@@ -110,7 +112,7 @@ class _Outcome:
 def verify(
     chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
 ) -> VerifyReport:
-    """Run a batch folded and unfolded and compare.
+    """Run a batch folded and unfolded and compare log-probabilities, entropies, and the supervised loss.
 
     Args:
         chunks: bare model chunks, before Megatron's DDP; weights and gradients are left as they were.
@@ -135,8 +137,9 @@ def verify(
         raise RecipeError(
             f"verify cannot run the unfolded side: {obstacle}; verify on shorter samples, or set verify.enabled=false"
         )
+    recipe = replace(recipe, objective=ObjectiveConfig())
     step = plan_folded(samples, recipe, place)
-    folded = _run_folded(chunks, step, place)
+    folded = _run_folded(chunks, step, samples, recipe, place)
     unfolded = _run_unfolded(chunks, samples, recipe, place)
     half = recipe.model.dtype == "bfloat16"
     reference = _run_reference(chunks, samples, recipe, place) if half else unfolded
@@ -163,14 +166,23 @@ def _tolerance(recipe: Recipe, place: Session) -> float:
     return TOLERANCE["float32" if fp32_inside else recipe.model.dtype]
 
 
-def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, place: Session) -> _Outcome:
-    def score(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        logprob, entropy = tree_logprobs_and_entropy(logits, batch)
-        rows = zip(restore(logprob, batch.layout), restore(entropy, batch.layout), strict=True)
-        # Row t of a sample scores token t; its last entropy is of a prediction that no sample needs.
-        return sft_loss(logprob, batch.loss_weight), [(scores[1:], spread[:-1]) for scores, spread in rows]
+def _run_folded(
+    chunks: Sequence[torch.nn.Module], step: FoldedStep, samples: Sequence[Sample], recipe: Recipe, place: Session
+) -> _Outcome:
+    """Loss and gradients of the very step that training takes; rows of all tokens, which it may not need, beside it."""
+    rows = score(chunks, samples, folding_of(recipe, place), all_tokens=True)
 
-    return _run(chunks, step.micro_batches, step.sample_index, tree_forward, score, place)
+    def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Row]]:
+        return tree_sft_loss(output, batch), []
+
+    outcome = _run(chunks, step.micro_batches, tuple(() for _ in step.micro_batches), tree_forward, loss, place)
+    return replace(
+        outcome,
+        logprobs={index: row.logprobs[1:].astype(np.float64) for index, row in enumerate(rows)},
+        entropies={
+            index: row.entropy[1:].astype(np.float64) for index, row in enumerate(rows) if row.entropy is not None
+        },
+    )
 
 
 def _run_unfolded(
@@ -178,7 +190,7 @@ def _run_unfolded(
 ) -> _Outcome:
     step = plan_unfolded(samples, recipe, place)
 
-    def score(batch: StockBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    def score(batch: StockBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[_Row]]:
         logprob, entropy = stock_logprobs(logits, batch)
         scored = max(batch.length - 1, 0)
         rows = [(logprob[:scored], entropy[:scored])] if batch.length else []
@@ -208,7 +220,7 @@ def _run(
     micro_batches: Sequence[Any],
     sample_index: Sequence[tuple[int, ...]],
     forward: Callable[[Any, Any], torch.Tensor],
-    score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]],
+    score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[_Row]]],
     place: Session,
 ) -> _Outcome:
     rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}

@@ -1,0 +1,48 @@
+"""``mcore-prefix-tree score``: log-probabilities and entropies of a recipe's data under its checkpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mcore_prefix_tree.cli.boundary import quiet_upstream
+
+
+def score(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")],
+    output: Annotated[str, typer.Option(metavar="FILE", help="JSON Lines, a sample a line in the data's order.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example checkpoint.save=runs/mine.")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Checkpoints of a reference model; adds ref_logprobs.")
+    ] = None,
+    all_tokens: Annotated[
+        bool, typer.Option("--all-tokens", help="Every token, not only those that the loss mask scores.")
+    ] = False,
+    entropy: Annotated[bool, typer.Option("--entropy/--no-entropy", help="Write the entropies too.")] = True,
+) -> None:
+    """Write every sample with its log-probabilities under the last checkpoint in checkpoint.save.
+
+    The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null where none
+    was asked for. Under torchrun for several ranks.
+    """
+    from mcore_prefix_tree.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    quiet_upstream()
+    from mcore_prefix_tree.mcore.train.scoring import run_score
+
+    report, is_main = run_score(loaded, output, reference=reference, all_tokens=all_tokens, entropy=entropy)
+    if not is_main:
+        return
+    by = f"iteration {report.iteration}"
+    if report.reference_iteration is not None:
+        by += f" and the reference's {report.reference_iteration}"
+    print(
+        f"{output}: {report.samples:,} samples, {report.tokens:,} scored tokens by {by}; "
+        f"{report.logical_tokens:,} tokens folded into {report.physical_tokens:,}"
+    )
+    if report.skipped:
+        print(f"not scored: {report.skipped}")

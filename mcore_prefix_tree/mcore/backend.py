@@ -1,0 +1,72 @@
+"""From the setting of a job to the back-end that its micro-batches name: once, before the first of them is folded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mcore_prefix_tree.attention import AttentionOptions, Case
+from mcore_prefix_tree.attention.api import check_case
+from mcore_prefix_tree.attention.auto import AUTO, TreeShape, choose
+from mcore_prefix_tree.layout import fold
+from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.sample import Sample
+
+logger = logging.getLogger(__name__)
+
+
+def case_of(config: Any, *, device: torch.device) -> Case:
+    """The attention calls of a model's layers on one tensor-parallel rank.
+
+    Args:
+        config: a megatron-core ``TransformerConfig``.
+        device: of the rank.
+    """
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    groups = config.num_query_groups or config.num_attention_heads
+    return Case(
+        device=device,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=config.params_dtype,
+        heads=heads,
+        kv_heads=max(1, groups // config.tensor_model_parallel_size),
+        head_dim=config.kv_channels,
+        value_dim=config.kv_channels,
+        needs_grad=True,
+        options=AttentionOptions(softmax_scale=config.softmax_scale or config.kv_channels**-0.5),
+    )
+
+
+def resolve_backend(
+    setting: str,
+    config: Any,
+    first_step: Callable[[], Sequence[Sample]],
+    *,
+    device: torch.device,
+    say: Callable[[str], None] = logger.info,
+) -> str:
+    """The back-end of a job.
+
+    Args:
+        setting: the name of a back-end, or ``auto``.
+        config: a megatron-core ``TransformerConfig``.
+        first_step: the samples of the first step, the same on every rank and after a resume; ``auto`` asks for them.
+        device: of this rank.
+        say: is told what ``auto`` chose, and why.
+
+    Raises:
+        ValueError: the back-end does not exist or does not support the job; names those that do.
+    """
+    case = case_of(config, device=device)
+    if setting != AUTO:
+        check_case(setting, case)
+        return setting
+    # One forest of the whole step: its shape does not depend on how the step is dealt to ranks.
+    shape = TreeShape.of([TreeMetadata.from_layout(fold(first_step()))])
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    choice = choose(case, shape, device_name=name)
+    say(f"attention backend {choice.backend}: {choice.reason}")
+    return choice.backend

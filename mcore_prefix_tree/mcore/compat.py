@@ -1,0 +1,308 @@
+"""What this package relies on in megatron-core, and one sentence when some of it has moved.
+
+The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
+stand in for, with the parameters that it uses. They are checked by signature alone, when the folder that relies on them
+is imported: :data:`SEAM` by ``mcore_prefix_tree.mcore``, :data:`TRAINING` by ``mcore_prefix_tree.mcore.train``,
+:data:`MEGATRON_LM` before ``pretrain`` of a checkout is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+OLDEST = "0.16.1"
+# Release series whose tests scripts/versions runs.
+TESTED = ("0.16", "0.19")
+SUPPORTED = "megatron-core 0.16.1 and 0.19.x are supported"
+
+
+class MegatronCoreError(ImportError):
+    """The installed megatron-core is not one that this package works with. The message says why."""
+
+
+@dataclass(frozen=True)
+class Uses:
+    """A name of megatron-core and how it is used.
+
+    Attributes:
+        name: ``module:qualified name``; the parameters of a class are those of its constructor.
+        positional: parameters that are passed by position, without ``self``; they have to come first, in this order.
+        keywords: parameters that are passed by name.
+    """
+
+    name: str
+    positional: str = ""
+    keywords: str = ""
+
+
+_ATTENTION = "megatron.core.transformer.attention"
+_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
+_STATE = "megatron.core.parallel_state"
+
+SEAM = (
+    # TreePackedSeqParams, a subclass; the model sizes its rotary table by max_seqlen_*.
+    Uses("megatron.core.packed_seq_params:PackedSeqParams", keywords="qkv_format max_seqlen_q max_seqlen_kv"),
+    Uses(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
+        keywords="packed_seq_params",
+    ),
+    # TreeSelfAttentionMixin and TreeCoreAttentionMixin, which stand before these classes.
+    Uses(f"{_ATTENTION}:SelfAttention", keywords="config submodules layer_number"),
+    Uses(f"{_ATTENTION}:SelfAttention.forward", "hidden_states attention_mask", "rotary_pos_emb packed_seq_params"),
+    Uses("megatron.core.transformer.multi_latent_attention:MultiLatentAttention"),
+    Uses(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention",
+        "config layer_number",
+        "attention_dropout softmax_scale",
+    ),
+    Uses(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+        "query key value attention_mask",
+        "attention_bias packed_seq_params",
+    ),
+    # with_prefix_tree, which exchanges what these hold.
+    Uses("megatron.core.transformer.spec_utils:ModuleSpec", keywords="module params submodules"),
+    Uses("megatron.core.transformer.spec_utils:get_module", "spec_or_module"),
+    Uses(f"{_ATTENTION}:SelfAttentionSubmodules", keywords="core_attention"),
+    Uses(
+        "megatron.core.transformer.transformer_layer:TransformerLayerSubmodules",
+        keywords="self_attention cross_attention",
+    ),
+    Uses("megatron.core.transformer.transformer_block:TransformerBlockSubmodules", keywords="layer_specs layer_norm"),
+    Uses("megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlockSubmodules"),
+    Uses("megatron.core.transformer.transformer_layer:TransformerLayer", keywords="config submodules layer_number"),
+    Uses("megatron.core.transformer.transformer_layer:BaseTransformerLayer"),
+    Uses("megatron.core.transformer.identity_op:IdentityOp"),
+    Uses(f"{_SPECS}:get_gpt_layer_local_spec", keywords="qk_layernorm normalization"),
+    Uses(f"{_SPECS}:get_gpt_layer_with_transformer_engine_spec", keywords="qk_layernorm"),
+    Uses("megatron.core.extensions.transformer_engine:HAVE_TE"),
+    # The forward step, and what it asks of a model.
+    Uses(
+        "megatron.core.models.gpt:GPTModel.forward",
+        keywords="input_ids position_ids attention_mask labels packed_seq_params runtime_gather_output",
+    ),
+    Uses("megatron.core.utils:get_attr_wrapped_model", "model attr", "return_model_obj"),
+    Uses(f"{_STATE}:get_tensor_model_parallel_world_size"),
+    Uses(f"{_STATE}:get_tensor_model_parallel_rank"),
+    Uses(f"{_STATE}:get_tensor_model_parallel_group"),
+    Uses(f"{_STATE}:get_data_parallel_rank"),
+    # EdgeHeadMixin, which stands before ColumnParallelLinear.
+    Uses("megatron.core.tensor_parallel:ColumnParallelLinear.forward", "input_", "weight runtime_gather_output"),
+    Uses(
+        "megatron.core.tensor_parallel:gather_from_sequence_parallel_region",
+        "input_",
+        "tensor_parallel_output_grad group",
+    ),
+    Uses("megatron.core.tensor_parallel:copy_to_tensor_model_parallel_region", "input_", "group"),
+    # What check_config refuses is asked by name.
+    Uses(
+        "megatron.core.transformer.transformer_config:TransformerConfig",
+        keywords="attention_dropout attention_output_gate context_parallel_size cuda_graph_impl "
+        "defer_embedding_wgrad_compute fp4 fp8 fused_single_qkv_rope hidden_dropout kv_channels "
+        "log_max_attention_logit moe_aux_loss_coeff moe_expert_capacity_factor moe_input_jitter_eps "
+        "moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_load_balancing_type "
+        "moe_z_loss_coeff mtp_num_layers multi_latent_attention num_moe_experts overlap_moe_expert_parallel_comm "
+        "qk_clip softmax_type window_size",
+    ),
+)
+
+# Only where TransformerEngine is installed.
+TRANSFORMER_ENGINE = (
+    Uses(
+        "megatron.core.extensions.transformer_engine:TEDotProductAttention",
+        "config layer_number",
+        "attention_dropout softmax_scale",
+    ),
+    Uses(
+        "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
+        "query key value attention_mask",
+        "attention_bias packed_seq_params",
+    ),
+)
+
+TRAINING = (
+    Uses(
+        "megatron.core.models.gpt:GPTModel",
+        "config transformer_layer_spec",
+        "vocab_size max_sequence_length pre_process post_process share_embeddings_and_output_weights "
+        "position_embedding_type rotary_base rotary_percent vp_stage",
+    ),
+    Uses(
+        "megatron.core.transformer.transformer_config:TransformerConfig",
+        keywords="num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size normalization "
+        "gated_linear_unit activation_func add_bias_linear qk_layernorm qk_l2_norm params_dtype pipeline_dtype "
+        "autocast_dtype bf16 fp16 calculate_per_token_loss tensor_model_parallel_size pipeline_model_parallel_size "
+        "virtual_pipeline_model_parallel_size sequence_parallel variable_seq_lengths use_cpu_initialization "
+        "moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm masked_softmax_fusion finalize_model_grads_func "
+        "grad_scale_func",
+    ),
+    Uses(f"{_SPECS}:get_gpt_decoder_block_spec", "config", "use_transformer_engine normalization vp_stage"),
+    Uses("megatron.core.transformer.module:Float16Module", "config module"),
+    Uses(
+        f"{_STATE}:initialize_model_parallel",
+        keywords="tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size",
+    ),
+    Uses(f"{_STATE}:destroy_model_parallel"),
+    Uses(f"{_STATE}:is_pipeline_first_stage", keywords="ignore_virtual vp_stage"),
+    Uses(f"{_STATE}:is_pipeline_last_stage", keywords="ignore_virtual vp_stage"),
+    Uses(f"{_STATE}:get_pipeline_model_parallel_rank"),
+    Uses(f"{_STATE}:get_data_parallel_world_size"),
+    Uses(f"{_STATE}:get_data_parallel_group", keywords="with_context_parallel"),
+    Uses(f"{_STATE}:get_embedding_group"),
+    Uses(f"{_STATE}:is_rank_in_embedding_group"),
+    Uses("megatron.core.tensor_parallel:model_parallel_cuda_manual_seed", "seed", "force_reset_rng"),
+    Uses("megatron.core.tensor_parallel:gather_from_tensor_model_parallel_region", "input_"),
+    Uses("megatron.core.pipeline_parallel:get_forward_backward_func"),
+    Uses(
+        "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
+        keywords="forward_step_func data_iterator model num_microbatches seq_length micro_batch_size forward_only "
+        "collect_non_loss_data",
+    ),
+    Uses("megatron.core.distributed:DistributedDataParallel", "config ddp_config module"),
+    Uses(
+        "megatron.core.distributed:DistributedDataParallelConfig",
+        keywords="grad_reduce_in_fp32 use_distributed_optimizer",
+    ),
+    Uses("megatron.core.distributed:finalize_model_grads", "model num_tokens"),
+    Uses(
+        "megatron.core.optimizer:OptimizerConfig",
+        keywords="optimizer lr min_lr weight_decay adam_beta1 adam_beta2 clip_grad bf16 params_dtype "
+        "use_distributed_optimizer",
+    ),
+    Uses("megatron.core.optimizer:get_megatron_optimizer", "config model_chunks"),
+    Uses("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE"),
+    Uses("megatron.core.optimizer:MegatronOptimizer.sharded_state_dict", "model_sharded_state_dict", "is_loading"),
+    Uses(
+        "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler",
+        "optimizer",
+        "init_lr max_lr min_lr lr_warmup_steps lr_decay_steps lr_decay_style start_wd end_wd wd_incr_steps "
+        "wd_incr_style use_checkpoint_opt_param_scheduler override_opt_param_scheduler",
+    ),
+    Uses("megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step", keywords="increment"),
+    Uses("megatron.core.dist_checkpointing:save", "sharded_state_dict checkpoint_dir"),
+    Uses("megatron.core.dist_checkpointing:load", "sharded_state_dict checkpoint_dir"),
+    Uses("megatron.core.models.gpt:GPTModel.sharded_state_dict", keywords="metadata"),
+    Uses("megatron.core.utils:unwrap_model", "model"),
+)
+
+# Of a checkout; mcore/pretrain/adapter.py knows the two forms of its pretrain().
+MEGATRON_LM = (
+    Uses("megatron.training:get_args"),
+    Uses("megatron.training:get_timers"),
+    Uses("megatron.training:print_rank_0", "message"),
+    Uses("megatron.training.arguments:parse_args", "extra_args_provider"),
+    Uses("megatron.training.arguments:validate_args", "args defaults"),
+    Uses("megatron.training.arguments:core_transformer_config_from_args", "args"),
+    Uses("megatron.training.theoretical_memory_usage:compute_weight_and_optimizer_memory", "args"),
+    Uses("megatron.training.theoretical_memory_usage:compute_activation_memory", "args num_microbatches"),
+    Uses("megatron.training.theoretical_memory_usage:compute_activation_memory_without_sp", "args num_microbatches"),
+    Uses(
+        "megatron.core.models.gpt:GPTModel",
+        keywords="config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
+        "fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights position_embedding_type "
+        "rotary_percent rotary_base rope_scaling vp_stage pg_collection",
+    ),
+    Uses(
+        f"{_SPECS}:get_gpt_decoder_block_spec",
+        "config",
+        "use_transformer_engine normalization qk_l2_norm vp_stage",
+    ),
+    Uses("megatron.core.transformer.spec_utils:import_module", "module_path"),
+    Uses("megatron.core.num_microbatches_calculator:get_num_microbatches"),
+    Uses("megatron.core.rerun_state_machine:get_rerun_state_machine"),
+)
+
+
+def check(table: Iterable[Uses]) -> None:
+    """See that the installed megatron-core has everything that a table lists.
+
+    Raises:
+        MegatronCoreError: one sentence that names what has moved, the installed version and the supported ones.
+    """
+    found = [sentence for uses in table for sentence in moved(uses)]
+    if found:
+        raise MegatronCoreError(
+            f"megatron-core {installed_version()} lacks what this package relies on: {'; '.join(found)}; {SUPPORTED}"
+        )
+
+
+def check_version() -> None:
+    """Refuse what is too old to be worth looking at, warn of what no test has seen.
+
+    Raises:
+        MegatronCoreError: older than :data:`OLDEST`.
+    """
+    version = installed_version()
+    release = _release(version)
+    if release < _release(OLDEST):
+        raise MegatronCoreError(f"megatron-core {version} is too old; {SUPPORTED}")
+    if all(release[:2] != _release(series) for series in TESTED):
+        warnings.warn(
+            f"megatron-core {version} has the interface that this package needs, but its tests have not seen it; "
+            f"{SUPPORTED}, `mcore-prefix-tree verify` compares folded with unfolded on this one",
+            stacklevel=2,
+        )
+
+
+def installed_version() -> str:
+    """Of the ``megatron.core`` that is imported, which need not be the one that pip lists."""
+    return str(_import("megatron.core").__version__)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    from packaging.version import Version  # a dependency of every megatron-core that has a version to speak of
+
+    return Version(version).release
+
+
+def _import(name: str) -> Any:
+    """A module of megatron-core.
+
+    Raises:
+        MegatronCoreError: it needs a package that is not installed; newer ones do not start without triton.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "megatron":
+            raise
+        raise MegatronCoreError(f"{name} needs the package {error.name}, which is not installed") from error
+
+
+def moved(uses: Uses) -> Iterator[str]:
+    """What is missing of one entry, in words."""
+    module_name, _, qualified_name = uses.name.partition(":")
+    shown = uses.name.replace(":", ".")
+    try:
+        target = _import(module_name)
+    except MegatronCoreError:
+        raise
+    except ImportError as error:
+        yield f"{shown} ({error})"
+        return
+    for name in qualified_name.split("."):
+        if not hasattr(target, name):
+            yield shown
+            return
+        target = getattr(target, name)
+    if uses.positional or uses.keywords:
+        yield from (f"{shown}({problem})" for problem in _unusable(target, uses))
+
+
+def _unusable(target: Callable[..., Any], uses: Uses) -> Iterator[str]:
+    parameters = list(inspect.signature(target).parameters.values())
+    if "." in uses.name.partition(":")[2]:
+        parameters = parameters[1:]  # self
+    names = [parameter.name for parameter in parameters]
+    positional = uses.positional.split()
+    for index, name in enumerate(positional):
+        if names[index : index + 1] != [name]:
+            yield f"{name} at position {index + 1}"
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    yield from (f"{name}=" for name in uses.keywords.split() if name not in names)

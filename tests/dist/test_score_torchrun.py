@@ -1,0 +1,86 @@
+"""``torchrun -m mcore_prefix_tree score``: several real processes write the file that one process writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torchrun_jobs import VOCAB, environment, rows, write_job
+
+RECIPE = f"""
+model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: {VOCAB}}}
+batch: {{global_batch_size: 4, max_tokens: 40}}
+optimizer: {{lr: 1e-2, lr_warmup_steps: 1, clip_grad: 0}}
+train_iters: 3
+compare: false
+verify: {{enabled: false}}
+"""
+
+
+def run(ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "mcore_prefix_tree", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment(),
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A recipe with a checkpoint, and what one process wrote."""
+    folder = tmp_path_factory.mktemp("job")
+    job = write_job(folder, RECIPE + f"checkpoint: {{save: {folder / 'runs'}, save_interval: 1}}\n")
+    done = run(1, "train", job)
+    assert done.returncode == 0, done.stderr
+    done = run(1, "score", job, "--reference", folder / "runs", "--output", folder / "one.jsonl")
+    assert done.returncode == 0, done.stderr
+    return job, lines(folder / "one.jsonl")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"), id="tensor and sequence"
+        ),
+        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline"),
+        pytest.param(("fused_head=false", "parallel.tensor_model_parallel_size=2"), id="tensor, logits"),
+        pytest.param((), id="data"),
+    ],
+)
+def test_every_layout_writes_the_same(
+    scored: tuple[Path, list[dict[str, Any]]], tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    job, expected = scored
+    output = tmp_path / "two.jsonl"
+    done = run(2, "score", job, *layout, "--reference", job.parent / "runs", "--output", output)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("scored tokens") == 1, "one rank speaks"
+    assert len(expected) == len(rows())
+    for line, wanted in zip(lines(output), expected, strict=True):
+        assert line["tokens"] == wanted["tokens"]
+        for column in ("old_logprobs", "ref_logprobs", "entropy"):
+            actual, other = (np.array(each[column], dtype=np.float64) for each in (line, wanted))
+            np.testing.assert_allclose(actual, other, rtol=2e-5, atol=1e-6)
+    assert [path.name for path in tmp_path.iterdir()] == ["two.jsonl"]
+
+
+def test_a_missing_checkpoint_is_one_sentence(scored: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    done = run(2, "score", scored[0], f"checkpoint.save={tmp_path}", "--output", tmp_path / "out.jsonl")
+    assert done.returncode != 0
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
+        f"error: {tmp_path} holds no checkpoint; train first, or name the folder of a run that did"
+    ]
+    assert not list(tmp_path.iterdir())

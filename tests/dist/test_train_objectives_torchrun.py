@@ -1,0 +1,117 @@
+"""Objectives under ``torchrun``: every layout trains and reports what one process does, and all ranks refuse together."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torchrun_jobs import VOCAB, environment
+
+RECIPE = f"""
+model:
+  {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: {VOCAB}, dtype: float64}}
+batch: {{global_batch_size: 8, max_tokens: 30}}
+optimizer: {{lr: 1e-2, lr_warmup_steps: 1, clip_grad: 0.0}}
+train_iters: 4
+attention_backend: path
+compare: false
+verify: {{enabled: false}}
+"""
+OBJECTIVES = {
+    "grpo": "objective={name: grpo, options: {kl_coef: 0.05, entropy_coef: 0.01}}",
+    "dpo": "objective={name: dpo, options: {beta: 0.5}}",
+}
+
+
+def write_job(folder: Path) -> Path:
+    """Five groups of four samples, of which each two are a pair."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for number in range(20):
+        if number % 4 == 0:
+            prompt = rng.integers(1, VOCAB, size=6).tolist()
+        tokens = prompt + rng.integers(1, VOCAB, size=2 + number % 5).tolist()
+        scores = (-math.log(VOCAB) + 0.2 * rng.standard_normal((2, len(tokens)))).tolist()
+        lines.append(
+            {
+                "tokens": tokens,
+                "loss_mask": [0] * 6 + [1] * (len(tokens) - 6),
+                "reward": float(rng.random()),
+                "group": number // 4,
+                "pair": number // 2,
+                "chosen": number % 2 == 0,
+                "old_logprobs": scores[0],
+                "ref_logprobs": scores[1],
+            }
+        )
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(f"data: {{path: {data}}}\n{RECIPE}")
+    return recipe
+
+
+def run(ranks: int, job: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    arguments = [sys.executable, *launcher, "-m", "mcore_prefix_tree", "train", str(job), *overrides]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=240, env=environment(), check=False)
+
+
+def reported(done: subprocess.CompletedProcess[str]) -> list[dict[str, float]]:
+    """What each step says before it comes to tokens and seconds."""
+    assert done.returncode == 0, done.stderr
+    steps = []
+    for line in done.stdout.splitlines():
+        if line.startswith("step "):
+            parts = line.split(" | ")
+            parts = parts[1 : next(i for i, part in enumerate(parts) if part.startswith("tokens "))]
+            steps.append({name: float(value) for name, value in (part.rsplit(" ", 1) for part in parts)})
+    return steps
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("job"))
+
+
+@functools.cache
+def in_one_process(job: Path, name: str) -> list[dict[str, float]]:
+    return reported(run(1, job, OBJECTIVES[name]))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"), id="tensor and sequence"
+        ),
+        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline"),
+        pytest.param((), id="data"),
+    ],
+)
+def test_two_ranks_report_and_train_as_one_process(job: Path, name: str, layout: Sequence[str]) -> None:
+    # Weights are drawn per stage, so a pipeline starts from its own; it is held to its own ideal below.
+    expected, actual = in_one_process(job, name), reported(run(2, job, OBJECTIVES[name], *layout))
+    assert len(actual) == len(expected) == 4
+    watched = {"grpo": {"reward", "ratio", "clip fraction", "kl", "entropy"}, "dpo": {"accuracy", "margin"}}[name]
+    for one, other in zip(actual, expected, strict=True):
+        assert watched <= one.keys() == other.keys()
+        assert one == pytest.approx(other, rel=2e-3, abs=1e-5)  # as many digits as are printed
+
+
+def test_all_ranks_refuse_a_model_that_has_diverged(job: Path) -> None:
+    """Only the last stage sees the log-probabilities; the first one must not wait for ever."""
+    wild = ("optimizer.lr=1e30", "optimizer.min_lr=1e30", "model.dtype=float32")
+    done = run(2, job, OBJECTIVES["grpo"], "parallel.pipeline_model_parallel_size=2", *wild)
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors
+    assert all("the model's output for this sample is NaN or infinite" in line for line in errors)

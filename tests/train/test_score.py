@@ -1,0 +1,204 @@
+"""``mcore-prefix-tree score``: what is written is what the stock model says of each sample alone, and trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_jobs import BATCH, command, logits_of, rows, stock_model, train, world_of_one, write_job
+
+from mcore_prefix_tree.data import read_samples
+from mcore_prefix_tree.data.write import row_of, whole_file
+from mcore_prefix_tree.mcore.train import checkpoint, scoring
+from mcore_prefix_tree.mcore.train.scoring import run_score
+from mcore_prefix_tree.recipe import load_recipe
+
+FLOAT64 = ("model.dtype=float64", "optimizer.clip_grad=0")
+EXTRA = [
+    {"tokens": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "temperature": 0.5, "reward": 2.0, "group": "a"},
+    {"tokens": [5, 6, 7, 9], "loss_mask": [0, 1, 1, 1], "temperature": 0.5, "merge_key": "policy-7"},
+    {"tokens": [5, 6, 9], "loss_mask": [0, 0, 0], "pair": 1, "chosen": False, "rollout_logprobs": [None, None, None]},
+    {"tokens": [5, 6, 9], "advantage": [0, -1.5, 0.25], "label": False},
+]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe whose run has saved iterations 1 and 2."""
+    path = write_job(tmp_path_factory.mktemp("score"), [*rows(), *EXTRA])
+    saving = f"checkpoint: {{save: {path.parent / 'runs'}, save_interval: 1}}\n"
+    path.write_text(path.read_text().replace("train_iters: 6", "train_iters: 2") + saving)
+    train(path, *FLOAT64)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(job: Path) -> Path:
+    """The folder of another run."""
+    folder = job.parent / "reference"
+    train(job, *FLOAT64, "train_iters=2", "optimizer.lr=0.1", f"checkpoint.save={folder}")
+    return folder
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def alone(job: Path, folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Each line's log-probabilities and entropies from the untouched stock model with a checkpoint's weights."""
+    recipe = load_recipe(job, FLOAT64)
+    found = []
+    with world_of_one(recipe) as place:
+        model = stock_model(recipe, place)
+        checkpoint.load_weights(folder, 2, [model])
+        for sample in read_samples(recipe.data.path):
+            with torch.no_grad():
+                scores = torch.log_softmax(logits_of(model, sample.tokens.tolist()) / sample.temperature, dim=-1)[:-1]
+            labels = torch.tensor(sample.tokens[1:].tolist(), dtype=torch.int64)
+            entropy = -(scores.exp() * scores).sum(dim=1)
+            found.append((scores.gather(1, labels[:, None])[:, 0].numpy(), entropy.numpy()))
+    return found
+
+
+def as_array(values: list[float | None]) -> np.ndarray:
+    return np.array(values, dtype=np.float64)
+
+
+@pytest.mark.parametrize("head", ["fused_head=true", "fused_head=false"])
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_each_sample_as_if_alone(job: Path, reference: Path, tmp_path: Path, all_tokens: bool, head: str) -> None:
+    output = tmp_path / "scored.jsonl"
+    flags = ["--all-tokens"] if all_tokens else []
+    result = command("score", job, *FLOAT64, head, "--output", str(output), "--reference", str(reference), *flags)
+    assert result.exit_code == 0, result.output
+    of_policy, of_reference = alone(job, job.parent / "runs"), alone(job, reference)
+    samples, lines = read_samples(job.parent / "data.jsonl"), written(output)
+    assert len(lines) == len(samples) > 2 * BATCH
+    scored_tokens = 0
+    for line, sample, policy, other in zip(lines, samples, of_policy, of_reference, strict=True):
+        assert (line["source"], line["tokens"]) == (sample.source, sample.tokens.tolist())
+        scored = np.ones(len(sample), bool) if all_tokens else sample.loss_mask != 0
+        scored[0] = False
+        scored_tokens += scored.sum()
+        for column, values in (("old_logprobs", policy[0]), ("entropy", policy[1]), ("ref_logprobs", other[0])):
+            row = as_array(line[column])
+            assert np.array_equal(np.isfinite(row), scored)
+            np.testing.assert_allclose(row[1:][scored[1:]], values[scored[1:]], rtol=1e-11)
+    assert f"{len(samples):,} samples, {scored_tokens:,} scored tokens by iteration 2 and the reference's 2;" in (
+        result.output
+    )
+
+
+def test_the_file_is_data_to_train_on(job: Path, reference: Path, tmp_path: Path) -> None:
+    """Everything that the data said is still there, and the log-probabilities are read to the bit."""
+    output = tmp_path / "scored.jsonl"
+    run_score(load_recipe(job), output, reference=reference)
+    before, after = read_samples(job.parent / "data.jsonl"), read_samples(output)
+    for line, old, new in zip(written(output), before, after, strict=True):
+        assert np.array_equal(old.tokens, new.tokens)
+        assert np.array_equal(old.loss_mask, new.loss_mask)
+        assert old.merge_key == new.merge_key
+        for name, column in (("old_logprobs", new.signals.old_logprobs), ("ref_logprobs", new.signals.ref_logprobs)):
+            assert np.array_equal(column, as_array(line[name]).astype(np.float32), equal_nan=True)
+        without = replace(new.signals, old_logprobs=None, ref_logprobs=None)
+        assert repr(without) == repr(old.signals)
+    again = tmp_path / "again.jsonl"
+    again.write_text("".join(json.dumps(row_of(sample)) + "\n" for sample in after))
+    assert [repr(sample.signals) for sample in read_samples(again)] == [repr(sample.signals) for sample in after]
+
+
+def test_without_a_reference_and_entropies(job: Path, tmp_path: Path) -> None:
+    output = tmp_path / "scored.jsonl"
+    result = command("score", job, "--no-entropy", "--output", str(output))
+    assert result.exit_code == 0, result.output
+    assert all({"entropy", "ref_logprobs"}.isdisjoint(line) for line in written(output))
+    report, is_main = run_score(load_recipe(job), tmp_path / "more.jsonl")
+    assert is_main
+    assert [line["old_logprobs"] for line in written(tmp_path / "more.jsonl")] == [
+        line["old_logprobs"] for line in written(output)
+    ], "asking for entropies changes no bit"
+    assert report.reference_iteration is None
+    assert report.physical_tokens < report.logical_tokens
+    assert report.samples == len(written(output))
+
+
+def test_how_many_samples_are_planned_together_changes_nothing_but_rounding(job: Path, tmp_path: Path) -> None:
+    found = []
+    for size in (1, 5, 1000):
+        output = tmp_path / f"{size}.jsonl"
+        recipe = load_recipe(job, [*FLOAT64, f"batch.global_batch_size={size}"])
+        run_score(recipe, output)
+        found.append(np.concatenate([as_array(line["old_logprobs"]) for line in written(output)]))
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-11)
+
+
+def test_bad_weights_name_the_sample_and_leave_no_file(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "scored.jsonl"
+    output.write_text("what was there before\n")
+    load: Callable[..., None] = checkpoint.load_weights
+
+    def broken(folder: Any, iteration: int, chunks: Any) -> None:
+        load(folder, iteration, chunks)
+        with torch.no_grad():
+            chunks[0].embedding.word_embeddings.weight[6] = float("nan")
+
+    monkeypatch.setattr(scoring.checkpoint, "load_weights", broken)
+    result = command("score", job, "--output", str(output))
+    assert result.exit_code == 2
+    assert "the log-probability of token" in result.stderr
+    assert "data.jsonl:" in result.stderr
+    assert output.read_text() == "what was there before\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["scored.jsonl"]
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with whole_file(tmp_path / "lines") as stream:
+            stream.write("one\n")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not list(tmp_path.iterdir())
+    with whole_file(tmp_path / "lines") as stream:
+        stream.write("one\n")
+        assert not (tmp_path / "lines").exists()
+    assert (tmp_path / "lines").read_text() == "one\n"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("checkpoint.save=null",), "scoring needs checkpoint.save, the folder of the checkpoints to score with"),
+        (
+            ("checkpoint.save={folder}/nowhere",),
+            "nowhere holds no checkpoint; train first, or name the folder of a run",
+        ),
+        (("--reference", "{folder}"), "holds no checkpoint; train first"),
+        (("model.hidden_size=64",), "does not fit this recipe's model"),
+        (("attention_backend=nonsense",), "nonsense"),
+    ],
+)
+def test_mistakes_are_one_sentence(job: Path, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    filled = [argument.format(folder=tmp_path) for argument in arguments]
+    result = command("score", job, *filled, "--output", str(tmp_path / "out.jsonl"))
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_missing_is_told_before_anything_runs(job: Path, tmp_path: Path) -> None:
+    result = command("score", job, "--output", str(tmp_path / "no" / "out.jsonl"))
+    assert result.exit_code == 2
+    assert "its folder does not exist; create it" in result.stderr

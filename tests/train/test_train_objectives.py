@@ -1,0 +1,285 @@
+"""Objectives other than plain supervised training, in one process, against stock Megatron and by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_jobs import BATCH, FLOAT64, VOCAB, built, command, logits_of, stock_model, train, world_of_one, write_job
+
+from mcore_prefix_tree import Sample, SampleError
+from mcore_prefix_tree.data import iter_sample_groups
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.grouping import whole_groups
+from mcore_prefix_tree.mcore.score import score
+from mcore_prefix_tree.mcore.train.schedule import folding_of
+from mcore_prefix_tree.objectives import make_objective
+from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from objective_oracles import Alone, policy_loss, scored_positions
+from test_objectives_preference import pair_loss
+
+GROUPS = 5  # of three: a step of six takes two, and one is left out of each epoch
+GRPO = {"kl_coef": 0.05, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05}
+
+
+def rows(seed: int = 0, *, neighbours: int) -> list[dict[str, Any]]:
+    """Prompts with two turns, of which the second one is shared by some; every signal, near what a new model says."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(GROUPS * 3 // neighbours):
+        prompt, turn = (rng.integers(1, VOCAB, size=size).tolist() for size in (5, 3))
+        for member in range(neighbours):
+            tokens = prompt + (turn if member else []) + rng.integers(1, VOCAB, size=2 + member).tolist()
+            mask = [0.0] * 5 + rng.choice([0.5, 1.0], size=len(tokens) - 5).tolist()
+            made.append(
+                {
+                    "tokens": tokens,
+                    "loss_mask": mask,
+                    "reward": float(rng.choice([0.0, 0.25, 1.0])),
+                    "group": f"prompt {number}",
+                    "old_logprobs": (-math.log(VOCAB) + 0.1 * rng.standard_normal(len(tokens))).tolist(),
+                    "ref_logprobs": (-math.log(VOCAB) + 0.3 * rng.standard_normal(len(tokens))).tolist(),
+                    "rollout_logprobs": [0.0] * len(tokens),
+                    "pair": number,
+                    "chosen": member == 1,
+                }
+            )
+    return made
+
+
+def job_of(folder: Path, name: str, options: dict[str, Any] | None = None) -> tuple[Path, list[str]]:
+    """A recipe file and the overrides that choose the objective."""
+    neighbours = 2 if name == "dpo" else 3
+    job = write_job(folder, rows(neighbours=neighbours)[: GROUPS * 3 // neighbours * neighbours])
+    return job, [f"objective.name={name}", f"objective.options={json.dumps(options or {})}"]
+
+
+def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
+    """The samples of a step, from the documented order alone."""
+    by = "pair" if recipe.objective.name == "dpo" else "group"
+    lines = list(iter_sample_groups(recipe.data.path))
+    groups = whole_groups(lines, by, step=BATCH, setting="the test")
+    order = SampleOrder(groups, seed=recipe.seed, shuffle=recipe.data.shuffle, whole_steps=BATCH)
+    return order.take((iteration - 1) * BATCH, BATCH)
+
+
+def sft_by_sample(_objective: Any, world: Any) -> torch.Tensor:
+    """The mean over samples of each one's mean weighted negative log-likelihood."""
+    total = world.logits.sum() * 0
+    for index, sample in enumerate(world.samples):
+        own, positions = world.logprobs(index), scored_positions(sample)
+        total = total - sum(float(sample.loss_mask[t]) * own[t] for t in positions) / len(positions)
+    return total / len(world.samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "oracle"),
+    [
+        ("grpo", GRPO, policy_loss),
+        ("dapo", {"tis_cap": 2.0}, policy_loss),
+        ("dpo", {}, pair_loss),
+        ("sft", {"normalise": "sample"}, sft_by_sample),
+    ],
+    ids=["grpo", "dapo", "dpo", "sft"],
+)
+@pytest.mark.parametrize("fused_head", [True, False], ids=["fused", "unfused"])
+def test_every_step_is_the_stock_model_s_step(
+    tmp_path: Path, name: str, options: dict[str, Any], oracle: Any, fused_head: bool
+) -> None:
+    """Losses, gradient norms and weights of six steps in fp64 equal AdamW on each sample alone."""
+    job, overrides = job_of(tmp_path, name, options)
+    if name == "sft":
+        overrides.append("data.shuffle=false")  # its lines are drawn one by one
+    recipe = load_recipe(job, [*FLOAT64, *overrides, f"fused_head={str(fused_head).lower()}"])
+    notes = train(recipe)
+    assert len(notes.reports) == 6
+    with world_of_one(recipe) as place:
+        initial = built(recipe, place).state_dict()
+        model = stock_model(recipe, place)
+        model.load_state_dict(initial)
+        vectors = [p for p in model.parameters() if p.ndim == 1]
+        optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": [p for p in model.parameters() if p.ndim > 1],
+                    "weight_decay": recipe.optimizer.weight_decay,
+                },
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            betas=(recipe.optimizer.adam_beta1, recipe.optimizer.adam_beta2),
+        )
+        lines = [line[0] for line in iter_sample_groups(recipe.data.path)]
+        for report in notes.reports:
+            for group in optimizer.param_groups:
+                group["lr"] = report.lr
+            optimizer.zero_grad()
+            start = (report.iteration - 1) * BATCH
+            samples = (
+                [lines[i % len(lines)] for i in range(start, start + BATCH)]
+                if name == "sft"
+                else batch_of(recipe, report.iteration)
+            )
+            loss = oracle(make_objective(name, options), Alone(partial(logits_of, model), samples))
+            assert report.loss == pytest.approx(loss.item(), rel=1e-9, abs=1e-12)
+            loss.backward()
+            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
+            assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)  # Megatron's is in fp32
+            optimizer.step()
+
+
+def test_what_a_policy_reports(tmp_path: Path) -> None:
+    job, overrides = job_of(tmp_path, "grpo", GRPO)
+    recipe = load_recipe(job, [*FLOAT64, *overrides])
+    notes = train(recipe)
+    for report in notes.reports:
+        samples = batch_of(recipe, report.iteration)
+        assert report.metrics["reward"] == pytest.approx(np.mean([sample.signals.reward for sample in samples]))
+        assert {"ratio", "clip_fraction", "kl", "kl_old", "entropy", "advantage"} <= report.metrics.keys()
+    with world_of_one(recipe) as place, torch.no_grad():
+        world = Alone(partial(logits_of, built(recipe, place)), batch_of(recipe, 1))
+        tokens = [(i, t) for i, sample in enumerate(world.samples) for t in scored_positions(sample)]
+        ratios = [
+            math.exp(world.logprobs(i)[t].item() - float(world.samples[i].signals.old_logprobs[t])) for i, t in tokens
+        ]
+        entropies = [world.entropies(i)[t].item() for i, t in tokens]
+    assert notes.reports[0].metrics["ratio"] == pytest.approx(np.mean(ratios), rel=1e-9)
+    assert notes.reports[0].metrics["entropy"] == pytest.approx(np.mean(entropies), rel=1e-9)
+
+
+def with_scores(job: Path, recipe: Recipe, columns: Sequence[str]) -> None:
+    """Put what the new model says of its data into the data."""
+    with world_of_one(recipe) as place:
+        samples = [line[0] for line in iter_sample_groups(recipe.data.path)]
+        scores = score([built(recipe, place)], samples, folding_of(recipe, place))
+    path = Path(str(recipe.data.path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, own in zip(lines, scores, strict=True):
+        logprobs = [None if math.isnan(value) else value for value in own.logprobs.tolist()]
+        line |= dict.fromkeys(columns, logprobs)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_first_importance_ratios_are_1_to_the_bit(tmp_path: Path, dtype: str) -> None:
+    """Scored and trained by one plan, the old policy is the policy."""
+    job, overrides = job_of(tmp_path, "grpo", {"kl_coef": 0.1})
+    recipe = load_recipe(
+        job,
+        [
+            f"model.dtype={dtype}",
+            "optimizer.clip_grad=0",
+            *overrides,
+            f"batch.global_batch_size={GROUPS * 3}",
+            "data.shuffle=false",
+            "train_iters=2",
+            "optimizer.lr_warmup_steps=0",
+            "batch.max_tokens=60",
+            "attention_backend=path",
+        ],
+    )
+    with_scores(job, recipe, ["old_logprobs", "ref_logprobs"])
+    first, second = (report.metrics for report in train(recipe).reports)
+    if dtype == "float32":  # JSON lines are read as fp32
+        assert (first["ratio"], first["clip_fraction"], first["kl_old"], first["kl"]) == (1.0, 0.0, 0.0, 0.0)
+    else:
+        assert first["ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert second["kl_old"] > 0
+    assert second["ratio"] != 1.0
+
+
+def test_preferences_are_learnt(tmp_path: Path) -> None:
+    job, overrides = job_of(tmp_path, "dpo", {"beta": 0.5})
+    recipe = load_recipe(
+        job, [*overrides, "train_iters=40", "optimizer.lr_decay_style=constant", "attention_backend=path"]
+    )
+    with_scores(job, recipe, ["ref_logprobs"])
+    reports = train(recipe).reports
+    assert reports[0].loss == pytest.approx(math.log(2), rel=1e-5)
+    assert reports[0].metrics["margin"] == pytest.approx(0, abs=1e-5)
+    assert reports[-1].metrics["accuracy"] == 1
+    assert reports[-1].metrics["margin"] > 1
+    assert reports[-1].loss < 0.3
+
+
+def test_the_command_line_shows_them_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    job, overrides = job_of(tmp_path, "grpo")
+    done = command("train", job, *overrides, "train_iters=2")
+    assert done.exit_code == 0, done.output
+    lines = [line for line in done.output.splitlines() if line.startswith("step ")]
+    assert len(lines) == 2
+    assert all(name in lines[0] for name in ("| reward ", "| ratio ", "| clip fraction ", "| entropy "))
+    assert "each epoch leaves out 3 samples: steps take whole groups" in done.output
+
+
+def test_verification_and_comparison_go_with_any_objective(tmp_path: Path) -> None:
+    for name in ("grpo", "dpo"):
+        job, overrides = job_of(tmp_path, name)
+        notes = train(job, *overrides, "train_iters=2", "verify.enabled=true", "compare=true")
+        assert notes.verifications[0].passed
+        assert len(notes.comparisons) == 1
+        assert command("verify", job, *overrides).exit_code == 0
+
+
+def test_a_run_that_is_continued(tmp_path: Path) -> None:
+    job, overrides = job_of(tmp_path, "grpo")
+    whole = train(job, *overrides, f"checkpoint.save={tmp_path / 'whole'}")
+    saved = [*overrides, f"checkpoint.save={tmp_path / 'cut'}", "checkpoint.save_interval=3"]
+    train(job, *saved, stop_after=4)
+    rest = train(job, *saved, resume=True)
+    assert [report.iteration for report in rest.reports] == [4, 5, 6]
+    assert rest.losses == whole.losses[3:]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "says"),
+    [
+        ("gpro", [], "objective.name: there is no objective 'gpro'; there are cispo, critic"),
+        ("grpo", ["objective.options.kl_coeff=1"], "objective.options.kl_coeff: grpo has no such option; it has adv"),
+        ("grpo", ["objective.options.kl_coef=-1"], "objective.options.kl_coef: input should be greater than or equal"),
+        ("grpo", ["objective.options={kl_coef: 1, kl_estimator: k1}"], "objective.options: kl_estimator=k1 has no exp"),
+        ("critic", [], "objective.name=critic reads values, and train computes log-probabilities only"),
+        ("distill", [], "objective.name=distill reads edges"),
+        ("grpo", ["data.streaming=true"], "data.streaming=true: objective.name=grpo takes whole groups"),
+        ("grpo", ["batch.global_batch_size=18"], "batch.global_batch_size=18 is more than the 15 samples there are"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_by_the_key(tmp_path: Path, name: str, overrides: list[str], says: str) -> None:
+    job, _ = job_of(tmp_path, "grpo")
+    with pytest.raises(RecipeError, match=says):
+        train(job, f"objective.name={name}", *overrides)
+
+
+def test_unknown_keys_of_an_objective(tmp_path: Path) -> None:
+    job, _ = job_of(tmp_path, "grpo")
+    with pytest.raises(RecipeError, match=r"objective\.kl_coef: there is no such key"):
+        load_recipe(job, ["objective.kl_coef=1"])
+
+
+def test_a_step_that_would_cut_a_group(tmp_path: Path) -> None:
+    job, overrides = job_of(tmp_path, "grpo")
+    with pytest.raises(SampleError, match=r"data.jsonl:1: group 'prompt 0' has 3 samples, and steps .* multiple of 3"):
+        train(job, *overrides, "batch.global_batch_size=4")
+
+
+def test_a_sample_without_what_the_objective_reads(tmp_path: Path) -> None:
+    content = rows(neighbours=3)
+    del content[4]["old_logprobs"]
+    job = write_job(tmp_path, content)
+    with pytest.raises(SampleError, match=r"data.jsonl:5: field 'old_logprobs' is missing"):
+        train(job, "objective.name=grpo", "data.shuffle=false")
+
+
+def test_a_model_that_has_diverged(tmp_path: Path) -> None:
+    job, overrides = job_of(tmp_path, "grpo")
+    with pytest.raises(SampleError, match=r"data.jsonl:\d+: the model's output for this sample is NaN or infinite"):
+        train(job, *overrides, "optimizer.lr=1e30", "optimizer.min_lr=1e30")

@@ -1,0 +1,189 @@
+"""The tables of what is relied on upstream: complete, true of the installed megatron-core, and readable when not."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore.compat import MegatronCoreError, Uses
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+FOLDER = Path(compat.__file__).parent
+INSTALLED = (*compat.SEAM, *compat.TRAINING)
+WITH_PARAMETERS = [uses for uses in INSTALLED if uses.positional or uses.keywords]
+
+
+def names_of(table: Any) -> list[str]:
+    return [uses.name.partition(":")[2] for uses in table]
+
+
+def owner_of(uses: Uses) -> tuple[Any, str]:
+    """The module or class that holds what an entry names, and under which name."""
+    module, _, qualified = uses.name.partition(":")
+    *owners, name = qualified.split(".")
+    owner: Any = importlib.import_module(module)
+    for one in owners:
+        owner = getattr(owner, one)
+    return owner, name
+
+
+def without(target: Any, missing: str) -> Any:
+    """A stand-in with the signature of ``target`` but for one parameter, and no ``**kwargs`` to take it."""
+
+    def stand_in(*args: object, **kwargs: object) -> None: ...
+
+    signature = inspect.signature(target)
+    kept = [p for p in signature.parameters.values() if p.name != missing and p.kind is not p.VAR_KEYWORD]
+    assert len(kept) < len(signature.parameters)
+    stand_in.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return stand_in
+
+
+@pytest.mark.parametrize("uses", INSTALLED, ids=names_of(INSTALLED))
+def test_the_installed_megatron_core_has_it(uses: Uses) -> None:
+    assert list(compat.moved(uses)) == []
+
+
+@pytest.mark.parametrize("uses", WITH_PARAMETERS, ids=names_of(WITH_PARAMETERS))
+def test_a_missing_parameter_is_named(uses: Uses, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name = owner_of(uses)
+    target = getattr(owner, name)
+    for parameter in f"{uses.positional} {uses.keywords}".split():
+        if parameter not in inspect.signature(target).parameters:
+            continue  # goes into a **kwargs today
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, without(target, parameter))
+            with pytest.raises(MegatronCoreError) as caught:
+                compat.check([uses])
+        message = str(caught.value)
+        assert re.search(rf"{re.escape(name)}\({parameter}( at position \d|=)\)", message)
+        assert compat.installed_version() in message
+        assert "0.16.1 and 0.19.x are supported" in message
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize("uses", INSTALLED, ids=names_of(INSTALLED))
+def test_a_missing_name_is_named(uses: Uses, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _, qualified = uses.name.partition(":")
+    first = qualified.partition(".")[0]
+    assert hasattr(importlib.import_module(module), first)
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace())
+    assert list(compat.moved(uses)) == [f"{module}.{qualified}"]
+
+
+def test_everything_that_moved_is_told_at_once() -> None:
+    table = [Uses("megatron.core:nonsense"), Uses("megatron.core.gone:Thing"), *compat.SEAM]
+    with pytest.raises(MegatronCoreError, match=r"megatron\.core\.nonsense; megatron\.core\.gone\.Thing \(No module"):
+        compat.check(table)
+
+
+def upstream(query: Any, key: Any, *, scale: Any = 1, **others: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("positional", "keywords", "problems"),
+    [
+        ("query key", "scale", []),
+        ("query", "key anything", []),
+        ("key", "", ["(key at position 1)"]),
+        ("query value", "", ["(value at position 2)"]),
+        ("query key scale", "", []),
+        ("query key scale more", "", ["(more at position 4)"]),
+    ],
+)
+def test_positions_and_names(positional: str, keywords: str, problems: list[str]) -> None:
+    uses = Uses(f"{__name__}:upstream", positional, keywords)
+    assert [problem.removeprefix(f"{__name__}.upstream") for problem in compat.moved(uses)] == problems
+
+
+def test_self_does_not_count() -> None:
+    assert list(compat.moved(Uses(f"{__name__}:Upstream.forward", "query", "mask"))) == []
+    assert list(compat.moved(Uses(f"{__name__}:Upstream", "config"))) == []
+
+
+class Upstream:
+    def __init__(self, config: Any) -> None: ...
+
+    def forward(self, query: Any, mask: Any = None) -> None: ...
+
+
+def test_a_package_that_megatron_needs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "needs_triton.py").write_text("import a_package_that_is_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MegatronCoreError, match="needs_triton needs the package a_package_that_is_not_installed"):
+        compat.check([Uses("needs_triton:anything")])
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.16.1+bf3be79", "0.19.0", "0.19.2"])
+def test_tested_versions_pass_without_a_word(
+    version: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(compat, "installed_version", lambda: version)
+    compat.check_version()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.16.0"])
+def test_old_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "installed_version", lambda: version)
+    with pytest.raises(MegatronCoreError, match=f"megatron-core {version} is too old; megatron-core 0.16.1 and 0.19.x"):
+        compat.check_version()
+
+
+def test_versions_that_no_test_has_seen_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.25.0")
+    with pytest.warns(UserWarning, match=r"megatron-core 0\.25\.0 .* its tests have not seen it.*verify"):
+        compat.check_version()
+
+
+def imported_from_core(file: Path) -> set[str]:
+    """Names that a file takes from megatron-core, and those that it asks of ``parallel_state``."""
+    tree = ast.parse(file.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.core"):
+            found |= {alias.name for alias in node.names}
+        is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if is_attribute and node.value.id in {"parallel_state", "dist_checkpointing"}:
+            found.add(node.attr)
+    return found - {"parallel_state", "dist_checkpointing"}
+
+
+@pytest.mark.parametrize(
+    ("files", "tables"),
+    [
+        (sorted(FOLDER.glob("*.py")), [compat.SEAM, compat.TRANSFORMER_ENGINE]),
+        (sorted((FOLDER / "train").glob("*.py")), [compat.SEAM, compat.TRAINING]),
+    ],
+    ids=["seam", "training"],
+)
+def test_the_tables_leave_nothing_out(files: list[Path], tables: list[Any]) -> None:
+    listed = {name.partition(".")[0] for table in tables for name in names_of(table)}
+    imported = {name for file in files for name in imported_from_core(file)}
+    assert len(imported) > 10
+    assert imported <= listed
+
+
+def test_what_moved_is_the_first_that_an_import_says() -> None:
+    """In a fresh interpreter, where upstream lost a name that the package imports."""
+    script = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import megatron.core.transformer.attention as upstream\n"
+        "import megatron.core.models.gpt\n"
+        "del upstream.SelfAttention\n"
+        "import mcore_prefix_tree.mcore\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    (last,) = result.stderr.strip().splitlines()[-1:]
+    assert "MegatronCoreError: megatron-core" in last
+    assert "megatron.core.transformer.attention.SelfAttention;" in last

@@ -1,0 +1,77 @@
+"""A mixture of experts, and checkpoints from the folded run to the stock one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from megatron_lm import (
+    CPU,
+    ENTRY,
+    LOSS,
+    MODEL,
+    STOCK,
+    TRAIN,
+    UNFOLDED,
+    VARIABLE,
+    Stock,
+    assert_same_tensors,
+    only_checkpoint,
+    trained,
+)
+
+if VARIABLE not in os.environ:
+    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+pytest.importorskip("triton", reason="megatron.training imports triton")
+pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type none"
+)
+LAST = 5
+
+
+@pytest.fixture(scope="module")
+def experts(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+    """Each sample alone through a stock mixture of experts: checkpoints after the first and the last step, losses."""
+    folder = tmp_path_factory.mktemp("experts")
+    arguments = (CPU, MODEL, EXPERTS, TRAIN, UNFOLDED, stock.data, f"--save {folder}")
+    first = trained(STOCK, *arguments, "--exit-interval 1")
+    rest = trained(STOCK, *arguments, f"--load {folder} --exit-interval {LAST}")
+    return folder, first.losses | rest.losses
+
+
+def test_a_mixture_of_experts(stock: Stock, experts: tuple[Path, dict[int, float]], tmp_path: Path) -> None:
+    alone, losses = experts
+    start = only_checkpoint(alone, 1, tmp_path / "start")
+    recompute = "--recompute-granularity selective --recompute-modules core_attn moe"
+    *arguments, save = stock.args(tmp_path / "saved")
+    run = trained(ENTRY, *arguments, save, EXPERTS, recompute, f"--load {start} --exit-interval {LAST}")
+    assert sorted(run.losses) == list(range(2, LAST + 1))
+    for iteration, loss in run.losses.items():
+        assert loss == pytest.approx(losses[iteration], rel=LOSS), iteration
+        assert run.iterations[iteration]["fold ratio"] > 1.3
+    assert_same_tensors(tmp_path / "saved", alone, LAST)
+
+
+@pytest.mark.slow
+def test_experts_on_two_ranks(stock: Stock, experts: tuple[Path, dict[int, float]], tmp_path: Path) -> None:
+    """From the stock weights; Megatron cannot deal an optimizer's state to other numbers of expert-parallel ranks."""
+    start = only_checkpoint(experts[0], 1, tmp_path / "start")
+    anew = f"--load {start} --finetune --no-load-optim --no-load-rng --exit-interval 3"
+    *arguments, _ = stock.args(tmp_path)
+    folded = trained(ENTRY, *arguments, EXPERTS, anew, "--expert-model-parallel-size 2", ranks=2)
+    alone = trained(STOCK, CPU, MODEL, EXPERTS, TRAIN, UNFOLDED, stock.data, anew)
+    assert sorted(folded.losses) == sorted(alone.losses) == [1, 2, 3]
+    for iteration, loss in alone.losses.items():
+        assert folded.losses[iteration] == pytest.approx(loss, rel=LOSS)
+
+
+def test_the_stock_run_goes_on_from_a_folded_checkpoint(stock: Stock, base: Path, tmp_path: Path) -> None:
+    trained(ENTRY, *stock.args(tmp_path), f"--load {base} --exit-interval 3")
+    alone = trained(STOCK, CPU, MODEL, TRAIN, UNFOLDED, stock.data, f"--load {tmp_path} --exit-interval 5")
+    assert sorted(alone.losses) == [4, 5]
+    for iteration, loss in alone.losses.items():
+        assert loss == pytest.approx(stock.losses[iteration], rel=LOSS)
