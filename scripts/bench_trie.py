@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from bench_plan import COST
-from bench_step import machine
 from rich.console import Console
 from rich.table import Table
 
 from mcore_prefix_tree import Sample, TreeMetadata, fold
+from mcore_prefix_tree.bench.machine import describe_machine as machine
 from mcore_prefix_tree.data import load_tokenizer, read_samples
 from mcore_prefix_tree.plan import plan_step
 from mcore_prefix_tree.trie import build_trie

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write the tables of the README from the files under benchmarks/results: no figure there is typed by hand."""
+"""Write the tables of the README and of docs/ from the files under benchmarks/results: no figure is typed by hand."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from mcore_prefix_tree.bench.costs import costs_of
+from mcore_prefix_tree.bench.plot import draw_roofline
+from mcore_prefix_tree.bench.report import cells, columns, headline, lines_of
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def bench_step_table(result: dict[str, Any]) -> str:
-    """Markdown for a result of scripts/bench_step.py."""
+    """Markdown for a result of ``mcore-prefix-tree bench step``."""
     comparison, machine = result["comparison"], result["machine"]
     lines = ["| | tokens | seconds | peak memory |", "|---|---|---|---|"]
     for name in ("folded", "packed", "stock"):
@@ -45,22 +49,116 @@ def bench_trie_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def bench_plan_table(result: dict[str, Any]) -> str:
+    """Markdown for a result of scripts/bench_plan.py."""
+    ways = list(result["results"][0]["over_bound"])
+    lines = [
+        f"| input | ranks | {' | '.join(ways)} | plan, ms |",
+        f"|---|---|{'---|' * len(ways)}---|",
+    ]
+    for row in result["results"]:
+        ratios = [row["over_bound"].get(way) for way in ways]
+        cells = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+        milliseconds = f"{row['plan_seconds'] * 1e3:,.0f}"
+        name = f"{row['case']} ({row['samples']:,} samples)"
+        lines.append(f"| {name} | {row['dp_size']} | {' | '.join(cells)} | {milliseconds} |")
+    lines += ["", f"Time is of one core ({result['machine']['cpu']}), in planning by cost."]
+    return "\n".join(lines)
+
+
+def cost_table(result: dict[str, Any]) -> str:
+    """Markdown for a result of ``mcore-prefix-tree calibrate``."""
+    cost, measured = result["cost"], result["measured"]
+    lines = ["| tokens | visible pairs | seconds | as fitted |", "|---|---|---|---|"]
+    for one in measured:
+        fitted = cost["token"] * one["tokens"] + cost["pair"] * one["pairs"] + cost["micro_batch"]
+        lines.append(f"| {one['tokens']:,.0f} | {one['pairs']:,.0f} | {one['seconds']:.3f} | {fitted:.3f} |")
+    lines += [
+        "",
+        f"`recipes/quickstart.yaml` on one thread ({result['machine']['cpu']}): a token costs "
+        f"{cost['token'] * 1e6:.3g} µs, a visible pair {cost['pair'] * 1e6:.3g} µs, a micro-batch "
+        f"{cost['micro_batch'] * 1e3:.3g} ms; the largest error of the fit is {result['worst_relative_error']:.0%}.",
+    ]
+    return "\n".join(lines)
+
+
+def attention_tables(result: dict[str, Any]) -> str:
+    """Markdown for a result of ``mcore-prefix-tree bench attention``: a table a workload."""
+    machine, settings, ceilings = result["machine"], result["settings"], result["ceilings"]
+    name = machine["cpu"] if settings["device"] == "cpu" else machine["device"]
+    paragraphs = [
+        f"{name}, torch {machine['torch']}: {settings['dtype']}, {settings['heads']} heads on {settings['kv_heads']}, "
+        f"head_dim {settings['head_dim']}, {settings['repeats']} rounds; matrix product "
+        f"{ceilings['matrix_tflops']:.3g} TFLOP/s, copy {ceilings['copy_gbytes']:,.0f} GB/s."
+    ]
+    headings = columns(result)
+    for workload in result["workloads"]:
+        lines = [f"| {' | '.join(headings)} |", f"|---|---|{'---:|' * (len(headings) - 2)}"]
+        lines += [f"| {' | '.join(cells(line, result))} |" for line in lines_of(workload, result)]
+        paragraphs += [f"**{headline(workload)}**", "\n".join(lines)]
+    return "\n\n".join(paragraphs)
+
+
+def gpu_tables(results: list[dict[str, Any]]) -> str:
+    """Markdown for all results of scripts/gpu_check."""
+    if not results:
+        return "Not yet measured."
+    paragraphs = []
+    for result in results:
+        tests = result["tests"]
+        passed = tests["tests"] - tests["failures"] - tests["errors"] - tests["skipped"]
+        paragraphs += [f"{passed} of {tests['tests']} GPU tests passed.", attention_tables(result["attention"])]
+    return "\n\n".join(paragraphs)
+
+
+def attention_costs() -> str:
+    """The cost table of ``attention_backend=auto``: every forest that back-ends were measured on, in every result."""
+    measured = [json.loads((RESULTS / "attention_cpu.json").read_text())]
+    measured += [json.loads(file.read_text())["attention"] for file in sorted(RESULTS.glob("gpu_*.json"))]
+    return json.dumps({"rows": [row for result in measured for row in costs_of(result)]}, indent=1) + "\n"
+
+
 TABLES = {
     "bench_step": ("step_quickstart_cpu.json", bench_step_table),
     "bench_trie": ("trie.json", bench_trie_table),
+    "bench_plan": ("plan.json", bench_plan_table),
+    "cost": ("cost_quickstart_cpu.json", cost_table),
+    "attention_cpu": ("attention_cpu.json", attention_tables),
+    "attention_gpu": ("gpu_*.json", gpu_tables),
 }
+PAGES = ("README.md", "docs/planning.md", "docs/attention.md")
+COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"
+ROOFLINE = ROOT / "docs" / "attention_roofline.png"
 
 
-def rendered(readme: str) -> str:
-    """The README with its tables renewed."""
+def rendered(page: str) -> str:
+    """A page with its tables renewed."""
     for name, (file, table) in TABLES.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        before, rest = readme.split(begin)
+        if begin not in page:
+            continue
+        before, rest = page.split(begin)
         _, after = rest.split(end)
-        readme = f"{before}{begin}{table(json.loads((RESULTS / file).read_text()))}\n{end}{after}"
-    return readme
+        page = f"{before}{begin}{table(loaded(file))}\n{end}{after}"
+    return page
+
+
+def loaded(file: str) -> Any:
+    """The result in a file, or with a ``*`` in its name, the list of all there are."""
+    if "*" in file:
+        return [json.loads(one.read_text()) for one in sorted(RESULTS.glob(file))]
+    return json.loads((RESULTS / file).read_text())
+
+
+def draw() -> None:
+    """The roofline of the first GPU there is a result of, else of the CPU."""
+    on_gpus = loaded("gpu_*.json")
+    draw_roofline(on_gpus[0]["attention"] if on_gpus else loaded("attention_cpu.json"), ROOFLINE)
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(rendered(readme.read_text()))
+    for name in PAGES:
+        page = ROOT / name
+        page.write_text(rendered(page.read_text()))
+    COSTS.write_text(attention_costs())
+    draw()

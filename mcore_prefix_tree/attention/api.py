@@ -48,6 +48,10 @@ BACKENDS: dict[str, str] = {
 }
 
 
+# The modules that were used before. torch.compile can follow a look-up here, but not an import.
+_LOADED: dict[str, Backend] = {}
+
+
 def check_backend(name: str) -> None:
     """Raise ValueError, naming the ones there are, if ``name`` is not a back-end."""
     if name not in BACKENDS:
@@ -57,7 +61,9 @@ def check_backend(name: str) -> None:
 def load_backend(name: str) -> Backend:
     """The module of a back-end; ValueError as :func:`check_backend`."""
     check_backend(name)
-    return cast(Backend, import_module(BACKENDS[name]))
+    if name not in _LOADED:
+        _LOADED[name] = cast(Backend, import_module(BACKENDS[name]))
+    return _LOADED[name]
 
 
 def supporting(case: Case) -> list[str]:

@@ -62,7 +62,7 @@ class Case:
         device = query.device
         return cls(
             device=device,
-            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            capability=_capability(device) if device.type == "cuda" else None,
             dtype=query.dtype,
             heads=query.shape[1],
             kv_heads=key.shape[1],
@@ -71,3 +71,8 @@ class Case:
             needs_grad=torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value)),
             options=options,
         )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -118,9 +118,13 @@ def head_weighted_sum(
         there, without a gradient.
 
     Raises:
-        ValueError: as there.
+        ValueError: as there; or for float16, where gradients that are formed before the loss is scaled vanish.
     """
     _check(hidden, weight, head)
+    if hidden.dtype == torch.float16:
+        raise ValueError(
+            "the weighted sum forms gradients before the loss is scaled, which float16 needs; use bfloat16"
+        )
     with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, per_edge = _HeadWeightedSum.apply(  # type: ignore[no-untyped-call]
         hidden, weight, head, edge_weight.to(wide(hidden.dtype)), with_grad

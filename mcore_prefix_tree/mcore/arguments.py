@@ -58,8 +58,8 @@ def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         "--megatron-lm-path",
         metavar="DIR",
-        help="Checkout of Megatron-LM, core_v0.16.x; its own megatron.core is used. Default: the environment's "
-        "MEGATRON_LM_PATH, else the megatron.training that Python finds.",
+        help="Checkout of Megatron-LM, core_v0.16.1 or core_v0.19.0; its own megatron.core is used. Default: the "
+        "environment's MEGATRON_LM_PATH, else the megatron.training that Python finds.",
     )
     group.add_argument(
         "--prefix-tree-data-path",
@@ -185,6 +185,8 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("logits_load_dir", "--logits-load-dir: it brings its own loss"),
     ("logits_save_dir", "--logits-save-dir: it would save the logits of unique tokens as those of samples"),
     ("hybrid_layer_pattern", "--hybrid-layer-pattern: only self-attention knows the tree"),
+    ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser: not proven equal yet; leave it out"),
+    ("use_grouped_gemm_for_dense_mlp", "--use-grouped-gemm-for-dense-mlp: not proven equal yet; leave it out"),
 )
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from mcore_prefix_tree.attention import tree_attention
 from mcore_prefix_tree.mcore.packed_seq_params import CORE_KNOWS_TREES, TreePackedSeqParams, tree_params_of
@@ -79,6 +80,7 @@ class TreeCoreAttentionMixin:
         super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
         # With apply_query_key_layer_scaling upstream divides here and multiplies in its softmax: the product is this.
         self.tree_softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.tree_window = window_of(config, layer_number)
 
     def forward(
         self,
@@ -105,7 +107,37 @@ class TreeCoreAttentionMixin:
                 **kwargs,
             )
             return out
-        return attend(tree, query, key, value, attention_mask, attention_bias, softmax_scale=self.tree_softmax_scale)
+        return attend(
+            tree,
+            query,
+            key,
+            value,
+            attention_mask,
+            attention_bias,
+            softmax_scale=self.tree_softmax_scale,
+            window=self.tree_window,
+            sinks=sinks_of(self),
+        )
+
+
+def window_of(config: Any, layer_number: int) -> int | None:
+    """How many keys a query of a layer sees, itself included, or None for all: of ``window_size`` and its skip pattern.
+
+    Args:
+        config: a ``TransformerConfig`` that :func:`check_config` does not refuse.
+        layer_number: from 1.
+    """
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    return int(config.window_size[0]) + 1  # upstream does not count the query itself
+
+
+def sinks_of(core_attention: Any) -> torch.Tensor | None:
+    """``[H]`` logits beside the keys', of the module that holds them: learned, or zeros that add one to the sum."""
+    sinks: torch.Tensor | None = None
+    if core_attention.config.softmax_type != "vanilla":
+        sinks = core_attention.softmax_offset
+    return sinks
 
 
 def attend(
@@ -117,6 +149,8 @@ def attend(
     attention_bias: torch.Tensor | None,
     *,
     softmax_scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """What a core attention of Megatron-Core answers for a folded micro-batch.
 
@@ -128,12 +162,14 @@ def attend(
         attention_mask: must be None.
         attention_bias: must be None.
         softmax_scale: factor on the scores before the softmax.
+        window: see :func:`window_of`.
+        sinks: see :func:`sinks_of`.
 
     Returns:
         ``[P, 1, H * W]``.
 
     Raises:
-        ValueError: if there is a mask or a bias, or the batch size is not one.
+        ValueError: if there is a mask or a bias, the batch size is not one, or the back-end lacks what is asked for.
     """
     if attention_mask is not None or attention_bias is not None:
         name = "attention_bias" if attention_mask is None else "attention_mask"
@@ -148,6 +184,8 @@ def attend(
         tree.tree_metadata,
         softmax_scale=softmax_scale,
         backend=tree.attention_backend,
+        window=window,
+        sinks=sinks,
     )
     return folded.reshape(folded.shape[0], 1, -1)
 

@@ -36,7 +36,12 @@ def case_of(config: Any, *, device: torch.device) -> Case:
         head_dim=config.kv_channels,
         value_dim=config.kv_channels,
         needs_grad=True,
-        options=AttentionOptions(softmax_scale=config.softmax_scale or config.kv_channels**-0.5),
+        options=AttentionOptions(
+            softmax_scale=config.softmax_scale or config.kv_channels**-0.5,
+            # Of the layers that have a window; the others have less to be refused.
+            window=None if config.window_size is None else config.window_size[0] + 1,
+            sinks=None if config.softmax_type == "vanilla" else torch.empty(heads, device="meta"),
+        ),
     )
 
 

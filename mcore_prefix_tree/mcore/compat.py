@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -107,8 +108,10 @@ SEAM = (
         "log_max_attention_logit moe_aux_loss_coeff moe_expert_capacity_factor moe_input_jitter_eps "
         "moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_load_balancing_type "
         "moe_z_loss_coeff mtp_num_layers multi_latent_attention num_moe_experts overlap_moe_expert_parallel_comm "
-        "qk_clip softmax_type window_size",
+        "qk_clip softmax_type window_attn_skip_freq window_size",
     ),
+    # Which layers have a window.
+    Uses("megatron.core.transformer.utils:is_layer_window_attention", "window_size window_attn_skip_freq layer_number"),
 )
 
 # Only where TransformerEngine is installed.
@@ -205,7 +208,7 @@ MEGATRON_LM = (
         "megatron.core.models.gpt:GPTModel",
         keywords="config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
         "fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights position_embedding_type "
-        "rotary_percent rotary_base rope_scaling vp_stage pg_collection",
+        "rotary_percent rotary_base rope_scaling seq_len_interpolation_factor vp_stage pg_collection",
     ),
     Uses(
         f"{_SPECS}:get_gpt_decoder_block_spec",
@@ -255,9 +258,8 @@ def installed_version() -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    from packaging.version import Version  # a dependency of every megatron-core that has a version to speak of
-
-    return Version(version).release
+    """The numbers in front, without what says ``dev`` or names a commit."""
+    return tuple(int(number) for number in re.match(r"[\d.]*\d", version)[0].split("."))  # type: ignore[index]
 
 
 def _import(name: str) -> Any:

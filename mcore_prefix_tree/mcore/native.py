@@ -17,7 +17,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, attend
+from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, attend, sinks_of, window_of
 from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams, tree_params_of
 from mcore_prefix_tree.mcore.validation import check_config, check_model
@@ -98,7 +98,17 @@ def dot_product_attention(
         )
     # With apply_query_key_layer_scaling the module divides by its layer number here and multiplies in its softmax.
     scale = module.softmax_scale * (module.scale_mask_softmax.scale or 1)
-    return attend(tree, query, key, value, attention_mask, attention_bias, softmax_scale=scale)
+    return attend(
+        tree,
+        query,
+        key,
+        value,
+        attention_mask,
+        attention_bias,
+        softmax_scale=scale,
+        window=window_of(module.config, module.layer_number),
+        sinks=sinks_of(module),
+    )
 
 
 def transformer_engine_keywords(module: Any, packed_seq_params: Any) -> dict[str, Any]:

@@ -38,14 +38,9 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "crosses branches; set mtp_num_layers=None",
         ),
         (
-            config.window_size is not None,
-            f"window_size={config.window_size}: no attention back-end has sliding windows over path positions yet; "
-            "set window_size=None",
-        ),
-        (
-            config.softmax_type != "vanilla",
-            f"softmax_type={config.softmax_type!r}: no attention back-end has attention sinks yet; "
-            "set softmax_type='vanilla'",
+            config.window_size is not None and (config.window_size[0] < 0 or config.window_size[1] != 0),
+            f"window_size={config.window_size}: a token of a tree sees a number of tokens before it and none after; "
+            "set window_size=(that number, 0) or None",
         ),
         (
             config.fused_single_qkv_rope,

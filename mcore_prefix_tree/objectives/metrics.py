@@ -78,7 +78,12 @@ def check_outputs(outputs: Sequence[LossOutput], samples: Sequence[Sequence[Samp
     for output, own in zip(outputs, samples, strict=True):
         bad = int(output.bad_sample)
         if bad != NO_SAMPLE:
-            raise SampleError(
-                f"{own[bad].source}: the model's output for this sample is NaN or infinite; the weights have diverged, "
-                "or its tokens lead outside what the model's dtype can hold"
-            )
+            raise not_finite(own[bad])
+
+
+def not_finite(sample: Sample) -> SampleError:
+    """What to raise for a sample that has a model output which is not finite."""
+    return SampleError(
+        f"{sample.source}: the model's output for this sample is NaN or infinite; the weights have diverged, or its "
+        "tokens lead outside what the model's dtype can hold"
+    )

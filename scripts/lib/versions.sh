@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by scripts/versions, after environment.sh: an environment for each megatron-core.
 
 # prepare_version VERSION: what requirements-versions/VERSION.txt pins over requirements-test.txt, in .venv-versions/VERSION

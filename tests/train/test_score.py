@@ -128,6 +128,14 @@ def test_without_a_reference_and_entropies(job: Path, tmp_path: Path) -> None:
     assert report.samples == len(written(output))
 
 
+def test_an_objective_that_reads_what_is_missing_does_not_matter(job: Path, tmp_path: Path) -> None:
+    """Old log-probabilities are what GRPO wants, in groups that this data does not have."""
+    plain, grpo = tmp_path / "plain.jsonl", tmp_path / "grpo.jsonl"
+    run_score(load_recipe(job), plain)
+    run_score(load_recipe(job, ["objective.name=grpo"]), grpo)
+    assert plain.read_bytes() == grpo.read_bytes()
+
+
 def test_how_many_samples_are_planned_together_changes_nothing_but_rounding(job: Path, tmp_path: Path) -> None:
     found = []
     for size in (1, 5, 1000):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -62,6 +63,26 @@ class World:
         for local, index in enumerate(indices):
             table_row[layout.sample_tokens(local)] = torch.from_numpy(self.layout.sample_tokens(index).astype(np.int64))
         return layout, table_row
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A model in place of the table: ``logits_of(tokens)`` runs one sample by itself."""
+
+    logits_of: Callable[[Sequence[int]], torch.Tensor]
+    samples: Sequence[Sample]
+    logits: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))  # starts a sum
+
+    @functools.cached_property
+    def _distributions(self) -> list[torch.Tensor]:
+        return [torch.log_softmax(self.logits_of(sample.tokens.tolist()), dim=-1) for sample in self.samples]
+
+    def logprobs(self, index: int) -> Scalars:
+        rows = self._distributions[index]
+        return [None, *(rows[t, token] for t, token in enumerate(self.samples[index].tokens[1:].tolist()))]
+
+    def entropies(self, index: int) -> Scalars:
+        return [None, *(-(row.exp() * row).sum() for row in self._distributions[index][:-1])]
 
 
 def scored_positions(sample: Sample) -> list[int]:
@@ -136,7 +157,9 @@ def with_teachers(samples: Sequence[Sample], k: int, seed: int) -> list[Sample]:
     for sample in samples:
         ids, logprobs = np.zeros((len(sample), k), dtype=np.int32), np.zeros((len(sample), k), dtype=np.float32)
         for t in range(1, len(sample)):
-            path = np.random.default_rng([seed, zlib.crc32(repr(sample.merge_key).encode()), *sample.tokens[:t].tolist()])
+            path = np.random.default_rng(
+                [seed, zlib.crc32(repr(sample.merge_key).encode()), *sample.tokens[:t].tolist()]
+            )
             row = path.standard_normal(VOCAB)
             row -= math.log(np.exp(row).sum())
             ids[t] = path.permutation(VOCAB)[:k]

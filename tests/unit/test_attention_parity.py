@@ -27,7 +27,7 @@ def test_sound_back_ends_pass(case):
 def test_options_reach_the_kernel():
     case = case_of(dtype=torch.bfloat16, logit_softcap=0.5, sinks=torch.zeros(4))
     check_parity("cascade", cascade.attention, case)
-    with pytest.raises(ParityError, match="d sinks|out is off"):
+    with pytest.raises(ParityError, match="out is off"):
         check_parity("forgets", forgets_the_sink, case)
 
 
@@ -71,7 +71,7 @@ def test_one_missing_pair_is_found(dtype, key_index):
 
 @pytest.mark.parametrize("token", [5, 191, 700])
 def test_one_tokens_missing_gradient_is_found(token):
-    with pytest.raises(ParityError, match="dV is off by 1.0e"):
+    with pytest.raises(ParityError, match=r"dV is off by 1\.0e"):
         check_parity("wrong", stops_a_gradient(token), case_of(dtype=torch.bfloat16))
 
 

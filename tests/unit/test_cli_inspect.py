@@ -60,6 +60,7 @@ def test_json_is_one_object_and_nothing_else(forest):
         "visible_pairs": 1 + 2 + 3 + 4 + 4 + 5 + 1 + 2 + 3,
         "pair_ratio": 44 / 25,
         "supervised_tokens": 13,
+        "skipped": 0,
         "longest_path": 5,
         "deepest_node": 3,
         "longest_sample": f"{forest}:2",
@@ -248,3 +249,18 @@ def test_a_reader_that_has_gone_away_is_no_error(forest, more):
     os.close(write_end)
     assert process.stderr == b""
     assert process.returncode == 1
+
+
+def test_less_can_be_shared(forest):
+    report = json.loads(inspect(forest, "--json", "--share", "prompt").stdout)
+    assert report["physical_tokens"] == 1 + 3 + 4 + 1 + 3 + 3  # everything but the first token is scored
+    assert json.loads(inspect(forest, "--json", "--min-shared-tokens", "4").stdout)["trees"] == 4
+
+
+def test_a_bad_line_is_skipped_and_counted(forest):
+    forest.write_text(forest.read_text() + "{}\n")
+    assert inspect(forest, "--json").exit_code == 2
+    result = inspect(forest, "--json", "--on-error", "skip")
+    assert json.loads(result.stdout)["samples"] == 5
+    assert json.loads(result.stdout)["skipped"] == 1
+    assert result.stderr.startswith(f"skipped 1 bad sample: {forest}:6: has neither")

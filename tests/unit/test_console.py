@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -245,18 +246,37 @@ def test_control_c_in_training_exits_130_and_closes_the_bar(recipe, monkeypatch)
 
 def test_every_rank_but_the_first_leaves_the_word_to_it(recipe, monkeypatch):
     """torchrun ends all ranks when one exits: a quiet one that exits first would silence the one that explains."""
-    order = []
-    monkeypatch.setattr("mcore_prefix_tree.cli.boundary.time.sleep", lambda seconds: order.append(seconds))
-    monkeypatch.setattr(
-        "mcore_prefix_tree.cli.boundary.typer.echo", lambda text, err: order.append(text if err else None)
-    )
-    for rank, expected in (("0", ["error: x"]), ("1", [10.0, "error: x"])):
-        order.clear()
+    monkeypatch.setattr("mcore_prefix_tree.errors.time.sleep", lambda seconds: sys.stderr.write(f"{seconds} s\n"))
+    monkeypatch.setattr("mcore_prefix_tree.recipe.load_recipe", fail)
+    for rank, expected in (("0", "error: x\n"), ("1", "10.0 s\nerror: x\n")):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        monkeypatch.setattr("mcore_prefix_tree.recipe.load_recipe", fail)
-        assert CliRunner().invoke(app, ["train", str(recipe)]).exit_code == 2
-        assert order == expected
+        result = CliRunner().invoke(app, ["train", str(recipe)])
+        assert (result.exit_code, result.stderr) == (2, expected)
 
 
 def fail(*_):
     raise ValueError("x")
+
+
+def test_reading_shows_bytes_on_a_terminal_until_training_starts():
+    console = Console(force_terminal=True, width=100, file=io.StringIO())
+    reporter = ConsoleReporter(console)
+    reporter.reading(2**30, 2**31)
+    assert reporter._progress is not None
+    assert "reading data" in console.file.getvalue()
+    bar = reporter._progress
+    reporter.started(1, 2)
+    assert "1.1/2.1 GB" in console.file.getvalue()
+    assert reporter._progress is not bar
+    assert bar.live.is_started is False
+    reporter.close()
+
+
+def test_reading_says_a_line_now_and_then_elsewhere(monkeypatch):
+    now = iter([0.0, 1.0, 31.0, 31.0, 40.0])
+    monkeypatch.setattr("mcore_prefix_tree.cli.console.time.monotonic", lambda: next(now))
+    console = Console(file=io.StringIO())
+    reporter = ConsoleReporter(console)
+    for gibibytes in (1, 2, 3):
+        reporter.reading(gibibytes * 2**30, 4 * 2**30)
+    assert console.file.getvalue() == "reading data: 2.0 of 4.0 GiB\n"

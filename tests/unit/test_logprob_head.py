@@ -276,7 +276,7 @@ def test_logprobs_have_the_bits_of_the_path_with_logits(dtype, with_entropy):
 
 
 def test_half_precision_sums_in_fp32():
-    """With a bf16 sum over chunks of one row, the weight's gradient would be off by ten times as much."""
+    """The gradient of the weight is a sum over chunks, which bf16 would round at each of them."""
     samples = [Sample(tokens=[1, *np.random.default_rng(seed).integers(0, VOCAB, 40)]) for seed in range(20)]
     layout = fold(samples, pad_to_multiple_of=8)
     half = parameters(layout, dtype=torch.bfloat16, scale=0.5)
@@ -390,6 +390,15 @@ def test_a_weighted_sum_keeps_nothing_without_gradients():
     with torch.no_grad(), Watch():
         head_weighted_sum(rows, weight, Head(edges=edges), edge_weight=ones)
     assert largest == 0
+
+
+def test_float16_is_refused_where_gradients_come_before_loss_scaling():
+    layout = fold(FORKED)
+    hidden, weight = parameters(layout, dtype=torch.float16)
+    edges = Edges.from_layout(layout)
+    with pytest.raises(ValueError, match="before the loss is scaled, which float16 needs; use bfloat16"):
+        head_weighted_sum(hidden[edges.row], weight, Head(edges=edges), edge_weight=torch.ones(len(edges.token)))
+    assert head_logprobs(hidden[edges.row], weight, Head(edges=edges))[0].dtype == torch.float32
 
 
 def test_wrong_shapes_are_refused():

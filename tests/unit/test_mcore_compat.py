@@ -124,7 +124,7 @@ def test_a_package_that_megatron_needs_is_named(monkeypatch: pytest.MonkeyPatch,
         compat.check([Uses("needs_triton:anything")])
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.16.1+bf3be79", "0.19.0", "0.19.2"])
+@pytest.mark.parametrize("version", ["0.16.1", "0.16.1+bf3be79", "0.19.0rc1", "0.19.2"])
 def test_tested_versions_pass_without_a_word(
     version: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:

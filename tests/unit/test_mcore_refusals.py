@@ -56,9 +56,8 @@ SETTINGS = [
     {"hidden_dropout": 0.1},
     {"multi_latent_attention": True},
     {"mtp_num_layers": 1},
-    {"window_size": (128, 0)},
-    {"softmax_type": "learnable"},
-    {"softmax_type": "off-by-one"},
+    {"window_size": (128, 1)},
+    {"window_size": (-1, 0)},
     {"fused_single_qkv_rope": True},
     {"qk_clip": True},
     {"log_max_attention_logit": True},
@@ -127,7 +126,7 @@ def test_what_is_supported_is_not_refused():
 
 @pytest.mark.parametrize(
     "setting",
-    [{"attention_dropout": 0.1}, {"hidden_dropout": 0.1}, {"window_size": (4, 0)}, {"softmax_type": "learnable"}],
+    [{"attention_dropout": 0.1}, {"hidden_dropout": 0.1}, {"window_size": (4, 1)}],
     ids=lambda setting: next(iter(setting)),
 )
 def test_building_a_model_refuses_before_any_forward(setting):

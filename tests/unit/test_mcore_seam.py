@@ -17,8 +17,9 @@ from oracles import worst
 from seam_models import LAYERS, branching_samples, heterogeneous_json, local_spec, tiny_config, twins
 
 from mcore_prefix_tree import fold
-from mcore_prefix_tree.attention import BACKENDS
+from mcore_prefix_tree.attention.api import check_case, supporting
 from mcore_prefix_tree.logprob import restore
+from mcore_prefix_tree.mcore.backend import case_of
 from mcore_prefix_tree.mcore.forward_step import sft_forward_step, tree_forward, tree_logprobs_and_entropy
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import sft_loss
@@ -211,11 +212,67 @@ def test_the_forward_step_that_megatron_calls(name):
         assert worst(grad, expected.grads[parameter]) < 1e-12, parameter
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+# Those that can be held to the tolerance of fp64.
+EXACT = supporting(case_of(tiny_config(), device=torch.device("cpu")))
+
+
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("name", ["rope", "selective recompute"])
 def test_every_backend(name, backend):
     stock, tree = twins(tiny_config(**VARIANTS[name][0]))
     assert_equal(folded(tree, folded_batch(backend)), unfolded(stock), limit=1e-12)
+
+
+WINDOWS_AND_SINKS = {
+    "window": {"window_size": (3, 0)},
+    "window of one token": {"window_size": (0, 0)},
+    "window wider than any sample": {"window_size": (1000, 0)},
+    "windows but in every second layer": {"window_size": (2, 0), "window_attn_skip_freq": 2},
+    "windows in two layers": {"window_size": (4, 0), "window_attn_skip_freq": [1, 0, 1]},
+    "learnable sinks": {"softmax_type": "learnable"},
+    "off-by-one": {"softmax_type": "off-by-one"},
+    "windows, learnable sinks, query-key layer scaling": {
+        "window_size": (5, 0),
+        "window_attn_skip_freq": 2,
+        "softmax_type": "learnable",
+        "apply_query_key_layer_scaling": True,
+        "attention_softmax_in_fp32": True,
+    },
+    "windows, learnable sinks, selective recompute": {
+        "window_size": (5, 0),
+        "softmax_type": "learnable",
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS_AND_SINKS)
+def test_windows_and_sinks(name):
+    """With the reference: what back-ends have of it is their own tests' affair. Sinks get gradients like any weight."""
+    config = tiny_config(**WINDOWS_AND_SINKS[name])
+    stock, tree = twins(config)
+    offsets = [parameter for parameter, _ in tree.named_parameters() if parameter.endswith("softmax_offset")]
+    assert len(offsets) == (LAYERS if config.softmax_type == "learnable" else 0)
+    assert_equal(folded(tree, folded_batch("reference")), unfolded(stock), limit=1e-12)
+
+
+@pytest.mark.parametrize("name", ["window", "learnable sinks", "off-by-one"])
+def test_windows_and_sinks_change_the_result(name):
+    """Else the test above would hold for a back-end that ignored them."""
+    with_them, _ = twins(tiny_config(**WINDOWS_AND_SINKS[name]))
+    without, _ = twins(tiny_config())
+    assert worst(unfolded(with_them).loss, unfolded(without).loss) > 1e-5
+
+
+@pytest.mark.parametrize("name", ["window", "learnable sinks"])
+def test_a_backend_without_them_refuses_and_names_one_that_has_them(name):
+    config = tiny_config(**WINDOWS_AND_SINKS[name])
+    _, tree = twins(config)
+    with pytest.raises(ValueError, match=r"'path' does not support (window=4|sinks) .*backends that do: .*reference"):
+        tree_forward(tree, folded_batch("path"))
+    with pytest.raises(ValueError, match=r"'path' does not support (window=4|sinks) .*backends that do: .*reference"):
+        check_case("path", case_of(config, device=torch.device("cpu")))
 
 
 # Upstream computes some things in fp32 whatever the dtype of the model: what is summed over the samples of a token is

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mcore_prefix_tree import Sample, SampleError
-from mcore_prefix_tree.sample import INT32_MAX
+from mcore_prefix_tree.sample import INT32_MAX, Tempered
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,12 @@ def test_a_sample_neither_changes_nor_follows_the_arrays_it_was_given():
             array[0] = 1
     with pytest.raises(AttributeError):
         sample.source = "elsewhere"
+
+
+def test_the_merge_key_may_say_the_temperature():
+    assert Sample(tokens=[1]).temperature == 1.0
+    assert Sample(tokens=[1], merge_key=0.5).temperature == 1.0
+    assert Sample(tokens=[1], merge_key=Tempered(temperature=0.5, key="policy")).temperature == 0.5
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(SampleError, match=r"^file:3: the temperature of its merge_key is .*; it must be above 0$"):
+            Sample(tokens=[1], merge_key=Tempered(temperature=temperature), source="file:3")

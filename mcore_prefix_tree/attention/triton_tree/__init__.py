@@ -5,7 +5,6 @@ Triton is imported when the first call runs, not before.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,8 @@ def attention(
     """Tree attention, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
 
     Saves query, key, value, out and one number per row for backward. The block lists are made once per micro-batch.
-    With ``deterministic=False``, head dimensions up to 128 take a backward that is faster and adds up in any order.
+    With ``deterministic=False``, head dimensions up to 128 without a soft-cap take a backward that does less work and
+    adds up in any order.
     """
     from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
@@ -46,7 +46,8 @@ def attend(
     from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
 
     plan = metadata.derived(
-        f"triton {configs} window {options.window}", lambda metadata: DevicePlan.of(metadata, configs, options.window)
+        f"triton {configs.packed} window {options.window}",
+        lambda metadata: DevicePlan.of(metadata, configs, options.window),
     )
     out: torch.Tensor = tree_attention(
         query,
@@ -80,12 +81,9 @@ def refusal(case: Case) -> str | None:
 def _machine_refusal(case: Case) -> str | None:
     if not _has_triton():
         return f"device {case.device} (it needs the package triton, 3.4 or newer)"
-    import triton
-
-    dtypes = [torch.float32, torch.float16]
+    dtypes = [torch.float32, torch.float16]  # all that the interpreter has
     if case.device.type == "cpu":
-        # Triton's own switch, for tests: kernels run in NumPy, which has no bfloat16.
-        if not triton.knobs.runtime.interpret:
+        if not _interprets():
             return "device cpu (its kernels are compiled for NVIDIA GPUs)"
     elif case.capability is None or torch.version.hip is not None:
         return f"device {case.device} (its kernels are compiled for NVIDIA GPUs)"
@@ -96,6 +94,17 @@ def _machine_refusal(case: Case) -> str | None:
     return None if case.dtype in dtypes else f"dtype {case.dtype} (it takes {', '.join(map(str, dtypes))})"
 
 
-@cache
+# torch.compile cannot follow these two, and need not: they say the same for the whole process.
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_triton() -> bool:
     return find_spec("triton") is not None and find_spec("triton.tools.tensor_descriptor") is not None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _interprets() -> bool:
+    """Whether kernels run in NumPy: Triton's own switch, for tests."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

@@ -103,7 +103,7 @@ _BLACKWELL = (
         fast=Launch(32, 128, 8, 2),
     ),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(64, 64, 8, 2), query=Launch(128, 32, 8, 2)),
-    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(128, 32, 8, 2)),
+    _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(128, 32, 8, 2)),
 )
 # mma.sync: Ampere, Ada and the small Blackwells, of which all but the A100 have 99 KiB of shared memory.
 _OTHERS = (
@@ -144,11 +144,12 @@ def configs_for(case: Case) -> Configs:
     if case.dtype == torch.float32 and case.capability is not None:
         rows = _FLOAT32
     row = rows[_column(case.head_dim, case.value_dim)]
-    fast = None if case.options.deterministic else row.fast
-    capped = None if case.options.logit_softcap is None else row.capped
+    # Neither are registers left for what adds up dQ where scores are capped.
+    capped = case.options.logit_softcap is not None
+    fast = None if case.options.deterministic or capped else row.fast
     return Configs(
         forward=row.forward,
-        key_value=capped or fast or row.key_value,
+        key_value=(row.capped if capped else fast) or row.key_value,
         query=row.query if fast is None else None,
         apart=row.apart,
         # Where tiles of scores are made in registers, by mma.sync, plain loads leave the kernels more of them. The

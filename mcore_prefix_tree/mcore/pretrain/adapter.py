@@ -92,6 +92,13 @@ def run_pretrain(
     )
 
 
+def model_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """What pretrain_gpt.py of the checkout builds its ``GPTModel`` with, where its versions differ."""
+    if _CONTAINER in inspect.signature(pretrain).parameters:
+        return {"seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor}
+    return {}
+
+
 def _parsed_here(args_defaults: Mapping[str, Any]) -> Any:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args

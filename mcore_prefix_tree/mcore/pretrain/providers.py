@@ -25,6 +25,7 @@ from mcore_prefix_tree.mcore.backend import resolve_backend
 from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
+from mcore_prefix_tree.mcore.pretrain.adapter import model_arguments
 from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
 from mcore_prefix_tree.mcore.pretrain.steps import StepDealer, StepIterator, StepSize, check_first_epoch
 from mcore_prefix_tree.mcore.validation import check_config, check_model
@@ -85,6 +86,7 @@ def tree_model_provider(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
+        **model_arguments(args),
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )

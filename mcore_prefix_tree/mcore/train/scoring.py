@@ -68,8 +68,8 @@ def run_score(
 ) -> tuple[ScoreReport, bool]:
     """Score a recipe's data under its last checkpoint and write the samples with their scores, in the data's order.
 
-    ``batch.global_batch_size`` samples at a time are planned together, so the first epoch of a job that does not
-    shuffle plans its steps in the same way.
+    ``batch.global_batch_size`` samples at a time are planned together. A job that takes samples one by one and does not
+    shuffle plans the steps of its first epoch in the same way.
 
     Args:
         recipe: the job's; ``checkpoint.save`` is where its checkpoints are.

@@ -231,8 +231,19 @@ class Trainer:
             iteration % options.save_interval == 0 or iteration == self._recipe.train_iters
         )
 
+    def step(self, iteration: int, samples: list[Sample]) -> StepReport:
+        """One optimizer step on samples that are not read from the data, such as rollouts of the weights as they are.
+
+        Args:
+            iteration: from 1.
+            samples: of all ranks; the schedule of the learning rate advances by as many.
+        """
+        return self._step(self._plan_samples(iteration, samples))
+
     def _plan(self, stream: SampleStream, iteration: int) -> _PlannedStep:
-        samples = stream.take(self._recipe.batch.global_batch_size)
+        return self._plan_samples(iteration, stream.take(self._recipe.batch.global_batch_size))
+
+    def _plan_samples(self, iteration: int, samples: list[Sample]) -> _PlannedStep:
         started = time.perf_counter()
         folded = plan_folded(samples, self._recipe, self._place)
         return _PlannedStep(iteration=iteration, samples=samples, folded=folded, seconds=time.perf_counter() - started)

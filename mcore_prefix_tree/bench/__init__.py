@@ -1,0 +1,1 @@
+"""Measurements: attention back-ends beside their alternatives, training steps beside unfolded ones."""

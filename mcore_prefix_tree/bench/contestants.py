@@ -1,0 +1,111 @@
+"""Everything that attention is measured with, in one form: back-ends, stock kernels, peers.
+
+Legend: P tokens of a layout, H query heads, K key/value heads, D head_dim, W value head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from mcore_prefix_tree.attention import BACKENDS, AttentionOptions, Case
+from mcore_prefix_tree.attention.api import load_backend
+from mcore_prefix_tree.attention.cascade import CPU_KERNELS, CUDA_KERNELS, attention_through
+from mcore_prefix_tree.bench.peers import PEERS, Attention
+from mcore_prefix_tree.metadata import TreeMetadata
+
+# tree: the forest, folded. unfolded: every sample by itself, in one packed batch. dense: one causal sequence with as
+# many visible pairs as the forest.
+Layout = Literal["tree", "unfolded", "dense"]
+
+# The reference and the plain kernel hold numbers for every pair of tokens and head.
+_LARGEST_DENSE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Contestant:
+    """One method on one layout.
+
+    Attributes:
+        method: its name.
+        layout: what it computes.
+        options: what it is asked for.
+        attention: with the arguments of a back-end.
+        refusal: why it cannot run, or None.
+    """
+
+    method: str
+    layout: Layout
+    options: AttentionOptions
+    attention: Attention
+    refusal: str | None
+
+
+def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
+    """All methods on the layouts they are for; those that cannot run say why.
+
+    Args:
+        forest: the folded one.
+        case: of the calls. On a GPU both values of ``deterministic`` are measured.
+    """
+    modes = [True, False] if case.device.type == "cuda" else [True]
+    for options in (replace(case.options, deterministic=deterministic) for deterministic in modes):
+        asked = replace(case, options=options)
+        for name in BACKENDS:
+            if name != "cascade":
+                backend = load_backend(name)
+                refusal = backend.refusal(asked) or (_too_large(forest, case) if name == "reference" else None)
+                yield _one(name, "tree", options, backend.attention, refusal)
+        for kernel in CPU_KERNELS if case.device.type == "cpu" else CUDA_KERNELS:
+            through: Attention = partial(attention_through, kernel)
+            refusal = kernel.refusal(asked) or (_too_large(forest, case) if kernel.name == "plain" else None)
+            yield _one(f"cascade, {kernel.name}", "tree", options, through, refusal)
+            # Without sharing the cascade is one call of the kernel and nothing else.
+            yield _one(kernel.name, "unfolded", options, through, refusal)
+            yield _one(kernel.name, "dense", options, through, refusal)
+    fastest = replace(case, options=replace(case.options, deterministic=False))
+    refusal = load_backend("fa4").refusal(fastest)
+    for layout in ("unfolded", "dense"):
+        yield _one("FlashAttention-4", layout, fastest.options, _causal_fa4, refusal)
+    for name, peer in PEERS.items():
+        refusal = peer.refusal(fastest) or peer.misfit(forest)
+        yield _one(name, "tree", fastest.options, peer.attention, refusal)
+
+
+def _one(method: str, layout: Any, options: AttentionOptions, attention: Attention, refusal: str | None) -> Contestant:
+    return Contestant(method=method, layout=layout, options=options, attention=attention, refusal=refusal)
+
+
+def _too_large(forest: TreeMetadata, case: Case) -> str | None:
+    size = 4 * case.heads * forest.padded_size**2
+    return f"it would hold {size / 2**30:.1f} GiB of scores" if size > _LARGEST_DENSE_BYTES else None
+
+
+def _causal_fa4(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
+) -> torch.Tensor:
+    """FlashAttention-4's own causal kernel on a forest without sharing: its nodes are the sequences."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    longest = metadata.max_path_len
+    borders = metadata.derived(
+        "borders", lambda metadata: torch.from_numpy(metadata.cu_node_lens).to(metadata.subtree_end.device)
+    )
+    out: torch.Tensor
+    out, _ = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=borders,
+        cu_seqlens_k=borders,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=options.softmax_scale,
+        causal=True,
+        softcap=options.logit_softcap or 0.0,
+    )
+    return out

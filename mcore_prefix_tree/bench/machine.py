@@ -1,0 +1,95 @@
+"""The machine that a figure belongs to, and the two ceilings a kernel can be measured against."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+# Packages whose version can move a figure.
+_PACKAGES = (
+    "torch", "triton", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4",
+    "magi-attention", "areal", "prefix-grouper", "numpy",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What this machine reached in the simplest work of each kind.
+
+    Attributes:
+        matrix_tflops: a large matrix product, in the dtype of the benchmark.
+        copy_gbytes: a large copy in memory, bytes read plus bytes written per second.
+    """
+
+    matrix_tflops: float
+    copy_gbytes: float
+
+
+def describe_machine() -> dict[str, object]:
+    """Processor, GPU, threads and versions, for a result file."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in _lines(cpuinfo) if line.startswith("model name")]
+    found: dict[str, object] = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cpu": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }
+    return found | {package: installed for package in _PACKAGES if (installed := _version(package)) is not None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """One run, to its end on the device: by events on a GPU, by the clock on a CPU."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype, *, repeats: int = 5) -> Ceilings:
+    """The best of a matrix product and the median of a copy. Random numbers: zeros take less power, and less time."""
+    size = 8192 if device.type == "cuda" else 1024
+    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    numbers = torch.randn(1 << (30 if device.type == "cuda" else 24), device=device, dtype=torch.float32)
+    copy = torch.empty_like(numbers)
+
+    def product() -> None:
+        torch.mm(one, other)
+
+    def copying() -> None:
+        copy.copy_(numbers)
+
+    product()
+    copying()
+    return Ceilings(
+        matrix_tflops=2 * size**3 / min(seconds_of(product, device) for _ in range(repeats)) / 1e12,
+        copy_gbytes=2 * numbers.nbytes / statistics.median(seconds_of(copying, device) for _ in range(repeats)) / 1e9,
+    )

@@ -1,0 +1,208 @@
+#!/usr/bin/env python
+"""GRPO that learns to add up to nine on a CPU, sampling here; folded, or with every sample by itself.
+
+    scripts/grpo_arithmetic.py --output benchmarks/results/grpo_arithmetic.json --plot docs/grpo_arithmetic.png
+    scripts/grpo_arithmetic.py --output ... --plot ... --unfolded
+
+A completion is what follows ``3+5=`` up to the full stop. Its reward is the share of its characters that are right, so
+1 is the right sum and nothing more. The output holds both curves; each run replaces its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.bench.machine import describe_machine
+from mcore_prefix_tree.data import iter_sample_groups
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.mcore.score import score
+from mcore_prefix_tree.mcore.train.model import build_chunks
+from mcore_prefix_tree.mcore.train.schedule import folding_of
+from mcore_prefix_tree.mcore.train.session import session
+from mcore_prefix_tree.mcore.train.trainer import Trainer
+from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.signals import Signals
+
+ALPHABET = "0123456789+=. efhmostu"
+PROMPT = "the sum of {}+{}="
+COMPLETIONS = 8
+UPDATES = 2
+LONGEST = 2  # a digit and the full stop
+STOP = ALPHABET.index(".")
+
+
+def encode(text: str) -> list[int]:
+    """Token ids, one a character."""
+    return [ALPHABET.index(character) for character in text]
+
+
+def answer(prompt: Sequence[int]) -> list[int]:
+    """What should follow."""
+    one, plus, other, _equals = "".join(ALPHABET[token] for token in prompt[-4:])
+    assert plus == "+"
+    return encode(f"{int(one) + int(other)}.")
+
+
+def reward(completion: Sequence[int], right: Sequence[int]) -> float:
+    """Share of the characters that are right."""
+    matches = sum(one == other for one, other in zip(completion, right, strict=False))
+    return matches / max(len(completion), len(right))
+
+
+def sample_completions(
+    model: torch.nn.Module, prompts: Sequence[Sequence[int]], generator: torch.Generator
+) -> list[list[int]]:
+    """One completion of each prompt, at temperature 1, by plain forward passes over what is different of them.
+
+    All prompts are equally long.
+    """
+    tokens = torch.tensor([list(prompt) for prompt in prompts])
+    start = tokens.shape[1]
+    with torch.no_grad():
+        for _ in range(LONGEST):
+            rows, row = tokens.unique(dim=0, return_inverse=True)
+            positions = torch.arange(rows.shape[1]).expand_as(rows)
+            logits = model(input_ids=rows, position_ids=positions, attention_mask=None)
+            below = torch.softmax(logits[:, -1].double(), dim=-1).cumsum(dim=-1)[row]
+            drawn = torch.rand(len(tokens), 1, generator=generator, dtype=torch.float64) * below[:, -1:]
+            tokens = torch.cat([tokens, torch.searchsorted(below, drawn)], dim=1)
+    completions = tokens[:, start:].tolist()
+    return [own[: own.index(STOP) + 1] if STOP in own else own for own in completions]
+
+
+def roll_out(model: torch.nn.Module, prompts: Sequence[Sample], generator: torch.Generator) -> list[Sample]:
+    """Groups of rewarded completions."""
+    repeated = [prompt.tokens.tolist() for prompt in prompts for _ in range(COMPLETIONS)]
+    return [
+        Sample(
+            tokens=prompt + completion,
+            loss_mask=[0.0] * len(prompt) + [1.0] * len(completion),
+            source=f"completion {number}",
+            signals=Signals(reward=reward(completion, answer(prompt)), group=number // COMPLETIONS),
+        )
+        for number, (prompt, completion) in enumerate(
+            zip(repeated, sample_completions(model, repeated, generator), strict=True)
+        )
+    ]
+
+
+def with_old_logprobs(chunks: list[Any], samples: list[Sample], folding: Any) -> list[Sample]:
+    """What the weights as they are say of their own completions, folded."""
+    return [
+        Sample(
+            tokens=sample.tokens,
+            loss_mask=sample.loss_mask,
+            source=sample.source,
+            signals=Signals(
+                reward=sample.signals.reward, group=sample.signals.group, old_logprobs=own.logprobs.astype(np.float64)
+            ),
+        )
+        for sample, own in zip(samples, score(chunks, samples, folding, entropy=False), strict=True)
+    ]
+
+
+def run(recipe_path: str, overrides: list[str], *, unfolded: bool) -> list[dict[str, float]]:
+    """Train, and say what each batch of completions was worth."""
+    recipe = load_recipe(recipe_path, [*overrides, *(["batch.min_shared_tokens=1000000"] if unfolded else [])])
+    prompts_per_step = recipe.batch.global_batch_size // COMPLETIONS
+    lines = [line for line in iter_sample_groups(recipe.data.path) if line]
+    order = SampleOrder(lines, seed=recipe.seed, shuffle=True, whole_steps=prompts_per_step)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    curve = []
+    with session(recipe) as place:
+        assert recipe.model.vocab_size is not None
+        chunks = build_chunks(recipe, place.config, vocab_size=recipe.model.vocab_size, device=place.device)
+        trainer = Trainer(recipe, place, order, chunks)
+        folding = folding_of(recipe, place)
+        for batch in range(recipe.train_iters // UPDATES):
+            prompts = order.take(batch * prompts_per_step, prompts_per_step)
+            samples = with_old_logprobs(chunks, roll_out(chunks[0], prompts, generator), folding)
+            started = time.perf_counter()
+            reports = [trainer.step(batch * UPDATES + update, samples) for update in range(1, UPDATES + 1)]
+            curve.append(
+                {
+                    "reward": reports[0].metrics["reward"],
+                    "right": float(np.mean([sample.signals.reward == 1.0 for sample in samples])),
+                    "entropy": reports[0].metrics["entropy"],
+                    "first_ratio": reports[0].metrics["ratio"],
+                    "clip_fraction": reports[-1].metrics["clip_fraction"],
+                    "logical_tokens": reports[0].logical_tokens,
+                    "physical_tokens": reports[0].physical_tokens,
+                    "training_seconds": time.perf_counter() - started,
+                }
+            )
+            if batch % 10 == 0:
+                last = curve[-1]
+                print(
+                    f"batch {batch} | reward {last['reward']:.3f} | right {last['right']:.3f} | entropy "
+                    f"{last['entropy']:.3f} | tokens {last['logical_tokens']:,} -> {last['physical_tokens']:,} | "
+                    f"{last['training_seconds']:.2f} s",
+                    flush=True,
+                )
+    return curve
+
+
+def draw(curves: dict[str, list[dict[str, float]]], path: str) -> None:
+    """A PNG of the rewards of both runs, one over the other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.0, 3.5), layout="constrained")
+    styles = {"unfolded": {"linewidth": 4, "alpha": 0.35}, "folded": {"linewidth": 1, "color": "black"}}
+    for name, style in styles.items():
+        if name in curves:
+            axes.plot([point["reward"] for point in curves[name]], label=name, **style)
+    axes.set_xlabel("batch of completions")
+    axes.set_ylabel("mean reward")
+    axes.set_ylim(0, 1)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def write_prompts(path: str) -> None:
+    """The 55 prompts whose sum is one digit, as data that a recipe names."""
+    with Path(path).open("w") as stream:
+        for one in range(10):
+            for other in range(10 - one):
+                tokens = encode(PROMPT.format(one, other))
+                stream.write(json.dumps({"tokens": tokens, "loss_mask": [0] * len(tokens)}) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the recipe")
+    parser.add_argument("--recipe", default="recipes/grpo_arithmetic.yaml")
+    parser.add_argument("--output", help="JSON with both curves")
+    parser.add_argument("--plot", help="PNG of both curves")
+    parser.add_argument("--unfolded", action="store_true", help="share nothing")
+    parser.add_argument("--write-prompts", metavar="PATH", help="write the prompts, and do nothing else")
+    args = parser.parse_args()
+    if args.write_prompts:
+        write_prompts(args.write_prompts)
+        return
+    torch.set_num_threads(1)
+    output = None if args.output is None else Path(args.output)
+    result: dict[str, Any] = json.loads(output.read_text()) if output is not None and output.exists() else {}
+    curve = run(args.recipe, args.overrides, unfolded=args.unfolded)
+    result["machine"] = describe_machine()
+    result.setdefault("curves", {})["unfolded" if args.unfolded else "folded"] = curve
+    if output is not None:
+        output.write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot:
+        draw(result["curves"], args.plot)
+
+
+if __name__ == "__main__":
+    main()

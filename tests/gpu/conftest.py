@@ -1,0 +1,21 @@
+"""What needs a CUDA GPU. scripts/gpu_check runs it; elsewhere it is skipped."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# The oracles and inputs of the unit tests.
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

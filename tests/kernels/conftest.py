@@ -1,0 +1,28 @@
+"""The Triton kernels, on a GPU where there is one, else in Triton's interpreter.
+
+The interpreter is chosen by TRITON_INTERPRET=1 before Triton is imported, for the whole process. So
+tests/unit/test_attention_triton.py runs this folder in a process of its own; to run it by hand:
+``TRITON_INTERPRET=1 python -m pytest tests/kernels``.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from hypothesis import Phase, settings
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+torch.set_num_threads(1)
+# Shrinking runs a failing example hundreds of times, and the interpreter takes a second for one.
+settings.register_profile(
+    "kernels", deadline=None, derandomize=True, phases=[phase for phase in Phase if phase is not Phase.shrink]
+)
+settings.load_profile("kernels")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    collect_ignore = ["test_compile.py"]
+elif not torch.cuda.is_available():
+    collect_ignore = ["test_triton.py", "test_operator.py"]

@@ -1,0 +1,322 @@
+"""Out, dQ, dK, dV and the gradient of the sinks against the fp64 reference, over every shape of tree and of tensor."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import (
+    DEVICE,
+    INTERPRETED,
+    assert_is_reference,
+    make_inputs,
+    options_of,
+    run,
+    small_configs,
+    truth,
+    with_engine,
+)
+from oracles import metadata_of, random_forest, worst
+
+from mcore_prefix_tree import TreeMetadata
+from mcore_prefix_tree.attention import Case, tree_attention
+from mcore_prefix_tree.attention.triton_tree import attend, launch
+from mcore_prefix_tree.attention.triton_tree.config import configs_for
+from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
+
+EVERYTHING = {"window": 50, "logit_softcap": 3.0}
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10_000),
+    nodes=st.integers(0, 10),
+    lens=st.sampled_from([(0, 1, 3), (0, 1, 15, 16, 17, 33), (2, 31, 50), (90,)]),
+    roots=st.sampled_from([0.05, 0.5]),
+    padding=st.integers(1, 20),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    window=st.sampled_from([None, None, 1, 4, 40]),
+    cap=st.sampled_from([None, None, 2.0]),
+    sinks=st.booleans(),
+    deterministic=st.booleans(),
+    apart=st.booleans(),
+    engine=st.booleans(),
+)
+def test_random_forests(seed, nodes, lens, roots, padding, heads, window, cap, sinks, deterministic, apart, engine):
+    assert_is_reference(
+        metadata_of(*random_forest(seed, nodes=nodes, node_lens=lens, root_rate=roots), padding=padding),
+        heads=heads[0],
+        key_heads=heads[1],
+        dim=16,
+        sinks=sinks,
+        seed=seed,
+        # The interpreter cannot add to memory through a descriptor.
+        configs=small_configs(
+            deterministic=deterministic, apart=apart, engine=engine and (deterministic or not INTERPRETED)
+        ),
+        settings={"window": window, "logit_softcap": cap},
+    )
+
+
+@pytest.mark.parametrize("border", [*range(57, 66), *range(120, 131)])
+def test_node_borders_around_block_sizes(border):
+    """The trunk ends at the border; below it branch a short, a straddling and an empty node."""
+    node_lens = [border, 1, 70, 3, 0, 2, 40]
+    metadata = metadata_of(node_lens, [-1, 0, 0, 2, 2, 0, -1], padding=1)
+    assert_is_reference(metadata, heads=1, dim=16)
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200])
+@pytest.mark.parametrize("engine", [False, True])
+def test_one_sample_of_any_length(size, engine):
+    metadata = metadata_of([size], [-1])
+    assert_is_reference(metadata, heads=1, dim=16, configs=small_configs(engine=engine))
+
+
+def test_padding_alone():
+    """A token that sees itself alone hands its value on, to the bit."""
+    metadata = TreeMetadata.from_nodes([0], [], padded_size=37, device=DEVICE)
+    inputs, grad_out = make_inputs(metadata)
+    options = options_of(inputs)
+    out, *grads = run(attend, inputs, grad_out, metadata, options, configs_for(Case.of(*inputs, options)))
+    assert torch.equal(out, inputs[2].expand_as(out))
+    # The softmax over one key does not depend on its score, but delta and the product it should cancel are rounded.
+    assert all(grad.abs().max() < 1e-6 for grad in grads[:2])
+    assert worst(grads[2], grad_out.sum(1, keepdim=True)) < 1e-6
+
+
+def test_a_comb_of_depth_300():
+    nodes = 600
+    parents = [-1] + [node - 1 if node % 2 else node - 2 for node in range(1, nodes)]
+    metadata = metadata_of([1 + node % 2 for node in range(nodes)], parents)
+    assert metadata.max_path_len >= 300
+    assert_is_reference(metadata, heads=1, dim=16)
+
+
+@pytest.mark.parametrize("ratio", range(1, 9))
+@pytest.mark.parametrize("key_heads", [1, 3])
+def test_grouped_queries(ratio, key_heads):
+    metadata = metadata_of(*random_forest(ratio, nodes=6, node_lens=(1, 4, 30)), padding=2)
+    assert_is_reference(
+        metadata, heads=ratio * key_heads, key_heads=key_heads, dim=16, configs=small_configs(deterministic=ratio % 2)
+    )
+
+
+@pytest.mark.parametrize("splits", [2, 3, 6])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_group_divided_among_programs(splits, deterministic):
+    """What few key heads on a large GPU lead to."""
+    metadata = metadata_of(*random_forest(8, nodes=6, node_lens=(4, 30)), padding=2)
+    key_blocks = -(-metadata.padded_size // 32)
+    with mock.patch.object(launch, "processors", return_value=splits * 2 * key_blocks // 2):
+        assert launch._splits(2 * key_blocks, 6, DEVICE) == splits
+        assert_is_reference(
+            metadata, heads=12, key_heads=2, dim=16, configs=small_configs(deterministic=deterministic), seed=splits
+        )
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim"),
+    [
+        (8, 8),
+        (24, 40),
+        (32, 32),
+        (64, 64),
+        (80, 80),
+        (96, 96),
+        (128, 128),
+        (64, 128),
+        (192, 128),
+        (160, 192),
+        (256, 256),
+    ],
+)
+@pytest.mark.parametrize("engine", [False, True])
+def test_head_dims(dim, value_dim, engine):
+    metadata = metadata_of([40, 60, 30, 33], [-1, 0, 0, -1], padding=2)
+    inputs, _ = make_inputs(metadata.to(DEVICE), dim=dim, value_dim=value_dim)
+    configs = configs_for(Case.of(*inputs, options_of(inputs)))
+    assert_is_reference(
+        metadata,
+        heads=2,
+        dim=dim,
+        value_dim=value_dim,
+        configs=with_engine(configs) if engine else configs,
+        settings={"window": 70} if engine else {},
+    )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_float16(seed, deterministic):
+    metadata = metadata_of(*random_forest(seed, nodes=8, node_lens=(1, 20, 50)), padding=3)
+    shape = {"heads": 4, "key_heads": 2, "dim": 64, "dtype": torch.float16, "sinks": seed == 1, "seed": seed}
+    assert_is_reference(
+        metadata, settings={"deterministic": deterministic, "window": 60 if seed == 2 else None}, **shape
+    )
+
+
+def test_large_scores_with_a_cap_and_a_sink():
+    """The saturated and the straight part of the cap, and sinks that outweigh every key."""
+    metadata = metadata_of([70, 20, 30], [-1, 0, 0], padding=3)
+    for scale in (1e-4, 0.05, 8.0):
+        assert_is_reference(
+            metadata,
+            dim=16,
+            sinks=True,
+            configs=small_configs(),
+            settings={"softmax_scale": scale, "logit_softcap": 20.0},
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("settings", [{}, EVERYTHING])
+def test_thousands_of_tokens(settings, deterministic):
+    metadata = metadata_of(*random_forest(4, nodes=60, node_lens=(0, 1, 57, 64, 130)), padding=30)
+    assert 2000 < metadata.padded_size < 6000
+    assert_is_reference(
+        metadata, heads=2, dim=64, sinks=bool(settings), settings={**settings, "deterministic": deterministic}
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_same_bits_twice(dtype):
+    metadata = metadata_of(*random_forest(1, nodes=20, node_lens=(3, 40)), padding=2).to(DEVICE)
+    inputs, grad_out = make_inputs(metadata, heads=4, key_heads=2, dim=32, dtype=dtype, sinks=True)
+    options = options_of(inputs, **EVERYTHING)
+    first, second = (run(attend, inputs, grad_out, metadata, options, small_configs()) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_a_sibling_cannot_be_seen():
+    """Change one leaf's keys and values: nothing outside that leaf may move by a bit."""
+    metadata = metadata_of([40, 30, 50, 20, 60], [-1, 0, 1, 1, 0], padding=2).to(DEVICE)
+    inputs, _ = make_inputs(metadata)
+    options = options_of(inputs)
+    configs = configs_for(Case.of(*inputs, options))
+    before = attend(*inputs, metadata, options, configs)
+    changed = [tensor.detach().clone() for tensor in inputs]
+    for tensor in changed[1:]:
+        tensor[70:120] += 100.0
+    after = attend(*changed, metadata, options, configs)
+    outside = torch.ones(metadata.padded_size, dtype=torch.bool)
+    outside[70:120] = False
+    assert torch.equal(before[outside], after[outside])
+    assert not torch.allclose(before[~outside], after[~outside])
+
+
+@pytest.fixture
+def nan_filled():
+    """Memory that nobody has written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("size", [1, 100, 130])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_element_is_written(size, deterministic):
+    assert torch.empty(3, device=DEVICE).isnan().all()
+    metadata = metadata_of([size], [-1], padding=1)
+    assert_is_reference(metadata, dim=24, sinks=True, settings={"deterministic": deterministic})
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_views_of_one_projection(engine):
+    """Megatron hands over slices; some are not aligned, and a gradient may be one number, broadcast."""
+    metadata = metadata_of(*random_forest(6, nodes=6, node_lens=(5, 20)), padding=1).to(DEVICE)
+    configs = small_configs(engine=engine)
+    for offset in (0, 1):
+        mixed = torch.randn(metadata.padded_size, 2, 96 + offset, device=DEVICE)
+        views = [part.requires_grad_() for part in mixed[:, :, offset:].split(32, dim=2)]
+        grad_out = torch.ones((), device=DEVICE).expand(metadata.padded_size, 2, 32)
+        expected = truth([view.contiguous() for view in views], grad_out, metadata)
+        results = run(attend, views, grad_out, metadata, options_of(views), configs)
+        for actual, wanted in zip(results, expected, strict=True):
+            assert worst(actual, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_offsets_beyond_31_bits(engine):
+    """Tokens so far apart in memory that the last one's offset does not fit 32 bits."""
+    metadata = metadata_of([30, 20], [-1, 0]).to(DEVICE)
+    size, stride = metadata.padded_size, 1 << 26
+    assert (size - 1) * stride > 1 << 31
+    # Pages that are never touched cost nothing on the CPU; on a GPU these are 6.4 GB.
+    storage = torch.empty(size * stride, dtype=torch.float16, device=DEVICE)
+    views = [storage.as_strided((size, 1, 32), (stride, 32, 1), start) for start in (0, 32, 64)]
+    generator = torch.Generator().manual_seed(0)
+    for view in views:
+        view.copy_(torch.randn(view.shape, generator=generator))
+    packed = [view.clone() for view in views]
+    for tensor in (*views, *packed):
+        tensor.requires_grad_()
+    grad_out = torch.ones(size, 1, 32, dtype=torch.float16, device=DEVICE)
+    far, near = (
+        run(attend, inputs, grad_out, metadata, options_of(inputs), small_configs(engine=engine))
+        for inputs in (views, packed)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(far, near, strict=True))
+
+
+def test_plans_are_made_once():
+    metadata = metadata_of(*random_forest(1)).to(DEVICE)
+    inputs, grad_out = make_inputs(metadata)
+    for _ in range(2):
+        tree_attention(*inputs, metadata, softmax_scale=1.0, backend="triton").backward(grad_out)
+        plans = dict(metadata.cache)
+    assert plans
+    assert metadata.cache == plans
+
+
+def test_a_plan_in_the_place_of_another():
+    """What a CUDA graph does: the launch of one tree, replayed with the numbers of another in the same tensors."""
+    window, configs = 40, small_configs()
+    longest = metadata_of([60, 50, 40, 9], [-1, 0, 1, 2], padding=1).to(DEVICE)
+    other = metadata_of([30, 20, 40, 50], [-1, 0, -1, 2], padding=20).to(DEVICE)
+    assert longest.padded_size == other.padded_size
+    captured = DevicePlan.of(longest, configs, window)
+    inputs, grad_out = make_inputs(other)
+    options = options_of(inputs, window=window)
+    longest.cache[f"triton {configs.packed} window {window}"] = captured
+
+    captured.overwrite(DevicePlan.of(other, configs, window))
+    replayed = run(attend, inputs, grad_out, longest, options, configs)
+    for actual, wanted in zip(replayed, run(attend, inputs, grad_out, other, options, configs), strict=True):
+        assert torch.equal(actual, wanted)
+    with pytest.raises(ValueError, match="does not fit the"):
+        DevicePlan.of(other, configs, window).overwrite(DevicePlan.of(longest, configs, window))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_another_number_of_tokens_compiles_nothing():
+    from mcore_prefix_tree.attention.triton_tree import backward, forward
+
+    kernels = (forward.forward_kernel, backward.delta_kernel, backward.key_value_kernel, backward.query_kernel)
+    counts = []
+    for size in (100, 128, 1000, 1024, 1601):
+        assert_is_reference(metadata_of([size], [-1]), dim=64)
+        counts.append([len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels])
+    assert counts[1:] == counts[:-1]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_bfloat16(dim, deterministic):
+    """bf16 has 8 bits where fp16 has 11."""
+    metadata = metadata_of(*random_forest(2, nodes=20, node_lens=(1, 57, 300)), padding=3)
+    assert_is_reference(
+        metadata,
+        heads=8,
+        key_heads=2,
+        dim=dim,
+        dtype=torch.bfloat16,
+        limit=8 * 4e-4,
+        settings={"deterministic": deterministic},
+    )

@@ -1,0 +1,123 @@
+"""The forms that Megatron-LM's ``pretrain`` has had, with a fake in its place; tests/upstream runs the real ones."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args
+
+ADAPTER = "mcore_prefix_tree.mcore.pretrain.adapter"
+Load = Callable[..., Any]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Import the adapter where ``megatron.training`` has the ``pretrain`` and ``parse_args`` that are given."""
+
+    def load(pretrain: Any, parse_args: Any = lambda extra_args_provider: None) -> Any:
+        modules = {name: ModuleType(name) for name in ("megatron.training", "megatron.training.arguments")}
+        utils = modules["megatron.training.argument_utils"] = ModuleType("megatron.training.argument_utils")
+        modules["megatron.training"].pretrain = pretrain  # type: ignore[attr-defined]
+        arguments = modules["megatron.training.arguments"]
+        arguments.parse_args = parse_args  # type: ignore[attr-defined]
+        arguments.parse_and_validate_args = lambda **settings: settings  # type: ignore[attr-defined]
+        utils.pretrain_cfg_container_from_args = lambda args: ("container of", args)  # type: ignore[attr-defined]
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        sys.modules.pop(ADAPTER, None)
+        return importlib.import_module(ADAPTER)
+
+    yield load
+    sys.modules.pop(ADAPTER, None)
+
+
+def recorder(signature: str) -> tuple[Any, dict[str, Any]]:
+    """A ``pretrain`` with these parameters, and what it was called with."""
+    seen: dict[str, Any] = {}
+    scope: dict[str, Any] = {"seen": seen}
+    exec(f"def pretrain({signature}): seen.update(locals())", scope)
+    return scope["pretrain"], seen
+
+
+CORE_016 = (
+    "train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, "
+    "process_non_loss_data_func=None, extra_args_provider=None, args_defaults={}, store=None"
+)
+CORE_018 = (
+    "cfg_container, train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, "
+    "process_non_loss_data_func=None, store=None"
+)
+CORE_019 = (
+    "cfg_container, train_valid_test_dataset_provider, model_type, forward_step_func, model_provider=None, "
+    "process_non_loss_data_func=None, store=None"
+)
+
+
+@pytest.mark.parametrize("signature", [CORE_016, CORE_018, CORE_019])
+def test_every_form_gets_the_same(load: Load, signature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretrain, seen = recorder(signature)
+    adapter = load(pretrain)
+    monkeypatch.setattr(compat, "MEGATRON_LM", ())
+    adapter.check_megatron_lm(Path("checkout"))
+    adapter.run_pretrain("datasets", "model", "step", args_defaults={"vocab_size": 8})
+    given = ("train_valid_test_dataset_provider", "model_provider", "forward_step_func")
+    assert [seen[name] for name in given] == ["datasets", "model", "step"]
+    assert seen["model_type"].name == "encoder_or_decoder"
+    arguments = {"extra_args_provider": add_prefix_tree_args, "args_defaults": {"vocab_size": 8}}
+    args = argparse.Namespace(rotary_seq_len_interpolation_factor=2)
+    if "cfg_container" in seen:
+        assert seen["cfg_container"] == ("container of", arguments)
+        assert adapter.model_arguments(args) == {"seq_len_interpolation_factor": 2}
+    else:
+        assert adapter.model_arguments(args) == {}
+        assert {name: seen[name] for name in arguments} == arguments
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        CORE_016.replace("args_defaults", "defaults"),
+        CORE_019.replace("cfg_container", "config"),
+        CORE_019.replace("forward_step_func", "step"),
+    ],
+)
+def test_another_form_is_refused(load: Load, signature: str) -> None:
+    adapter = load(recorder(signature)[0])
+    with pytest.raises(ArgumentError, match=r"checkout is Megatron-LM .*; check out one of these"):
+        adapter.check_megatron_lm(Path("checkout"))
+
+
+def test_what_else_moved_is_told(load: Load) -> None:
+    """The fake has no get_args."""
+    adapter = load(recorder(CORE_019)[0])
+    with pytest.raises(compat.MegatronCoreError, match=r"lacks .*: megatron\.training\.get_args; "):
+        adapter.check_megatron_lm(Path("checkout"))
+
+
+def test_help_of_a_parser_that_cannot_be_shown(
+    load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parse_args(extra_args_provider: Any) -> Any:
+        parser = extra_args_provider(argparse.ArgumentParser())
+        parser.add_argument("--headroom", help="of 10%)")
+        return parser.parse_args()
+
+    adapter = load(recorder(CORE_019)[0], parse_args)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", "--help"])
+    with pytest.raises(SystemExit) as left:
+        adapter.parse_command_line()
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--prefix-tree-max-tokens N" in shown
+    assert "cannot show its own arguments: unsupported format character" in shown
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", "--headroom", "1"])
+    assert adapter.parse_command_line().headroom == "1"
