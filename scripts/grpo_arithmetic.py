@@ -36,6 +36,7 @@ ALPHABET = "0123456789+=. efhmostu"
 PROMPT = "the sum of {}+{}="
 COMPLETIONS = 8
 UPDATES = 2
+WARM_UP = 80
 LONGEST = 2  # a digit and the full stop
 STOP = ALPHABET.index(".")
 
@@ -95,6 +96,20 @@ def roll_out(model: torch.nn.Module, prompts: Sequence[Sample], generator: torch
     ]
 
 
+def warm_up(model: torch.nn.Module, prompts: Sequence[Sequence[int]], steps: int) -> None:
+    """A few supervised steps, so that it is sometimes right and there is something to reinforce."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.tensor([[*prompt, *answer(prompt)] for prompt in prompts])
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    start = len(prompts[0])
+    for _ in range(steps):
+        logits = model(input_ids=tokens, position_ids=positions, attention_mask=None)
+        labels = tokens[:, start:]
+        torch.nn.functional.cross_entropy(logits[:, start - 1 : -1].flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def with_old_logprobs(chunks: list[Any], samples: list[Sample], folding: Any) -> list[Sample]:
     """What the weights as they are say of their own completions, folded."""
     return [
@@ -110,7 +125,9 @@ def with_old_logprobs(chunks: list[Any], samples: list[Sample], folding: Any) ->
     ]
 
 
-def run(recipe_path: str, overrides: list[str], *, unfolded: bool) -> list[dict[str, float]]:
+def run(
+    recipe_path: str, overrides: list[str], *, unfolded: bool, warm_up_steps: int = WARM_UP
+) -> list[dict[str, float]]:
     """Train, and say what each batch of completions was worth."""
     recipe = load_recipe(recipe_path, [*overrides, *(["batch.min_shared_tokens=1000000"] if unfolded else [])])
     prompts_per_step = recipe.batch.global_batch_size // COMPLETIONS
@@ -121,6 +138,7 @@ def run(recipe_path: str, overrides: list[str], *, unfolded: bool) -> list[dict[
     with session(recipe) as place:
         assert recipe.model.vocab_size is not None
         chunks = build_chunks(recipe, place.config, vocab_size=recipe.model.vocab_size, device=place.device)
+        warm_up(chunks[0], [line[0].tokens.tolist() for line in lines], warm_up_steps)
         trainer = Trainer(recipe, place, order, chunks)
         folding = folding_of(recipe, place)
         for batch in range(recipe.train_iters // UPDATES):
@@ -186,6 +204,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="recipes/grpo_arithmetic.yaml")
     parser.add_argument("--output", help="JSON with both curves")
     parser.add_argument("--plot", help="PNG of both curves")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="supervised steps before")
     parser.add_argument("--unfolded", action="store_true", help="share nothing")
     parser.add_argument("--write-prompts", metavar="PATH", help="write the prompts, and do nothing else")
     args = parser.parse_args()
@@ -195,7 +214,7 @@ def main() -> None:
     torch.set_num_threads(1)
     output = None if args.output is None else Path(args.output)
     result: dict[str, Any] = json.loads(output.read_text()) if output is not None and output.exists() else {}
-    curve = run(args.recipe, args.overrides, unfolded=args.unfolded)
+    curve = run(args.recipe, args.overrides, unfolded=args.unfolded, warm_up_steps=args.warm_up)
     result["machine"] = describe_machine()
     result.setdefault("curves", {})["unfolded" if args.unfolded else "folded"] = curve
     if output is not None:

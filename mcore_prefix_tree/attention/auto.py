@@ -112,7 +112,10 @@ def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> C
     able = [name for name, refusal in refusals.items() if refusal is None]
     if not able:
         reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
-        raise ValueError(f"no attention backend but 'reference' supports this run ({reasons})")
+        raise ValueError(
+            f"attention backend 'auto' finds none that supports this run ({reasons}); name 'reference', which does, in "
+            "memory that grows with the square of the tokens"
+        )
     if shape.depth == 0 and "cascade" in able:
         return Choice(backend="cascade", reason="nothing is shared, and without sharing it is the stock causal kernel")
     measured = [row for row in _measured(case, device_name) if any(name in row["seconds"] for name in able)]

@@ -31,15 +31,17 @@ from mcore_prefix_tree.logprob.rows import (
     softmax_sums_,
 )
 
-# Logits of a chunk. A processor's caches like them few; a GPU's products want thousands of rows, or reading and writing
-# the fp32 sum of the weight's gradient takes longer than the product that is added to it.
-CHUNK_LOGITS_CPU = 2**23
-CHUNK_LOGITS = 2**28
+# Logits of a chunk, and the rows that it has at least: a chunk costs a pass over the weight and over the sum of its
+# gradient, which few rows do not pay for. Measured for a processor, whose caches like chunks small; for a GPU derived
+# from the ratio of its arithmetic to its memory bandwidth.
+_CPU = (2**23, 256)
+_GPU = (2**28, 2048)
 
 
 def chunk_rows(columns: int, device: torch.device) -> int:
     """C for so many columns of logits on this rank."""
-    return max(1, (CHUNK_LOGITS_CPU if device.type == "cpu" else CHUNK_LOGITS) // columns)
+    logits, least_rows = _CPU if device.type == "cpu" else _GPU
+    return max(least_rows, logits // columns)
 
 
 class WeightGradSink(Protocol):

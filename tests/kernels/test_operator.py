@@ -17,8 +17,7 @@ def forest():
     return metadata_of(*random_forest(3, nodes=5, node_lens=(3, 20)), padding=2).to(DEVICE)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("sinks", "deterministic"), [(False, False), (True, True)])
 def test_opcheck(sinks, deterministic):
     metadata, configs = forest(), small_configs(deterministic=deterministic)
     (query, key, value, *rest), _ = make_inputs(metadata, dim=16, sinks=sinks)

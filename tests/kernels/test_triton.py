@@ -77,15 +77,11 @@ def test_one_sample_of_any_length(size, engine):
 
 
 def test_padding_alone():
-    """A token that sees itself alone hands its value on, to the bit."""
-    metadata = TreeMetadata.from_nodes([0], [], padded_size=37, device=DEVICE)
-    inputs, grad_out = make_inputs(metadata)
-    options = options_of(inputs)
-    out, *grads = run(attend, inputs, grad_out, metadata, options, configs_for(Case.of(*inputs, options)))
-    assert torch.equal(out, inputs[2].expand_as(out))
-    # The softmax over one key does not depend on its score, but delta and the product it should cancel are rounded.
-    assert all(grad.abs().max() < 1e-6 for grad in grads[:2])
-    assert worst(grads[2], grad_out.sum(1, keepdim=True)) < 1e-6
+    """A token that sees itself alone hands its value on."""
+    metadata = TreeMetadata.from_nodes([0], [], padded_size=37)
+    out, *_ = assert_is_reference(metadata)
+    inputs, _ = make_inputs(metadata)
+    torch.testing.assert_close(out, inputs[2].detach().expand_as(out), rtol=1e-6, atol=0)
 
 
 def test_a_comb_of_depth_300():
@@ -159,17 +155,18 @@ def test_float16(seed, deterministic):
     )
 
 
-def test_large_scores_with_a_cap_and_a_sink():
-    """The saturated and the straight part of the cap, and sinks that outweigh every key."""
-    metadata = metadata_of([70, 20, 30], [-1, 0, 0], padding=3)
-    for scale in (1e-4, 0.05, 8.0):
-        assert_is_reference(
-            metadata,
-            dim=16,
-            sinks=True,
-            configs=small_configs(),
-            settings={"softmax_scale": scale, "logit_softcap": 20.0},
-        )
+# The last has scores of 100, and a score's own rounding, 6e-6 then, is a relative error of its weight.
+@pytest.mark.parametrize(("scale", "limit"), [(1e-4, None), (0.05, None), (1.0, None), (8.0, 6e-6)])
+def test_a_cap_on_small_and_large_scores(scale, limit):
+    """The straight and the saturated part of the cap, and sinks that outweigh every key."""
+    assert_is_reference(
+        metadata_of([35, 10, 15], [-1, 0, 0], padding=3),
+        dim=16,
+        sinks=True,
+        configs=small_configs(),
+        settings={"softmax_scale": scale, "logit_softcap": 20.0},
+        limit=limit,
+    )
 
 
 @pytest.mark.slow
@@ -185,8 +182,8 @@ def test_thousands_of_tokens(settings, deterministic):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_same_bits_twice(dtype):
-    metadata = metadata_of(*random_forest(1, nodes=20, node_lens=(3, 40)), padding=2).to(DEVICE)
-    inputs, grad_out = make_inputs(metadata, heads=4, key_heads=2, dim=32, dtype=dtype, sinks=True)
+    metadata = metadata_of(*random_forest(1, nodes=10, node_lens=(3, 20)), padding=2).to(DEVICE)
+    inputs, grad_out = make_inputs(metadata, heads=2, dim=32, dtype=dtype, sinks=True)
     options = options_of(inputs, **EVERYTHING)
     first, second = (run(attend, inputs, grad_out, metadata, options, small_configs()) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -99,7 +99,9 @@ def test_a_measured_gpu_is_used(table, monkeypatch):
 
 
 def test_a_run_that_nothing_supports_is_told_why(table):
-    with pytest.raises(ValueError, match=r"no attention backend but 'reference' supports this run \(path: window=5"):
+    with pytest.raises(
+        ValueError, match=r"'auto' finds none that supports this run \(path: window=5.*name 'reference'"
+    ):
         choose(cpu(window=5), SHARED)
 
 
@@ -167,6 +169,8 @@ def config(**changes):
         "tensor_model_parallel_size": 1,
         "params_dtype": torch.float32,
         "softmax_scale": None,
+        "softmax_type": "vanilla",
+        "window_size": None,
     }
     return SimpleNamespace(**fields | changes)
 

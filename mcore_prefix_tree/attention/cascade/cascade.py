@@ -12,6 +12,7 @@ Legend: P padded tokens, R rows of a call, H query heads, K key/value heads, D h
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from mcore_prefix_tree.attention.cascade.cuda import FlashAttention2, FlashAtten
 from mcore_prefix_tree.attention.cascade.kernels import CpuFlash, Plain, VarlenKernel
 from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Rows, build_plan
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.parity import Attention, check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # In the order of preference: the fastest first.
@@ -63,11 +65,23 @@ def attention(
 ) -> torch.Tensor:
     """Tree attention through the fastest varlen kernel there is, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
 
-    Saves query, key, value, the result and one fp32 number per query and head for backward.
+    Saves query, key, value, the result and one fp32 number per query and head for backward. A kernel of a GPU is
+    compared with the reference on first use: what its statistics mean is not part of its public interface.
+
+    Raises:
+        ParityError: the kernel is wrong on this machine, or means something else.
     """
-    kernel = choose_kernel(Case.of(query, key, value, options))
+    case = Case.of(query, key, value, options)
+    kernel = choose_kernel(case)
     assert kernel is not None, "refused before"
+    if case.device.type == "cuda":
+        check_parity(f"cascade, {kernel.name}", _through(kernel), case)
     return attention_through(kernel, query, key, value, metadata, options)
+
+
+@cache
+def _through(kernel: VarlenKernel) -> Attention:
+    return partial(attention_through, kernel)
 
 
 def attention_through(

@@ -9,7 +9,7 @@ Legend: Q queries, N keys of all sequences of a call, H query heads, K key/value
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ from mcore_prefix_tree.attention.options import AttentionOptions, Case
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class VarlenKernel(Protocol):
+class VarlenKernel(Hashable, Protocol):
     """One varlen attention.
 
     Attributes:

@@ -129,8 +129,8 @@ def key_value_kernel(
                 score_grad = score_grad.to(q.dtype)
                 grad_k = tl.dot(score_grad, q, grad_k, input_precision="ieee")
                 if grad_query is not None:
-                    # A warp group's matrix instruction takes 64 rows or more.
-                    if BLOCK_M < 64:
+                    # The matrix instructions of chips with a copy engine take 64 rows or more.
+                    if ENGINE and BLOCK_M < 64:
                         share = tl.trans(tl.dot(tl.trans(k), score_grad, input_precision="ieee"))
                     else:
                         share = tl.dot(tl.trans(score_grad), k, input_precision="ieee")

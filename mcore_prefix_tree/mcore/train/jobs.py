@@ -199,7 +199,6 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
         saved = everyone(saved)[0]
         data = read_data(recipe, place, progress=reporter.reading if place.is_main else None)
         recipe = with_vocabulary(recipe, data.vocab_size)
-        recipe = with_backend(recipe, place, data.order, say=reporter.message)
         if data.skipped.count and place.is_main:
             reporter.message(str(data.skipped))
         if data.order.left_out and place.is_main:
@@ -210,6 +209,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
         if recipe.checkpoint.save is not None and place.is_main:
             # Where nothing can be written is better known now than after the last step.
             Path(recipe.checkpoint.save).mkdir(parents=True, exist_ok=True)
+        recipe = with_backend(recipe, place, data.order, say=reporter.message)
         chunks = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
         if recipe.verify.enabled and saved is None:
             report = verify(chunks, data.order.take(0, recipe.batch.global_batch_size), recipe, place)

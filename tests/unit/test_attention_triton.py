@@ -1,0 +1,102 @@
+"""What the ``triton`` back-end refuses, and tests/kernels in Triton's interpreter.
+
+The interpreter takes a process that has had TRITON_INTERPRET=1 since before Triton was imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_prefix_tree import TreeMetadata
+from mcore_prefix_tree.attention import AttentionOptions, Case, tree_attention, triton_tree
+
+KERNELS = Path(__file__).parents[1] / "kernels"
+
+
+def interpreted(module: str, marker: str) -> None:
+    """Run one module of the folder, or those of its tests that have the marker."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", marker, str(KERNELS / module)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout
+
+
+def test_kernels_in_the_interpreter():
+    interpreted("test_triton.py", "not slow")
+
+
+def test_operator_in_the_interpreter():
+    interpreted("test_operator.py", "not slow")
+
+
+@pytest.mark.slow
+def test_thousands_of_tokens_in_the_interpreter():
+    interpreted("test_triton.py", "slow")
+
+
+HOPPER = Case(
+    device=torch.device("cuda"),
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    heads=8,
+    kv_heads=2,
+    head_dim=128,
+    value_dim=128,
+    needs_grad=True,
+    options=AttentionOptions(softmax_scale=0.1),
+)
+
+
+def test_what_the_kernels_are_for():
+    everything = AttentionOptions(
+        softmax_scale=0.1, logit_softcap=30.0, window=5, sinks=torch.zeros(8), deterministic=False
+    )
+    for changes in (
+        {},
+        {"options": everything},
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"capability": (8, 0)},
+        {"capability": (12, 0)},
+        {"head_dim": 192},
+        {"head_dim": 80, "value_dim": 40},
+        {"head_dim": 256, "value_dim": 256},
+    ):
+        assert triton_tree.refusal(replace(HOPPER, **changes)) is None, changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"device": torch.device("cpu"), "capability": None}, "device cpu (its kernels are compiled for NVIDIA GPUs)"),
+        ({"device": torch.device("xpu"), "capability": None}, "device xpu (its kernels are compiled for NVIDIA GPUs)"),
+        ({"capability": (7, 5)}, "compute capability 7.5 (it needs 8.0 or newer)"),
+        ({"dtype": torch.float64}, "dtype torch.float64 (it takes torch.float32, torch.float16, torch.bfloat16)"),
+        ({"head_dim": 20}, "head_dim=20 (it takes multiples of 8 up to 256)"),
+        ({"head_dim": 264}, "head_dim=264 (it takes multiples of 8 up to 256)"),
+        ({"value_dim": 4}, "value head_dim=4 (it takes multiples of 8 up to 256)"),
+        ({"options": AttentionOptions(softmax_scale=-1.0)}, "softmax_scale=-1.0 (it takes positive ones)"),
+    ],
+)
+def test_refusals(changes, says):
+    assert triton_tree.refusal(replace(HOPPER, **changes)) == says
+
+
+def test_refused_without_triton(monkeypatch):
+    monkeypatch.setattr(triton_tree, "_has_triton", lambda: False)
+    assert triton_tree.refusal(HOPPER) == "device cuda (it needs the package triton, 3.4 or newer)"
+
+
+def test_a_call_on_a_machine_without_a_gpu_names_the_others():
+    metadata = TreeMetadata.from_nodes([0, 3], [-1])
+    tensors = [torch.zeros(3, 1, 16) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"'triton' does not support device cpu .*backends that do: .*path, reference"):
+        tree_attention(*tensors, metadata, softmax_scale=1.0, backend="triton")
