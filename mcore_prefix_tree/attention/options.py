@@ -60,9 +60,14 @@ class Case:
     def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> Case:
         """The case of ``[P, H, D]``, ``[P, K, D]`` and ``[P, K, W]``."""
         device = query.device
+        capability = None
+        if device.type == "cuda":
+            from mcore_prefix_tree.attention.capability import capability_of
+
+            capability = capability_of(device)
         return cls(
             device=device,
-            capability=_capability(device) if device.type == "cuda" else None,
+            capability=capability,
             dtype=query.dtype,
             heads=query.shape[1],
             kv_heads=key.shape[1],
@@ -71,8 +76,3 @@ class Case:
             needs_grad=torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value)),
             options=options,
         )
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)

@@ -55,6 +55,7 @@ unpack_megatron_core() {
     site_packages=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     grep -v '^megatron-core==' "$requirements" | pip_install "$folder" -r /dev/stdin
     "$folder/bin/python" -m pip uninstall --quiet --yes megatron-core
-    pip_install "$folder" --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --upgrade \
-        --platform "manylinux_2_28_$(uname -m)" --target "$site_packages" "$(grep '^megatron-core==' "$requirements")"
+    pip_install "$folder" --no-deps --ignore-requires-python --upgrade --target "$site_packages" --only-binary=:all: \
+        --python-version 3.12 --implementation cp --platform "manylinux_2_28_$(uname -m)" \
+        "$(grep '^megatron-core==' "$requirements")"
 }

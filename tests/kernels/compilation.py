@@ -115,7 +115,7 @@ def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
         attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
     target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source, target=target, options={"num_warps": launch.warps})
+    return triton.compile(source, target=target, options={"num_warps": launch.warps, "enable_fp_fusion": True})
 
 
 def reports(architecture, which, case):

@@ -290,6 +290,27 @@ def test_a_plan_in_the_place_of_another():
         DevicePlan.of(other, configs, window).overwrite(DevicePlan.of(longest, configs, window))
 
 
+@pytest.mark.skipif(INTERPRETED, reason="a graph is of a GPU's launches")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_graph_replayed_with_another_tree(deterministic):
+    """Captured with a plan whose lists have room, replayed after its tensors were overwritten."""
+    longest = metadata_of([600, 500, 400, 90], [-1, 0, 1, 2], padding=10).to(DEVICE)
+    other = metadata_of([300, 200, 400, 500], [-1, 0, -1, 2], padding=200).to(DEVICE)
+    inputs, grad_out = make_inputs(longest, heads=4, key_heads=2, dim=64, dtype=torch.float16)
+    options = options_of(inputs, deterministic=deterministic)
+    configs = configs_for(Case.of(*inputs, options))
+    run(attend, inputs, grad_out, longest, options, configs)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(attend, inputs, grad_out, longest, options, configs)
+    (plan,) = (plan for plan in longest.cache.values() if isinstance(plan, DevicePlan))
+    for tree in (other, longest):
+        plan.overwrite(DevicePlan.of(tree, configs, None))
+        graph.replay()
+        for actual, wanted in zip(captured, truth(inputs, grad_out, tree), strict=True):
+            assert worst(actual, wanted) < 4e-4
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_another_number_of_tokens_compiles_nothing():
     from mcore_prefix_tree.attention.triton_tree import backward, forward

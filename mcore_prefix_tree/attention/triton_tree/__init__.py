@@ -94,17 +94,21 @@ def _machine_refusal(case: Case) -> str | None:
     return None if case.dtype in dtypes else f"dtype {case.dtype} (it takes {', '.join(map(str, dtypes))})"
 
 
-# torch.compile cannot follow these two, and need not: they say the same for the whole process.
+# What holds for the whole process, asked once: torch.compile can follow a look-up here, but neither question.
+_KNOWN: dict[str, bool] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_triton() -> bool:
-    return find_spec("triton") is not None and find_spec("triton.tools.tensor_descriptor") is not None
+    if "triton" not in _KNOWN:
+        found = find_spec("triton") is not None and find_spec("triton.tools.tensor_descriptor") is not None
+        _KNOWN["triton"] = found
+    return _KNOWN["triton"]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _interprets() -> bool:
     """Whether kernels run in NumPy: Triton's own switch, for tests."""
-    import triton
+    if "interpreter" not in _KNOWN:
+        import triton
 
-    return bool(triton.knobs.runtime.interpret)
+        _KNOWN["interpreter"] = bool(triton.knobs.runtime.interpret)
+    return _KNOWN["interpreter"]

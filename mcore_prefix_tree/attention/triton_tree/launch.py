@@ -77,6 +77,7 @@ def _constants(query: torch.Tensor, value: torch.Tensor, launch: Launch, call: C
         "STAGES": launch.stages,
         "ENGINE": call.configs.engine,
         "num_warps": launch.warps,
+        "enable_fp_fusion": True,  # of multiplication and addition: the default until Triton 3.10
     }
 
 
@@ -101,7 +102,7 @@ def forward(
         call.tiles(value, launch.key_block),
         call.tiles(out, launch.query_block),
         lse,
-        sinks,
+        None if sinks is None else sinks.contiguous(),
         call.end,
         call.position,
         schedule,
