@@ -178,7 +178,7 @@ def test_nothing_is_trained_when_folding_is_broken(job: Path, broken: Callable[[
 def test_the_worst_parameter_is_the_one_whose_gradient_is_off(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that is wrong in one parameter, and only in the folded run."""
     name = "decoder.layers.1.mlp.linear_fc1.weight"
-    recipe = load_recipe(job)
+    recipe = load_recipe(job, ["attention_backend=path"])
     with world_of_one(recipe) as place:
         model = built(recipe, place)
         weight = dict(model.named_parameters())[name]
@@ -197,7 +197,7 @@ def test_the_worst_parameter_is_the_one_whose_gradient_is_off(job: Path, monkeyp
 
 
 def test_weights_and_gradients_are_untouched(job: Path) -> None:
-    recipe = load_recipe(job)
+    recipe = load_recipe(job, ["attention_backend=path"])
     with world_of_one(recipe) as place:
         model = built(recipe, place)
         before = {name: value.clone() for name, value in model.state_dict().items() if value is not None}
