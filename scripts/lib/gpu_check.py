@@ -21,11 +21,11 @@ RECIPES = (ROOT / "recipes" / "quickstart.yaml", ROOT / "recipes" / "one_gpu.yam
 
 
 def run_tests(folder: Path) -> dict[str, Any]:
-    """Counts of tests/gpu, and the name and first line of each that failed."""
+    """Counts of tests/gpu and tests/kernels, and the name and first line of each that failed."""
     report = folder / "tests.xml"
     started = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), f"--junitxml={report}"], cwd=ROOT, check=False
+        [sys.executable, "-m", "pytest", "tests/gpu", "tests/kernels", f"--junitxml={report}"], cwd=ROOT, check=False
     )
     suite = ElementTree.parse(report).getroot()[0]
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}

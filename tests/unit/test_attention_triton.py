@@ -22,7 +22,7 @@ KERNELS = Path(__file__).parents[1] / "kernels"
 
 def interpreted(module: str, marker: str) -> None:
     """Run one module of the folder, or those of its tests that have the marker."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", marker, str(KERNELS / module)]
+    command = [sys.executable, "-m", "pytest", "-m", marker, str(KERNELS / module)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
