@@ -221,7 +221,7 @@ class Recipe:
     batch: BatchConfig
     train_iters: PositiveInt
     seed: NonNegativeInt = 1234
-    attention_backend: str = "auto"
+    attention_backend: str = "path"
     fused_head: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compare: bool = True

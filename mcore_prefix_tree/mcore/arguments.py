@@ -133,7 +133,7 @@ def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     )
     group.add_argument(
         "--prefix-tree-attention-backend",
-        default="auto",
+        default="path",
         metavar="NAME",
         help="Attention along the tree: one of the back-ends, or auto, the fastest measured on a tree like that of the "
         "first step. Default: %(default)s.",

@@ -5,6 +5,7 @@ The interpreter takes a process that has had TRITON_INTERPRET=1 since before Tri
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import torch
 
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import AttentionOptions, Case, tree_attention, triton_tree
+from mcore_prefix_tree.attention.triton_tree.config import Configs, configs_for
+from mcore_prefix_tree.attention.triton_tree.schedule import ROUND
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 
@@ -100,3 +103,22 @@ def test_a_call_on_a_machine_without_a_gpu_names_the_others():
     tensors = [torch.zeros(3, 1, 16) for _ in range(3)]
     with pytest.raises(ValueError, match=r"'triton' does not support device cpu .*backends that do: .*path, reference"):
         tree_attention(*tensors, metadata, softmax_scale=1.0, backend="triton")
+
+
+def test_every_row_of_the_table():
+    """Per-token arrays are rounded up to whole blocks of any size, and operators get the same launches back."""
+    for capability, dims, dtype, cap, deterministic in itertools.product(
+        [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)],
+        [(16, 16), (64, 64), (128, 64), (192, 128), (128, 192), (256, 256)],
+        [torch.bfloat16, torch.float32],
+        [None, 30.0],
+        [False, True],
+    ):
+        options = AttentionOptions(softmax_scale=0.1, logit_softcap=cap, deterministic=deterministic)
+        case = replace(HOPPER, capability=capability, head_dim=dims[0], value_dim=dims[1], dtype=dtype, options=options)
+        configs = configs_for(case)
+        assert Configs.unpack(configs.packed) == configs
+        assert configs.query is not None or not deterministic
+        for launch in (configs.forward, configs.key_value, configs.query or configs.forward):
+            # A matrix product takes 16 rows or more.
+            assert all(block >= 16 and ROUND % block == 0 for block in launch[:2])
