@@ -38,7 +38,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.transformer.attention_dropout=0.1", f"does not support attention_dropout=0.1: {DROPOUT}"),
         ("model.transformer.hidden_dropout=0.1", f"does not support hidden_dropout=0.1: {DROPOUT}"),
         ("model.transformer.mtp_num_layers=1", "does not support mtp_num_layers=1"),
-        ("model.transformer.window_size=[16,0]", "finds none that supports this run (path: window=17 "),
+        ("model.transformer.window_size=[16,0]", "attention backend 'path' does not support window=17 "),
+        (
+            "attention_backend=auto model.transformer.window_size=[16,0]",
+            "finds none that supports this run (path: window=17 ",
+        ),
         ("model.transformer.multi_latent_attention=true", "does not support multi_latent_attention=True"),
         ("model.transformer.nope=1", "model.transformer.nope: megatron-core's TransformerConfig has no such field"),
         (
