@@ -82,6 +82,25 @@ def cost_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def bench_head_tables(result: dict[str, Any]) -> str:
+    """Markdown for a result of scripts/bench_head.py: a table a case."""
+    machine = result["machine"]
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    paragraphs = [f"{machine['cpu']}, {threads}, torch {machine['torch']}, {result['dtype'].removeprefix('torch.')}."]
+    for case in result["cases"]:
+        heading = f"{case['rows']:,} rows, hidden {case['hidden']}, vocabulary {case['vocab']:,}"
+        lines = ["| way | seconds | of unfused | peak memory | gradient error |", "|---|---:|---:|---:|---:|"]
+        unfused = case["ways"]["unfused"]["seconds"]
+        for name, way in case["ways"].items():
+            ratio = statistics.median(own / other for own, other in zip(way["seconds"], unfused, strict=True))
+            lines.append(
+                f"| {name} | {way['median_seconds']:.2f} | {ratio:.2f} | {way['peak_bytes'] / 2**20:,.0f} MiB "
+                f"| {way['gradient_error']:.0e} |"
+            )
+        paragraphs += [f"**{heading}, {case['supervised']:.0%} of them scored**", "\n".join(lines)]
+    return "\n\n".join(paragraphs)
+
+
 def attention_tables(result: dict[str, Any]) -> str:
     """Markdown for a result of ``mcore-prefix-tree bench attention``: a table a workload."""
     machine, settings, ceilings = result["machine"], result["settings"], result["ceilings"]
@@ -122,11 +141,12 @@ TABLES = {
     "bench_step": ("step_quickstart_cpu.json", bench_step_table),
     "bench_trie": ("trie.json", bench_trie_table),
     "bench_plan": ("plan.json", bench_plan_table),
+    "bench_head": ("head_cpu.json", bench_head_tables),
     "cost": ("cost_quickstart_cpu.json", cost_table),
     "attention_cpu": ("attention_cpu.json", attention_tables),
     "attention_gpu": ("gpu_*.json", gpu_tables),
 }
-PAGES = ("README.md", "docs/planning.md", "docs/attention.md")
+PAGES = ("README.md", "docs/planning.md", "docs/attention.md", "docs/head.md")
 COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"
 ROOFLINE = ROOT / "docs" / "attention_roofline.png"
 
