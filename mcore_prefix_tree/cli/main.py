@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from mcore_prefix_tree.cli import bench
@@ -21,8 +24,20 @@ app = typer.Typer(
 )
 
 
+def _show_versions(wanted: bool) -> None:
+    if wanted:
+        for package in ("mcore-prefix-tree", "megatron-core", "torch"):
+            typer.echo(f"{package} {version(package)}")
+        raise typer.Exit
+
+
 @app.callback()
-def _options() -> None:
+def _options(
+    _: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_versions, help="Show the installed versions and exit."),
+    ] = False,
+) -> None:
     """Prefix-tree training on stock Megatron-Core: every shared token computed once, every gradient unchanged."""
 
 

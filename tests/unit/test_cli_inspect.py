@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -264,3 +265,10 @@ def test_a_bad_line_is_skipped_and_counted(forest):
     assert json.loads(result.stdout)["samples"] == 5
     assert json.loads(result.stdout)["skipped"] == 1
     assert result.stderr.startswith(f"skipped 1 bad sample: {forest}:6: has neither")
+
+
+def test_the_versions_that_a_report_needs():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["mcore-prefix-tree", "megatron-core", "torch"]
+    assert f"torch {importlib.metadata.version('torch')}" in result.stdout
