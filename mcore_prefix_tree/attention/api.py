@@ -10,6 +10,7 @@ It must be importable on any machine: what it needs beside torch is imported ins
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -71,12 +72,24 @@ def supporting(case: Case) -> list[str]:
     return [name for name in BACKENDS if load_backend(name).refusal(case) is None]
 
 
-def check_case(name: str, case: Case) -> None:
-    """Raise ValueError if a back-end refuses a case: names the argument at fault and the back-ends to use instead."""
+def check_case(name: str, case: Case, *, any_order: str = "deterministic=False") -> None:
+    """Raise ValueError if a back-end refuses a case: names the argument at fault and the way out.
+
+    Args:
+        name: of the back-end.
+        case: of the call.
+        any_order: what the caller's user sets to give up the same bits twice, for the message.
+    """
     reason = load_backend(name).refusal(case)
-    if reason is not None:
-        others = ", ".join(supporting(case)) or "no backend does"
-        raise ValueError(f"attention backend {name!r} does not support {reason}; backends that do: {others}")
+    if reason is None:
+        return
+    others = ", ".join(supporting(case)) or "no backend does"
+    way_out = f"backends that do: {others}"
+    if case.options.deterministic:
+        relaxed = replace(case, options=replace(case.options, deterministic=False))
+        if load_backend(name).refusal(relaxed) is None:
+            way_out += f"; {name!r} itself runs with {any_order}"
+    raise ValueError(f"attention backend {name!r} does not support {reason}; {way_out}")
 
 
 def tree_attention(

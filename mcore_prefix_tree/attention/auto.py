@@ -130,9 +130,11 @@ def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> C
 
 
 def _measured(case: Case, device_name: str | None) -> list[dict[str, Any]]:
-    """The rows of the same device and dtype."""
+    """The rows of the same device, dtype and mode."""
     wanted = (case.device.type if device_name is None else device_name, str(case.dtype).removeprefix("torch."))
-    return [row for row in cost_table() if (row["device"], row["dtype"]) == wanted]
+    # On a CPU every back-end has one backward, which was measured once.
+    modes = (True, False) if case.device.type == "cpu" else (case.options.deterministic,)
+    return [row for row in cost_table() if (row["device"], row["dtype"]) == wanted and row["deterministic"] in modes]
 
 
 def _distance(row: dict[str, Any], case: Case, shape: TreeShape) -> float:
@@ -141,6 +143,6 @@ def _distance(row: dict[str, Any], case: Case, shape: TreeShape) -> float:
 
 @cache
 def cost_table() -> list[dict[str, Any]]:
-    """The measured rows: device, machine, dtype, head_dim, name and shape of the forest, seconds by back-end."""
+    """The measured rows: device, machine, dtype, head_dim, mode, name and shape of the forest, seconds by back-end."""
     rows: list[dict[str, Any]] = json.loads(files(__package__).joinpath("costs.json").read_text())["rows"]
     return rows

@@ -203,8 +203,9 @@ def _head_dim_refusal(case: Case) -> str | None:
     if any(dim % 8 for dim in dims) or min(dims) < 8:
         return f"{shown} (multiples of 8)"
     if case.capability is not None and case.capability[0] == BLACKWELL:
-        known = max(dims) <= 128 or dims in ((192, 128), (256, 256))
-        return None if known else f"{shown} (at most 128, or 192 with 128, or 256 with 256)"
+        # With 256 it has a forward for block lists, but a backward without them.
+        known = max(dims) <= 128 or dims == (192, 128)
+        return None if known else f"{shown} (at most 128, or 192 with 128)"
     if max(dims) > 256:
         return f"{shown} (at most 256)"
     if case.needs_grad and case.heads != case.kv_heads and case.head_dim != case.value_dim:

@@ -9,30 +9,36 @@ from mcore_prefix_tree.attention import BACKENDS
 
 
 def costs_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each forest: where it was measured, its shape, and the seconds of each back-end.
+    """A row for each forest and mode: where it was measured, its shape, and the seconds of each back-end.
 
-    A back-end that was measured in several ways (through several kernels, in either mode) counts with its fastest.
+    A back-end that was measured through several kernels counts with its fastest.
     """
     settings, machine = result["settings"], result["machine"]
     on_cpu = settings["device"] == "cpu"
-    rows = []
-    for workload in result["workloads"]:
-        seconds: dict[str, float] = {}
-        for row in workload["rows"]:
-            name = row["method"].split(",")[0]
-            if row["layout"] != "tree" or name not in BACKENDS or name == "reference":
-                continue
-            both = [sum(each) for each in zip(row["forward_seconds"], row["backward_seconds"], strict=True)]
-            seconds[name] = min(seconds.get(name, float("inf")), round(statistics.median(both), 6))
-        rows.append(
-            {
-                "device": "cpu" if on_cpu else machine["device"],
-                "machine": machine["cpu"] if on_cpu else machine["device"],
-                "dtype": settings["dtype"],
-                "head_dim": settings["head_dim"],
-                "name": workload["name"],
-                "shape": workload["shape"],
-                "seconds": dict(sorted(seconds.items())),
-            }
-        )
-    return rows
+    return [
+        {
+            "device": "cpu" if on_cpu else machine["device"],
+            "machine": machine["cpu"] if on_cpu else machine["device"],
+            "dtype": settings["dtype"],
+            "head_dim": settings["head_dim"],
+            "deterministic": deterministic,
+            "name": workload["name"],
+            "shape": workload["shape"],
+            "seconds": dict(sorted(seconds.items())),
+        }
+        for workload in result["workloads"]
+        for deterministic, seconds in _seconds_by_mode(workload).items()
+    ]
+
+
+def _seconds_by_mode(workload: dict[str, Any]) -> dict[bool, dict[str, float]]:
+    """Of forward and backward together, of each back-end, by whether it was asked for the same bits twice."""
+    modes: dict[bool, dict[str, float]] = {}
+    for row in workload["rows"]:
+        name = row["method"].split(",")[0]
+        if row["layout"] != "tree" or name not in BACKENDS or name == "reference":
+            continue
+        seconds = modes.setdefault(row["deterministic"], {})
+        both = [sum(each) for each in zip(row["forward_seconds"], row["backward_seconds"], strict=True)]
+        seconds[name] = min(seconds.get(name, float("inf")), round(statistics.median(both), 6))
+    return modes

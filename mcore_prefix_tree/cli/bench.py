@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import FAILED, leave, quiet_upstream
+from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.errors import FAILED, leave
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.bench.attention import AttentionResult, Settings

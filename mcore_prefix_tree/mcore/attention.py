@@ -186,6 +186,7 @@ def attend(
         backend=tree.attention_backend,
         window=window,
         sinks=sinks,
+        deterministic=tree.deterministic_attention,
     )
     return folded.reshape(folded.shape[0], 1, -1)
 

@@ -15,15 +15,19 @@ from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.sample import Sample
 
+# How a recipe gives up the same bits twice.
+ANY_ORDER = "deterministic_attention=false"
+
 logger = logging.getLogger(__name__)
 
 
-def case_of(config: Any, *, device: torch.device) -> Case:
+def case_of(config: Any, *, device: torch.device, deterministic: bool = True) -> Case:
     """The attention calls of a model's layers on one tensor-parallel rank.
 
     Args:
         config: a megatron-core ``TransformerConfig``.
         device: of the rank.
+        deterministic: whether they have to give the same bits twice.
     """
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     groups = config.num_query_groups or config.num_attention_heads
@@ -41,6 +45,7 @@ def case_of(config: Any, *, device: torch.device) -> Case:
             # Of the layers that have a window; the others have less to be refused.
             window=None if config.window_size is None else config.window_size[0] + 1,
             sinks=None if config.softmax_type == "vanilla" else torch.empty(heads, device="meta"),
+            deterministic=deterministic,
         ),
     )
 
@@ -51,6 +56,8 @@ def resolve_backend(
     first_step: Callable[[], Sequence[Sample]],
     *,
     device: torch.device,
+    deterministic: bool = True,
+    any_order: str = ANY_ORDER,
     say: Callable[[str], None] = logger.info,
 ) -> str:
     """The back-end of a job.
@@ -60,14 +67,19 @@ def resolve_backend(
         config: a megatron-core ``TransformerConfig``.
         first_step: the samples of the first step, the same on every rank and after a resume; ``auto`` asks for them.
         device: of this rank.
+        deterministic: whether attention has to give the same bits twice.
+        any_order: the setting that gives this up, for messages.
         say: is told what ``auto`` chose, and why.
 
     Raises:
-        ValueError: the back-end does not exist or does not support the job; names those that do.
+        ValueError: the back-end does not exist or does not support the job, and names those that do; or attention in
+            any order is asked for in a job that Megatron is told to make deterministic.
     """
-    case = case_of(config, device=device)
+    if config.deterministic_mode and not deterministic:
+        raise ValueError(f"{any_order} contradicts deterministic_mode=True of the model; leave one of them out")
+    case = case_of(config, device=device, deterministic=deterministic)
     if setting != AUTO:
-        check_case(setting, case)
+        check_case(setting, case, any_order=any_order)
         return setting
     # One forest of the whole step: its shape does not depend on how the step is dealt to ranks.
     shape = TreeShape.of([TreeMetadata.from_layout(fold(first_step()))])

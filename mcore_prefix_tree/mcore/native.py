@@ -115,7 +115,7 @@ def transformer_engine_keywords(module: Any, packed_seq_params: Any) -> dict[str
     """What ``TEDotProductAttention`` adds to its call of TransformerEngine for a folded micro-batch.
 
     Raises:
-        NotImplementedError: TransformerEngine is not patched.
+        NotImplementedError: TransformerEngine is not patched, or its attention may add up in any order.
         ValueError: the model was not built for trees.
     """
     tree = _tree_of(module, packed_seq_params)
@@ -124,6 +124,11 @@ def transformer_engine_keywords(module: Any, packed_seq_params: Any) -> dict[str
             "DotProductAttention of the installed TransformerEngine takes no tree_metadata: apply "
             "patches/transformer-engine with scripts/patches, or build the model from with_prefix_tree(spec), which "
             "needs no patch"
+        )
+    if not tree.deterministic_attention:
+        raise NotImplementedError(
+            "deterministic_attention=False does not reach the attention of a patched TransformerEngine, which is "
+            "always deterministic: leave it out, or build the model from with_prefix_tree(spec)"
         )
     return {"tree_metadata": tree.tree_metadata, "tree_attention_backend": tree.attention_backend}
 

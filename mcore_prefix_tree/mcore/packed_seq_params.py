@@ -22,13 +22,18 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     Attributes:
         tree_metadata: of the micro-batch, on the device of the hidden states.
         attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`.
+        deterministic_attention: whether attention has to give the same bits twice. Where it need not, back-ends take a
+            faster backward, and those train that have no other.
     """
 
     tree_metadata: TreeMetadata | None = None
     attention_backend: str = "path"
+    deterministic_attention: bool = True
 
     @classmethod
-    def from_metadata(cls, metadata: TreeMetadata, *, attention_backend: str = "path") -> TreePackedSeqParams:
+    def from_metadata(
+        cls, metadata: TreeMetadata, *, attention_backend: str = "path", deterministic_attention: bool = True
+    ) -> TreePackedSeqParams:
         """The parameters to pass as ``packed_seq_params`` to ``GPTModel.forward``.
 
         Raises:
@@ -41,6 +46,7 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
             max_seqlen_kv=metadata.max_path_len,
             tree_metadata=metadata,
             attention_backend=attention_backend,
+            deterministic_attention=deterministic_attention,
         )
 
 

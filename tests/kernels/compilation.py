@@ -81,6 +81,7 @@ def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
         "grad_out": (rows, value_dim), "grad_key": (columns, head_dim), "grad_value": (columns, value_dim),
         "grad_query": (rows, head_dim),
     }  # fmt: skip
+    partial = {"partial_key": (columns, head_dim), "partial_value": (columns, value_dim)}
     constants = {
         "HEADS": case.heads, "KV_HEADS": case.kv_heads, "GROUP": case.heads // case.kv_heads, "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim, "D": rounded(head_dim), "W": rounded(value_dim), "BLOCK_M": rows, "BLOCK_N": columns,
@@ -101,6 +102,8 @@ def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
             signature[name] = tiles_of(case, rows, head_dim, engine, "fp32") if engine else "*fp32"
         elif name in tiles:
             signature[name] = tiles_of(case, *tiles[name], engine)
+        elif name in partial:
+            signature[name] = tiles_of(case, *partial[name], engine, "fp32") if engine else "*fp32"
         else:
             signature[name] = f"*{POINTERS[name]}" if name in POINTERS else SCALARS.get(name, "i32")
         kind = signature[name]
@@ -128,8 +131,9 @@ def reports(architecture, which, case):
     if (which == "fast") != (configs.query is None):
         return []
     kept = {"grad_query"} if which == "fast" else set()
-    launches = [{"grad_key"}, {"grad_value"}] if configs.apart else [{"grad_key", "grad_value"}]
-    every = {"grad_key", "grad_value", "grad_query"}
+    of_key, of_value = {"grad_key", "partial_key"}, {"grad_value", "partial_value"}
+    launches = [of_key, of_value] if configs.apart else [of_key | of_value]
+    every = {"grad_query"} | of_key | of_value
     return [
         report(key_value_kernel, case, configs.key_value, configs.engine, architecture, every - written - kept)
         for written in launches

@@ -72,7 +72,12 @@ def assert_is_reference(metadata, *, configs=None, limit=None, settings=None, **
     options = options_of(inputs, **settings)
     configs = configs or configs_for(Case.of(*inputs[:3], options))
     results = run(attend, inputs, grad_out, metadata, options, configs)
-    expected = truth(inputs, grad_out, metadata, **settings)
+    assert_are(results, truth(inputs, grad_out, metadata, **settings), inputs, limit=limit)
+    return results
+
+
+def assert_are(results, expected, inputs, *, limit=None):
+    """Results of a call with these inputs against the :func:`truth`."""
     limit = limit or LIMITS[inputs[0].dtype]
     assert len(results) == len(expected) == 1 + len(inputs)
     for name, actual, wanted, given in zip(NAMES, results, expected, [inputs[0], *inputs], strict=False):
@@ -80,7 +85,6 @@ def assert_is_reference(metadata, *, configs=None, limit=None, settings=None, **
         assert actual.dtype == given.dtype, name
         # A sink's gradient is one sum over all rows, so it has more terms than any other.
         assert error < limit * (4 if name == "dsinks" else 1), f"{name} is off by {error:.2e}"
-    return results
 
 
 def relative_error(actual, expected, *, floor=0.0):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kernel_cases import (
     DEVICE,
     INTERPRETED,
+    assert_are,
     assert_is_reference,
     make_inputs,
     options_of,
@@ -22,12 +23,23 @@ from kernel_cases import (
 from oracles import metadata_of, random_forest, worst
 
 from mcore_prefix_tree import TreeMetadata
-from mcore_prefix_tree.attention import Case, tree_attention
+from mcore_prefix_tree.attention import AttentionOptions, Case, tree_attention
 from mcore_prefix_tree.attention.triton_tree import attend, launch
 from mcore_prefix_tree.attention.triton_tree.config import configs_for
 from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
 
 EVERYTHING = {"window": 50, "logit_softcap": 3.0}
+CASE = Case(
+    device=DEVICE,
+    capability=None,
+    dtype=torch.float32,
+    heads=2,
+    kv_heads=1,
+    head_dim=64,
+    value_dim=64,
+    needs_grad=True,
+    options=AttentionOptions(softmax_scale=1.0),
+)
 
 
 @settings(max_examples=40)
@@ -110,7 +122,7 @@ def test_a_group_divided_among_programs(splits, deterministic):
     with mock.patch.object(launch, "processors", return_value=splits * 2 * key_blocks // 2):
         assert launch._splits(2 * key_blocks, 6, DEVICE) == splits
         assert_is_reference(
-            metadata, heads=12, key_heads=2, dim=16, configs=small_configs(deterministic=deterministic), seed=splits
+            metadata, heads=12, key_heads=2, dim=24, configs=small_configs(deterministic=deterministic), seed=splits
         )
 
 
@@ -271,30 +283,79 @@ def test_plans_are_made_once():
     assert metadata.cache == plans
 
 
-def test_a_plan_in_the_place_of_another():
-    """What a CUDA graph does: the launch of one tree, replayed with the numbers of another in the same tensors."""
-    window, configs = 40, small_configs()
-    longest = metadata_of([60, 50, 40, 9], [-1, 0, 1, 2], padding=1).to(DEVICE)
-    other = metadata_of([30, 20, 40, 50], [-1, 0, -1, 2], padding=20).to(DEVICE)
-    assert longest.padded_size == other.padded_size
-    captured = DevicePlan.of(longest, configs, window)
-    inputs, grad_out = make_inputs(other)
-    options = options_of(inputs, window=window)
-    longest.cache[f"triton {configs.packed} window {window}"] = captured
+CAPACITY = 96
 
-    captured.overwrite(DevicePlan.of(other, configs, window))
-    replayed = run(attend, inputs, grad_out, longest, options, configs)
-    for actual, wanted in zip(replayed, run(attend, inputs, grad_out, other, options, configs), strict=True):
-        assert torch.equal(actual, wanted)
-    with pytest.raises(ValueError, match="does not fit the"):
-        DevicePlan.of(other, configs, window).overwrite(DevicePlan.of(longest, configs, window))
+
+@pytest.mark.parametrize(("window", "deterministic"), [(None, True), (None, False), (20, True), (1000, False)])
+def test_a_tree_in_the_place_of_another(window, deterministic):
+    """What a CUDA graph does: launches of one capacity, replayed with the numbers of smaller trees in the same tensors.
+
+    The tokens of the tree come out as if it had been launched by itself, and those that fill up the capacity neither
+    change them nor are anything but themselves.
+    """
+    configs = small_configs(deterministic=deterministic)
+    plan = DevicePlan.with_room(CAPACITY, configs, window, DEVICE)
+    captured = TreeMetadata.from_nodes([0, CAPACITY], [-1]).to(DEVICE)
+    captured.cache[f"triton {configs.packed} window {window}"] = plan
+    places = [tensor.data_ptr() for tensor in (plan.end, plan.position, *plan.schedules)]
+    for seed, nodes in ((1, 6), (2, 4)):
+        lens, parents = random_forest(seed, nodes=nodes, node_lens=(0, 1, 7, 16, 17), root_rate=0.2)
+        tree = metadata_of(lens, parents, padding=CAPACITY - sum(lens)).to(DEVICE)
+        live = tree.num_tokens
+        assert 0 < live < CAPACITY
+        inputs, grad_out = make_inputs(tree, heads=1, dim=16, seed=seed)
+        plan.overwrite(DevicePlan.of(tree, configs, window))
+        replayed = run(attend, inputs, grad_out, captured, options_of(inputs, window=window), configs)
+        assert_are(replayed, truth(inputs, grad_out, tree, window=window), inputs)
+        value = inputs[2].detach()[live:]
+        torch.testing.assert_close(replayed[0][live:], value.expand_as(replayed[0][live:]), rtol=1e-6, atol=0)
+
+        # What fills up may hold anything finite: no bit of the tree depends on it.
+        filled = [tensor.detach().clone() for tensor in (*inputs, grad_out)]
+        for tensor in filled:
+            tensor[live:] = 1e4
+        *others, other_grad = [tensor.requires_grad_() for tensor in filled]
+        for actual, before in zip(
+            run(attend, others, other_grad.detach(), captured, options_of(others, window=window), configs),
+            replayed,
+            strict=True,
+        ):
+            assert torch.equal(actual[:live], before[:live])
+    assert places == [tensor.data_ptr() for tensor in (plan.end, plan.position, *plan.schedules)]
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    nodes=st.integers(0, 30),
+    lens=st.sampled_from([(0, 1, 3), (1, 57, 64, 130), (200,)]),
+    window=st.sampled_from([None, 1, 40, 100_000]),
+    deterministic=st.booleans(),
+)
+def test_there_is_room_for_every_tree(seed, nodes, lens, window, deterministic):
+    tree = metadata_of(*random_forest(seed, nodes=nodes, node_lens=lens, root_rate=0.2), padding=1 + seed % 70)
+    for configs in (small_configs(deterministic=deterministic), configs_for(CASE)):
+        plan = DevicePlan.of(tree, configs, window)
+        room = DevicePlan.with_room(tree.padded_size, configs, window, torch.device("cpu"))
+        room.overwrite(plan)
+        for kept, given_ in zip(room.schedules, plan.schedules, strict=True):
+            assert torch.equal(kept[: len(given_)], given_)
+
+
+def test_a_plan_that_does_not_fit_is_refused():
+    configs, cpu = small_configs(), torch.device("cpu")
+    path, forest, shorter = (metadata_of(*nodes) for nodes in (([160], [-1]), ([80, 80], [-1, -1]), ([150], [-1])))
+    with pytest.raises(ValueError, match=r"does not fit the .*; capture with DevicePlan\.with_room"):
+        DevicePlan.of(forest, configs, None).overwrite(DevicePlan.of(path, configs, None))
+    # Of as many blocks, so that its lists would fit; but the launches would compute rows that it does not have.
+    with pytest.raises(ValueError, match=r"a plan of 150 tokens cannot take the place of one of 160, .* pad the"):
+        DevicePlan.with_room(160, configs, None, cpu).overwrite(DevicePlan.of(shorter, configs, None))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a graph is of a GPU's launches")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_graph_replayed_with_another_tree(deterministic):
     """Captured with a plan whose lists have room, replayed after its tensors were overwritten."""
-    longest = metadata_of([600, 500, 400, 90], [-1, 0, 1, 2], padding=10).to(DEVICE)
+    longest = metadata_of([1600], [-1]).to(DEVICE)
     other = metadata_of([300, 200, 400, 500], [-1, 0, -1, 2], padding=200).to(DEVICE)
     inputs, grad_out = make_inputs(longest, heads=4, key_heads=2, dim=64, dtype=torch.float16)
     options = options_of(inputs, deterministic=deterministic)

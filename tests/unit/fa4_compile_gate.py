@@ -2,20 +2,33 @@
 
     fa4_compile_gate.py HEADS,KEY_HEADS,D,W [window | softcap | sinks | wrong-tiles]
 
-Prints a word for each pass that compiled. Its tensors are fake ones on a GPU that is not there; torch has no autograd
-for these in a build for the CPU, so the two passes are called as the package's own autograd function calls them.
+For the chip that ``FLASH_ATTENTION_ARCH`` names. Prints a word for each pass that compiled. Its tensors are fake ones
+on a GPU that is not there; torch has no autograd for these in a build for the CPU, so the two passes are called as the
+package's own autograd function calls them.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from unittest import mock
 
+import cutlass
 import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from oracles import metadata_of, random_forest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mcore_prefix_tree.attention import AttentionOptions, fa4
+
+
+class Processors:
+    """What the kernels of Blackwell, while they are compiled, ask the driver of the GPU about its size."""
+
+    count = int(os.environ["FLASH_ATTENTION_NUM_SMS"])
+
+    def get_device_multiprocessor_count(self) -> int:
+        return self.count
 
 
 def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,11 +43,12 @@ def main() -> None:
     heads, key_heads, head_dim, value_dim = (int(number) for number in sys.argv[1].split(","))
     option = sys.argv[2] if len(sys.argv) > 2 else ""
     metadata = metadata_of(*random_forest(1, nodes=14, node_lens=(1, 60, 130, 200)), padding=3)
-    tiles = fa4.tiles_of((9, 0), head_dim, value_dim)
+    capability = divmod(int(os.environ["FLASH_ATTENTION_ARCH"].removeprefix("sm_")), 10)
+    tiles = fa4.tiles_of(capability, head_dim, value_dim)
     if option == "wrong-tiles":
         tiles = fa4.TilePair(fa4.Block(96, 48), fa4.Block(96, 48))
     mask = fa4.build_mask(metadata, tiles, 70 if option == "window" else None)
-    with FakeTensorMode():
+    with FakeTensorMode(), mock.patch.object(cutlass.utils, "HardwareInfo", Processors):
         options = AttentionOptions(
             softmax_scale=head_dim**-0.5,
             window=70 if option == "window" else None,

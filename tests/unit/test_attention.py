@@ -94,24 +94,10 @@ def test_path_is_reference_on_random_forests(seed, nodes, lens, padding):
     assert_path_is_reference(metadata_of(*forest, padding=padding), seed=seed)
 
 
-@pytest.mark.parametrize("ratio", range(1, 9))
-@pytest.mark.parametrize("key_heads", [1, 3])
-def test_grouped_queries(ratio, key_heads):
-    metadata = metadata_of(*random_forest(ratio, node_lens=(1, 4, 9)), padding=2)
-    assert_path_is_reference(metadata, heads=ratio * key_heads, key_heads=key_heads)
-
-
 @pytest.mark.parametrize("value_dim", [1, 5, 24])
 def test_unequal_value_dim(value_dim):
     metadata = metadata_of(*random_forest(3), padding=3)
     assert_path_is_reference(metadata, value_dim=value_dim)
-
-
-@pytest.mark.parametrize("border", [*range(57, 66), *range(120, 131)])
-def test_node_borders_around_block_sizes(border):
-    """The trunk ends at the border; below it branch a short, a straddling and an empty node."""
-    node_lens = [border, 1, 70, 3, 0, 2, 40]
-    assert_path_is_reference(metadata_of(node_lens, [-1, 0, 0, 2, 2, 0, -1], padding=1), heads=2, key_heads=1)
 
 
 @pytest.mark.parametrize("length", [255, 256, 257, 511, 512, 513])
@@ -127,15 +113,6 @@ def test_any_query_block(block, seed, monkeypatch):
     monkeypatch.setattr(path, "QUERY_BLOCK", block)
     lens = tuple(sorted({1, max(block - 1, 0), block, block + 1, 2 * block + 1}))
     assert_path_is_reference(metadata_of(*random_forest(seed, nodes=10, node_lens=lens), padding=1), seed=seed)
-
-
-def test_a_comb_of_depth_300():
-    nodes = 600
-    parents = [-1] + [node - 1 if node % 2 else node - 2 for node in range(1, nodes)]
-    metadata = metadata_of([1 + node % 2 for node in range(nodes)], parents)
-    assert len(metadata.segments.parent) >= nodes - 2
-    assert metadata.max_path_len >= 300
-    assert_path_is_reference(metadata, heads=2, key_heads=1, dim=4)
 
 
 @pytest.mark.parametrize("backend", EXACT)

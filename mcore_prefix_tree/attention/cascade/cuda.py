@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -28,6 +29,17 @@ def _flash_attn_is_missing() -> str | None:
         return "device=cuda without flash-attn, which is not installed"
     if tuple(int(part) for part in installed.split(".")[:2]) < (2, 7):
         return f"device=cuda with flash-attn {installed} (needs 2.7 or newer)"
+    return None
+
+
+@cache
+def _transformer_engine_is_missing() -> str | None:
+    try:
+        installed = version("transformer_engine")
+    except PackageNotFoundError:
+        return "device=cuda without transformer_engine, which is not installed"
+    if tuple(int(part) for part in installed.split(".")[:2]) < (2, 17):
+        return f"device=cuda with transformer_engine {installed} (needs 2.17 or newer)"
     return None
 
 
@@ -272,3 +284,108 @@ class FlashAttention3:
             deterministic=options.deterministic,
         )
         return grads
+
+
+class TransformerEngine:
+    """The fused attention (cuDNN's) that TransformerEngine's ``DotProductAttention`` runs, without that module.
+
+    The module itself returns no log-sum-exp, and its backward takes none. ``fused_attn_fwd`` and ``fused_attn_bwd``,
+    which it calls, do, and TransformerEngine's own context parallelism gives them merged ones, as the cascade does.
+    """
+
+    name: str = "TransformerEngine"
+    head_dim_multiple: int | None = 8
+
+    def refusal(self, case: Case) -> str | None:
+        """It has no soft-cap and, of packed sequences on Hopper, no deterministic backward that is of any use."""
+        if case.options.logit_softcap is not None:
+            return f"logit_softcap={case.options.logit_softcap}"
+        reason = _transformer_engine_is_missing() or _common_refusal(case, (9, 0), (11, 0))
+        if reason is None and max(case.head_dim, case.value_dim) > 128:
+            return f"head_dim={max(case.head_dim, case.value_dim)} (at most 128)"
+        if reason is None and case.needs_grad and case.options.deterministic and case.capability == (9, 0):
+            # Observed by TransformerEngine, which switches it off then: attention/dot_product_attention/utils.py.
+            return "deterministic=True (its memory would grow with the square of the sequences' lengths)"
+        return reason
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`VarlenKernel`.
+
+        Raises:
+            RuntimeError: cuDNN is so old that its statistics are not one number per query and head.
+        """
+        from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+        out, (lse, *_) = fused_attn.fused_attn_fwd(
+            is_training=True,  # else there are no statistics
+            q=query.contiguous(),
+            k=key.contiguous(),
+            v=value.contiguous(),
+            fake_dtype=query.dtype,
+            **self._common(fused_attn, sequences, options),
+        )
+        if lse.ndim != 3:
+            raise RuntimeError(
+                f"cascade needs statistics [tokens, heads, 1] of TransformerEngine, not {tuple(lse.shape)}: update "
+                "cuDNN, or name another attention backend"
+            )
+        return out, lse[..., 0].T.contiguous()
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        options: AttentionOptions,
+    ) -> Tensors:
+        """See :class:`VarlenKernel`."""
+        from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+        random_state = torch.zeros(2, dtype=torch.int64, device=query.device)  # of dropout
+        grads = fused_attn.fused_attn_bwd(
+            q=query.contiguous(),
+            k=key.contiguous(),
+            v=value.contiguous(),
+            o=out.contiguous(),
+            d_o=grad_out.contiguous(),
+            fake_dtype=query.dtype,
+            aux_ctx_tensors=[lse.T.contiguous().unsqueeze(-1), random_state],
+            do_format="thd",
+            dqkv_layout="thd_thd_thd",
+            deterministic=options.deterministic,
+            **self._common(fused_attn, sequences, options),
+        )
+        return grads[0], grads[1], grads[2]
+
+    def _common(self, fused_attn: Any, sequences: Sequences, options: AttentionOptions) -> dict[str, Any]:
+        """What both passes are given: sequences packed one after the other, a causal mask or none, no dropout."""
+        return {
+            # cuDNN plans anew for another length: powers of two are few.
+            "max_seqlen_q": _next_power_of_two(sequences.max_q),
+            "max_seqlen_kv": _next_power_of_two(sequences.max_k),
+            "cu_seqlens_q": sequences.cu_q,
+            "cu_seqlens_kv": sequences.cu_k,
+            "cu_seqlens_q_padded": sequences.cu_q,
+            "cu_seqlens_kv_padded": sequences.cu_k,
+            "fused_attention_backend": fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"],
+            "attn_scale": options.softmax_scale,
+            "qkv_layout": "thd_thd_thd",
+            "o_format": "thd",
+            "attn_mask_type": "padding_causal" if sequences.causal else "padding",
+            "window_size": (-1, 0) if sequences.causal else (-1, -1),
+        }
+
+
+def _next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

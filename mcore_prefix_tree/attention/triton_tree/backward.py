@@ -36,14 +36,46 @@ def delta_kernel(
     tl.store(delta + head.to(tl.int64) * stride + start + tl.arange(0, BLOCK_M), tl.sum(product, 1))
 
 
+@triton.jit
+def _store_sums(
+    target,
+    partial,
+    rows,
+    head,
+    start,
+    size,
+    stride,
+    splits,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ENGINE: tl.constexpr,
+):
+    """To ``target``, or to ``partial`` if a group is split. Either is compiled: how many tokens there are decides."""
+    if partial is None:
+        store_rows(target, rows, head, start, size, ROWS, WIDTH, BLOCK, ENGINE)
+    else:
+        if splits > 1:
+            if ENGINE:
+                partial.store([head, start, 0], tl.reshape(rows, [1, ROWS, BLOCK]))
+            else:
+                # Both of R and D are rounded up, so that nothing has to be masked.
+                row = head.to(tl.int64) * stride + start + tl.arange(0, ROWS)
+                tl.store(partial + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], rows)
+        else:
+            store_rows(target, rows, head, start, size, ROWS, WIDTH, BLOCK, ENGINE)
+
+
 @triton.jit(do_not_specialize=["size", "key_blocks", "stride", "splits", "window"])
 def key_value_kernel(
     query,  # [H, P, D], as load_rows takes it
     key,  # [K, P, D], likewise
     value,  # [K, P, W], likewise
     grad_out,  # [H, P, W], likewise
-    grad_key,  # None or [K * splits, P, D], likewise, written
-    grad_value,  # None or [K * splits, P, W], likewise, written
+    grad_key,  # None or [K, P, D], likewise, written unless splits is above 1
+    grad_value,  # None or [K, P, W], likewise
+    partial_key,  # None or fp32 [K * splits, R, D], written if splits is above 1; a descriptor if ENGINE
+    partial_value,  # None or fp32 [K * splits, R, W], likewise
     grad_query,  # None or fp32 [H, R, D], to which dQ without the softmax scale is added; a descriptor if ENGINE
     lse,  # fp32 [H, R]
     delta,  # fp32 [H, R]
@@ -142,9 +174,12 @@ def key_value_kernel(
                         tl.atomic_add(grad_query + at, share, sem="relaxed")
 
     if grad_key is not None:
-        store_rows(grad_key, grad_k * softmax_scale, out_head, start, size, BLOCK_N, HEAD_DIM, D, ENGINE)
+        grad_k *= softmax_scale
+        _store_sums(grad_key, partial_key, grad_k, out_head, start, size, stride, splits, BLOCK_N, HEAD_DIM, D, ENGINE)
     if grad_value is not None:
-        store_rows(grad_value, grad_v, out_head, start, size, BLOCK_N, VALUE_DIM, W, ENGINE)
+        _store_sums(
+            grad_value, partial_value, grad_v, out_head, start, size, stride, splits, BLOCK_N, VALUE_DIM, W, ENGINE
+        )
 
 
 @triton.jit(do_not_specialize=["size", "query_blocks", "stride", "window"])

@@ -120,7 +120,7 @@ _OTHERS = (
         fast=Launch(32, 64, 8, 2),
     ),
     _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(64, 32, 8, 2), apart=True),
-    _Row(forward=Launch(64, 32, 8, 2), key_value=Launch(16, 64, 8, 2), query=Launch(32, 32, 8, 2), apart=True),
+    _Row(forward=Launch(64, 32, 8, 2), key_value=Launch(16, 64, 8, 2), query=Launch(64, 16, 8, 2), apart=True),
 )
 # Without tensor cores, for tests: small enough for every chip.
 _FLOAT32 = (

@@ -47,12 +47,19 @@ class Call:
     def tiles(self, tensor: torch.Tensor, rows: int) -> Any:
         """``[P, H, D]`` as the kernels' ``load_rows`` takes it, in tiles of ``rows`` tokens of one head."""
         size, heads, width = tensor.shape
-        # The stride of a dimension of one entry means nothing, but the copy engine wants a multiple of 16 bytes.
-        stride = tensor.stride(0) if size > 1 else ROUND
-        head_stride = tensor.stride(1) if heads > 1 else ROUND
+        # The stride of a dimension of one entry means nothing, but the copy engine wants a multiple of 16 bytes, and a
+        # stride that 16 divides where the others' does not would be another kernel to Triton.
+        stride = tensor.stride(0) if size > 1 else heads * width
+        head_stride = tensor.stride(1) if heads > 1 else width
         if not self.configs.engine:
             return (tensor, head_stride, stride)
         return TensorDescriptor(tensor, [heads, size, width], [head_stride, stride, 1], [1, rows, rounded(width)])
+
+    def sums(self, tensor: torch.Tensor | None, rows: int) -> Any:
+        """fp32 ``[H, R, D rounded up]``, dense, as the kernels take it; None if it is None."""
+        if tensor is None or not self.configs.engine:
+            return tensor
+        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, tensor.shape[2]])
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,23 +164,19 @@ def key_value_grads(
     kv_heads = key.shape[1]
     key_blocks = triton.cdiv(size, launch.key_block)
     splits = _splits(key_blocks * kv_heads, heads // kv_heads, query.device)
-    # Partial sums stay in fp32 until they are added up.
-    dtype = key.dtype if splits == 1 else torch.float32
-    grads = [like.new_empty((size, kv_heads * splits, like.shape[2]), dtype=dtype) for like in (key, value)]
-    summed: Any = grad_query
-    if grad_query is not None and call.configs.engine:
-        block = [1, launch.query_block, grad_query.shape[2]]
-        summed = TensorDescriptor(grad_query, list(grad_query.shape), list(grad_query.stride()), block)
+    grads = [like.new_empty((size, kv_heads, like.shape[2])) for like in (key, value)]
+    partials = [_partial_sums(grad, splits, call) if heads > kv_heads else None for grad in grads]
     tiles = [call.tiles(grad, launch.key_block) for grad in grads]
-    for grad_key, grad_value in [(tiles[0], None), (None, tiles[1])] if call.configs.apart else [tiles]:
+    tiles += [call.sums(partial, launch.key_block) for partial in partials]
+    of_key, of_value = [tiles[0], None, tiles[2], None], [None, tiles[1], None, tiles[3]]
+    for written in (of_key, of_value) if call.configs.apart else (tiles,):
         key_value_kernel[(key_blocks * kv_heads * splits,)](
             call.tiles(query, launch.query_block),
             call.tiles(key, launch.key_block),
             call.tiles(value, launch.key_block),
             call.tiles(grad_out, launch.query_block),
-            grad_key,
-            grad_value,
-            summed,
+            *written,
+            call.sums(grad_query, launch.query_block),
             lse,
             delta,
             call.end,
@@ -190,8 +193,21 @@ def key_value_grads(
             **_constants(query, value, launch, call),
         )
     if splits > 1:
-        grads = [grad.unflatten(1, (kv_heads, splits)).sum(2).to(key.dtype) for grad in grads]
+        for grad, partial in zip(grads, partials, strict=True):
+            assert partial is not None
+            total = partial.unflatten(0, (kv_heads, splits)).sum(1)
+            grad.copy_(total[:, :size, : grad.shape[2]].transpose(0, 1))
     return grads[0], grads[1]
+
+
+def _partial_sums(grad: torch.Tensor, splits: int, call: Call) -> torch.Tensor:
+    """fp32 ``[K * splits, R, D rounded up]`` for the parts of ``grad`` ``[P, K, D]``; of one row if that is the whole.
+
+    The kernel is given it in either case, so that the same one runs whether a group is split or not.
+    """
+    _, kv_heads, width = grad.shape
+    shape = (kv_heads * splits, len(call.end) if splits > 1 else 1, rounded(width))
+    return torch.empty(shape, dtype=torch.float32, device=grad.device)
 
 
 def query_grads(
