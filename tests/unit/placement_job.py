@@ -1,0 +1,202 @@
+"""Fold, run forward, loss and backward where tensors are on a device without being there: torch's fake tensors.
+
+They have shapes, dtypes and a device, and refuse what a GPU would refuse or wait for: an operation on tensors of two
+devices, and any number that the host reads back. A CPU build of torch cannot give a fake tensor the device ``cuda``;
+PyTorch's device for Python back-ends stands in for it. Kernels do not run: operators of our own answer with their fake
+implementation.
+
+Prints one JSON object: for each case "" or what was refused. A process of its own, because such a device is set up once
+for a whole process and ends it with an abort.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from seam_models import branching_samples, build, local_spec, tiny_config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import mcore_prefix_tree
+from mcore_prefix_tree import Sample, Signals, fold
+from mcore_prefix_tree.attention import parity
+from mcore_prefix_tree.attention.options import Case
+from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
+from mcore_prefix_tree.mcore.forward_step import (
+    objective_forward_step,
+    sft_forward_step,
+    tree_forward,
+    tree_logprobs_and_entropy,
+    with_rows,
+)
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
+from mcore_prefix_tree.mcore.train.objective import is_weighted_sum, output_of, watches_entropy
+from mcore_prefix_tree.objectives import OBJECTIVES, make_objective
+from mcore_prefix_tree.signals import Teacher
+from mcore_prefix_tree.testing.emulation import cpu_emulation
+from mcore_prefix_tree.testing.launcher import single_process
+
+DEVICE = "gpu"
+PACKAGE = str(Path(mcore_prefix_tree.__file__).parent)
+BACKENDS = ("path", "reference", "triton", "cascade")
+OUTPUTS = ("logits", "logprobs", "logprobs_and_entropy", "weighted_sum")
+OPTIONS = {"kto": {"reference_point": "zero"}}
+
+
+class Fake(FakeTensorMode):
+    """Fake tensors without constants: torch would keep the value of a single number, on a device that is not there."""
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        return False
+
+
+def tensor_on_device(data: Any, *, device: Any = None, _tensor: Any = torch.tensor, **options: Any) -> torch.Tensor:
+    """``torch.tensor``, which makes the real one first, where it cannot."""
+    made = _tensor(data, **options)
+    return made if device is None else made.to(device)
+
+
+def as_tensor_on_device(data: Any, **options: Any) -> torch.Tensor:
+    """``torch.as_tensor``, likewise."""
+    return data.to(**options) if isinstance(data, torch.Tensor) else tensor_on_device(data, **options)
+
+
+def pretend_hopper() -> None:
+    """Let back-ends for NVIDIA GPUs take the device for one, and trust their kernels, which cannot be run here."""
+    of = Case.of.__func__
+
+    def on_hopper(cls: type[Case], *arguments: Any) -> Case:
+        return replace(of(cls, *arguments), device=torch.device("cuda", 0), capability=(9, 0))
+
+    Case.of = classmethod(on_hopper)
+    parity._check = lambda *arguments: None
+    torch.use_deterministic_algorithms(True)  # what cascade asks for with torch's own kernel
+
+
+def move(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give the device every parameter, with the attributes that Megatron put on it, and every tensor of a module."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            moved = torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=DEVICE))
+            vars(moved).update(vars(parameter))
+            setattr(module, name, moved)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(module, name, torch.empty(value.shape, dtype=value.dtype, device=DEVICE))
+
+
+def forward_backward(
+    samples: list[Sample], *, output: str, backend: str = "path", objective: Any = None, dtype: torch.dtype
+) -> None:
+    config = tiny_config(
+        dtype, num_attention_heads=2, num_query_groups=1, hidden_size=128, bf16=dtype is torch.bfloat16
+    )
+    model = build(config, with_prefix_tree(local_spec(config)))
+    if output != "logits":
+        model = with_scalar_head(model) if output == "values" else with_edge_head(model)
+    layout = fold(samples)
+    with (
+        mock.patch.object(torch, "tensor", tensor_on_device),
+        mock.patch.object(torch, "as_tensor", as_tensor_on_device),
+        Fake(allow_non_fake_inputs=True),
+    ):
+        move(model, dtype)
+        batch = MicroBatch.from_layout(layout, device=DEVICE, attention_backend=backend, output=output)
+        if objective is None and output == "logprobs_and_entropy":
+            logprob, entropy = tree_logprobs_and_entropy(tree_forward(model, batch), batch)
+            loss = torch.dot(logprob, batch.loss_weight) + entropy.sum()
+        elif objective is None or is_weighted_sum(objective):
+            given, loss_of = sft_forward_step(iter([batch]), model)
+            loss = loss_of(given)[0]
+        else:
+            targets = objective.targets(samples)
+            given, loss_of = objective_forward_step(
+                iter([with_rows(batch, objective, targets, range(len(samples)))]),
+                model,
+                objective=objective,
+                with_entropy=watches_entropy(objective),
+            )
+            loss = loss_of(given)[0]
+        loss.backward()
+        missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+        assert not missing, missing
+        assert {parameter.grad.device.type for parameter in model.parameters()} == {DEVICE}
+
+
+def informed_samples() -> list[Sample]:
+    """The forest with all that any objective reads: groups of two, which are pairs too."""
+    samples = [sample for sample in branching_samples() if sample.merge_key is None and len(sample) > 1]
+    informed = []
+    for index, sample in enumerate(samples[: len(samples) // 2 * 2]):
+        per_token = torch.linspace(-2.0, -1.0, len(sample)).tolist()
+        teacher = Teacher(
+            token_ids=np.tile(np.arange(3, dtype=np.int32), (len(sample), 1)),
+            logprobs=np.full((len(sample), 3), -1.5, dtype=np.float32),
+        )
+        signals = Signals(
+            group=index // 2,
+            reward=float(index % 2),
+            pair=index // 2,
+            chosen=index % 2 == 0,
+            label=index % 2 == 0,
+            old_logprobs=per_token,
+            ref_logprobs=per_token,
+            rollout_logprobs=per_token,
+            values=per_token,
+            teacher=teacher,
+        )
+        informed.append(Sample(tokens=sample.tokens, loss_mask=[1.0] * len(sample), signals=signals, source=str(index)))
+    return informed
+
+
+def outcome(case: Callable[..., None], *arguments: Any, **options: Any) -> str:
+    try:
+        case(*arguments, **options)
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(PACKAGE)]
+        where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}: " if frames else ""
+        return f"{where}{type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    _setup_privateuseone_for_python_backend(DEVICE)
+    outcomes: dict[str, str] = {}
+    with cpu_emulation(force=True), single_process():
+        samples, informed = branching_samples(), informed_samples()
+        for name in OBJECTIVES:
+            objective = make_objective(name, OPTIONS.get(name))
+            output = output_of(objective, fused_head=True)
+            outcomes[f"objective {name}"] = outcome(
+                forward_backward, informed, output=output, objective=objective, dtype=torch.float32
+            )
+        pretend_hopper()
+        for backend in BACKENDS:
+            dtype = torch.bfloat16 if backend in ("triton", "cascade") else torch.float32
+            for output in OUTPUTS:
+                outcomes[f"attention {backend}, {output}"] = outcome(
+                    forward_backward, samples, output=output, backend=backend, dtype=dtype
+                )
+        # That the fake device notices what it is there for.
+        with Fake():
+            here, there = torch.ones(2), torch.ones(2, device=DEVICE)
+            outcomes["two devices"] = outcome(lambda: here + there)
+            outcomes["read back"] = outcome(there.sum().item)
+    print(json.dumps(outcomes))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

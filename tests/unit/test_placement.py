@@ -1,0 +1,46 @@
+"""What a GPU would refuse or wait for, found without one: see placement_job.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_prefix_tree.objectives import OBJECTIVES
+
+BACKENDS = ("path", "reference", "triton", "cascade")
+OUTPUTS = ("logits", "logprobs", "logprobs_and_entropy", "weighted_sum")
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    job = Path(__file__).with_name("placement_job.py")
+    environment = os.environ | {"PYTHONPATH": str(job.parent)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(job)], capture_output=True, text=True, timeout=600, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_stays_on_the_device(outcomes: dict[str, str], name: str) -> None:
+    assert outcomes[f"objective {name}"] == ""
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_and_the_head_stay_on_the_device(outcomes: dict[str, str], backend: str, output: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    assert outcomes[f"attention {backend}, {output}"] == ""
+
+
+def test_it_would_be_noticed(outcomes: dict[str, str]) -> None:
+    assert "found at least two devices" in outcomes["two devices"]
+    assert outcomes["read back"].startswith("DataDependentOutputException")
