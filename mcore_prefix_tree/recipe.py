@@ -47,15 +47,16 @@ class DataConfig:
     """What to train on.
 
     Attributes:
-        path: a JSONL file, a glob, ``-`` for standard input, or a list of these.
+        path: a JSONL, Parquet (``.parquet``) or Arrow file (``.arrow``, ``.feather``), a glob, ``-`` for JSONL on
+            standard input, or a list of these.
         tokenizer: a tokenizer that mistral-common carries, or the path of a Hugging Face tokenizer folder; for chat
-            messages. None if all lines have ``tokens``.
+            messages. None if all records have ``tokens``.
         expand_turns: one sample per assistant turn, with its whole history as prefix.
-        shuffle: draw lines in a new order each epoch; the turns of a line stay together.
+        shuffle: draw lines, or rows, in a new order each epoch; the turns of one stay together.
         on_error: ``raise`` ends before training at the first bad line. ``skip`` leaves out and counts the lines that
             cannot be used and the samples that are too long, and nothing else.
-        streaming: hold no samples: read and encode a line when a step needs it, for files larger than memory. They are
-            gone through once at the start, all ranks together. Plain files only.
+        streaming: hold no samples: read and encode a line or row when a step needs it, for files larger than memory.
+            They are gone through once at the start, all ranks together. Plain files only.
         num_workers: processes that read and encode ahead, of each rank, under ``streaming``; 0 for none.
     """
 
@@ -127,7 +128,10 @@ class BatchConfig:
 
     Attributes:
         global_batch_size: logical samples per step, over all ranks. An objective that compares samples with each other
-            takes whole groups or pairs, so it is a multiple of their size.
+            takes whole groups or pairs: all are of one size then, and this is a multiple of it.
+        groups_per_step: instead of that, how many whole groups (prompts) or pairs a step takes, over all ranks,
+            whatever their sizes; for objectives that compare the samples of each. Rollouts that become a sample a turn
+            (``data.expand_turns``) need it.
         max_tokens: physical tokens that a micro-batch may hold, before padding.
         share: ``all`` shares every common prefix; ``prompt`` what samples have in common before their first scored
             token, so that each completion is computed by itself. Either is exact.
@@ -138,12 +142,29 @@ class BatchConfig:
             FLOPs counted.
     """
 
-    global_batch_size: PositiveInt
     max_tokens: PositiveInt
+    global_batch_size: PositiveInt | None = None
+    groups_per_step: PositiveInt | None = None
     share: Literal["all", "prompt"] = "all"
     min_shared_tokens: NonNegativeInt = 0
     length_buckets: list[PositiveInt] | None = None
     calibration: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse two sizes of a step, or none."""
+        if (self.global_batch_size is None) == (self.groups_per_step is None):
+            raise PydanticCustomError(
+                "step_size",
+                "give either global_batch_size, the samples of a step, or groups_per_step, its groups or pairs, and "
+                "set the other to null",
+            )
+
+    @property
+    def per_step(self) -> int:
+        """Samples, or groups, of a step."""
+        size = self.groups_per_step or self.global_batch_size
+        assert size is not None
+        return size
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -151,7 +172,8 @@ class ObjectiveConfig:
     """What the samples are trained with.
 
     Attributes:
-        name: of ``mcore_prefix_tree.objectives.OBJECTIVES``, such as ``sft``, ``grpo`` or ``dpo``.
+        name: of ``mcore_prefix_tree.objectives.OBJECTIVES``, such as ``sft``, ``grpo`` or ``dpo``. With ``critic`` and
+            ``reward_model`` the model ends in a scalar head instead of the vocabulary's.
         options: of its class there, for example ``{kl_coef: 0.01}``.
     """
 
@@ -181,9 +203,13 @@ class CheckpointConfig:
     Attributes:
         save: folder; None saves nothing.
         save_interval: steps between checkpoints; the last step always saves.
+        pretrained_checkpoint: folder of another run, of Megatron-LM too, whose last checkpoint's weights a run starts
+            from; its optimizer and data are left alone. A critic or reward model may start from a language model, and
+            a critic from a reward model: a scalar head that the checkpoint does not have starts anew.
     """
 
     save: str | None = None
+    pretrained_checkpoint: str | None = None
     save_interval: PositiveInt = 100
 
 
@@ -192,7 +218,8 @@ class VerifyConfig:
     """Folded against unfolded on the first batch.
 
     Attributes:
-        enabled: before ``train``. The loss is the supervised one, whatever the objective.
+        enabled: before ``train``. The loss is the supervised one whatever the objective, or for a critic or reward
+            model half the mean square of its values.
         tolerance: largest relative error that passes; None takes 1e-12 for float64 and 1e-5 for float32 (and for
             models with parts that upstream computes in float32, such as the MoE router). bfloat16 is
             judged against a float32 run of the same weights instead: within 3 times the unfolded run's own error.
@@ -211,9 +238,11 @@ class Recipe:
         seed: of weights and shuffling.
         attention_backend: a name of ``mcore_prefix_tree.attention.BACKENDS``, or ``auto``: the fastest measured on a
             tree like that of the first step, kept for the whole run.
+        deterministic_attention: attention gives the same bits twice. False lets back-ends take a faster backward that
+            adds up in any order, and admits those that have no other.
         fused_head: score the supervised tokens a chunk of logits at a time. False keeps the logits of all tokens.
         device: ``auto`` takes the GPU where there is one; ``cpu`` runs megatron-core under emulation.
-        compare: end with the table of folded against unfolded, by the supervised loss whatever the objective.
+        compare: end with the table of folded against unfolded, by the loss of ``verify``.
     """
 
     data: DataConfig
@@ -221,7 +250,8 @@ class Recipe:
     batch: BatchConfig
     train_iters: PositiveInt
     seed: NonNegativeInt = 1234
-    attention_backend: str = "path"
+    attention_backend: str = "auto"
+    deterministic_attention: bool = True
     fused_head: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compare: bool = True
@@ -281,7 +311,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         faults = []
         for fault in error.errors():
             key = ".".join(str(part) for part in fault["loc"] if part not in ("str", "list[str]")) or "the recipe"
-            given = "" if fault["type"] == "missing" else f" (given {fault['input']!r})"
+            given = "" if fault["type"] in ("missing", "step_size") else f" (given {fault['input']!r})"
             reason = "there is no such key" if fault["type"] == "unexpected_keyword_argument" else fault["msg"]
             faults.append(f"{key}: {reason[0].lower()}{reason[1:]}{given}")
         raise RecipeError(f"recipe {path}: " + "; ".join(faults)) from None

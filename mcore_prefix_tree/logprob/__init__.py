@@ -1,17 +1,21 @@
 """From logits to the log-probability of every edge, and back to the samples."""
 
-from mcore_prefix_tree.logprob.edges import Edges, edge_logprobs, edge_logprobs_and_entropy
-from mcore_prefix_tree.logprob.head import Head, head_logprobs, head_weighted_sum
+from mcore_prefix_tree.logprob.edges import Edges, candidate_logprobs, edge_logprobs, edge_logprobs_and_entropy
+from mcore_prefix_tree.logprob.head import Head, head_candidate_logprobs, head_logprobs, head_weighted_sum
 from mcore_prefix_tree.logprob.restore import restore
 from mcore_prefix_tree.logprob.rows import LogitShape
+from mcore_prefix_tree.logprob.top import top_logprobs
 
 __all__ = [
     "Edges",
     "Head",
     "LogitShape",
+    "candidate_logprobs",
     "edge_logprobs",
     "edge_logprobs_and_entropy",
+    "head_candidate_logprobs",
     "head_logprobs",
     "head_weighted_sum",
     "restore",
+    "top_logprobs",
 ]

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.logprob.rows import EdgeGrads, RowSums, over_ranks, softmax_backward_, softmax_sums_
+from mcore_prefix_tree.logprob.rows import EdgeGrads, RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
 
 # Rows of logits in fp32 at a time: bounds the temporary memory at ROWS * Vl.
 ROWS = 256
@@ -37,7 +37,8 @@ class Edges:
 
     Attributes:
         predictor: int64 tensor ``[E]``, flat index of the token that predicts.
-        token: int64 tensor ``[E]``, flat index of the token that is predicted.
+        token: int64 tensor ``[E]``, flat index of the token that is predicted; None for tokens that need not be in the
+            layout, such as a teacher's.
         token_id: int64 tensor ``[E]``, its id in the vocabulary.
         row: int64 tensor ``[R]``, every predictor once, ascending.
         row_of_edge: int64 tensor ``[E]``: ``predictor == row[row_of_edge]``.
@@ -47,7 +48,7 @@ class Edges:
     """
 
     predictor: torch.Tensor
-    token: torch.Tensor
+    token: torch.Tensor | None
     token_id: torch.Tensor
     row: torch.Tensor
     row_of_edge: torch.Tensor
@@ -78,12 +79,42 @@ class Edges:
         return cls(
             predictor=torch.from_numpy(predictor).to(device),
             token=torch.from_numpy(token).to(device),
-            token_id=torch.from_numpy(layout.input_ids[token]).to(device),
+            token_id=torch.from_numpy(layout.input_ids[token]).to(device).long(),
             row=torch.from_numpy(row).to(device),
             row_of_edge=torch.from_numpy(row_of_edge).to(device),
             host_row=row,
             first_edge=np.append(first, len(token)),
             padded_size=layout.padded_size,
+        )
+
+    @classmethod
+    def of_candidates(
+        cls,
+        predictor: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.integer],
+        *,
+        padded_size: int,
+        device: torch.device | str = "cpu",
+    ) -> Edges:
+        """An edge for each of the k tokens that each of R questions asks about, question by question.
+
+        Args:
+            predictor: int64 ``[R]``, flat indices of what the questions are about, ascending; some may be the same.
+            token_ids: ``[R, k]``.
+            padded_size: P.
+            device: of the tensors.
+        """
+        k = token_ids.shape[1]
+        row, first, row_of_question = np.unique(predictor, return_index=True, return_inverse=True)
+        return cls(
+            predictor=torch.from_numpy(np.repeat(predictor, k)).to(device),
+            token=None,
+            token_id=torch.from_numpy(token_ids.astype(np.int64).ravel()).to(device),
+            row=torch.from_numpy(row).to(device),
+            row_of_edge=torch.from_numpy(np.repeat(row_of_question, k)).to(device),
+            host_row=row,
+            first_edge=np.append(first, len(predictor)) * k,
+            padded_size=padded_size,
         )
 
     def of_rows(self, rows: slice) -> slice:
@@ -102,6 +133,7 @@ class Edges:
 
     def at_tokens(self, per_edge: torch.Tensor) -> torch.Tensor:
         """A value of each edge ``[E]`` at the flat index of the token that it predicts ``[P]``; 0 elsewhere."""
+        assert self.token is not None, "candidates are not in the layout"
         return per_edge.new_zeros(self.padded_size).index_put((self.token,), per_edge)
 
     def at_rows(self, per_row: torch.Tensor) -> torch.Tensor:
@@ -148,18 +180,23 @@ class _EdgeLogprobs(torch.autograd.Function):
         if group is not None:
             dist.all_reduce(target, group=group)
         ctx.save_for_backward(logits, temperature, sums.logsumexp, sums.entropy)
+        ctx.set_materialize_grads(False)
         ctx.edges, ctx.vocab_start, ctx.in_place = edges, vocab_start, in_place
         return target - sums.logsumexp[edges.predictor], sums.entropy
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_logprob, grad_entropy = grad_outputs
+        if grad_logprob is None and grad_entropy is None:
+            return None, None, None, None, None, None, None
         logits, temperature, logsumexp, entropy = ctx.saved_tensors
         edges: Edges = ctx.edges
         sums = RowSums(logsumexp=logsumexp, entropy=entropy)
-        per_row = torch.zeros_like(logsumexp).index_add_(0, edges.predictor, grad_logprob)
         here, column = edges.column(ctx.vocab_start, logits.shape[1])
-        at_target = torch.where(here, grad_logprob, 0)
+        per_row = at_target = None
+        if grad_logprob is not None:
+            per_row = sum_per_row(grad_logprob, edges.predictor, logsumexp)
+            at_target = torch.where(here, grad_logprob, 0)
         grad = logits if ctx.in_place else torch.empty_like(logits)
         is_wide = grad.dtype == logsumexp.dtype
         for rows in slices(logits.shape[0], ROWS):
@@ -173,9 +210,11 @@ class _EdgeLogprobs(torch.autograd.Function):
             softmax_backward_(
                 block,
                 sums[rows],
-                grad_row=per_row[rows],
-                grad_entropy=None if entropy is None else grad_entropy[rows],
-                edges=EdgeGrads(row=edges.predictor[owned] - rows.start, column=column[owned], grad=at_target[owned]),
+                grad_row=None if per_row is None else per_row[rows],
+                grad_entropy=None if grad_entropy is None else grad_entropy[rows],
+                edges=None
+                if at_target is None
+                else EdgeGrads(row=edges.predictor[owned] - rows.start, column=column[owned], grad=at_target[owned]),
             )
             if temperature is not None:
                 block.div_(temperature[rows, None])
@@ -211,8 +250,21 @@ def edge_logprobs(
     Raises:
         ValueError: if the logits are not ``[padded_size, Vl]``.
     """
-    logprob, _ = _score(logits, edges, temperature, vocab_start, group, with_entropy=False, in_place=in_place)
-    return logprob
+    per_edge, _ = _score(logits, edges, temperature, vocab_start, group, with_entropy=False, in_place=in_place)
+    return edges.at_tokens(per_edge)
+
+
+def candidate_logprobs(
+    logits: torch.Tensor,
+    edges: Edges,
+    *,
+    temperature: torch.Tensor | None = None,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """As :func:`edge_logprobs`, edge by edge: ``[E]``."""
+    return _score(logits, edges, temperature, vocab_start, group, with_entropy=False, in_place=in_place)[0]
 
 
 def edge_logprobs_and_entropy(
@@ -224,9 +276,9 @@ def edge_logprobs_and_entropy(
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`edge_logprobs`, and the entropy ``[P]`` in nats of the distribution that each token predicts."""
-    logprob, entropy = _score(logits, edges, temperature, vocab_start, group, with_entropy=True, in_place=False)
+    per_edge, entropy = _score(logits, edges, temperature, vocab_start, group, with_entropy=True, in_place=False)
     assert entropy is not None
-    return logprob, entropy
+    return edges.at_tokens(per_edge), entropy
 
 
 def _score(
@@ -246,4 +298,4 @@ def _score(
     per_edge, entropy = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
         logits, edges, temperature, vocab_start, group, with_entropy, in_place
     )
-    return edges.at_tokens(per_edge), entropy
+    return per_edge, entropy

@@ -29,6 +29,7 @@ from mcore_prefix_tree.logprob.rows import (
     over_ranks,
     softmax_backward_,
     softmax_sums_,
+    sum_per_row,
 )
 
 # Logits of a chunk, and the rows that it has at least: a chunk costs a pass over the weight and over the sum of its
@@ -99,6 +100,13 @@ def head_logprobs(
     _check(hidden, weight, head)
     per_edge, entropy = _HeadLogprobs.apply(hidden, weight, head, with_entropy)  # type: ignore[no-untyped-call]
     return head.edges.at_tokens(per_edge), None if entropy is None else head.edges.at_rows(entropy)
+
+
+def head_candidate_logprobs(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+    """As :func:`head_logprobs`, edge by edge: ``[E]``."""
+    _check(hidden, weight, head)
+    per_edge: torch.Tensor = _HeadLogprobs.apply(hidden, weight, head, False)[0]  # type: ignore[no-untyped-call]
+    return per_edge
 
 
 def head_weighted_sum(
@@ -227,7 +235,7 @@ class _HeadLogprobs(torch.autograd.Function):
         chunks = _Chunks(hidden, weight, head)
         empty = hidden.new_empty(0, dtype=chunks.dtype)
         sums = RowSums.empty(len(hidden), with_entropy=with_entropy, like=empty)
-        target = empty.new_empty(len(head.edges.token))
+        target = empty.new_empty(len(head.edges.token_id))
         for rows, edges, logits in chunks:
             target[edges] = chunks.target(rows, edges, logits)
             sums[rows].set(softmax_sums_(logits, with_entropy=with_entropy)[0])
@@ -235,16 +243,19 @@ class _HeadLogprobs(torch.autograd.Function):
         if head.group is not None:
             dist.all_reduce(target, group=head.group)
         ctx.save_for_backward(hidden, weight, sums.logsumexp, sums.entropy)
+        ctx.set_materialize_grads(False)  # who does not use the entropies does not pay for their gradient
         ctx.head = head
         return target - sums.logsumexp[head.edges.row_of_edge], sums.entropy
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_logprob, grad_entropy = grad_outputs
+        if grad_logprob is None and grad_entropy is None:
+            return None, None, None, None
         hidden, weight, logsumexp, entropy = ctx.saved_tensors
         head: Head = ctx.head
         sums = RowSums(logsumexp=logsumexp, entropy=entropy)
-        per_row = torch.zeros_like(logsumexp).index_add_(0, head.edges.row_of_edge, grad_logprob)
+        per_row = None if grad_logprob is None else sum_per_row(grad_logprob, head.edges.row_of_edge, logsumexp)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         sink = head.weight_grad if of_weight else None
         chunks = _Chunks(hidden, weight, head)
@@ -256,9 +267,9 @@ class _HeadLogprobs(torch.autograd.Function):
             grad = softmax_backward_(
                 logits,
                 sums[rows],
-                grad_row=per_row[rows],
-                grad_entropy=None if entropy is None else grad_entropy[rows],
-                edges=chunks.edge_grads(rows, edges, grad_logprob),
+                grad_row=None if per_row is None else per_row[rows],
+                grad_entropy=None if grad_entropy is None else grad_entropy[rows],
+                edges=None if grad_logprob is None else chunks.edge_grads(rows, edges, grad_logprob),
             )
             grads.add_(rows, grad, slope)
         grad_weight = sink.placeholder() if sink is not None else grads.weight
@@ -274,7 +285,7 @@ class _HeadWeightedSum(torch.autograd.Function):
         of_hidden, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
         grads = _Grads(chunks, of_hidden=of_hidden, of_weight=of_weight)
         per_row = edge_weight.new_zeros(len(hidden)).index_add_(0, head.edges.row_of_edge, edge_weight)
-        logprob = edge_weight.new_empty(len(head.edges.token))
+        logprob = edge_weight.new_empty(len(head.edges.token_id))
         for rows, edges, logits in chunks:
             target = chunks.target(rows, edges, logits)
             slope = chunks.slope(rows, logits) if with_grad else None
@@ -286,7 +297,7 @@ class _HeadWeightedSum(torch.autograd.Function):
             if with_grad:
                 # exp(logits - largest) is there already.
                 factor = per_row[rows] * (largest - sums.logsumexp).exp()
-                grad = logits.mul_(factor[:, None]).neg_()
+                grad = logits.mul_(-factor[:, None])
                 chunks.edge_grads(rows, edges, edge_weight).add_to_(grad)
                 grads.add_(rows, grad, slope)
         ctx.save_for_backward(grads.hidden, grads.weight)

@@ -133,30 +133,39 @@ class EdgeGrads:
         block.index_put_((self.row, self.column), self.grad, accumulate=True)
 
 
+def sum_per_row(per_edge: torch.Tensor, row_of_edge: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``[R]``, the sums of ``[E]`` over the edges of each row; ``like`` has the size."""
+    return torch.zeros_like(like).index_add_(0, row_of_edge, per_edge)
+
+
 def softmax_backward_(
     block: torch.Tensor,
     sums: RowSums,
     *,
-    grad_row: torch.Tensor,
+    grad_row: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
-    edges: EdgeGrads,
+    edges: EdgeGrads | None,
 ) -> torch.Tensor:
     """Logits to their gradient, in place.
 
     Args:
         block: ``[B, Vl]``, logits.
         sums: of the rows, over all ranks.
-        grad_row: ``[B]``, the sum of the gradients of all edges of a row, on whatever rank their tokens are.
-        grad_entropy: ``[B]``, of the rows' entropies.
-        edges: of the block.
+        grad_row: ``[B]``, the sum of the gradients of all edges of a row, on whatever rank their tokens are; None if
+            nobody uses the log-probabilities.
+        grad_entropy: ``[B]``, of the rows' entropies; None if nobody uses them.
+        edges: of the block; None as ``grad_row`` is.
     """
     log_prob = block.sub_(sums.logsumexp[:, None])
     if grad_entropy is None:
-        log_prob.exp_().mul_(grad_row[:, None]).neg_()
+        assert grad_row is not None
+        log_prob.exp_().mul_(-grad_row[:, None])
     else:
         assert sums.entropy is not None
-        weight = grad_entropy[:, None] * (log_prob + sums.entropy[:, None])
-        weight.add_(grad_row[:, None]).neg_()
+        weight = (log_prob + sums.entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_row is not None:
+            weight.sub_(grad_row[:, None])
         log_prob.exp_().mul_(weight)
-    edges.add_to_(block)
+    if edges is not None:
+        edges.add_to_(block)
     return block

@@ -100,6 +100,16 @@ SEAM = (
         "tensor_parallel_output_grad group",
     ),
     Uses("megatron.core.tensor_parallel:copy_to_tensor_model_parallel_region", "input_", "group"),
+    # ScalarHead, which stands in its place.
+    Uses(
+        "megatron.core.transformer.utils:make_sharded_tensors_for_checkpoint",
+        "state_dict prefix",
+        "sharded_offsets tp_group dp_cp_group",
+    ),
+    Uses(
+        "megatron.core.dist_checkpointing.utils:replace_prefix_for_sharding",
+        "sharded_state_dict old_prefix new_prefix",
+    ),
     # What check_config refuses is asked by name.
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",
@@ -189,6 +199,7 @@ TRAINING = (
     Uses("megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step", keywords="increment"),
     Uses("megatron.core.dist_checkpointing:save", "sharded_state_dict checkpoint_dir"),
     Uses("megatron.core.dist_checkpointing:load", "sharded_state_dict checkpoint_dir"),
+    Uses("megatron.core.dist_checkpointing:load_tensors_metadata", "checkpoint_dir"),
     Uses("megatron.core.models.gpt:GPTModel.sharded_state_dict", keywords="metadata"),
     Uses("megatron.core.utils:unwrap_model", "model"),
 )

@@ -30,6 +30,7 @@ class Folding:
         padding: of the micro-batches.
         device: of their tensors.
         attention_backend: of their layers.
+        deterministic_attention: whether it has to give the same bits twice.
         output: what their last pipeline stage is asked for.
         only_supervised: ask for the tokens with a non-zero loss mask alone.
 
@@ -47,6 +48,7 @@ class Folding:
     min_shared_tokens: int = 0
     padding: Padding = NO_PADDING
     attention_backend: str = "path"
+    deterministic_attention: bool = True
     output: Output = "logits"
     only_supervised: bool = False
 
@@ -112,6 +114,7 @@ class Folding:
             layout,
             device=self.device,
             attention_backend=self.attention_backend,
+            deterministic_attention=self.deterministic_attention,
             output=self.output,
             needed=layout.loss_weight != 0 if self.only_supervised else None,
         )

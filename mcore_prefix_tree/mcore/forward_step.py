@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,31 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from mcore_prefix_tree.logprob import edge_logprobs, edge_logprobs_and_entropy
+from mcore_prefix_tree.logprob import candidate_logprobs, edge_logprobs, edge_logprobs_and_entropy, top_logprobs
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import EdgeHeadMixin, HeadRequest, request_arguments
+from mcore_prefix_tree.mcore.scalar_head import ScalarHead
 from mcore_prefix_tree.mcore.validation import check_positions
-from mcore_prefix_tree.objectives import KTO, PolicyGradient, Preference, SupervisedFineTuning, sft_loss
+from mcore_prefix_tree.objectives import (
+    KTO,
+    Critic,
+    Distillation,
+    PolicyGradient,
+    Preference,
+    RewardModel,
+    Rows,
+    SupervisedFineTuning,
+    Targets,
+    TeacherRows,
+    sft_loss,
+)
+from mcore_prefix_tree.objectives import LossOutput as ObjectiveOutput
 
 LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 LogprobObjective = SupervisedFineTuning | PolicyGradient | Preference | KTO
+ValueObjective = Critic | RewardModel
+ForwardObjective = LogprobObjective | ValueObjective | Distillation
+ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 
 def tree_forward(model: Any, batch: MicroBatch) -> torch.Tensor:
@@ -25,26 +43,16 @@ def tree_forward(model: Any, batch: MicroBatch) -> torch.Tensor:
 
     Returns:
         The stage's output: on the last stage what ``batch.output`` says, hidden states before. Local logits are
-        ``[1, P, V / tp]``; scores are for :func:`tree_logprobs`, :func:`tree_logprobs_and_entropy` or
-        :func:`tree_weighted_sum` to read.
+        ``[1, P, V / tp]``; scores are for :func:`tree_logprobs`, :func:`tree_logprobs_and_entropy`,
+        :func:`tree_weighted_sum`, :func:`tree_candidates` or :func:`tree_values` to read.
 
     Raises:
-        ValueError: if the longest path does not fit the model's learned positions, or the last stage is asked for more
-            than logits and has no edge head.
+        ValueError: if the longest path does not fit the model's learned positions, or the last stage is asked for what
+            its output layer does not have.
     """
     gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
     check_positions(gpt_model, batch.layout.max_path_len)
-    arguments: dict[str, Any] = {}
-    if batch.output != "logits" and gpt_model.post_process:
-        if not isinstance(gpt_model.output_layer, EdgeHeadMixin):
-            raise ValueError(
-                f"the micro-batch asks for {batch.output}, but the model's output layer only has logits; pass the "
-                "model through with_edge_head, or make the micro-batch with output='logits'"
-            )
-        request = HeadRequest(
-            output=batch.output, edges=batch.edges, temperature=batch.temperature, token_weight=batch.loss_weight
-        )
-        arguments = request_arguments(request)
+    arguments = _head_arguments(gpt_model.output_layer, batch) if gpt_model.post_process else {}
     output: torch.Tensor = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -53,6 +61,30 @@ def tree_forward(model: Any, batch: MicroBatch) -> torch.Tensor:
         **arguments,
     )
     return output
+
+
+def _head_arguments(layer: Any, batch: MicroBatch) -> dict[str, Any]:
+    """Keywords of ``GPTModel.forward`` that ask its output layer for what the micro-batch wants."""
+    if isinstance(layer, ScalarHead) != (batch.output == "values"):
+        has, way_out = (
+            ("values", "make it with output='values'")
+            if isinstance(layer, ScalarHead)
+            else ("those of a vocabulary", "pass the model through with_scalar_head")
+        )
+        raise ValueError(
+            f"the micro-batch asks for {batch.output}, but the outputs of the model's output layer are {has}; {way_out}"
+        )
+    if batch.output in ("logits", "values"):
+        return {}
+    if not isinstance(layer, EdgeHeadMixin):
+        raise ValueError(
+            f"the micro-batch asks for {batch.output}, but the model's output layer only has logits; pass the "
+            "model through with_edge_head, or make the micro-batch with output='logits'"
+        )
+    request = HeadRequest(
+        output=batch.output, edges=batch.edges, temperature=batch.temperature, token_weight=batch.loss_weight
+    )
+    return request_arguments(request)
 
 
 def tree_logprobs(output: torch.Tensor, batch: MicroBatch, *, in_place: bool = False) -> torch.Tensor:
@@ -99,9 +131,46 @@ def tree_weighted_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Te
     return total.squeeze(0), logprob.detach()
 
 
+def tree_candidates(output: torch.Tensor, batch: MicroBatch, *, in_place: bool = False) -> torch.Tensor:
+    """Log-probability of every edge of ``batch.edges`` by itself, ``[E]``; as :func:`tree_logprobs`.
+
+    Raises:
+        ValueError: the output is neither ``logits`` nor ``candidates``.
+    """
+    if batch.output == "logits":
+        return candidate_logprobs(output.squeeze(0), batch.edges, in_place=in_place, **_from_logits(output, batch))
+    if batch.output != "candidates":
+        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='candidates'")
+    return output.flatten()
+
+
+def tree_top_logprobs(
+    output: torch.Tensor, batch: MicroBatch, k: int, *, vocab_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k likeliest tokens after each of ``batch.edges.row``, and their log-probabilities; see :func:`top_logprobs`.
+
+    Raises:
+        ValueError: the output is not ``logits``.
+    """
+    if batch.output != "logits":
+        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='logits'")
+    return top_logprobs(output.squeeze(0), batch.edges.row, k, vocab_size=vocab_size, **_from_logits(output, batch))
+
+
+def tree_values(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """What a scalar head says after each token, ``[P]`` in fp32 or better.
+
+    Raises:
+        ValueError: the micro-batch asks for something else than ``values``.
+    """
+    if batch.output != "values":
+        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='values'")
+    return output.flatten()
+
+
 def _scores(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    if batch.output == "weighted_sum":
-        raise ValueError("the micro-batch asks for weighted_sum, which tree_weighted_sum reads")
+    if batch.output in ("weighted_sum", "candidates", "values"):
+        raise ValueError(f"the micro-batch asks for {batch.output}, which tree_{batch.output} reads")
     return output.squeeze(0).unbind(dim=1)
 
 
@@ -138,10 +207,29 @@ def _sft_loss(batch: MicroBatch, output: torch.Tensor) -> LossOutput:
     return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
 
 
+def with_rows(batch: MicroBatch, objective: ForwardObjective, targets: Targets, indices: Sequence[int]) -> MicroBatch:
+    """A micro-batch with what an objective's loss reads of it.
+
+    Args:
+        batch: of the samples at ``indices``, in this order.
+        objective: of the step.
+        targets: that it made of the step's samples.
+        indices: into these.
+
+    Raises:
+        ValueError: see :meth:`Targets.rows`.
+    """
+    device = batch.input_ids.device
+    if isinstance(objective, Distillation):
+        of_teacher = objective.rows(targets, batch.layout, indices, device=device)
+        return replace(batch, rows=of_teacher, edges=of_teacher.edges)
+    return replace(batch, rows=targets.rows(batch.layout, indices, device=device))
+
+
 def objective_forward_step(
-    data_iterator: Iterator[MicroBatch], model: Any, *, objective: LogprobObjective, with_entropy: bool
+    data_iterator: Iterator[MicroBatch], model: Any, *, objective: ForwardObjective, with_entropy: bool
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
-    """As :func:`sft_forward_step`, for any objective on log-probabilities; the micro-batches have its ``rows``.
+    """As :func:`sft_forward_step`, for any objective; the micro-batches have its ``rows``.
 
     The loss function gives the sum over the micro-batch, its part of the step's divisor, and for logging both again,
     the objective's ``metrics`` and its ``bad_sample``.
@@ -150,21 +238,18 @@ def objective_forward_step(
         data_iterator: of Megatron's.
         model: of Megatron's.
         objective: of the step.
-        with_entropy: give it the entropy too; fused micro-batches then ask for ``logprobs_and_entropy``.
+        with_entropy: give one on log-probabilities the entropy too; fused micro-batches then ask for
+            ``logprobs_and_entropy``.
     """
     batch = next(data_iterator)
     return tree_forward(model, batch), partial(_objective_loss, batch, objective, with_entropy)
 
 
 def _objective_loss(
-    batch: MicroBatch, objective: LogprobObjective, with_entropy: bool, output: torch.Tensor
+    batch: MicroBatch, objective: ForwardObjective, with_entropy: bool, output: torch.Tensor
 ) -> LossOutput:
     assert batch.rows is not None, "the step's targets make the rows of every micro-batch"
-    if with_entropy:
-        logprob, entropy = tree_logprobs_and_entropy(output, batch)
-        of_batch = objective.loss(logprob, entropy, batch.rows)
-    else:
-        of_batch = objective.loss(tree_logprobs(output, batch, in_place=True), None, batch.rows)
+    of_batch = objective_output(output, batch, objective, with_entropy=with_entropy)
     num_tokens = torch.tensor(batch.rows.count, dtype=torch.int, device=output.device)
     return (
         of_batch.loss,
@@ -176,3 +261,22 @@ def _objective_loss(
             "bad_sample": of_batch.bad_sample,
         },
     )
+
+
+def objective_output(
+    output: torch.Tensor, batch: MicroBatch, objective: ForwardObjective, *, with_entropy: bool
+) -> ObjectiveOutput:
+    """An objective's loss on a micro-batch, from what the last stage gave; arguments as of the forward step."""
+    rows = batch.rows
+    if isinstance(objective, Distillation):
+        assert isinstance(rows, TeacherRows)
+        return objective.loss(tree_candidates(output, batch, in_place=True).view(rows.logprobs.shape), rows)
+    assert isinstance(rows, Rows)
+    if isinstance(objective, ValueObjective):
+        return objective.loss(tree_values(output, batch), rows)
+    if with_entropy:
+        if objective.needs_entropy and batch.output == "logprobs_and_watched_entropy":
+            raise ValueError("the loss has a gradient through the entropy; make it with output='logprobs_and_entropy'")
+        logprob, entropy = tree_logprobs_and_entropy(output, batch)
+        return objective.loss(logprob, entropy, rows)
+    return objective.loss(tree_logprobs(output, batch, in_place=True), None, rows)

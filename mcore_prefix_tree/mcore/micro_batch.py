@@ -13,7 +13,7 @@ from mcore_prefix_tree.logprob import Edges
 from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.objectives import Rows
+from mcore_prefix_tree.objectives import Rows, TeacherRows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,12 +25,13 @@ class MicroBatch:
         input_ids: int64 ``[1, P]``.
         position_ids: int64 ``[1, P]``.
         loss_weight: float32 ``[P]``; of each token's log-probability, where the last stage is asked for their sum.
-        edges: of the layout, as far as they are scored.
+        edges: what is scored: the layout's own, or a teacher's tokens.
         temperature: float64 ``[P]``, what the logits at each token are divided by; None is 1.
         packed_seq_params: with the tree metadata.
-        output: what the last pipeline stage is asked for; anything but logits needs a model with
+        output: what the last pipeline stage is asked for; values need a model with
+            :func:`~mcore_prefix_tree.mcore.scalar_head.with_scalar_head`, anything else but logits one with
             :func:`~mcore_prefix_tree.mcore.output_layer.with_edge_head`.
-        rows: what the loss of an objective on log-probabilities reads.
+        rows: what the loss of the step's objective reads, where that is not a weighted sum of log-probabilities.
     """
 
     layout: FlatLayout
@@ -41,7 +42,7 @@ class MicroBatch:
     temperature: torch.Tensor | None
     packed_seq_params: TreePackedSeqParams
     output: Output = "logits"
-    rows: Rows | None = None
+    rows: Rows | TeacherRows | None = None
 
     @classmethod
     def from_layout(
@@ -50,6 +51,7 @@ class MicroBatch:
         *,
         device: torch.device | str = "cpu",
         attention_backend: str = "path",
+        deterministic_attention: bool = True,
         output: Output = "logits",
         needed: npt.NDArray[np.bool_] | None = None,
     ) -> MicroBatch:
@@ -58,18 +60,20 @@ class MicroBatch:
         Args:
             layout: of the samples.
             device: of the tensors.
-            attention_backend: see :class:`TreePackedSeqParams`.
+            attention_backend, deterministic_attention: see :class:`TreePackedSeqParams`.
             output: as above.
             needed: bool ``[P]``, tokens whose log-probabilities will be read; None is all.
         """
         metadata = TreeMetadata.from_layout(layout, device=device)
         return cls(
             layout=layout,
-            input_ids=torch.from_numpy(layout.input_ids).to(device).unsqueeze(0),
+            input_ids=torch.from_numpy(layout.input_ids).to(device).long().unsqueeze(0),
             position_ids=metadata.tree_position_ids.long().unsqueeze(0),
             loss_weight=torch.from_numpy(layout.loss_weight).to(device),
             edges=Edges.from_layout(layout, needed=needed, device=device),
             temperature=None if layout.temperature is None else torch.from_numpy(layout.temperature).to(device),
-            packed_seq_params=TreePackedSeqParams.from_metadata(metadata, attention_backend=attention_backend),
+            packed_seq_params=TreePackedSeqParams.from_metadata(
+                metadata, attention_backend=attention_backend, deterministic_attention=deterministic_attention
+            ),
             output=output,
         )

@@ -21,11 +21,27 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from mcore_prefix_tree.logprob import Edges, Head, LogitShape, head_logprobs, head_weighted_sum
+from mcore_prefix_tree.logprob import (
+    Edges,
+    Head,
+    LogitShape,
+    head_candidate_logprobs,
+    head_logprobs,
+    head_weighted_sum,
+)
 from mcore_prefix_tree.mcore.attention import tree_class
 
-# What the last pipeline stage gives for a micro-batch; the tensors are those of tree_forward.
-Output = Literal["logits", "logprobs", "logprobs_and_entropy", "weighted_sum"]
+# What the last pipeline stage gives for a micro-batch; the tensors are those of tree_forward. Values come from a scalar
+# head, all others from the vocabulary's. A watched entropy has no gradient, and backward costs no more than without it.
+Output = Literal[
+    "logits",
+    "logprobs",
+    "logprobs_and_entropy",
+    "logprobs_and_watched_entropy",
+    "weighted_sum",
+    "candidates",
+    "values",
+]
 
 HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 
@@ -99,7 +115,9 @@ class EdgeHeadMixin:
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the base class, or for a request ``[P, 1, 1]``, ``[P, 1, 2]`` or ``[P + 1, 1, 1]`` and no bias."""
+        """As the base class, or for a request no bias and scores: ``[P, 1, 1]``, ``[P, 1, 2]``, of a weighted sum
+        ``[P + 1, 1, 1]`` and of candidates ``[E, 1, 1]``.
+        """
         if not isinstance(runtime_gather_output, HeadRequest):
             out: tuple[torch.Tensor, torch.Tensor | None] = super().forward(  # type: ignore[misc]
                 input_, weight=weight, runtime_gather_output=runtime_gather_output
@@ -130,11 +148,16 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
         group=group,
         weight_grad=_MainGrad(weight) if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") else None,
     )
+    if request.output == "candidates":
+        return head_candidate_logprobs(rows, weight, head)[:, None, None]
     if request.output == "weighted_sum":
+        assert edges.token is not None, "a weighted sum is of the layout's own tokens"
         total, logprob = head_weighted_sum(rows, weight, head, edge_weight=request.token_weight[edges.token])
         return torch.cat([total[None], logprob])[:, None, None]
-    logprob, entropy = head_logprobs(rows, weight, head, with_entropy=request.output == "logprobs_and_entropy")
-    scores = [logprob] if entropy is None else [logprob, entropy]
+    logprob, entropy = head_logprobs(rows, weight, head, with_entropy=request.output != "logprobs")
+    scores = [logprob]
+    if entropy is not None:
+        scores.append(entropy.detach() if request.output == "logprobs_and_watched_entropy" else entropy)
     return torch.stack(scores, dim=1)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""Forward-only scoring: every sample's log-probabilities and entropies, folded, by the code that trains.
+"""Forward-only scoring: every sample's log-probabilities and entropies, or values, folded, by the code that trains.
 
 Old-policy and reference scores come from the same plan, back-end and head as the training step that reads them, so on
 one machine and one set of weights they are equal to what that step computes: the first importance ratios are exactly 1
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +18,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs, tree_logprobs_and_entropy
+from mcore_prefix_tree.mcore.forward_step import (
+    tree_forward,
+    tree_logprobs,
+    tree_logprobs_and_entropy,
+    tree_top_logprobs,
+    tree_values,
+)
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.mcore.train.schedule import run_schedule
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import Teacher
 
 FloatArray = npt.NDArray[np.floating]
+T = TypeVar("T")
 
 
 class ScoreError(ValueError):
@@ -44,6 +52,43 @@ class Scores:
     scored: npt.NDArray[np.bool_]
     logprobs: FloatArray
     entropy: FloatArray | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Values:
+    """Of one sample, from a model with a scalar head.
+
+    Attributes:
+        scored: bool ``[n]``, which tokens are.
+        values: ``[n]``, entry t of the state that token t is chosen in, as in ``Signals.values``: a critic's. float32,
+            or the model's dtype if that is wider; NaN for tokens that are not scored.
+        last: after the last token: a reward model's reward.
+    """
+
+    scored: npt.NDArray[np.bool_]
+    values: FloatArray
+    last: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TopTokens:
+    """Of one sample: the k likeliest tokens of every prediction, for another model to be distilled from.
+
+    Attributes:
+        scored: bool ``[n]``, which predictions are.
+        teacher: ``[n, k]`` each, the likeliest first; ids from 0 and NaN where nothing is scored.
+    """
+
+    scored: npt.NDArray[np.bool_]
+    teacher: Teacher
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _FlatTop:
+    """Of one micro-batch, ``[P, k]`` each, at the predictors that are asked about."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,22 +153,80 @@ class ScoringStep:
         Raises:
             ScoreError: a score is NaN or infinite; names the sample. On every rank.
         """
-        found: dict[int, Scores] = {}
-        for number, flat in enumerate(score_micro_batches(chunks, self.micro_batches, entropy=entropy)):
+        of_all = self._of_samples(score_micro_batches(chunks, self.micro_batches, entropy=entropy), _of_sample)
+        for scores, sample in zip(of_all, self.samples, strict=True):
+            _check_finite("log-probability", scores.logprobs, scores.scored, sample)
+            if scores.entropy is not None:
+                _check_finite("entropy", scores.entropy, scores.scored, sample)
+        return of_all
+
+    def values(self, chunks: Sequence[Any]) -> list[Values]:
+        """As :meth:`score`, of a model with a scalar head.
+
+        Raises:
+            ScoreError: a value is NaN or infinite; names the sample. On every rank.
+        """
+
+        def read(output: torch.Tensor, batch: MicroBatch) -> FloatArray:
+            values: FloatArray = tree_values(output, batch).cpu().numpy()
+            return values
+
+        of_all = self._of_samples(_forward_only(chunks, self.micro_batches, read), _values_of_sample)
+        for values, sample in zip(of_all, self.samples, strict=True):
+            _check_finite("value", values.values, values.scored, sample)
+            last = np.arange(len(sample)) == len(sample) - 1
+            _check_finite("value after", np.full(len(sample), values.last), last, sample)
+        return of_all
+
+    def teacher(self, chunks: Sequence[Any], k: int, *, vocab_size: int | None = None) -> list[TopTokens]:
+        """The k likeliest tokens of every prediction, of a model with a vocabulary. Keeps the logits of a micro-batch.
+
+        Args:
+            chunks: as of :meth:`score`.
+            k: at most the vocabulary.
+            vocab_size: before padding; None takes the padding for tokens too.
+
+        Raises:
+            ScoreError: a log-probability is NaN or infinite; names the sample. On every rank.
+            ValueError: k is more than the vocabulary.
+        """
+
+        def read(output: torch.Tensor, batch: MicroBatch) -> _FlatTop:
+            ids, logprobs = tree_top_logprobs(output, batch, k, vocab_size=vocab_size)
+            size = (batch.layout.padded_size, k)
+            flat = _FlatTop(
+                token_ids=np.tile(np.arange(k, dtype=np.int32), (size[0], 1)),
+                logprobs=np.full(size, np.nan, dtype=np.float32),
+            )
+            flat.token_ids[batch.edges.host_row] = ids.cpu().numpy()
+            flat.logprobs[batch.edges.host_row] = logprobs.float().cpu().numpy()
+            return flat
+
+        asked = [replace(batch, output="logits") for batch in self.micro_batches]
+        of_all = self._of_samples(_forward_only(chunks, asked, read), _top_of_sample)
+        for top, sample in zip(of_all, self.samples, strict=True):
+            least = top.teacher.logprobs.min(axis=1)
+            _check_finite("teacher's log-probability", least, top.scored, sample)
+        return of_all
+
+    def _of_samples(
+        self, found: Sequence[Any], of_sample: Callable[[Any, npt.NDArray[np.int32], npt.NDArray[np.bool_]], T]
+    ) -> list[T]:
+        """What is found of this rank's micro-batches, sample by sample, from all ranks and on all of them."""
+        own: dict[int, T] = {}
+        for number, flat in enumerate(found):
             layout = self.micro_batches[number].layout
             for place, index in enumerate(self.sample_index[number]):
                 tokens = layout.sample_tokens(place)
                 scored = layout.predictor[tokens] >= 0
                 if not self.all_tokens:
                     scored &= self.samples[index].loss_mask != 0
-                found[index] = _of_sample(flat, tokens, scored)
+                own[index] = of_sample(flat, tokens, scored)
         # Tensor-parallel ranks all know the scores of their replica; one of them speaks for it.
         speaks = parallel_state.get_tensor_model_parallel_rank() == 0
         of_all: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_all, found if speaks else {})
-        together = {index: scores for part in of_all for index, scores in part.items()}
-        for index, sample in enumerate(self.samples):
-            _check_finite(together[index], sample)
+        dist.all_gather_object(of_all, own if speaks else {})
+        together: dict[int, T] = {index: one for part in of_all for index, one in part.items()}
         return [together[index] for index in range(len(self.samples))]
 
 
@@ -139,6 +242,13 @@ def score(
     return ScoringStep.plan(samples, folding, all_tokens=all_tokens).score(chunks, entropy=entropy)
 
 
+def score_values(
+    chunks: Sequence[Any], samples: Sequence[Sample], folding: Folding, *, all_tokens: bool = False
+) -> list[Values]:
+    """:meth:`ScoringStep.plan` and :meth:`ScoringStep.values`; arguments and errors are theirs."""
+    return ScoringStep.plan(samples, folding, all_tokens=all_tokens).values(chunks)
+
+
 def score_micro_batches(chunks: Sequence[Any], batches: Sequence[MicroBatch], *, entropy: bool) -> list[FlatScores]:
     """Score micro-batches that are folded already, by the edges that they have; no gradients.
 
@@ -147,18 +257,23 @@ def score_micro_batches(chunks: Sequence[Any], batches: Sequence[MicroBatch], *,
     """
     output: Output = "logprobs_and_entropy" if entropy else "logprobs"
     asked = [batch if batch.output == "logits" else replace(batch, output=output) for batch in batches]
+    return _forward_only(chunks, asked, lambda output, batch: _read(output, batch, entropy))
 
-    def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., FlatScores]]:
+
+def _forward_only(
+    chunks: Sequence[Any], batches: Sequence[MicroBatch], read: Callable[[torch.Tensor, MicroBatch], T]
+) -> list[T]:
+    def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., T]]:
         batch = next(data_iterator)
 
-        def read(output: torch.Tensor, *, non_loss_data: bool) -> FlatScores:
+        def collect(output: torch.Tensor, *, non_loss_data: bool) -> T:
             assert non_loss_data
-            return _read(output, batch, entropy)
+            return read(output, batch)
 
-        return tree_forward(model, batch), read
+        return tree_forward(model, batch), collect
 
     with torch.no_grad():
-        return run_schedule(chunks, asked, forward_step, forward_only=True, collect_non_loss_data=True)
+        return run_schedule(chunks, batches, forward_step, forward_only=True, collect_non_loss_data=True)
 
 
 def _read(output: torch.Tensor, batch: MicroBatch, entropy: bool) -> FlatScores:
@@ -178,10 +293,24 @@ def _of_sample(flat: FlatScores, tokens: npt.NDArray[np.int32], scored: npt.NDAr
     )
 
 
-def _check_finite(scores: Scores, sample: Sample) -> None:
-    for name, values in (("log-probability", scores.logprobs), ("entropy", scores.entropy)):
-        bad = scores.scored & ~np.isfinite(values) if values is not None else np.zeros(1, dtype=np.bool_)
-        if bad.any():
-            at = int(np.argmax(bad))
-            assert values is not None
-            raise ScoreError(f"{sample.source}: the {name} of token {at} is {values[at]}; the model's weights are bad")
+def _values_of_sample(flat: FloatArray, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> Values:
+    own = flat[tokens]
+    before = np.concatenate([own[:1], own[:-1]])  # nothing comes before the first, and it is not scored
+    return Values(scored=scored, values=np.where(scored, before, own.dtype.type("nan")), last=float(own[-1]))
+
+
+def _top_of_sample(flat: _FlatTop, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> TopTokens:
+    before = np.concatenate([tokens[:1], tokens[:-1]])  # nothing comes before the first, and it is not scored
+    nothing = np.arange(flat.token_ids.shape[1], dtype=np.int32)
+    teacher = Teacher(
+        token_ids=np.where(scored[:, None], flat.token_ids[before], nothing),
+        logprobs=np.where(scored[:, None], flat.logprobs[before], np.float32("nan")),
+    )
+    return TopTokens(scored=scored, teacher=teacher)
+
+
+def _check_finite(name: str, values: FloatArray, scored: npt.NDArray[np.bool_], sample: Sample) -> None:
+    bad = scored & ~np.isfinite(values)
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise ScoreError(f"{sample.source}: the {name} of token {at} is {values[at]}; the model's weights are bad")

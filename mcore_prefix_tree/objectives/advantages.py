@@ -11,10 +11,11 @@ from typing import Literal
 
 import numpy as np
 
-from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
+from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens, rollout_keys
 from mcore_prefix_tree.signals import SampleError
 
 Baseline = Literal["none", "group_mean", "group_mean_std", "leave_one_out"]
+Alone = Literal["error", "zero"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,11 +57,10 @@ class Rewards:
         first_sample: list[int] = []
         rollout_of_sample = np.empty(len(scored.samples), dtype=np.int64)
         turn_of_sample = np.empty(len(scored.samples), dtype=np.int64)
-        for index, sample in enumerate(scored.samples):
+        for index, (sample, key) in enumerate(zip(scored.samples, rollout_keys(scored.samples), strict=True)):
             signals = sample.signals
             reward = np.atleast_1d(np.asarray(scored.required(index, "reward", setting), dtype=np.float64))
             own_group = scored.required(index, "group", setting) if grouped else signals.group
-            key = index if signals.rollout is None else (own_group, signals.rollout)
             found = rollouts.setdefault(key, len(values))
             if found == len(values):
                 values.append(reward)
@@ -91,7 +91,13 @@ class Rewards:
 
 
 def baseline_advantages(
-    scored: ScoredTokens, rewards: Rewards, baseline: Baseline, *, eps: float, penalty: Float64Array | None = None
+    scored: ScoredTokens,
+    rewards: Rewards,
+    baseline: Baseline,
+    *,
+    eps: float,
+    alone: Alone = "error",
+    penalty: Float64Array | None = None,
 ) -> Float64Array:
     """Advantage of every scored token from the rewards of its rollout.
 
@@ -105,26 +111,31 @@ def baseline_advantages(
 
     With one reward per turn, the same is done with all rewards of the group, and a token has the sum of what its own
     and all later turns then have (the same GRPO paper, section 4.1.3, process supervision); ``leave_one_out`` leaves
-    out all turns of the rollout. A group of equal rewards has advantages of exactly 0.
+    out all turns of the rollout. A group of equal rewards has advantages of exactly 0. A rollout that was cut into
+    several samples (its turns) counts once in the mean and the deviation, and all of them have what it has.
 
     Args:
         scored: of the step.
         rewards: of the step.
         baseline: see above.
         eps: beside the standard deviation.
+        alone: what becomes of a group of a single rollout, which has nothing to be compared with: ``error``, or
+            ``zero`` for advantages of 0, as where all rewards are equal.
         penalty: float64 ``[K]``, taken off the rewards that the tokens earned.
 
     Returns:
         float64 ``[K]``.
 
     Raises:
-        SampleError: a group of a single rollout has nothing to be compared with.
+        SampleError: there is a group of a single rollout, and ``alone`` is ``error``.
     """
     value = rewards.value
     if penalty is not None:
         value = value - np.bincount(rewards.of_token, weights=penalty, minlength=len(value))
     if baseline != "none":
-        value = _within_groups(scored, rewards, value, baseline, eps)
+        if alone == "error":
+            _check_not_alone(scored, rewards, baseline)
+        value = _within_groups(rewards, value, baseline, eps)
     # Reward to go: what its own and all later turns of the rollout have.
     total = np.cumsum(value)
     last = rewards.cu_turns[1:][rewards.rollout] - 1
@@ -132,30 +143,34 @@ def baseline_advantages(
     return advantage
 
 
-def _within_groups(
-    scored: ScoredTokens, rewards: Rewards, value: Float64Array, baseline: Baseline, eps: float
-) -> Float64Array:
-    rollouts = np.bincount(rewards.group)
-    if (rollouts == 1).any():
-        alone = scored.samples[rewards.first_sample[np.argmax(rollouts[rewards.group] == 1)]]
+def _check_not_alone(scored: ScoredTokens, rewards: Rewards, baseline: Baseline) -> None:
+    is_alone = np.bincount(rewards.group)[rewards.group] == 1
+    if is_alone.any():
+        sample = scored.samples[rewards.first_sample[np.argmax(is_alone)]]
         raise SampleError(
-            f"{alone.source}: group {alone.signals.group!r} has only this rollout in the step, and "
+            f"{sample.source}: group {sample.signals.group!r} has only this rollout in the step, and "
             f"advantage={baseline} compares the rollouts of a group; put the whole group in one step, or set "
-            "advantage=given or reward"
+            "alone=zero, advantage=given or advantage=reward"
         )
+
+
+def _within_groups(rewards: Rewards, value: Float64Array, baseline: Baseline, eps: float) -> Float64Array:
     group = rewards.group[rewards.rollout]
     number, total = np.bincount(group), np.bincount(group, weights=value)
+    centred: Float64Array
     if baseline == "leave_one_out":
         own = np.bincount(rewards.rollout, weights=value)[rewards.rollout]
-        centred = value - (total[group] - own) / (number[group] - np.diff(rewards.cu_turns)[rewards.rollout])
+        others = number[group] - np.diff(rewards.cu_turns)[rewards.rollout]
+        centred = value - (total[group] - own) / np.maximum(others, 1)
     else:
         centred = value - (total / number)[group]
     low, high = np.full(len(number), np.inf), np.full(len(number), -np.inf)
     np.minimum.at(low, group, value)
     np.maximum.at(high, group, value)
-    centred[(low == high)[group]] = 0.0  # not what rounding leaves of it
+    is_alone = np.bincount(rewards.group) == 1
+    centred[((low == high) | is_alone)[group]] = 0.0  # not what rounding leaves of it
     if baseline == "group_mean_std":
-        variance = np.bincount(group, weights=np.square(centred)) / (number - 1)
+        variance = np.bincount(group, weights=np.square(centred)) / np.maximum(number - 1, 1)
         centred /= (np.sqrt(variance) + eps)[group]
     return centred
 

@@ -1,8 +1,10 @@
 """Distillation from a teacher of the same vocabulary, once per unique token.
 
 The distribution that predicts a token depends on what leads to it and on nothing else, so all samples that score a
-token with one predictor read the same row of the student and of the teacher. The divergence D of that row is computed
-once and weighed by the sum of their weights. With p the teacher's distribution and q the student's,
+token with one predictor read the same row of the student, and of the teacher too. The divergence D of that row is
+computed once and weighed by the sum of their weights. A teacher that was asked about each sample by itself may say
+something else of the same path, if only in its last digits: each of its answers then is a row. With p the teacher's
+distribution and q the student's,
 
     forward_kl  sum_v p (log p - log q)
     reverse_kl  sum_v q (log q - log p)
@@ -15,7 +17,8 @@ inequality this D is never above that of the whole vocabulary; with k = V it is 
 
 ``full`` reads the teacher's logits of the same micro-batch, vocabulary-parallel as the student's.
 
-Legend: P padded tokens, R unique predictors with a scored token, k teacher's tokens, Vl vocabulary on this rank.
+Legend: P padded tokens, K' scored tokens of a micro-batch, R unique predictors with a scored token (and answers of the
+teacher), k teacher's tokens, Vl vocabulary on this rank.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.logprob import Edges
 from mcore_prefix_tree.objectives.divergence import Divergence, divergence, log1mexp
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, normalise
@@ -44,12 +48,12 @@ class TeacherRows:
     """The unique predictors of a micro-batch's scored tokens, on the device.
 
     Attributes:
-        predictor: int64 ``[R]``, flat indices, increasing.
+        predictor: int64 ``[R]``, flat indices, ascending.
         weight: float64 ``[R]``, the weights of all scored tokens that each predicts, added up.
         multiplicity: float64 ``[R]``, how many those are.
         first_sample: int64 ``[R]``, the first sample of the micro-batch that scores one, for messages.
-        token_ids: int64 ``[R, k]``, of the teacher; k is 0 if it is asked for its logits instead.
-        logprobs: float32 ``[R, k]``.
+        logprobs: float32 ``[R, k]``, the teacher's; k is 0 if it is asked for its logits instead.
+        edges: from the predictors to the teacher's tokens, row by row.
         count: of the micro-batch, towards the step's divisor.
     """
 
@@ -57,8 +61,8 @@ class TeacherRows:
     weight: torch.Tensor
     multiplicity: torch.Tensor
     first_sample: torch.Tensor
-    token_ids: torch.Tensor
     logprobs: torch.Tensor
+    edges: Edges
     count: int
 
 
@@ -83,7 +87,7 @@ class Distillation:
     @property
     def reads(self) -> str:
         """Log-probabilities of the teacher's tokens, or logits."""
-        return "edges" if self.teacher == "top_k" else "logits"
+        return "candidates" if self.teacher == "top_k" else "logits"
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Weights of a step, on the host.
@@ -108,24 +112,22 @@ class Distillation:
     def rows(
         self, targets: Targets, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu"
     ) -> TeacherRows:
-        """The part of one micro-batch; arguments as of :meth:`Targets.rows`.
-
-        Raises:
-            SampleError: the teacher of two samples differs where one row of the student serves both.
-        """
+        """The part of one micro-batch; arguments as of :meth:`Targets.rows`."""
         entries, local, token = targets.located(layout, indices)
-        predictor, first, inverse = np.unique(layout.predictor[token], return_index=True, return_inverse=True)
+        of_token = layout.predictor[token].astype(np.int64)
+        token_ids, logprobs = np.empty((len(entries), 0), dtype=np.int32), np.empty((len(entries), 0), dtype=np.float32)
+        if self.teacher == "top_k" and len(entries):
+            token_ids, logprobs = _answers(targets.scored, indices)
+        first, inverse = _unique_rows(of_token, token_ids, logprobs)
+        predictor, token_ids, logprobs = of_token[first], token_ids[first], logprobs[first]
         weight = np.bincount(inverse, weights=targets.weight[entries], minlength=len(predictor))
-        token_ids, logprobs = np.empty((len(first), 0), dtype=np.int32), np.empty((len(first), 0), dtype=np.float32)
-        if self.teacher == "top_k" and len(first):
-            token_ids, logprobs = _teacher_rows(targets.scored, indices, first, inverse, local)
         return TeacherRows(
-            predictor=torch.from_numpy(predictor.astype(np.int64)).to(device),
+            predictor=torch.from_numpy(predictor).to(device),
             weight=torch.from_numpy(weight).to(device),
             multiplicity=torch.from_numpy(np.bincount(inverse, minlength=len(predictor)).astype(np.float64)).to(device),
             first_sample=torch.from_numpy(local[first]).to(device),
-            token_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device),
             logprobs=torch.from_numpy(logprobs).to(device),
+            edges=Edges.of_candidates(predictor, token_ids, padded_size=layout.padded_size, device=device),
             count=int(targets.count[np.asarray(indices, dtype=np.int64)].sum()),
         )
 
@@ -133,7 +135,7 @@ class Distillation:
         """The weighted sum over a micro-batch, of ``top_k``.
 
         Args:
-            logprobs: ``[R, k]``, the student's, of ``rows.token_ids`` given ``rows.predictor``.
+            logprobs: ``[R, k]``, the student's, of the edges.
             rows: of the same micro-batch.
         """
         return self.weighed(self.of_rows(rows.logprobs.to(logprobs.dtype), logprobs), rows)
@@ -151,30 +153,43 @@ class Distillation:
         )
 
 
-def _teacher_rows(
-    scored: ScoredTokens, indices: Sequence[int], first: Int64Array, inverse: Int64Array, local: Int64Array
-) -> tuple[np.ndarray, np.ndarray]:
-    """The teacher's rows of the first token of each predictor, having made sure that the others agree."""
-    own = [index for index in indices if scored.lens[index]]
+def _answers(scored: ScoredTokens, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The teacher's tokens and their log-probabilities at each of a micro-batch's scored tokens, ``[K', k]`` each."""
     fields = []
     for name in ("token_ids", "logprobs"):
         parts = [
             getattr(scored.samples[index].signals.teacher, name)[
                 scored.position[scored.cu_lens[index] : scored.cu_lens[index + 1]]
             ]
-            for index in own
+            for index in indices
+            if scored.lens[index]
         ]
         fields.append(np.concatenate(parts))
-    for values in fields:
-        differs = (values != values[first][inverse]).any(axis=1)
-        if differs.any():
-            at = int(np.argmax(differs))
-            one, other = (scored.samples[indices[local[k]]] for k in (first[inverse[at]], at))
-            raise SampleError(
-                f"{other.source}: field 'teacher' differs from that of {one.source} at a token that they share; score "
-                "both with the teacher in one folded batch, or give them different merge keys"
-            )
-    return fields[0][first], fields[1][first]
+    return fields[0], fields[1]
+
+
+def _unique_rows(predictor: Int64Array, token_ids: np.ndarray, logprobs: np.ndarray) -> tuple[Int64Array, Int64Array]:
+    """Join the scored tokens that read one row.
+
+    Args:
+        predictor: int64 ``[K']``, of each token.
+        token_ids: ``[K', k]``.
+        logprobs: ``[K', k]``.
+
+    Returns:
+        int64 ``[R]``, a token of each row, by ascending predictors; and int64 ``[K']``, the row of each token.
+    """
+    _, first, inverse = np.unique(predictor, return_index=True, return_inverse=True)
+    same = (token_ids == token_ids[first][inverse]).all(axis=1) & (logprobs == logprobs[first][inverse]).all(axis=1)
+    others: dict[tuple[int, bytes, bytes], int] = {}
+    for at in np.flatnonzero(~same).tolist():
+        answer = int(predictor[at]), token_ids[at].tobytes(), logprobs[at].tobytes()
+        inverse[at] = len(first) + others.setdefault(answer, len(others))
+    if not others:
+        return first, inverse
+    _, first, inverse = np.unique(inverse, return_index=True, return_inverse=True)
+    order = np.argsort(predictor[first], kind="stable")
+    return first[order], np.argsort(order)[inverse]
 
 
 def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,9 @@ from typing import Literal
 
 import numpy as np
 
-from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
+from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens, rollout_keys
 
-By = Literal["token", "sample", "group", "sample_sum"]
+By = Literal["token", "sample", "rollout", "group", "sample_sum"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,10 +40,12 @@ def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> N
     Args:
         scored: of the step.
         by: ``token``: the mean over all tokens (DAPO; verl's ``token-mean``). ``sample``: the mean over samples of the
-            mean over each one's tokens (GRPO; ``seq-mean-token-mean``). ``group``: the mean over groups of the mean
-            over all tokens of each. ``sample_sum``: the mean over samples of the sum over each one's tokens
-            (``seq-mean-token-sum``), divided by ``length`` if that is given (Dr. GRPO; ``seq-mean-token-sum-norm``).
-            Samples and groups without a scored token do not count.
+            mean over each one's tokens (GRPO; ``seq-mean-token-mean``). ``rollout``: the mean over rollouts of the mean
+            over all tokens of each, the same whether its turns are one sample or many; a sample without ``rollout`` is
+            one by itself. ``group``: the mean over groups of the mean over all tokens of each. ``sample_sum``: the mean
+            over samples of the sum over each one's tokens (``seq-mean-token-sum``), divided by ``length`` if that is
+            given (Dr. GRPO; ``seq-mean-token-sum-norm``). Samples, rollouts and groups without a scored token do not
+            count.
         length: the constant of ``sample_sum``, usually the longest completion allowed; 1 by default.
 
     Raises:
@@ -57,16 +59,16 @@ def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> N
         return Normalised(weight=scored.mask / lens[scored.sample], count=has_tokens)
     if by == "sample_sum":
         return Normalised(weight=scored.mask / (length or 1.0), count=has_tokens)
+    counted = np.flatnonzero(lens)
+    if by == "rollout":
+        of_all = rollout_keys(scored.samples)
+        keys = [of_all[index] for index in counted.tolist()]
+    else:
+        keys = [scored.required(index, "group", "normalise=group") for index in counted.tolist()]
     seen: dict[Hashable, int] = {}
-    group = np.array(
-        [
-            seen.setdefault(scored.required(index, "group", "normalise=group"), len(seen)) if lens[index] else -1
-            for index in range(len(lens))
-        ],
-        dtype=np.int64,
-    )
-    per_group = np.bincount(group[scored.sample], minlength=len(seen))
+    unit = np.full(len(lens), -1, dtype=np.int64)
+    unit[counted] = [seen.setdefault(key, len(seen)) for key in keys]
+    per_unit = np.bincount(unit[scored.sample], minlength=len(seen))
     count = np.zeros_like(lens)
-    first = np.unique(group, return_index=True)[1] if len(group) else group
-    count[first] = has_tokens[first]
-    return Normalised(weight=scored.mask / per_group[group[scored.sample]], count=count)
+    count[counted[np.unique(unit[counted], return_index=True)[1]]] = 1  # with its first sample
+    return Normalised(weight=scored.mask / per_unit[unit[scored.sample]], count=count)

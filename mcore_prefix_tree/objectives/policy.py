@@ -31,13 +31,13 @@ import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.objectives.advantages import Rewards, baseline_advantages, whiten
+from mcore_prefix_tree.objectives.advantages import Alone, Rewards, baseline_advantages, whiten
 from mcore_prefix_tree.objectives.gae import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, kl_estimate
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.rows import Rows, Targets
-from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens
+from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens, rollout_keys
 from mcore_prefix_tree.sample import Sample
 
 Level = Literal["token", "sequence"]
@@ -84,6 +84,8 @@ class PolicyGradient:
             in :func:`~mcore_prefix_tree.objectives.advantages.baseline_advantages`), or from rewards and values
             (``gae``).
         advantage_eps: beside the standard deviation.
+        alone: of a group of a single rollout, which a baseline of the group has nothing to compare with: ``error``, or
+            ``zero`` for an advantage of 0.
         whiten: normalise the advantages over the step's tokens.
         gamma: discount, for ``gae``.
         lam: lambda, for ``gae``.
@@ -108,6 +110,7 @@ class PolicyGradient:
 
     advantage: Advantage = "group_mean_std"
     advantage_eps: NonNegativeFloat = 1e-6
+    alone: Alone = "error"
     whiten: bool = False
     gamma: float = Field(default=1.0, ge=0, le=1)
     lam: float = Field(default=1.0, ge=0, le=1)
@@ -164,8 +167,8 @@ class PolicyGradient:
         }
         # Once for each rollout, however many samples it was cut into.
         rewards = {
-            index if sample.signals.rollout is None else (sample.signals.group, sample.signals.rollout): sample.signals
-            for index, sample in enumerate(samples)
+            key: sample.signals
+            for key, sample in zip(rollout_keys(samples), samples, strict=True)
             if sample.signals.reward is not None
         }
         if rewards:
@@ -206,7 +209,9 @@ class PolicyGradient:
         else:
             baseline = "none" if self.advantage == "reward" else self.advantage
             collected = Rewards.of(scored, setting=setting, grouped=baseline != "none")
-            advantage = baseline_advantages(scored, collected, baseline, eps=self.advantage_eps, penalty=penalty)
+            advantage = baseline_advantages(
+                scored, collected, baseline, eps=self.advantage_eps, alone=self.alone, penalty=penalty
+            )
         return whiten(advantage, eps=self.advantage_eps) if self.whiten else advantage
 
     def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:

@@ -5,7 +5,7 @@ Legend: S samples of the step, K scored tokens of all of them, sample after samp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,14 @@ from mcore_prefix_tree.signals import SampleError
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
+
+
+def rollout_keys(samples: Sequence[Sample]) -> list[Hashable]:
+    """What is equal for the samples of one rollout: its group and id. A sample without an id is a rollout by itself."""
+    return [
+        index if sample.signals.rollout is None else (sample.signals.group, sample.signals.rollout)
+        for index, sample in enumerate(samples)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

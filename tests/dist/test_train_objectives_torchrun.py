@@ -8,7 +8,6 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,14 @@ verify: {{enabled: false}}
 OBJECTIVES = {
     "grpo": "objective={name: grpo, options: {kl_coef: 0.05, entropy_coef: 0.01}}",
     "dpo": "objective={name: dpo, options: {beta: 0.5}}",
+    "critic": "objective={name: critic, options: {gamma: 0.9, clip_eps: 0.3}}",
+    "reward_model": "objective={name: reward_model, options: {center_coef: 0.01}}",
+}
+WATCHED = {
+    "grpo": {"reward", "ratio", "clip fraction", "kl", "entropy"},
+    "dpo": {"accuracy", "margin"},
+    "critic": {"value", "return", "value error", "clip fraction"},
+    "reward_model": {"accuracy", "margin"},
 }
 
 
@@ -50,6 +57,7 @@ def write_job(folder: Path) -> Path:
                 "chosen": number % 2 == 0,
                 "old_logprobs": scores[0],
                 "ref_logprobs": scores[1],
+                "values": (0.3 * rng.standard_normal(len(tokens))).tolist(),
             }
         )
     data = folder / "data.jsonl"
@@ -90,28 +98,42 @@ def in_one_process(job: Path, name: str) -> tuple[Path, list[dict[str, float]]]:
     return folder, reported(run(1, job, OBJECTIVES[name], *saving))
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(
-            ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"), id="tensor and sequence"
-        ),
-        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline"),
-        pytest.param((), id="data"),
-    ],
-)
-def test_two_ranks_report_and_train_as_one_process(job: Path, tmp_path: Path, name: str, layout: Sequence[str]) -> None:
+LAYOUTS = {
+    "tensor and sequence": ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
+    "pipeline": ("parallel.pipeline_model_parallel_size=2",),
+    "data": (),
+}
+# What an objective computes in each layout is told by test_objective_layouts; that its head is saved and read in each,
+# by a critic's.
+CASES = [
+    *((name, layout) for name in ("grpo", "dpo") for layout in LAYOUTS),
+    ("critic", "tensor and sequence"),
+    ("critic", "pipeline"),
+    ("reward_model", "data"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_two_ranks_report_and_train_as_one_process(job: Path, tmp_path: Path, name: str, layout: str) -> None:
     """From the first step's checkpoint on: the stages of a pipeline draw weights of their own."""
     folder, expected = in_one_process(job, name)
     shutil.copytree(folder / "iter_0000001", tmp_path / "iter_0000001")
     (tmp_path / TRACKER).write_text("1")
-    actual = reported(run(2, job, OBJECTIVES[name], *layout, f"checkpoint.save={tmp_path}", "--resume"))
+    actual = reported(run(2, job, OBJECTIVES[name], *LAYOUTS[layout], f"checkpoint.save={tmp_path}", "--resume"))
     assert len(actual) == 3
-    watched = {"grpo": {"reward", "ratio", "clip fraction", "kl", "entropy"}, "dpo": {"accuracy", "margin"}}[name]
     for one, other in zip(actual, expected[1:], strict=True):
-        assert watched <= one.keys() == other.keys()
+        assert WATCHED[name] <= one.keys() == other.keys()
         assert one == pytest.approx(other, rel=2e-3, abs=1e-5)  # as many digits as are printed
+
+
+def test_a_critic_starts_from_a_language_model_in_a_pipeline(job: Path, tmp_path: Path) -> None:
+    """Only the last stage has the head that the checkpoint lacks; all verify what they start from."""
+    reported(run(1, job, "objective={name: sft}", "train_iters=2", f"checkpoint.save={tmp_path}"))
+    starting = (f"checkpoint.pretrained_checkpoint={tmp_path}", "verify.enabled=true")
+    done = run(2, job, OBJECTIVES["critic"], "parallel.pipeline_model_parallel_size=2", *starting)
+    assert len(reported(done)) == 4
+    assert f"the weights start from {tmp_path / 'iter_0000002'}, with a new scalar head" in done.stdout
+    assert "values of a sample" in done.stdout
 
 
 def test_all_ranks_refuse_a_model_that_has_diverged(job: Path) -> None:
@@ -122,3 +144,25 @@ def test_all_ranks_refuse_a_model_that_has_diverged(job: Path) -> None:
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors
     assert all("the model's output for this sample is NaN or infinite" in line for line in errors)
+
+
+def test_groups_of_unequal_sizes_are_streamed_to_two_ranks(tmp_path: Path) -> None:
+    """Each rank counts a part of the file, and trains on what one process with all samples in memory trains on."""
+    recipe = write_job(tmp_path)
+    data = tmp_path / "data.jsonl"
+    lines = [json.loads(line) for line in data.read_text().splitlines()]
+    for number in (4, 5):
+        lines[number] |= {"rollout": 0, "reward": lines[4]["reward"]}
+    kept = [line for number, line in enumerate(lines) if number not in (3, 9, 10, 11, 17)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    overrides = (
+        "objective={name: grpo, options: {alone: zero, normalise: rollout, kl_coef: 0.05}}",
+        "batch.global_batch_size=null",
+        "batch.groups_per_step=2",
+    )
+    expected = reported(run(1, recipe, *overrides))
+    actual = reported(run(2, recipe, *overrides, "data.streaming=true", "data.num_workers=1"))
+    assert len(actual) == len(expected) == 4
+    for one, other in zip(actual, expected, strict=True):
+        assert {"reward", "ratio"} <= one.keys() == other.keys()
+        assert one == pytest.approx(other, rel=2e-3, abs=1e-5)  # as many digits as are printed

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
-from torchrun_jobs import TRACKER, VOCAB, assert_same_bits, checkpoint_content, environment, rows, write_job
+from torchrun_jobs import (
+    TRACKER,
+    VOCAB,
+    Ended,
+    assert_same_bits,
+    checkpoint_content,
+    command,
+    environment,
+    rows,
+    run,
+    write_job,
+)
 
 STEPS = 12
 RECIPE = f"""
@@ -30,44 +38,6 @@ TP2 = "parallel.tensor_model_parallel_size=2"
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job(tmp_path_factory.mktemp("job"), RECIPE)
-
-
-def command(ranks: int, *arguments: object) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return [sys.executable, *launcher, "-m", "mcore_prefix_tree", *map(str, arguments)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """A run of the command line that is over."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def losses(self) -> dict[int, str]:
-        """As printed, by step; fails if a step was told twice."""
-        found = re.findall(r"^step (\d+) \| loss (\S+) ", self.out, flags=re.MULTILINE)
-        assert len(found) == len({step for step, _ in found})
-        return {int(step): loss for step, loss in found}
-
-    @property
-    def errors(self) -> list[str]:
-        """What our own code says; torchrun adds a report."""
-        return [line for line in self.err.splitlines() if line.startswith("error: ")]
-
-
-def run(ranks: int, *arguments: object, stdin: str | None = None, timeout_s: float = 240) -> Ended:
-    done = subprocess.run(
-        command(ranks, *arguments),
-        input=stdin or "",
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment(),
-    )
-    return Ended(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
 def saving(folder: Path) -> tuple[str, str]:

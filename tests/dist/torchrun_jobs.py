@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ import numpy as np
 import torch
 
 VOCAB = 64
+PROGRAM = ("-m", "mcore_prefix_tree")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -34,6 +40,50 @@ def write_job(folder: Path, recipe: str) -> Path:
 
 def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def command(ranks: int, *arguments: object, program: Sequence[str] = PROGRAM) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *launcher, *program, *map(str, arguments)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A run of the command line that is over."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def losses(self) -> dict[int, str]:
+        """As printed, by step; fails if a step was told twice."""
+        found = re.findall(r"^step (\d+) \| loss (\S+) ", self.out, flags=re.MULTILINE)
+        assert len(found) == len({step for step, _ in found})
+        return {int(step): loss for step, loss in found}
+
+    @property
+    def errors(self) -> list[str]:
+        """What our own code says; torchrun adds a report."""
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+
+def run(
+    ranks: int,
+    *arguments: object,
+    program: Sequence[str] = PROGRAM,
+    stdin: str | None = None,
+    timeout_s: float = 240,
+) -> Ended:
+    done = subprocess.run(
+        command(ranks, *arguments, program=program),
+        input=stdin or "",
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment(),
+    )
+    return Ended(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
 def checkpoint_content(folder: Path, iteration: int) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,21 @@ def test_the_prompts_are_the_recipe_s(script: dict[str, Any], tmp_path: Path) ->
 def test_the_reward(script: dict[str, Any], given: str, right: str, worth: float) -> None:
     assert script["reward"](script["encode"](given), script["encode"](right)) == worth
     assert script["answer"](script["encode"]("the sum of 3+5=")) == script["encode"]("8.")
+
+
+def test_a_curve_says_what_made_it(script: dict[str, Any]) -> None:
+    recipe = str(ROOT / "recipes/grpo_arithmetic.yaml")
+    folded, unfolded = (
+        script["settings_of"](recipe, [*SMALL, "seed=7"], unfolded=unfolded, warm_up_steps=3)
+        for unfolded in (False, True)
+    )
+    assert json.loads(json.dumps(folded)) == folded
+    assert (folded["seed"], folded["warm_up_steps"], folded["recipe"]["seed"]) == (7, 3, 7)
+    assert folded["recipe"]["objective"]["name"] == "grpo"
+    assert folded["recipe"]["batch"]["global_batch_size"] == 32
+    different = {name for name in folded if folded[name] != unfolded[name]}
+    assert different == {"recipe"}
+    assert unfolded["recipe"]["batch"] == folded["recipe"]["batch"] | {"min_shared_tokens": 1_000_000}
 
 
 def test_folded_and_unfolded_runs_are_one_curve(script: dict[str, Any]) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from train_jobs import BATCH, command, logits_of, rows, stock_model, train, world_of_one, write_job
 
 from mcore_prefix_tree.data import read_samples
-from mcore_prefix_tree.data.write import row_of, whole_file
+from mcore_prefix_tree.data.write import row_of, rows_file
 from mcore_prefix_tree.mcore.train import checkpoint, scoring
 from mcore_prefix_tree.mcore.train.scoring import run_score
 from mcore_prefix_tree.recipe import load_recipe
@@ -109,7 +112,8 @@ def test_the_file_is_data_to_train_on(job: Path, reference: Path, tmp_path: Path
         without = replace(new.signals, old_logprobs=None, ref_logprobs=None)
         assert repr(without) == repr(old.signals)
     again = tmp_path / "again.jsonl"
-    again.write_text("".join(json.dumps(row_of(sample)) + "\n" for sample in after))
+    with rows_file(again) as writer:
+        writer.add([row_of(sample) for sample in after])
     assert [repr(sample.signals) for sample in read_samples(again)] == [repr(sample.signals) for sample in after]
 
 
@@ -168,20 +172,24 @@ def test_bad_weights_name_the_sample_and_leave_no_file(
     assert [path.name for path in tmp_path.iterdir()] == ["scored.jsonl"]
 
 
-def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with whole_file(tmp_path / "lines") as stream:
-            stream.write("one\n")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert not list(tmp_path.iterdir())
-    with whole_file(tmp_path / "lines") as stream:
-        stream.write("one\n")
-        assert not (tmp_path / "lines").exists()
-    assert (tmp_path / "lines").read_text() == "one\n"
-    assert len(list(tmp_path.iterdir())) == 1
+@pytest.mark.parametrize("name", ["scored.parquet", "scored.arrow"])
+def test_tables_hold_what_the_lines_hold(job: Path, reference: Path, tmp_path: Path, name: str) -> None:
+    """In the data's order, whatever columns only some samples have; and they are data to train on."""
+    lines, table = tmp_path / "scored.jsonl", tmp_path / name
+    for output in (lines, table):
+        result = command("score", job, "--output", str(output), "--reference", str(reference))
+        assert result.exit_code == 0, result.output
+    content = pq.read_table(table) if name.endswith(".parquet") else pa.ipc.open_file(table).read_all()
+    rows = [{column: value for column, value in row.items() if value is not None} for row in content.to_pylist()]
+    assert rows == written(lines)
+    for one, other in zip(read_samples(lines), read_samples(table), strict=True):
+        assert repr(one.signals) == repr(other.signals)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["scored.jsonl", name])
+    losses = [
+        train(job, f"data.path={path}", "objective.name=sft", "checkpoint.save=null", "train_iters=2").losses
+        for path in (lines, table)
+    ]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
@@ -193,17 +201,43 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
             "nowhere holds no checkpoint; train first, or name the folder of a run",
         ),
         (("--reference", "{folder}"), "holds no checkpoint; train first"),
+        (("--reference", "{runs}/iter_0000001"), "is a checkpoint itself; name the folder that it is in"),
         (("model.hidden_size=64",), "does not fit this recipe's model"),
         (("attention_backend=nonsense",), "nonsense"),
+        (("batch.groups_per_step=2",), "batch: give either global_batch_size"),
+        (("data.path={folder}/nowhere.jsonl",), "nowhere.jsonl: no such file"),
     ],
 )
 def test_mistakes_are_one_sentence(job: Path, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
-    filled = [argument.format(folder=tmp_path) for argument in arguments]
+    filled = [argument.format(folder=tmp_path, runs=job.parent / "runs") for argument in arguments]
     result = command("score", job, *filled, "--output", str(tmp_path / "out.jsonl"))
     assert result.exit_code == 2
     assert says in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_the_data_are_not_replaced(job: Path, tmp_path: Path) -> None:
+    data = job.parent / "data.jsonl"
+    before = data.read_bytes()
+    (tmp_path / "link.jsonl").symlink_to(data)
+    for output in (data, tmp_path / "link.jsonl"):
+        result = command("score", job, "--output", str(output))
+        assert result.exit_code == 2
+        assert f"--output {output} is a file of data.path, which it would replace; name another" in result.stderr
+    assert data.read_bytes() == before
+
+
+def test_a_table_without_pyarrow_is_told_before_anything_runs(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    result = command("score", job, "--output", str(tmp_path / "out.parquet"), "model.hidden_size=64")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: {tmp_path / 'out.parquet'}: Parquet and Arrow files need pyarrow: "
+        "pip install 'mcore-prefix-tree[arrow]'\n"
+    )
 
 
 def test_a_folder_that_is_missing_is_told_before_anything_runs(job: Path, tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ def test_what_a_step_reports(job: Path) -> None:
     assert [report.iteration for report in notes.reports] == [1, 2, 3, 4, 5, 6]
     for report in notes.reports:
         samples = batch_of(recipe, report.iteration)
-        plan = plan_step(samples, max_tokens=recipe.batch.max_tokens, cost_model=CostModel.from_model(recipe.model))
+        cost_model = CostModel.from_model(recipe.model, fused_head=True)
+        plan = plan_step(samples, max_tokens=recipe.batch.max_tokens, cost_model=cost_model)
         assert plan.num_micro_batches > 1, "or this test is too easy"
         assert report.samples == BATCH
         assert report.logical_tokens == sum(map(len, samples))

@@ -16,7 +16,7 @@ from mcore_prefix_tree.mcore.train.schedule import folding_of
 from mcore_prefix_tree.plan import CostModel, read_measured
 from mcore_prefix_tree.recipe import load_recipe
 
-KNOWN = CostModel(token=3e-4, pair=5e-6, micro_batch=2e-3)
+KNOWN = CostModel(token=3e-4, pair=5e-6, scored=4e-4, micro_batch=2e-3)
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def test_known_costs_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """On a machine that takes exactly what a cost model says, in the best of rounds that noise slows."""
     noise = random.Random(0)
 
-    def seconds(chunks: object, batch: Any, place: object) -> float:
+    def seconds(chunks: object, batch: Any, step: object, place: object) -> float:
         return noise.choice([1.0, 1.3, 1.7]) * KNOWN.of_micro_batch(
-            batch.layout.padded_size, batch.layout.visible_pairs
+            batch.layout.padded_size, batch.layout.visible_pairs, int((batch.layout.loss_weight != 0).sum())
         )
 
     monkeypatch.setattr(module, "_seconds", seconds)
@@ -38,11 +38,23 @@ def test_known_costs_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert is_main
     assert vars(found.cost) == pytest.approx(vars(KNOWN))
     assert found.worst < 1e-9
-    shapes = {(one.tokens, one.pairs) for one in found.measured}
-    assert len(shapes) == len(found.measured) >= 6
+    shapes = {(one.tokens, one.pairs, one.scored) for one in found.measured}
+    assert len(shapes) == len(found.measured) >= 8
     assert max(one.tokens for one in found.measured) <= 40
     depths = sorted(one.pairs / one.tokens for one in found.measured)
     assert depths[-1] > 1.5 * depths[0], "or the two costs cannot be told apart"
+
+
+def test_a_head_that_computes_all_tokens_has_no_cost_of_its_own(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = CostModel(token=3e-4, pair=5e-6, micro_batch=2e-3)
+
+    def seconds(chunks: object, batch: Any, step: object, place: object) -> float:
+        return known.of_micro_batch(batch.layout.padded_size, batch.layout.visible_pairs)
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+    found, _ = run_calibrate(load_recipe(job, ["fused_head=false"]), repeats=1)
+    assert vars(found.cost) == pytest.approx(vars(known))
+    assert {one.scored for one in found.measured} == {0}
 
 
 def test_the_command_writes_what_plans_read(job: Path, tmp_path: Path) -> None:
@@ -53,6 +65,7 @@ def test_the_command_writes_what_plans_read(job: Path, tmp_path: Path) -> None:
     measured = read_measured(str(path))
     assert all(one.seconds > 0 for one in measured)
     content = json.loads(path.read_text())
+    assert content["machine"]["torch"]
     assert vars(CostModel().calibrated(measured)) == pytest.approx(content["cost"])
 
     recipe = load_recipe(job, [f"batch.calibration={path}"])
@@ -68,7 +81,7 @@ def test_the_command_writes_what_plans_read(job: Path, tmp_path: Path) -> None:
     (rank,) = report["ranks"]
     cost = CostModel(**content["cost"])
     assert [one["cost"] for one in rank] == pytest.approx(
-        [cost.of_micro_batch(one["tokens"], one["pairs"]) for one in rank]
+        [cost.of_micro_batch(one["tokens"], one["pairs"], one["scored"]) for one in rank]
     )
 
 

@@ -13,21 +13,35 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_jobs import BATCH, FLOAT64, VOCAB, built, command, logits_of, stock_model, train, world_of_one, write_job
+from train_jobs import (
+    BATCH,
+    FLOAT64,
+    VOCAB,
+    Notes,
+    built,
+    command,
+    logits_of,
+    stock_model,
+    train,
+    world_of_one,
+    write_job,
+)
 
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
 from mcore_prefix_tree.mcore.score import score
+from mcore_prefix_tree.mcore.train.jobs import run_train
 from mcore_prefix_tree.mcore.train.schedule import folding_of
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from objective_oracles import Alone, policy_loss, scored_positions
-from test_objectives_preference import pair_loss
+from objective_oracles import Alone, policy_loss, scored_positions, token_weights
+from test_objectives_preference import kto_loss, pair_loss
 
+PAIRED = ("dpo", "ipo", "simpo", "orpo")
 GROUPS = 5  # of three: a step of six takes two, and one is left out of each epoch
 GRPO = {"kl_coef": 0.05, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05}
 
@@ -52,6 +66,8 @@ def rows(seed: int = 0, *, neighbours: int) -> list[dict[str, Any]]:
                     "rollout_logprobs": [0.0] * len(tokens),
                     "pair": number,
                     "chosen": member == 1,
+                    "label": bool(rng.integers(2)),
+                    "mismatched": member == 0 and number % 2 == 0,
                 }
             )
     return made
@@ -59,27 +75,25 @@ def rows(seed: int = 0, *, neighbours: int) -> list[dict[str, Any]]:
 
 def job_of(folder: Path, name: str, options: dict[str, Any] | None = None) -> tuple[Path, list[str]]:
     """A recipe file and the overrides that choose the objective."""
-    neighbours = 2 if name == "dpo" else 3
+    neighbours = 2 if name in PAIRED else 3
     job = write_job(folder, rows(neighbours=neighbours)[: GROUPS * 3 // neighbours * neighbours])
     return job, [f"objective.name={name}", f"objective.options={json.dumps(options or {})}"]
 
 
 def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
     """The samples of a step, from the documented order alone."""
-    by = "pair" if recipe.objective.name == "dpo" else "group"
+    by = "pair" if recipe.objective.name in PAIRED else "group"
     lines = list(iter_sample_groups(recipe.data.path))
     groups = whole_groups(lines, by, step=BATCH, setting="the test")
     order = SampleOrder(groups, seed=recipe.seed, shuffle=recipe.data.shuffle, whole_steps=BATCH)
     return order.take((iteration - 1) * BATCH, BATCH)
 
 
-def sft_by_sample(_objective: Any, world: Any) -> torch.Tensor:
-    """The mean over samples of each one's mean weighted negative log-likelihood."""
-    total = world.logits.sum() * 0
-    for index, sample in enumerate(world.samples):
-        own, positions = world.logprobs(index), scored_positions(sample)
-        total = total - sum(float(sample.loss_mask[t]) * own[t] for t in positions) / len(positions)
-    return total / len(world.samples)
+def sft_loss(objective: Any, world: Any) -> torch.Tensor:
+    """The mean over samples or groups of each one's mean weighted negative log-likelihood."""
+    weights, divisor = token_weights(world.samples, objective.normalise, None)
+    total = sum((-weight * world.logprobs(index)[t] for (index, t), weight in weights.items()), world.logits.sum() * 0)
+    return total / divisor
 
 
 @pytest.mark.parametrize(
@@ -88,9 +102,13 @@ def sft_by_sample(_objective: Any, world: Any) -> torch.Tensor:
         ("grpo", GRPO, policy_loss),
         ("dapo", {"tis_cap": 2.0}, policy_loss),
         ("dpo", {}, pair_loss),
-        ("sft", {"normalise": "sample"}, sft_by_sample),
+        ("orpo", {}, pair_loss),
+        ("kto", {"beta": 0.5, "undesirable_weight": 0.7}, kto_loss),
+        ("grpo", GRPO | {"normalise": "group"}, policy_loss),
+        ("sft", {"normalise": "group"}, sft_loss),
+        ("sft", {"normalise": "sample"}, sft_loss),
     ],
-    ids=["grpo", "dapo", "dpo", "sft"],
+    ids=["grpo", "dapo", "dpo", "orpo", "kto", "grpo by group", "sft by group", "sft"],
 )
 @pytest.mark.parametrize("fused_head", [True, False], ids=["fused", "unfused"])
 def test_every_step_is_the_stock_model_s_step(
@@ -98,8 +116,9 @@ def test_every_step_is_the_stock_model_s_step(
 ) -> None:
     """Losses, gradient norms and weights of six steps in fp64 equal AdamW on each sample alone."""
     job, overrides = job_of(tmp_path, name, options)
-    if name == "sft":
-        overrides.append("data.shuffle=false")  # its lines are drawn one by one
+    one_by_one = name == "kto" or options.get("normalise") == "sample"
+    if one_by_one:
+        overrides.append("data.shuffle=false")
     recipe = load_recipe(job, [*FLOAT64, *overrides, f"fused_head={str(fused_head).lower()}"])
     notes = train(recipe)
     assert len(notes.reports) == 6
@@ -126,7 +145,7 @@ def test_every_step_is_the_stock_model_s_step(
             start = (report.iteration - 1) * BATCH
             samples = (
                 [lines[i % len(lines)] for i in range(start, start + BATCH)]
-                if name == "sft"
+                if one_by_one
                 else batch_of(recipe, report.iteration)
             )
             loss = oracle(make_objective(name, options), Alone(partial(logits_of, model), samples))
@@ -247,9 +266,6 @@ def test_a_run_that_is_continued(tmp_path: Path) -> None:
         ("grpo", ["objective.options.kl_coeff=1"], "objective.options.kl_coeff: grpo has no such option; it has adv"),
         ("grpo", ["objective.options.kl_coef=-1"], "objective.options.kl_coef: input should be greater than or equal"),
         ("grpo", ["objective.options={kl_coef: 1, kl_estimator: k1}"], "objective.options: kl_estimator=k1 has no exp"),
-        ("critic", [], "objective.name=critic reads values, and train computes log-probabilities only"),
-        ("distill", [], "objective.name=distill reads edges"),
-        ("grpo", ["data.streaming=true"], "data.streaming=true: objective.name=grpo takes whole groups"),
         ("grpo", ["batch.global_batch_size=18"], "batch.global_batch_size=18 is more than the 15 samples there are"),
     ],
 )
@@ -272,11 +288,14 @@ def test_a_step_that_would_cut_a_group(tmp_path: Path) -> None:
 
 
 def test_a_sample_without_what_the_objective_reads(tmp_path: Path) -> None:
+    """Told before the first step, although a later one is the first to take it."""
     content = rows(neighbours=3)
-    del content[4]["old_logprobs"]
+    del content[10]["old_logprobs"]
     job = write_job(tmp_path, content)
-    with pytest.raises(SampleError, match=r"data.jsonl:5: field 'old_logprobs' is missing"):
-        train(job, "objective.name=grpo", "data.shuffle=false")
+    notes = Notes()
+    with pytest.raises(SampleError, match=r"data.jsonl:11: field 'old_logprobs' is missing"):
+        run_train(load_recipe(job, ["objective.name=grpo", "data.shuffle=false"]), notes)
+    assert not notes.reports
 
 
 def test_a_model_that_has_diverged(tmp_path: Path) -> None:

@@ -38,10 +38,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.transformer.attention_dropout=0.1", f"does not support attention_dropout=0.1: {DROPOUT}"),
         ("model.transformer.hidden_dropout=0.1", f"does not support hidden_dropout=0.1: {DROPOUT}"),
         ("model.transformer.mtp_num_layers=1", "does not support mtp_num_layers=1"),
-        ("model.transformer.window_size=[16,0]", "attention backend 'path' does not support window=17 "),
+        ("model.transformer.window_size=[16,0]", "finds none that supports this run (path: window=17 "),
         (
-            "attention_backend=auto model.transformer.window_size=[16,0]",
-            "finds none that supports this run (path: window=17 ",
+            "attention_backend=path model.transformer.window_size=[16,0]",
+            "attention backend 'path' does not support window=17 ",
+        ),
+        (
+            "deterministic_attention=false model.transformer.deterministic_mode=true",
+            "deterministic_attention=false contradicts deterministic_mode=True of the model; leave one of them out",
         ),
         ("model.transformer.multi_latent_attention=true", "does not support multi_latent_attention=True"),
         ("model.transformer.nope=1", "model.transformer.nope: megatron-core's TransformerConfig has no such field"),
@@ -121,9 +125,10 @@ def test_transformer_engine_that_is_not_there(job: Path) -> None:
 
 def test_a_place_where_nothing_can_be_saved_is_known_before_the_first_step(job: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    result = command("train", job, f"checkpoint.save={tmp_path / 'file' / 'saved'}")
+    setting = f"checkpoint.save={tmp_path / 'file' / 'saved'}"
+    result = command("train", job, setting)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == f"error: {tmp_path / 'file' / 'saved'}: Not a directory\n"
+    assert result.stderr == f"error: {setting}: Not a directory; name a folder to write to\n"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from train_jobs import BATCH, VOCAB, batch_of, built, command, train, world_of_one, write_job
 
 from mcore_prefix_tree import FlatLayout, fold
+from mcore_prefix_tree.attention import path
 from mcore_prefix_tree.mcore import folding
 from mcore_prefix_tree.mcore.train import jobs, trainer
 from mcore_prefix_tree.mcore.train.compare import Comparison
@@ -94,13 +96,31 @@ def test_folding_changes_nothing(
     plan = plan_step(
         samples,
         max_tokens=recipe.batch.max_tokens,
-        cost_model=CostModel.from_model(recipe.model),
+        cost_model=CostModel.from_model(recipe.model, fused_head=recipe.fused_head),
         share=recipe.batch.share,
         min_shared_tokens=recipe.batch.min_shared_tokens,
     )
     assert (report.samples, report.logical_tokens) == (BATCH, sum(map(len, samples)))
     assert report.physical_tokens == sum(plan.physical_tokens[0]) < report.logical_tokens
     assert (report.dtype, report.reference, report.unfolded_errors) == (dtype, "unfolded", None)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_recipe_says_whether_attention_is_deterministic(
+    job: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = set()
+
+    def attention(query: Any, key: Any, value: Any, metadata: Any, options: Any) -> torch.Tensor:
+        asked.add(options.deterministic)
+        return original(query, key, value, metadata, options)
+
+    original = path.attention
+    monkeypatch.setattr(path, "attention", attention)
+    settings = ["attention_backend=path", f"deterministic_attention={str(deterministic).lower()}"]
+    report, _ = run_verify(load_recipe(job, settings))
+    assert report.passed
+    assert asked == {deterministic}
 
 
 def test_half_precision_is_judged_by_the_unfolded_run_s_own_rounding(job: Path) -> None:

@@ -52,9 +52,9 @@ class World:
     def entropies(self, index: int) -> Scalars:
         return [None if row is None else -(row.exp() * row).sum() for row in self.distributions(index)]
 
-    def values_before(self, index: int) -> Scalars:
-        flat = self.layout.sample_tokens(index).tolist()
-        return [None, *(self.scalar[f] for f in flat[:-1])]
+    def values(self, index: int) -> list[torch.Tensor]:
+        """After each token."""
+        return [self.scalar[flat] for flat in self.layout.sample_tokens(index).tolist()]
 
     def part(self, indices: Sequence[int]) -> tuple[FlatLayout, torch.Tensor]:
         """The layout of one micro-batch, and where each of its tokens is in the table."""
@@ -77,12 +77,31 @@ class Alone:
     def _distributions(self) -> list[torch.Tensor]:
         return [torch.log_softmax(self.logits_of(sample.tokens.tolist()), dim=-1) for sample in self.samples]
 
+    def distributions(self, index: int) -> Scalars:
+        return [None, *self._distributions[index][:-1]]
+
     def logprobs(self, index: int) -> Scalars:
         rows = self._distributions[index]
         return [None, *(rows[t, token] for t, token in enumerate(self.samples[index].tokens[1:].tolist()))]
 
     def entropies(self, index: int) -> Scalars:
         return [None, *(-(row.exp() * row).sum() for row in self._distributions[index][:-1])]
+
+
+@dataclass(frozen=True)
+class ValuesAlone:
+    """A critic in place of the table: ``values_of(tokens)`` runs one sample by itself, ``[n]``."""
+
+    values_of: Callable[[Sequence[int]], torch.Tensor]
+    samples: Sequence[Sample]
+    scalar: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))  # starts a sum
+
+    @functools.cached_property
+    def _values(self) -> list[torch.Tensor]:
+        return [self.values_of(sample.tokens.tolist()) for sample in self.samples]
+
+    def values(self, index: int) -> list[torch.Tensor]:
+        return list(self._values[index])
 
 
 def scored_positions(sample: Sample) -> list[int]:

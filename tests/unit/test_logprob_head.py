@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from mcore_prefix_tree.logprob import (
     Edges,
     Head,
     LogitShape,
+    edge_logprobs,
     edge_logprobs_and_entropy,
     head_logprobs,
     head_weighted_sum,
@@ -240,6 +242,52 @@ def test_only_logprob_or_only_entropy_may_be_used():
         got = torch.autograd.grad(fused(hidden, weight, head)[index].sum(), (hidden, weight))
         wanted = torch.autograd.grad(naive(hidden @ weight.T, layout)[index].sum(), (hidden, weight))
         assert all(worst(one, other) < 1e-12 for one, other in zip(got, wanted, strict=True))
+
+
+def operations(function):
+    """How many floating tensors torch made in a call that are not small, by their numbers of elements."""
+    made = Counter()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            made.update(
+                leaf.numel()
+                for leaf in tree_leaves(result)
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel() > VOCAB
+            )
+            return result
+
+    with Watch():
+        function()
+    return made
+
+
+@pytest.mark.parametrize("with_logits", [False, True])
+def test_who_uses_one_output_does_not_pay_for_the_other(with_logits):
+    """Backward of the log-probabilities alone does what it does where there are no entropies; and the other way."""
+    layout = fold(FORKED)
+    hidden, weight = parameters(layout)
+    edges = Edges.from_layout(layout)
+    logits = (hidden @ weight.T).detach().requires_grad_()
+
+    def scores(with_entropy):
+        if with_logits:
+            return edge_logprobs_and_entropy(logits, edges) if with_entropy else (edge_logprobs(logits, edges), None)
+        return fused(hidden, weight, Head(edges=edges), with_entropy=with_entropy)
+
+    def backward(output):
+        leaves = (logits,) if with_logits else (hidden, weight)
+        return operations(lambda: torch.autograd.grad(output.sum(), leaves, retain_graph=True))
+
+    rows = len(logits) if with_logits else len(edges.row)
+    logprob, entropy = scores(True)
+    plain, of_logprob, of_entropy = backward(scores(False)[0]), backward(logprob), backward(entropy)
+    assert of_logprob == plain
+    both = backward(logprob.sum() + entropy.sum())
+    block = rows * VOCAB
+    assert of_logprob[block] < both[block]
+    assert of_entropy[block] < both[block]
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])

@@ -13,10 +13,11 @@ from megatron.core.transformer.module import Float16Module
 from oracles import worst
 from seam_models import VOCAB, branching_samples, tiny_config, twins
 
-from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree import Sample, Signals, fold
 from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore import with_edge_head
 from mcore_prefix_tree.mcore.forward_step import (
+    objective_output,
     tree_forward,
     tree_logprobs,
     tree_logprobs_and_entropy,
@@ -25,6 +26,7 @@ from mcore_prefix_tree.mcore.forward_step import (
 )
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import HeadRequest, request_arguments
+from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import single_process
@@ -43,7 +45,7 @@ WARM = [
     Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=Tempered(temperature=0.6 + 0.2 * (i % 3), key=s.merge_key))
     for i, s in enumerate(SAMPLES)
 ]
-SFT_OUTPUTS = ["logits", "logprobs", "logprobs_and_entropy", "weighted_sum"]
+SFT_OUTPUTS = ["logits", "logprobs", "logprobs_and_entropy", "logprobs_and_watched_entropy", "weighted_sum"]
 
 
 def batch_of(output: str, samples: list[Sample] = SAMPLES, *, only_supervised: bool = False) -> MicroBatch:
@@ -112,6 +114,35 @@ def test_rows_and_the_gradient_of_entropies(output: str, samples: list[Sample]) 
         loss = loss - (scores[1:] * mask).sum() + 0.1 * (spread[:-1] * mask).sum()
     loss.backward()
     assert_same_gradients(gradients(tree), expected["grads"], 1e-12)
+
+
+def test_a_watched_entropy_has_no_gradient() -> None:
+    """And its own value; a loss that has a gradient through it is refused."""
+    _, tree = twins(tiny_config())
+    found = {}
+    for output in ("logprobs_and_entropy", "logprobs_and_watched_entropy"):
+        batch = batch_of(output)
+        logprob, entropy = tree_logprobs_and_entropy(tree_forward(with_edge_head(tree), batch), batch)
+        (logprob.sum() + entropy.sum()).backward()
+        found[output] = (entropy.detach(), gradients(tree))
+    batch = batch_of("logprobs")
+    tree_logprobs(tree_forward(tree, batch), batch).sum().backward()
+    alone_grads = gradients(tree)
+    (entropy, grads), (watched, watched_grads) = found.values()
+    assert torch.equal(entropy, watched)
+    assert all(torch.equal(watched_grads[name], grad) for name, grad in alone_grads.items())
+    assert any(not torch.equal(grads[name], grad) for name, grad in alone_grads.items())
+    objective = make_objective("grpo", {"entropy_coef": 0.1, "advantage": "given", "on_policy": True})
+    targets = objective.targets(
+        [
+            Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=s.merge_key, signals=Signals(advantage=1.0))
+            for s in SAMPLES
+        ]
+    )
+    batch = batch_of("logprobs_and_watched_entropy")
+    batch = replace(batch, rows=targets.rows(batch.layout, range(len(SAMPLES))))
+    with pytest.raises(ValueError, match="a gradient through the entropy; make it with output='logprobs_and_entropy'"):
+        objective_output(tree_forward(tree, batch), batch, objective, with_entropy=True)
 
 
 def test_the_log_probabilities_have_the_same_bits_whatever_else_is_asked_for() -> None:

@@ -17,9 +17,11 @@ from oracles import worst
 from seam_models import LAYERS, branching_samples, heterogeneous_json, local_spec, tiny_config, twins
 
 from mcore_prefix_tree import fold
+from mcore_prefix_tree.attention import path
 from mcore_prefix_tree.attention.api import check_case, supporting
 from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore.backend import case_of
+from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.forward_step import sft_forward_step, tree_forward, tree_logprobs_and_entropy
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import sft_loss
@@ -273,6 +275,30 @@ def test_a_backend_without_them_refuses_and_names_one_that_has_them(name):
         tree_forward(tree, folded_batch("path"))
     with pytest.raises(ValueError, match=r"'path' does not support (window=4|sinks) .*backends that do: .*reference"):
         check_case("path", case_of(config, device=torch.device("cpu")))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("recompute", [{}, {"recompute_granularity": "selective"}], ids=["", "recompute"])
+def test_the_setting_reaches_every_call_of_the_back_end(deterministic, recompute, monkeypatch):
+    """From how a job folds, through the model's layers, to what a back-end is asked."""
+    asked = []
+
+    def attention(query, key, value, metadata, options):
+        asked.append(options.deterministic)
+        return original(query, key, value, metadata, options)
+
+    original = path.attention
+    monkeypatch.setattr(path, "attention", attention)
+    folding = Folding(
+        max_tokens=1000,
+        dp_size=1,
+        cost_model=None,
+        device=torch.device("cpu"),
+        deterministic_attention=deterministic,
+    )
+    stock, tree = twins(tiny_config(**recompute))
+    assert_equal(folded(tree, folding.micro_batch(SAMPLES)), unfolded(stock), limit=1e-12)
+    assert asked == [deterministic] * LAYERS * (2 if recompute else 1)
 
 
 # Upstream computes some things in fp32 whatever the dtype of the model: what is summed over the samples of a token is

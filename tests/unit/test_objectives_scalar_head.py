@@ -25,16 +25,26 @@ def critic_loss(objective: Critic, world: World) -> torch.Tensor:
         config = PolicyGradient(advantage="gae", gamma=objective.gamma, lam=objective.lam)
         estimated = advantages(config, world.samples)
     for index, sample in enumerate(world.samples):
-        values = world.values_before(index)
+        values = world.values(index)
         for t in scored_positions(sample):
             old = float(sample.signals.values[t])
             target = estimated[index, t] + old if objective.returns == "gae" else float(sample.signals.returns[t])
-            loss = (values[t] - target) ** 2
+            value = values[t - 1]  # of the state that the token is chosen in
+            loss = (value - target) ** 2
             if objective.clip_eps is not None:
-                near = old + torch.clamp(values[t] - old, -objective.clip_eps, objective.clip_eps)
+                near = old + torch.clamp(value - old, -objective.clip_eps, objective.clip_eps)
                 loss = torch.maximum(loss, (near - target) ** 2)
             total = total + weights[index, t] * loss / 2
     return total / max(1, divisor)
+
+
+def reward_model_loss(objective: RewardModel, world: World) -> torch.Tensor:
+    """Mean over pairs; sample 2q is rejected and 2q + 1 chosen."""
+    total = world.scalar.sum() * 0
+    for rejected in range(0, len(world.samples), 2):
+        lose, win = (world.values(index)[-1] for index in (rejected, rejected + 1))
+        total = total - torch.log(1 / (1 + torch.exp(lose - win))) + objective.center_coef * (win + lose) ** 2
+    return total / max(1, len(world.samples) // 2)
 
 
 def run_values(objective, world, cut):
@@ -75,11 +85,7 @@ def test_a_critic_equals_each_sample_alone_whatever_the_cut(objective, samples, 
 def test_a_reward_model_equals_each_pair_alone_whatever_the_cut(center, samples, seed):
     samples = samples[: len(samples) // 2 * 2]
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
-    expected = world.scalar.sum() * 0
-    for rejected in range(0, len(samples), 2):
-        lose, win = (world.scalar[int(world.layout.sample_tokens(i)[-1])] for i in (rejected, rejected + 1))
-        loss = -torch.log(1 / (1 + torch.exp(lose - win))) + center * (win + lose) ** 2
-        expected = expected + loss / (len(samples) // 2)
+    expected = reward_model_loss(RewardModel(center_coef=center), world)
     (wanted,) = torch.autograd.grad(expected, world.scalar)
     for parts in (1, 3):
         pairs = [[index, index + 1] for index in range(0, len(samples), 2)]

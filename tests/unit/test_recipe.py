@@ -69,6 +69,7 @@ def test_there_are_shipped_recipes():
         ("model.transformer={a: [[1, 2], [3]]}", "model", "transformer", {"a": [[1, 2], [3]]}),
         ("checkpoint.save=${data.path}.ckpt", "checkpoint", "save", "rollouts.jsonl.ckpt"),
         ("attention_backend=reference", None, "attention_backend", "reference"),
+        ("deterministic_attention=false", None, "deterministic_attention", False),
     ],
 )
 def test_overrides(recipe, override, section, key, value):
@@ -154,6 +155,9 @@ def test_an_override_that_cannot_be_read_is_quoted(recipe, override, says):
         ("", ": data: field required; model: field required; batch: field required; train_iters: field required"),
         (SMALLEST.replace("train_iters: 4", ""), ": train_iters: field required"),
         (SMALLEST.replace("max_tokens: 64", ""), ": batch.max_tokens: field required"),
+        (SMALLEST.replace("global_batch_size: 6, ", ""), ": batch: give either global_batch_size, the samples of a st"),
+        (SMALLEST.replace("global_batch", "groups_per_step: 2, global_batch"), ": batch: give either global_batch"),
+        (SMALLEST.replace("global_batch_size: 6", "groups_per_step: 0"), "batch.groups_per_step: input should be gre"),
         (
             SMALLEST.replace("rollouts.jsonl", "'???'"),
             " cannot be read: Missing mandatory value: path full_key: data.path",

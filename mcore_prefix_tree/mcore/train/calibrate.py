@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.forward_step import sft_forward_step
-from mcore_prefix_tree.mcore.train.schedule import folding_of, run_schedule
+from mcore_prefix_tree.mcore.forward_step import ForwardStep
+from mcore_prefix_tree.mcore.train.objective import forward_step_of, objective_of, plain
+from mcore_prefix_tree.mcore.train.schedule import fold_micro_batches, folding_of, run_schedule, targets_of
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.plan import CostModel, Measured
 from mcore_prefix_tree.recipe import Recipe
@@ -52,7 +54,8 @@ def calibrate(
     """Time micro-batches of a recipe's own samples. Every rank computes the same ones and waits for the slowest.
 
     Of several sizes up to the budget, one micro-batch of the shortest samples that fill it and one of the longest: what
-    a token costs and what a visible pair costs are told apart by how deep the tokens are.
+    a token costs and what a visible pair costs are told apart by how deep the tokens are. Where the head computes only
+    scored tokens, what these cost is told by the two largest once more, with next to nothing scored.
 
     Args:
         chunks: in Megatron's DDP; their gradients are left empty.
@@ -61,12 +64,21 @@ def calibrate(
         place: this rank's.
         repeats: timed rounds, after one that is not.
     """
-    folding = folding_of(recipe, place)
-    batches = [folding.micro_batch([samples[index] for index in chosen]) for chosen in _choose(samples, folding)]
+    folding = folding_of(recipe, place)  # of the objective itself, whose head may cost more than the supervised one's
+    recipe, samples = plain(recipe, samples)
+    objective = objective_of(recipe)
+    cut = _choose(samples, folding)
+    scored_alone = recipe.fused_head and folding.output != "values"
+    if scored_alone:
+        for indices in sorted(cut, key=lambda some: folding.physical_tokens([samples[index] for index in some]))[-2:]:
+            cut.append([*range(len(samples), len(samples) + len(indices))])
+            samples = [*samples, *(_hardly_scored(samples[index]) for index in indices)]
+    batches = fold_micro_batches(samples, cut, folding, objective, targets_of(objective, samples))
+    step = forward_step_of(objective)
     # What ends a step belongs to no micro-batch.
     finalize, place.config.finalize_model_grads_func = place.config.finalize_model_grads_func, None
     try:
-        rounds = [[_seconds(chunks, batch, place) for batch in batches] for _ in range(1 + repeats)]
+        rounds = [[_seconds(chunks, batch, step, place) for batch in batches] for _ in range(1 + repeats)]
     finally:
         place.config.finalize_model_grads_func = finalize
     measured = [
@@ -75,12 +87,21 @@ def calibrate(
             pairs=batch.layout.visible_pairs,
             # Whatever else the machine does only adds.
             seconds=min(seconds),
+            scored=int((batch.layout.loss_weight != 0).sum()) if scored_alone else 0,
         )
         for batch, *seconds in zip(batches, *rounds[1:], strict=True)
     ]
-    cost = CostModel.from_model(recipe.model).calibrated(measured)
-    worst = max(abs(cost.of_micro_batch(one.tokens, one.pairs) / one.seconds - 1) for one in measured)
+    assert folding.cost_model is not None
+    cost = folding.cost_model.calibrated(measured)
+    worst = max(abs(cost.of_micro_batch(one.tokens, one.pairs, one.scored) / one.seconds - 1) for one in measured)
     return Calibration(measured=measured, cost=cost, worst=worst)
+
+
+def _hardly_scored(sample: Sample) -> Sample:
+    """A sample of which the last token alone is scored."""
+    mask = np.zeros(len(sample), dtype=np.float32)
+    mask[-1] = 1
+    return Sample(tokens=sample.tokens, loss_mask=mask, merge_key=sample.merge_key, source=sample.source)
 
 
 def _choose(samples: Sequence[Sample], folding: Folding) -> list[list[int]]:
@@ -100,10 +121,10 @@ def _choose(samples: Sequence[Sample], folding: Folding) -> list[list[int]]:
     return [list(indices) for indices in chosen]
 
 
-def _seconds(chunks: Sequence[Any], batch: Any, place: Session) -> float:
+def _seconds(chunks: Sequence[Any], batch: Any, step: ForwardStep, place: Session) -> float:
     dist.barrier()
     started = time.perf_counter()
-    run_schedule(chunks, [batch], sft_forward_step)
+    run_schedule(chunks, [batch], step)
     if place.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=place.device)

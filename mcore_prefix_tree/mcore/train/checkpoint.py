@@ -2,27 +2,39 @@
 
 ``FOLDER/iter_0000010`` holds one checkpoint, ``FOLDER/latest_checkpointed_iteration.txt`` names the last complete one.
 The name is written after everything else, so a run killed while it saves resumes from the checkpoint before.
-Model keys are those of the stock model.
+Model keys are those of the stock model; a scalar head, which that does not have, is ``scalar_head.weight``.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY
+from mcore_prefix_tree.mcore.train.session import everyone, on_main_rank
 from mcore_prefix_tree.recipe import RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _RECIPE_SETTINGS = ("max_lr", "min_lr", "betas")
+_WRITERS_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+# What a disk makes Megatron and torch raise while they write: threads of a newer writer assert that none failed, and a
+# rank whose partner is gone meets a broken connection.
+_WRITING_ERRORS = (OSError, RuntimeError, AssertionError, CheckpointException)
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written. The message says where, why, and which one is whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +44,16 @@ class Progress:
     Attributes:
         iteration: steps done.
         global_batch_size: of the recipe.
+        groups_per_step: of the recipe.
         seed: of the recipe.
         shuffle: of the recipe's data.
-        samples_per_epoch: in the data.
+        samples_per_epoch: of the first epoch.
         consumed_samples: logical samples trained on.
     """
 
     iteration: int
-    global_batch_size: int
+    global_batch_size: int | None
+    groups_per_step: int | None = None  # what older checkpoints do not say
     seed: int
     shuffle: bool
     samples_per_epoch: int
@@ -66,26 +80,103 @@ def iteration_folder(folder: str | Path, iteration: int) -> Path:
     return Path(folder) / f"iter_{iteration:07d}"
 
 
+def make_folder(folder: str | Path) -> None:
+    """Make the folder that checkpoints are saved to, unless it is there; all ranks together.
+
+    Raises:
+        SaveError: it cannot be made, or not be written to.
+    """
+
+    def make() -> None:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "it cannot be written to")
+        except OSError as error:
+            raise SaveError(f"checkpoint.save={folder}: {error.strerror}; name a folder to write to") from error
+
+    on_main_rank(make)
+
+
 def save(folder: str | Path, chunks: Sequence[Any], optimizer: Any, scheduler: Any, progress: Progress) -> None:
-    """Write a checkpoint; all ranks together."""
+    """Write a checkpoint; all ranks together.
+
+    Raises:
+        SaveError: a rank could not write its part, as on a full disk. The checkpoints before are untouched.
+    """
     target = iteration_folder(folder, progress.iteration)
-    if dist.get_rank() == 0:
-        # What a killed save of the same iteration left behind.
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(
-        _state(chunks, optimizer, is_loading=False)
-        | {"opt_param_scheduler": scheduler.state_dict(), "progress": vars(progress)},
-        str(target),
-    )
-    dist.barrier()
-    if dist.get_rank() == 0:
-        tracker = Path(folder) / TRACKER
-        unfinished = tracker.with_suffix(".tmp")
-        unfinished.write_text(str(progress.iteration))
-        os.replace(unfinished, tracker)
-    dist.barrier()
+    state = _state(chunks, optimizer, is_loading=False)
+    with _writing(folder, progress.iteration):
+        on_main_rank(lambda: _make_empty(target))
+        dist_checkpointing.save(
+            state | {"opt_param_scheduler": scheduler.state_dict(), "progress": vars(progress)}, str(target)
+        )
+        on_main_rank(lambda: _name_as_latest(folder, progress.iteration))
+
+
+def _make_empty(target: Path) -> None:
+    # What a killed save of the same iteration left behind.
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+
+
+def _name_as_latest(folder: str | Path, iteration: int) -> None:
+    tracker = Path(folder) / TRACKER
+    unfinished = tracker.with_suffix(".tmp")
+    unfinished.write_text(str(iteration))
+    os.replace(unfinished, tracker)
+
+
+@contextmanager
+def _writing(folder: str | Path, iteration: int) -> Iterator[None]:
+    """Make one sentence of whatever ends the writing of a checkpoint."""
+    writers = logging.getLogger(_WRITERS_LOG)
+    told = _Told()
+    propagate, writers.propagate = writers.propagate, False
+    writers.addHandler(told)
+    try:
+        yield
+    except _WRITING_ERRORS as error:
+        whole = latest_iteration(folder)
+        left = "no checkpoint was saved before it" if whole is None else f"the checkpoint of iteration {whole} is whole"
+        raise SaveError(
+            f"checkpoint.save={folder}: iteration {iteration} could not be written to "
+            f"{iteration_folder(folder, iteration)} ({_why(error, told.first)}{_room(folder)}); {left}; make room there "
+            "and start again with --resume"
+        ) from error
+    finally:
+        writers.removeHandler(told)
+        writers.propagate = propagate
+
+
+def _why(error: BaseException, told: str | None) -> str:
+    """What ended the writing, as far as a rank can know."""
+    if isinstance(error, CheckpointException):
+        # All ranks raise it together. What the writers of one of them told is nearer to the cause than what is raised
+        # on the main rank, which alone has the failures.
+        of_all = everyone((told, _reason(error) if error.failures else None))
+        told = next((word for words in zip(*of_all, strict=True) for word in words if word is not None), None)
+    return told or _reason(error)
+
+
+class _Told(logging.Handler):
+    """The first error that Megatron's writers logged: what they raise in the end may not say it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.first: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the first."""
+        self.first = self.first or record.getMessage()
+
+
+def _room(folder: str | Path) -> str:
+    """How much fits: torch's archives call a full disk an unexpected position."""
+    try:
+        return f"; {shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
+    except OSError:
+        return ""
 
 
 def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> Progress:
@@ -118,6 +209,30 @@ def load_weights(folder: str | Path, iteration: int, chunks: Sequence[Any]) -> N
     _load_into(chunks, _read(_existing(folder, iteration), _model_state(chunks)))
 
 
+def load_pretrained(folder: str | Path, iteration: int, chunks: Sequence[Any]) -> bool:
+    """As :func:`load_weights`, but the scalar head of a model that has one is left as it is if the checkpoint has none.
+
+    Returns:
+        Whether the checkpoint has a scalar head.
+
+    Raises:
+        RecipeError: as :func:`load`.
+    """
+    source = _existing(folder, iteration)
+    with _reading(source):
+        has_head = CHECKPOINT_KEY in dist_checkpointing.load_tensors_metadata(str(source))
+    wanted, kept = _model_state(chunks), {}
+    for model, state in wanted.items():
+        for name, part in list(state.items()):
+            if not has_head and part.key == CHECKPOINT_KEY:
+                kept[model, name] = state.pop(name).data
+    loaded = _read(source, wanted)
+    for (model, name), weight in kept.items():
+        loaded[model][name] = weight
+    _load_into(chunks, loaded)
+    return has_head
+
+
 def _existing(folder: str | Path, iteration: int) -> Path:
     source = iteration_folder(folder, iteration)
     if not source.is_dir():
@@ -126,13 +241,19 @@ def _existing(folder: str | Path, iteration: int) -> Path:
 
 
 def _read(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    try:
+    with _reading(source):
         loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(source))
+    return loaded
+
+
+@contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    try:
+        yield
     except (Exception, CheckpointException) as error:  # whatever a damaged file makes Megatron and torch raise
         raise RecipeError(
             f"checkpoint {source} is damaged or does not fit this recipe's model: {_reason(error)}"
         ) from error
-    return loaded
 
 
 def _load_into(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
@@ -150,8 +271,8 @@ def _param_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # its own text is the tracebacks of all ranks
-        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, CheckpointException):  # its own text is the tracebacks of all ranks, which only some know
+        error = next((failure for failure, _ in error.failures.values()), RuntimeError("another rank failed"))
     return f"{type(error).__name__}: {error}"
 
 

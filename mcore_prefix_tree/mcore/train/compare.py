@@ -5,20 +5,26 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.mcore.forward_step import sft_forward_step
+from mcore_prefix_tree.mcore.forward_step import ForwardStep
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.train.memory import PeakMemory
-from mcore_prefix_tree.mcore.train.schedule import ForwardStep, plan_folded, run_schedule
+from mcore_prefix_tree.mcore.train.objective import forward_step_of, objective_of, plain, reads_values
+from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
-from mcore_prefix_tree.mcore.train.unfolded import plan_unfolded, stock_forward_step, why_stock_does_not_fit
-from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe
+from mcore_prefix_tree.mcore.train.unfolded import (
+    plan_unfolded,
+    stock_forward_step,
+    stock_value_step,
+    why_stock_does_not_fit,
+)
+from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample, Tempered
 
 
@@ -88,8 +94,8 @@ class _Way:
 def compare(
     chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int
 ) -> Comparison:
-    """Measure forward and backward of the supervised loss; no optimizer step. The gradient buffers of ``chunks`` are
-    left empty.
+    """Measure forward and backward of the supervised loss, or of a scalar head's (:func:`plain`); no optimizer step.
+    The gradient buffers of ``chunks`` are left empty.
 
     A first round warms up and measures memory. The timed rounds run the three ways in turn, so that a machine whose
     speed drifts slows all of them.
@@ -101,13 +107,15 @@ def compare(
         place: this rank's.
         repeats: timed rounds.
     """
-    recipe = replace(recipe, objective=ObjectiveConfig())
+    recipe, samples = plain(recipe, samples)
+    step = forward_step_of(objective_of(recipe))
     alone = [
         Sample(
             tokens=sample.tokens,
             loss_mask=sample.loss_mask,
             merge_key=Tempered(temperature=sample.temperature, key=index),
             source=sample.source,
+            signals=sample.signals,
         )
         for index, sample in enumerate(samples)
     ]
@@ -118,13 +126,13 @@ def compare(
             name="folded",
             tokens=physical,
             make=lambda: plan_folded(samples, recipe, place).micro_batches,
-            step=sft_forward_step,
+            step=step,
         ),
         _Way(
             name="unfolded, packed",
             tokens=logical,
             make=lambda: plan_folded(alone, recipe, place).micro_batches,
-            step=sft_forward_step,
+            step=step,
         ),
     ]
     stock_missing = why_stock_does_not_fit(samples, recipe, place)
@@ -134,7 +142,7 @@ def compare(
                 name="unfolded, stock",
                 tokens=logical,
                 make=lambda: plan_unfolded(samples, recipe, place).micro_batches,
-                step=stock_forward_step,
+                step=stock_value_step if reads_values(recipe) else stock_forward_step,
             )
         )
     peaks = []

@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn import Module
 
 from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.data import LineOptions, Ranks, Skipped, StreamedGroups, iter_sample_groups, load_tokenizer
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.grouping import whole_groups
+from mcore_prefix_tree.data.grouping import GroupedBy, streamed_whole_groups, whole_groups
 from mcore_prefix_tree.mcore.backend import resolve_backend
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration
 from mcore_prefix_tree.mcore.train.compare import Comparison
 from mcore_prefix_tree.mcore.train.model import build_chunks, padded_vocab_size
-from mcore_prefix_tree.mcore.train.objective import grouped_by, objective_of
+from mcore_prefix_tree.mcore.train.objective import check_samples, grouped_by, objective_of, reads_values
 from mcore_prefix_tree.mcore.train.session import Session, everyone, session
 from mcore_prefix_tree.mcore.train.trainer import Reporter, Trainer
 from mcore_prefix_tree.mcore.train.verify import VerifyReport, verify
@@ -27,6 +29,8 @@ from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample, SampleError
 
 logger = logging.getLogger(__name__)
+
+_CHECKED_AT_ONCE = 64
 
 
 class VerificationError(RuntimeError):
@@ -48,7 +52,14 @@ class Data:
     skipped: Skipped
 
 
-def read_data(recipe: Recipe, place: Session, *, progress: Callable[[int, int], None] | None = None) -> Data:
+def read_data(
+    recipe: Recipe,
+    place: Session,
+    *,
+    every_sample: bool = False,
+    checked: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Data:
     """The samples: all of them, or where they are, under ``data.streaming``.
 
     Standard input reaches one process only: the main rank reads it for all.
@@ -56,20 +67,18 @@ def read_data(recipe: Recipe, place: Session, *, progress: Callable[[int, int], 
     Args:
         recipe: the job's.
         place: this rank's.
+        every_sample: an epoch leaves none out, and samples need no group or pair unless ``batch.groups_per_step``
+            counts them. For what does not train, whatever the objective.
+        checked: see that no sample lacks what the objective reads, before the first step.
         progress: under ``data.streaming``, is told how far the files are gone through, in bytes done and in all.
 
     Raises:
         SampleError: bad data; names file, line and field.
         RecipeError: the vocabulary is not known or too small, there are fewer samples than a step of whole groups
-            takes, or such an objective is asked for under ``data.streaming``.
+            takes, or steps are to be so many groups of an objective that has none.
     """
     data = recipe.data
-    by = grouped_by(objective_of(recipe))
-    if data.streaming and by is not None:
-        raise RecipeError(
-            f"data.streaming=true: objective.name={recipe.objective.name} takes whole {by}s, which are found with all "
-            "samples in memory; set data.streaming=false"
-        )
+    by = None if every_sample and recipe.batch.groups_per_step is None else _grouped_by(recipe)
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
     vocab_size = padded_vocab_size(
         recipe.model,
@@ -83,22 +92,50 @@ def read_data(recipe: Recipe, place: Session, *, progress: Callable[[int, int], 
         limits=_limits(recipe),
     )
     skipped = Skipped()
+    step, setting = recipe.batch.global_batch_size, f"objective.name={recipe.objective.name}"
     groups: Sequence[Sequence[Sample]]
     if data.streaming:
-        ranks = Ranks(rank=place.rank, size=dist.get_world_size(), gather=everyone)
-        groups = StreamedGroups(
-            data.path, options, on_error=data.on_error, skipped=skipped, ranks=ranks, progress=progress
+        stream = partial(
+            StreamedGroups,
+            data.path,
+            options,
+            on_error=data.on_error,
+            skipped=skipped,
+            ranks=Ranks(rank=place.rank, size=dist.get_world_size(), gather=everyone),
+            progress=progress,
+            check=partial(check_samples, objective_of(recipe)) if checked else None,
         )
+        groups = stream() if by is None else streamed_whole_groups(stream, by, step=step, setting=setting)
+        if groups.fault:
+            raise SampleError(groups.fault)
     else:
         groups, skipped = _read_all(recipe, options, place)
-    step = recipe.batch.global_batch_size
-    if by is not None:
-        groups = whole_groups(groups, by, step=step, setting=f"objective.name={recipe.objective.name}")
+        if by is not None:
+            groups = whole_groups(groups, by, step=step, setting=setting)
+        for start in range(0, len(groups) if checked else 0, _CHECKED_AT_ONCE):
+            together = groups[start : start + _CHECKED_AT_ONCE]
+            check_samples(objective_of(recipe), list(chain.from_iterable(together)))
     try:
-        order = SampleOrder(groups, seed=recipe.seed, shuffle=data.shuffle, whole_steps=None if by is None else step)
+        order = SampleOrder(
+            groups,
+            seed=recipe.seed,
+            shuffle=data.shuffle,
+            by_line=recipe.batch.groups_per_step is not None,
+            whole_steps=None if by is None or every_sample else recipe.batch.per_step,
+        )
     except ValueError as error:
         raise RecipeError(str(error)) from None
     return Data(order=order, vocab_size=vocab_size, skipped=skipped)
+
+
+def _grouped_by(recipe: Recipe) -> GroupedBy | None:
+    by = grouped_by(objective_of(recipe))
+    if by is None and recipe.batch.groups_per_step is not None:
+        raise RecipeError(
+            f"batch.groups_per_step={recipe.batch.groups_per_step}: objective.name={recipe.objective.name} as it is "
+            "set compares no samples of a group or pair; set batch.global_batch_size instead"
+        )
+    return by
 
 
 def _limits(recipe: Recipe) -> dict[str, int]:
@@ -140,8 +177,8 @@ def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
         data = read_data(recipe, place)
         recipe = with_vocabulary(recipe, data.vocab_size)
         recipe = with_backend(recipe, place, data.order)
-        chunks = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
-        samples = data.order.take(0, recipe.batch.global_batch_size)
+        chunks = _starting_model(recipe, place, data.vocab_size)
+        samples = data.order.take(0, recipe.batch.per_step)
         return verify(chunks, samples, recipe, place), place.is_main
 
 
@@ -197,22 +234,28 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
     with session(recipe) as place:
         # A network folder shows another machine's last checkpoint late: all go on from the main rank's.
         saved = everyone(saved)[0]
-        data = read_data(recipe, place, progress=reporter.reading if place.is_main else None)
+        data = read_data(recipe, place, checked=True, progress=reporter.reading if place.is_main else None)
         recipe = with_vocabulary(recipe, data.vocab_size)
         if data.skipped.count and place.is_main:
             reporter.message(str(data.skipped))
         if data.order.left_out and place.is_main:
+            things = ("group" if data.order.by_line else "sample") + ("" if data.order.left_out == 1 else "s")
             reporter.message(
-                f"each epoch leaves out {data.order.left_out} samples: steps take whole groups, and "
-                f"batch.global_batch_size={recipe.batch.global_batch_size} does not divide all there are"
+                f"each epoch leaves out {data.order.left_out} {things}: steps take whole groups, and a step of "
+                f"{recipe.batch.per_step} does not divide all there are"
             )
-        if recipe.checkpoint.save is not None and place.is_main:
+        if recipe.checkpoint.save is not None:
             # Where nothing can be written is better known now than after the last step.
-            Path(recipe.checkpoint.save).mkdir(parents=True, exist_ok=True)
+            checkpoint.make_folder(recipe.checkpoint.save)
         recipe = with_backend(recipe, place, data.order, say=reporter.message)
-        chunks = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
+        say = reporter.message if place.is_main else logger.debug
+        chunks = (
+            _starting_model(recipe, place, data.vocab_size, say=say)
+            if saved is None
+            else build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
+        )
         if recipe.verify.enabled and saved is None:
-            report = verify(chunks, data.order.take(0, recipe.batch.global_batch_size), recipe, place)
+            report = verify(chunks, data.order.take(0, recipe.batch.per_step), recipe, place)
             if place.is_main:
                 reporter.verified(report)
             if not report.passed:
@@ -223,6 +266,27 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
         Trainer(recipe, place, data.order, chunks).train(saved, reporter)
         if data.skipped.count and place.is_main:
             reporter.message(f"not trained on: {data.skipped}")
+
+
+def _starting_model(
+    recipe: Recipe, place: Session, vocab_size: int, *, say: Callable[[str], None] = logger.info
+) -> list[Module]:
+    """The model with the weights that training begins with.
+
+    Raises:
+        RecipeError: ``checkpoint.pretrained_checkpoint`` holds no checkpoint, or it does not fit.
+    """
+    chunks = build_chunks(recipe, place.config, vocab_size=vocab_size, device=place.device)
+    folder = recipe.checkpoint.pretrained_checkpoint
+    if folder is None:
+        return chunks
+    iteration = everyone(checkpoint.latest_iteration(folder))[0]
+    if iteration is None:
+        raise RecipeError(f"checkpoint.pretrained_checkpoint={folder} holds no checkpoint; name the folder of a run")
+    has_head = checkpoint.load_pretrained(folder, iteration, chunks)
+    new = ", with a new scalar head" if reads_values(recipe) and not has_head else ""
+    say(f"the weights start from {checkpoint.iteration_folder(folder, iteration)}{new}")
+    return chunks
 
 
 def with_backend(
@@ -238,8 +302,9 @@ def with_backend(
     backend = resolve_backend(
         recipe.attention_backend,
         place.config,
-        lambda: order.take(0, recipe.batch.global_batch_size),
+        lambda: order.take(0, recipe.batch.per_step),
         device=place.device,
+        deterministic=recipe.deterministic_attention,
         say=say if place.is_main else logger.debug,
     )
     return replace(recipe, attention_backend=backend)

@@ -14,6 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
+from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
+from mcore_prefix_tree.mcore.train.objective import reads_values
 from mcore_prefix_tree.mcore.validation import check_model
 from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
 from mcore_prefix_tree.testing.norms import sequence_parallel_block_spec
@@ -110,7 +112,7 @@ def build_chunks(
     """This rank's model chunks, tree-capable, without gradients' buffers: one, or one per virtual pipeline stage.
 
     Args:
-        recipe: the job's.
+        recipe: the job's; its objective says whether the model ends in a vocabulary or in a scalar head.
         config: its parallel degrees are those of ``parallel_state``.
         vocab_size: padded.
         device: of the weights.
@@ -123,6 +125,7 @@ def build_chunks(
         RecipeError: the recipe wants TransformerEngine and it is not installed.
     """
     vpp = config.virtual_pipeline_model_parallel_size
+    scalar = reads_values(recipe)
     chunks: list[torch.nn.Module] = []
     for vp_stage in [None] if vpp is None else range(vpp):
         model = GPTModel(
@@ -132,14 +135,16 @@ def build_chunks(
             max_sequence_length=recipe.model.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=not recipe.model.untie_embeddings_and_output_weights,
+            share_embeddings_and_output_weights=not (recipe.model.untie_embeddings_and_output_weights or scalar),
             position_embedding_type=recipe.model.position_embedding_type,
             rotary_base=recipe.model.rotary_base,
             rotary_percent=recipe.model.rotary_percent,
             vp_stage=vp_stage,
         )
         check_model(model)
-        if recipe.fused_head:
+        if scalar:
+            with_scalar_head(model)
+        elif recipe.fused_head:
             with_edge_head(model)
         # Torch's norms start in the default dtype, whatever params_dtype says.
         model = model.to(device=device, dtype=config.params_dtype)

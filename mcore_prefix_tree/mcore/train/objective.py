@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import partial
 
+import numpy as np
 from pydantic import ValidationError
 
 from mcore_prefix_tree.data.grouping import GroupedBy
-from mcore_prefix_tree.mcore.forward_step import LogprobObjective
+from mcore_prefix_tree.mcore.forward_step import (
+    ForwardObjective,
+    ForwardStep,
+    ValueObjective,
+    objective_forward_step,
+    sft_forward_step,
+)
 from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.objectives import (
+    KTO,
     OBJECTIVES,
+    Distillation,
     PolicyGradient,
     Preference,
+    RewardModel,
     SupervisedFineTuning,
     make_objective,
 )
-from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import Signals
 
 _ADVANTAGES_OF_GROUPS = ("group_mean", "group_mean_std", "leave_one_out")
 
 
-def objective_of(recipe: Recipe) -> LogprobObjective:
+def objective_of(recipe: Recipe) -> ForwardObjective:
     """The objective that a recipe names.
 
     Raises:
-        RecipeError: there is no such objective or option, an option is out of range, or the objective reads something
-            that the trainer's model does not compute.
+        RecipeError: there is no such objective or option, an option is out of range, or the objective wants a second
+            model.
     """
     name, options = recipe.objective.name, recipe.objective.options
     try:
@@ -35,10 +49,11 @@ def objective_of(recipe: Recipe) -> LogprobObjective:
         raise RecipeError("; ".join(_faults(name, error))) from None
     except ValueError as error:
         raise RecipeError(f"objective.name: {error}") from None
-    if not isinstance(objective, LogprobObjective):
+    if isinstance(objective, Distillation) and objective.teacher == "full":
         raise RecipeError(
-            f"objective.name={name} reads {objective.reads}, and train computes log-probabilities only; call "
-            f"mcore_prefix_tree.objectives.{type(objective).__name__} from a trainer of your own"
+            "objective.options.teacher: full reads the logits of a second model, and train has one; put the teacher's "
+            "likeliest tokens into the data (field 'teacher') and set top_k, or call "
+            "mcore_prefix_tree.objectives.vocabulary_divergence from a trainer of your own"
         )
     return objective
 
@@ -58,29 +73,77 @@ def _faults(name: str, error: ValidationError) -> list[str]:
     return faults
 
 
-def grouped_by(objective: LogprobObjective) -> GroupedBy | None:
+def grouped_by(objective: ForwardObjective) -> GroupedBy | None:
     """Which samples have to be in one step, because they are compared with each other."""
-    if isinstance(objective, Preference):
+    if isinstance(objective, Preference | RewardModel):
         return "pair"
     of_groups = isinstance(objective, PolicyGradient) and objective.advantage in _ADVANTAGES_OF_GROUPS
-    of_groups |= isinstance(objective, SupervisedFineTuning | PolicyGradient) and objective.normalise == "group"
+    of_groups |= not isinstance(objective, KTO) and objective.normalise == "group"
     return "group" if of_groups else None
 
 
-def is_weighted_sum(objective: LogprobObjective) -> bool:
+def check_samples(objective: ForwardObjective, samples: Sequence[Sample]) -> None:
+    """See before the first step whether a later one would meet a sample that the objective cannot train on.
+
+    Args:
+        objective: of the recipe.
+        samples: all of a group or pair, if the objective compares them.
+
+    Raises:
+        SampleError: a sample lacks what the objective reads of it, or contradicts the others of its group.
+    """
+    if is_weighted_sum(objective):
+        return
+    if isinstance(objective, KTO):
+        objective = replace(objective, reference_point="zero")  # the other is of a whole step
+    objective.targets(samples)
+
+
+def is_weighted_sum(objective: ForwardObjective) -> bool:
     """Whether the loss is ``sft_loss``, which reads no sample by itself."""
     return isinstance(objective, SupervisedFineTuning) and objective.normalise == "token"
 
 
-def watches_entropy(objective: LogprobObjective) -> bool:
+def watches_entropy(objective: ForwardObjective) -> bool:
     """Whether the entropy is computed: it is what people watch of a policy, also where the loss does not read it."""
     return isinstance(objective, PolicyGradient)
 
 
-def output_of(objective: LogprobObjective, *, fused_head: bool) -> Output:
+def reads_values(recipe: Recipe) -> bool:
+    """Whether the recipe's model ends in a scalar head: a critic or a reward model."""
+    return isinstance(objective_of(recipe), ValueObjective)
+
+
+def plain(recipe: Recipe, samples: Sequence[Sample]) -> tuple[Recipe, list[Sample]]:
+    """What stands for the recipe's objective where it is verified, compared and calibrated.
+
+    It asks nothing of the samples, and compares none with another: of a model with a vocabulary the supervised loss, of
+    one with a scalar head half the mean square of the values, a critic whose returns are all 0.
+    """
+    if not reads_values(recipe):
+        return replace(recipe, objective=ObjectiveConfig()), list(samples)
+    zero = ObjectiveConfig(name="critic", options={"returns": "given", "clip_eps": None})
+    regressed = [replace(sample, signals=Signals(returns=np.zeros(len(sample)))) for sample in samples]
+    return replace(recipe, objective=zero), regressed
+
+
+def forward_step_of(objective: ForwardObjective) -> ForwardStep:
+    """What Megatron's schedules call."""
+    if is_weighted_sum(objective):
+        return sft_forward_step
+    return partial(objective_forward_step, objective=objective, with_entropy=watches_entropy(objective))
+
+
+def output_of(objective: ForwardObjective, *, fused_head: bool) -> Output:
     """What the last pipeline stage is asked for."""
+    if isinstance(objective, ValueObjective):
+        return "values"
     if not fused_head:
         return "logits"
+    if isinstance(objective, Distillation):
+        return "candidates"
     if is_weighted_sum(objective):
         return "weighted_sum"
-    return "logprobs_and_entropy" if watches_entropy(objective) else "logprobs"
+    if objective.needs_entropy:
+        return "logprobs_and_entropy"
+    return "logprobs_and_watched_entropy" if watches_entropy(objective) else "logprobs"

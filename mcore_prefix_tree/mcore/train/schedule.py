@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,15 +10,14 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mcore_prefix_tree.mcore.folding import Folding
+from mcore_prefix_tree.mcore.forward_step import ForwardObjective, ForwardStep, with_rows
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.train.objective import grouped_by, is_weighted_sum, objective_of, output_of
 from mcore_prefix_tree.mcore.train.session import Session
-from mcore_prefix_tree.objectives import together
+from mcore_prefix_tree.objectives import Targets, together
 from mcore_prefix_tree.plan import CostModel, read_measured
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
-
-ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 
 def run_schedule(
@@ -77,7 +76,11 @@ def folding_of(recipe: Recipe, place: Session) -> Folding:
             of something else.
         RecipeError: the length buckets fit neither the budget nor the parallel layout.
     """
-    cost_model = CostModel.from_model(recipe.model)
+    output = output_of(objective_of(recipe), fused_head=recipe.fused_head)
+    is_scalar = output == "values"
+    cost_model = CostModel.from_model(recipe.model, fused_head=recipe.fused_head or is_scalar)
+    if is_scalar:
+        cost_model = replace(cost_model, scored=0.0)  # a head of one output costs next to nothing
     if recipe.batch.calibration is not None:
         cost_model = cost_model.calibrated(read_measured(recipe.batch.calibration))
     return Folding(
@@ -91,7 +94,8 @@ def folding_of(recipe: Recipe, place: Session) -> Folding:
         min_shared_tokens=recipe.batch.min_shared_tokens,
         padding=recipe.padding,
         attention_backend=recipe.attention_backend,
-        output=output_of(objective_of(recipe), fused_head=recipe.fused_head),
+        deterministic_attention=recipe.deterministic_attention,
+        output=output,
         only_supervised=recipe.fused_head,
     )
 
@@ -105,18 +109,44 @@ def plan_folded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> Fo
         ValueError: see :func:`folding_of`.
     """
     objective, folding = objective_of(recipe), folding_of(recipe, place)
-    targets = None if is_weighted_sum(objective) else objective.targets(samples)
+    targets = targets_of(objective, samples)
     # The loss of a pair is of both sides.
     kept = together(samples) if grouped_by(objective) == "pair" else None
-    mine = folding.plan(samples, together=kept).micro_batches[place.dp_rank]
-    batches = [folding.micro_batch([samples[index] for index in indices]) for indices in mine]
-    if targets is None:
-        return FoldedStep(sample_index=mine, micro_batches=batches)
+    plan = folding.plan(samples, together=kept)
+    mine = plan.micro_batches[place.dp_rank]
     return FoldedStep(
         sample_index=mine,
-        micro_batches=[
-            replace(batch, rows=targets.rows(batch.layout, indices, device=place.device))
-            for batch, indices in zip(batches, mine, strict=True)
-        ],
-        metrics=targets.metrics,
+        micro_batches=fold_micro_batches(samples, mine, folding, objective, targets),
+        metrics={} if targets is None else targets.metrics,
     )
+
+
+def targets_of(objective: ForwardObjective, samples: Sequence[Sample]) -> Targets | None:
+    """What the losses of a step read; None for a weighted sum, whose weights the layouts have.
+
+    Raises:
+        SampleError: a sample lacks what the objective reads.
+    """
+    return None if is_weighted_sum(objective) else objective.targets(samples)
+
+
+def fold_micro_batches(
+    samples: Sequence[Sample],
+    cut: Sequence[Sequence[int]],
+    folding: Folding,
+    objective: ForwardObjective,
+    targets: Targets | None,
+) -> list[MicroBatch]:
+    """Fold micro-batches, and give them what the objective's loss reads.
+
+    Args:
+        samples: of the whole step.
+        cut: for each micro-batch, the indices of its samples.
+        folding: of the job; its ``output`` is what the objective reads.
+        objective: of the step.
+        targets: of the step, from :func:`targets_of`.
+    """
+    batches = [folding.micro_batch([samples[index] for index in indices]) for indices in cut]
+    if targets is None:
+        return batches
+    return [with_rows(batch, objective, targets, indices) for batch, indices in zip(batches, cut, strict=True)]

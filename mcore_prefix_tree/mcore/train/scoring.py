@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -11,18 +10,25 @@ from typing import Any
 
 from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.write import numbers, row_of, whole_file
-from mcore_prefix_tree.mcore.score import Scores, ScoringStep
+from mcore_prefix_tree.data.files import resolve_paths
+from mcore_prefix_tree.data.jsonl import STDIN
+from mcore_prefix_tree.data.write import check_output, row_of, rows_file
+from mcore_prefix_tree.mcore.score import Scores, ScoringStep, TopTokens, Values
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.jobs import read_data, with_backend, with_vocabulary
 from mcore_prefix_tree.mcore.train.model import build_chunks
+from mcore_prefix_tree.mcore.train.objective import plain
 from mcore_prefix_tree.mcore.train.schedule import folding_of
 from mcore_prefix_tree.mcore.train.session import everyone, session
-from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
 
 # Columns of the file, which training reads.
-POLICY, REFERENCE = "old_logprobs", "ref_logprobs"
+POLICY, REFERENCE, VALUES, REWARD, TEACHER = "old_logprobs", "ref_logprobs", "values", "reward", "teacher"
+# What models with a scalar head give, by the objective that they were trained with.
+_OF_SCALAR_HEADS = {"critic": VALUES, "reward_model": REWARD}
+
+Found = Scores | Values | TopTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +36,7 @@ class ScoreReport:
     """What was written.
 
     Attributes:
-        iteration: of the policy's checkpoint.
+        iteration: of the checkpoint; the policy's, the critic's, the reward model's or the teacher's.
         reference_iteration: of the reference's.
         skipped: bad samples, in words; empty if there are none.
         samples: lines of the file.
@@ -47,7 +53,7 @@ class ScoreReport:
     logical_tokens: int = 0
     physical_tokens: int = 0
 
-    def with_step(self, step: ScoringStep, scores: Sequence[Scores]) -> ScoreReport:
+    def with_step(self, step: ScoringStep, scores: Sequence[Found]) -> ScoreReport:
         """After some more samples."""
         return replace(
             self,
@@ -65,19 +71,24 @@ def run_score(
     reference: str | Path | None = None,
     all_tokens: bool = False,
     entropy: bool = True,
+    teacher_top_k: int | None = None,
 ) -> tuple[ScoreReport, bool]:
     """Score a recipe's data under its last checkpoint and write the samples with their scores, in the data's order.
 
-    ``batch.global_batch_size`` samples at a time are planned together. A job that takes samples one by one and does not
-    shuffle plans the steps of its first epoch in the same way.
+    ``batch.global_batch_size`` samples, or ``batch.groups_per_step`` groups, at a time are planned together. A job that
+    does not shuffle plans the steps of its first epoch in the same way.
 
     Args:
         recipe: the job's; ``checkpoint.save`` is where its checkpoints are.
-        output: JSON Lines that ``data.path`` can name: each sample with ``old_logprobs``, ``entropy`` and
-            ``ref_logprobs``, null for tokens that are not scored. The file appears once it is complete.
+        output: a file that ``data.path`` can name, JSON Lines or a table by its name: each sample with
+            ``old_logprobs``, ``entropy`` and ``ref_logprobs``, null for tokens that are not scored; of a critic with
+            ``values``, of a reward model with the ``reward`` after its last token, of a teacher with ``teacher``
+            instead. The file appears once it is complete.
         reference: folder of another run's checkpoints of the same model; gives ``ref_logprobs``.
         all_tokens: score all tokens, not only those with a non-zero loss mask.
         entropy: write it too.
+        teacher_top_k: the model is a teacher to be distilled from, of whose predictions so many likeliest tokens are
+            written.
 
     Returns:
         The report, and whether this is the main rank, which writes.
@@ -88,22 +99,27 @@ def run_score(
         SampleError, OSError, NotImplementedError: see what raises them.
     """
     check_setting(recipe.attention_backend)
-    if not Path(output).absolute().parent.is_dir():
-        raise RecipeError(f"--output {output}: its folder does not exist; create it")
+    _check_output(recipe, output)
     policy = recipe.checkpoint.save
     if policy is None:
         raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
-    # All samples, whatever an objective would take of them: it may need these very scores.
-    recipe = replace(recipe, data=replace(recipe.data, shuffle=False), objective=ObjectiveConfig())
-    folders: dict[str, str | Path] = {POLICY: policy}
+    recipe = replace(recipe, data=replace(recipe.data, shuffle=False))
+    main = _main_column(recipe, teacher_top_k)
+    folders: dict[str, str | Path] = {main: policy}
     if reference is not None:
+        if main != POLICY:
+            raise RecipeError(
+                f"--reference gives ref_logprobs beside those of a policy, but this model gives {main} alone; score "
+                "the reference in a run of its own"
+            )
         folders[REFERENCE] = reference
     found = {column: checkpoint.latest_iteration(folder) for column, folder in folders.items()}
     with session(recipe) as place:
         # A network folder shows another machine's last checkpoint late: all take the main rank's.
         iterations = {column: _existing(folders[column], last) for column, last in everyone(found)[0].items()}
-        data = read_data(recipe, place)
-        recipe = with_vocabulary(recipe, data.vocab_size)
+        data = read_data(recipe, place, every_sample=True)
+        # From here on whatever the objective reads of them: it may need these very scores.
+        recipe, _ = plain(with_vocabulary(recipe, data.vocab_size), [])
         recipe = with_backend(recipe, place, data.order)
         models = {}
         for column, iteration in iterations.items():
@@ -111,42 +127,81 @@ def run_score(
             checkpoint.load_weights(folders[column], iteration, models[column])
         folding = folding_of(recipe, place)
         report = ScoreReport(
-            iteration=iterations[POLICY],
+            iteration=iterations[main],
             reference_iteration=iterations.get(REFERENCE),
             skipped=str(data.skipped) if data.skipped.count else "",
         )
-        with whole_file(output) if place.is_main else nullcontext() as stream:
-            for samples in _batches(data.order, recipe.batch.global_batch_size):
+        with rows_file(output) if place.is_main else nullcontext() as writer:
+            for samples in _batches(data.order, recipe.batch.per_step):
                 step = ScoringStep.plan(samples, folding, all_tokens=all_tokens)
-                scores = {
-                    column: step.score(chunks, entropy=entropy and column == POLICY)
-                    for column, chunks in models.items()
-                }
-                report = report.with_step(step, scores[POLICY])
-                if stream is not None:
-                    for index, sample in enumerate(samples):
-                        row = _row(sample, {column: of_all[index] for column, of_all in scores.items()})
-                        stream.write(json.dumps(row, allow_nan=False) + "\n")
+                scores: dict[str, Sequence[Found]] = {}
+                for column, chunks in models.items():
+                    if column == TEACHER:
+                        assert teacher_top_k is not None
+                        scores[column] = step.teacher(chunks, teacher_top_k, vocab_size=recipe.model.vocab_size)
+                    elif column in (VALUES, REWARD):
+                        scores[column] = step.values(chunks)
+                    else:
+                        scores[column] = step.score(chunks, entropy=entropy and column == POLICY)
+                report = report.with_step(step, scores[main])
+                if writer is not None:
+                    writer.add(
+                        [
+                            _row(sample, {column: of_all[index] for column, of_all in scores.items()})
+                            for index, sample in enumerate(samples)
+                        ]
+                    )
         return report, place.is_main
 
 
 def _batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
-    """The samples of one epoch, so many at a time."""
+    """The samples of one epoch, so many, or of so many groups, at a time."""
     with order.stream(0) as stream:
-        for start in range(0, order.samples_per_epoch, size):
-            yield stream.take(min(size, order.samples_per_epoch - start))
+        for start in range(0, order.per_epoch, size):
+            yield stream.take(min(size, order.per_epoch - start))
+
+
+def _check_output(recipe: Recipe, output: str | Path) -> None:
+    try:
+        check_output(output)
+    except ValueError as error:
+        raise RecipeError(f"--output {error}") from None
+    paths = [recipe.data.path] if isinstance(recipe.data.path, str) else recipe.data.path
+    if Path(output).exists() and any(path != STDIN and Path(output).samefile(path) for path in resolve_paths(paths)):
+        raise RecipeError(f"--output {output} is a file of data.path, which it would replace; name another")
 
 
 def _existing(folder: str | Path, iteration: int | None) -> int:
+    if iteration is None and (Path(folder) / "metadata.json").is_file():
+        raise RecipeError(f"{folder} is a checkpoint itself; name the folder that it is in, whose last one is taken")
     if iteration is None:
         raise RecipeError(f"{folder} holds no checkpoint; train first, or name the folder of a run that did")
     return iteration
 
 
-def _row(sample: Sample, scores: dict[str, Scores]) -> dict[str, Any]:
+def _main_column(recipe: Recipe, teacher_top_k: int | None) -> str:
+    """What the recipe's model is scored for."""
+    column = _OF_SCALAR_HEADS.get(recipe.objective.name, POLICY)
+    if teacher_top_k is None:
+        return column
+    if column != POLICY:
+        raise RecipeError(f"--teacher-top-k wants a vocabulary, and objective.name={recipe.objective.name} has none")
+    size = recipe.model.vocab_size
+    if teacher_top_k < 1 or (size is not None and teacher_top_k > size):
+        raise RecipeError(f"--teacher-top-k {teacher_top_k}: it must be from 1 to the vocabulary's {size or 'size'}")
+    return TEACHER
+
+
+def _row(sample: Sample, scores: dict[str, Found]) -> dict[str, Any]:
     row = row_of(sample)
     for column, one in scores.items():
-        row[column] = numbers(one.logprobs)
+        if isinstance(one, TopTokens):
+            row[column] = one.teacher
+            continue
+        if isinstance(one, Values):
+            row[column] = one.last if column == REWARD else one.values
+            continue
+        row[column] = one.logprobs
         if one.entropy is not None:
-            row["entropy"] = numbers(one.entropy)
+            row["entropy"] = one.entropy
     return row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +74,7 @@ def session(recipe: Recipe) -> Iterator[Session]:
             torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
         _init_process_group("nccl" if on_gpu else "gloo")
-        stack.callback(dist.destroy_process_group)
+        stack.push(_leave_process_group)
         _init_parallel_state(recipe)
         stack.callback(parallel_state.destroy_model_parallel)
         # Stages draw different weights, tensor-parallel ranks cut the same ones: Megatron-LM's offset.
@@ -95,6 +95,13 @@ def _init_process_group(backend: str) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _leave_process_group(error: type[BaseException] | None, *_: object) -> None:
+    # A rank that fails alone says why once it is out of the session. If its connections ended before, the others would
+    # fail too and speak first.
+    if error is None or dist.get_world_size() == 1:
+        dist.destroy_process_group()
 
 
 def _init_parallel_state(recipe: Recipe) -> None:
@@ -123,3 +130,20 @@ def everyone(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def on_main_rank(action: Callable[[], None]) -> None:
+    """Let the main rank do something for all; every rank goes on once it is done.
+
+    Raises:
+        OSError: it could not; on every rank.
+    """
+    outcome: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]

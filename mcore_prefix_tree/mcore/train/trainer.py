@@ -15,12 +15,12 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
-from mcore_prefix_tree.mcore.forward_step import objective_forward_step, sft_forward_step
+from mcore_prefix_tree.mcore.forward_step import sft_forward_step
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration, calibrate
 from mcore_prefix_tree.mcore.train.compare import Comparison, compare
-from mcore_prefix_tree.mcore.train.objective import is_weighted_sum, objective_of, watches_entropy
-from mcore_prefix_tree.mcore.train.schedule import FoldedStep, ForwardStep, plan_folded, run_schedule
+from mcore_prefix_tree.mcore.train.objective import forward_step_of, is_weighted_sum, objective_of
+from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session, everyone
 from mcore_prefix_tree.mcore.train.verify import VerifyReport
 from mcore_prefix_tree.objectives import add_means
@@ -110,14 +110,9 @@ class Trainer:
     def __init__(self, recipe: Recipe, place: Session, order: SampleOrder, chunks: list[torch.nn.Module]) -> None:
         self._recipe, self._place, self._order = recipe, place, order
         objective = objective_of(recipe)
-        self._forward_step: ForwardStep = sft_forward_step
+        self._forward_step = forward_step_of(objective)
         # Names of the objective's metrics, which only the last pipeline stage sees; known after the first step.
-        self._metric_names: list[str] | None = []
-        if not is_weighted_sum(objective):
-            self._metric_names = None
-            self._forward_step = partial(
-                objective_forward_step, objective=objective, with_entropy=watches_entropy(objective)
-            )
+        self._metric_names: list[str] | None = [] if is_weighted_sum(objective) else None
         options = recipe.optimizer
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=place.config.bf16, use_distributed_optimizer=options.use_distributed_optimizer
@@ -140,8 +135,9 @@ class Trainer:
         )
         place.config.finalize_model_grads_func = finalize_model_grads
         place.config.grad_scale_func = self._optimizer.scale_loss
-        batch = recipe.batch.global_batch_size
-        # As in Megatron-LM the schedule counts samples. What the recipe says now wins over what a checkpoint says.
+        batch = recipe.batch.per_step
+        # As in Megatron-LM the schedule counts samples; or groups, where steps are so many of those. What the recipe
+        # says now wins over what a checkpoint says.
         self._scheduler = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
@@ -164,7 +160,7 @@ class Trainer:
         done = 0 if saved is None else self._resume(saved, reporter)
         if self._place.is_main:
             reporter.started(done + 1, recipe.train_iters)
-        consumed, workers = done * recipe.batch.global_batch_size, recipe.data.num_workers
+        consumed, workers = done * recipe.batch.per_step, recipe.data.num_workers
         # The next step is read and planned while this one computes.
         with (
             self._order.stream(consumed, num_workers=workers) as stream,
@@ -189,21 +185,20 @@ class Trainer:
 
     def calibrate(self, *, repeats: int) -> Calibration:
         """Time micro-batches of the first few steps' samples."""
-        samples = self._order.take(
-            0, min(_CALIBRATION_STEPS * self._recipe.batch.global_batch_size, self._order.samples_per_epoch)
-        )
+        samples = self._order.take(0, min(_CALIBRATION_STEPS * self._recipe.batch.per_step, self._order.per_epoch))
         return calibrate(self._chunks, samples, self._recipe, self._place, repeats=repeats)
 
     def _samples(self, iteration: int) -> list[Sample]:
-        batch = self._recipe.batch.global_batch_size
+        batch = self._recipe.batch.per_step
         return self._order.take((iteration - 1) * batch, batch)
 
     def _progress(self, iteration: int) -> checkpoint.Progress:
-        batch = self._recipe.batch.global_batch_size
+        batch = self._recipe.batch
         return checkpoint.Progress(
             iteration=iteration,
-            consumed_samples=iteration * batch,
-            global_batch_size=batch,
+            consumed_samples=self._order.samples_before(iteration * batch.per_step),
+            global_batch_size=batch.global_batch_size,
+            groups_per_step=batch.groups_per_step,
             seed=self._recipe.seed,
             shuffle=self._recipe.data.shuffle,
             samples_per_epoch=self._order.samples_per_epoch,
@@ -236,12 +231,12 @@ class Trainer:
 
         Args:
             iteration: from 1.
-            samples: of all ranks; the schedule of the learning rate advances by as many.
+            samples: of all ranks; however many, the schedule of the learning rate advances by one step.
         """
         return self._step(self._plan_samples(iteration, samples))
 
     def _plan(self, stream: SampleStream, iteration: int) -> _PlannedStep:
-        return self._plan_samples(iteration, stream.take(self._recipe.batch.global_batch_size))
+        return self._plan_samples(iteration, stream.take(self._recipe.batch.per_step))
 
     def _plan_samples(self, iteration: int, samples: list[Sample]) -> _PlannedStep:
         started = time.perf_counter()
@@ -259,7 +254,7 @@ class Trainer:
         lr = self._optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, "only loss scaling skips steps, and there is none"
-        self._scheduler.step(increment=len(samples))
+        self._scheduler.step(increment=self._recipe.batch.per_step)
         loss, physical, metrics = self._totals(reported, planned.folded)
         return StepReport(
             iteration=planned.iteration,

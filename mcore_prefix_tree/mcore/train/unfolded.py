@@ -136,6 +136,25 @@ def _stock_loss(batch: StockBatch, losses: torch.Tensor) -> LossOutput:
     return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
 
 
+def stock_value_step(
+    data_iterator: Iterator[StockBatch], model: Any
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
+    """As :func:`stock_forward_step`, for a model with a scalar head: half the square of its values."""
+    batch = next(data_iterator)
+    return stock_forward(model, batch), partial(_stock_value_loss, batch)
+
+
+def _stock_value_loss(batch: StockBatch, output: torch.Tensor) -> LossOutput:
+    loss = stock_square_loss(output.flatten(), batch)
+    num_tokens = batch.loss_mask.count_nonzero().to(torch.int)
+    return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
+
+
+def stock_square_loss(values: torch.Tensor, batch: StockBatch) -> torch.Tensor:
+    """Half the sum over the labels of mask times the square of the value before each; ``values`` is ``[n]``."""
+    return torch.dot(values.square(), batch.loss_mask.to(values.dtype)) / 2
+
+
 def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each label and entropy of each prediction, ``[n]`` each, in plain torch over all columns.
 

@@ -1,13 +1,14 @@
 """Folded against unfolded, on the user's own model, parallel layout and data: what changed but the cost?
 
 Both runs use the same weights and the same Megatron schedule. The unfolded one gives every sample to the stock forward
-by itself and scores it with plain ``log_softmax``: it shares nothing with the code it judges.
+by itself and scores it with plain ``log_softmax``: it shares nothing with the code it judges. Of a critic or reward
+model the values of the samples are compared instead, and half their square is the loss.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,11 +18,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_sft_loss
+from mcore_prefix_tree.mcore.forward_step import ValueObjective, objective_output, tree_forward, tree_sft_loss
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.score import score
+from mcore_prefix_tree.mcore.score import score, score_values
 from mcore_prefix_tree.mcore.train.compare import physical_tokens
 from mcore_prefix_tree.mcore.train.model import build_chunks
+from mcore_prefix_tree.mcore.train.objective import objective_of, plain, reads_values
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, folding_of, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session, everyone
 from mcore_prefix_tree.mcore.train.unfolded import (
@@ -29,9 +31,10 @@ from mcore_prefix_tree.mcore.train.unfolded import (
     plan_unfolded,
     stock_forward,
     stock_logprobs,
+    stock_square_loss,
     why_stock_does_not_fit,
 )
-from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
@@ -45,15 +48,17 @@ class VerifyReport:
     """Largest relative errors, ``|a - b| / |b|`` in the Euclidean norm.
 
     Attributes:
-        logprob_error: over samples, of the vector of its log-probabilities.
-        entropy_error: over samples, of the vector of its entropies.
+        logprob_error: over samples, of the vector of its log-probabilities; None for a model with a scalar head.
+        entropy_error: over samples, of the vector of its entropies; likewise.
+        value_error: over samples, of the vector of its values; None for a model with a vocabulary.
         loss_error: of the step's loss.
         gradient_error: over parameters and ranks, of the whole gradient of one parameter (its shard on one rank).
         worst_parameter: which one that is.
         tolerance: what each of them may be.
         reference: what they are measured against.
-        unfolded_errors: in half precision, the same four figures of the unfolded run; ``HALF_FACTOR`` times them is
-            allowed.
+        unfolded_errors: in half precision, the same figures of the unfolded run; ``HALF_FACTOR`` times them is
+            allowed. That of the loss is what its samples' errors add up to whatever their signs: as a single number it
+            may be next to nothing by luck.
         samples: in the batch.
         logical_tokens: of these.
         physical_tokens: computed, over all micro-batches and ranks.
@@ -61,8 +66,9 @@ class VerifyReport:
         dtype: of the model.
     """
 
-    logprob_error: float
-    entropy_error: float
+    logprob_error: float | None = None
+    entropy_error: float | None = None
+    value_error: float | None = None
     loss_error: float
     gradient_error: float
     worst_parameter: str
@@ -78,9 +84,14 @@ class VerifyReport:
     @property
     def checks(self) -> dict[str, tuple[float, float]]:
         """Each figure's error and what it may be."""
-        names = ("logprob_error", "entropy_error", "loss_error", "gradient_error")
+        names = ("logprob_error", "entropy_error", "value_error", "loss_error", "gradient_error")
         limits = self.unfolded_errors or {}
-        return {name: (getattr(self, name), max(self.tolerance, HALF_FACTOR * limits.get(name, 0.0))) for name in names}
+        errors = {name: getattr(self, name) for name in names}
+        return {
+            name: (error, max(self.tolerance, HALF_FACTOR * limits.get(name, 0.0)))
+            for name, error in errors.items()
+            if error is not None
+        }
 
     @property
     def passed(self) -> bool:
@@ -96,15 +107,15 @@ class VerifyReport:
         return fields | {"passed": self.passed}
 
 
-_Row = tuple[torch.Tensor, torch.Tensor]
+# Of one sample, by what they are: log-probabilities and entropies, or values.
+_Rows = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Outcome:
     """What one run gave: rows by sample index (of all ranks), the summed loss, and this rank's gradients by name."""
 
-    logprobs: dict[int, np.ndarray]
-    entropies: dict[int, np.ndarray]
+    rows: dict[int, _Rows]
     loss: float
     gradients: dict[str, torch.Tensor]
 
@@ -112,7 +123,7 @@ class _Outcome:
 def verify(
     chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
 ) -> VerifyReport:
-    """Run a batch folded and unfolded and compare log-probabilities, entropies, and the supervised loss.
+    """Run a batch folded and unfolded and compare what the model says of each sample, and the loss of :func:`plain`.
 
     Args:
         chunks: bare model chunks, before Megatron's DDP; weights and gradients are left as they were.
@@ -137,7 +148,7 @@ def verify(
         raise RecipeError(
             f"verify cannot run the unfolded side: {obstacle}; verify on shorter samples, or set verify.enabled=false"
         )
-    recipe = replace(recipe, objective=ObjectiveConfig())
+    recipe, samples = plain(recipe, samples)
     step = plan_folded(samples, recipe, place)
     folded = _run_folded(chunks, step, samples, recipe, place)
     unfolded = _run_unfolded(chunks, samples, recipe, place)
@@ -149,7 +160,7 @@ def verify(
         worst_parameter=worst,
         tolerance=recipe.verify.tolerance or (0.0 if half else _tolerance(recipe, place)),
         reference="the same weights in float32, unfolded" if half else "unfolded",
-        unfolded_errors=_compare(unfolded, reference)[0] if half else None,
+        unfolded_errors=_rounding(unfolded, reference, samples) if half else None,
         samples=len(samples),
         logical_tokens=sum(len(sample) for sample in samples),
         physical_tokens=physical_tokens(step.micro_batches, place),
@@ -170,31 +181,53 @@ def _run_folded(
     chunks: Sequence[torch.nn.Module], step: FoldedStep, samples: Sequence[Sample], recipe: Recipe, place: Session
 ) -> _Outcome:
     """Loss and gradients of the very step that training takes; rows of all tokens, which it may not need, beside it."""
-    rows = score(chunks, samples, folding_of(recipe, place), all_tokens=True)
+    objective = objective_of(recipe)
+    rows = _folded_rows(chunks, samples, recipe, place)
 
-    def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Row]]:
+    def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
+        if isinstance(objective, ValueObjective):
+            return objective_output(output, batch, objective, with_entropy=False).loss, []
         return tree_sft_loss(output, batch), []
 
     outcome = _run(chunks, step.micro_batches, tuple(() for _ in step.micro_batches), tree_forward, loss, place)
-    return replace(
-        outcome,
-        logprobs={index: row.logprobs[1:].astype(np.float64) for index, row in enumerate(rows)},
-        entropies={
-            index: row.entropy[1:].astype(np.float64) for index, row in enumerate(rows) if row.entropy is not None
-        },
-    )
+    return replace(outcome, rows=dict(enumerate(rows)))
+
+
+def _folded_rows(
+    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
+) -> list[_Rows]:
+    folding = folding_of(recipe, place)
+    if reads_values(recipe):
+        return [
+            {"value": np.append(one.values[1:], one.last).astype(np.float64)}
+            for one in score_values(chunks, samples, folding, all_tokens=True)
+        ]
+    found: list[_Rows] = []
+    for scores in score(chunks, samples, folding, all_tokens=True):
+        assert scores.entropy is not None
+        found.append(
+            {
+                "logprob": scores.logprobs[1:].astype(np.float64),
+                "entropy": scores.entropy[1:].astype(np.float64),
+            }
+        )
+    return found
 
 
 def _run_unfolded(
     chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
 ) -> _Outcome:
     step = plan_unfolded(samples, recipe, place)
+    of_values = reads_values(recipe)
 
-    def score(batch: StockBatch, logits: torch.Tensor) -> tuple[torch.Tensor, list[_Row]]:
-        logprob, entropy = stock_logprobs(logits, batch)
+    def score(batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
+        if of_values:
+            values = output.flatten()
+            return stock_square_loss(values, batch), [{"value": _on_host(values[: batch.length])}]
+        logprob, entropy = stock_logprobs(output, batch)
         scored = max(batch.length - 1, 0)
-        rows = [(logprob[:scored], entropy[:scored])] if batch.length else []
-        return -torch.dot(logprob, batch.loss_mask.to(logprob.dtype)), rows
+        rows = {"logprob": _on_host(logprob[:scored]), "entropy": _on_host(entropy[:scored])}
+        return -torch.dot(logprob, batch.loss_mask.to(logprob.dtype)), [rows]
 
     return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, place)
 
@@ -215,27 +248,32 @@ def _run_reference(
     return _run_unfolded(wide, samples, recipe, replace(place, config=config))
 
 
+def _on_host(values: torch.Tensor) -> np.ndarray:
+    row: np.ndarray = values.detach().double().cpu().numpy()
+    return row
+
+
 def _run(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[Any],
     sample_index: Sequence[tuple[int, ...]],
     forward: Callable[[Any, Any], torch.Tensor],
-    score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[_Row]]],
+    score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[_Rows]]],
     place: Session,
 ) -> _Outcome:
-    rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    rows: dict[int, _Rows] = {}
     losses: list[float] = []
     indices = iter(sample_index)
 
     def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(data_iterator)
 
-        def loss_func(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-            loss, scored = score(batch, logits)
+        def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            loss, scored = score(batch, output)
             losses.append(float(loss.detach()))
-            for index, (logprob, entropy) in zip(next(indices), scored, strict=True):
-                rows[index] = (logprob.detach().double().cpu().numpy(), entropy.detach().double().cpu().numpy())
-            return loss, torch.zeros((), dtype=torch.int, device=logits.device), None
+            # A batch of padding has rows of no sample.
+            rows.update(zip(next(indices), scored, strict=False))
+            return loss, torch.zeros((), dtype=torch.int, device=output.device), None
 
         return forward(model, batch), loss_func
 
@@ -244,10 +282,8 @@ def _run(
         _reduce(chunks, gradients)
     # Tensor-parallel ranks all know the rows of their replica; one of them speaks for it.
     of_all = everyone((rows, sum(losses)) if place.has_logits else ({}, 0.0))
-    together = {index: row for rank_rows, _ in of_all for index, row in rank_rows.items()}
     return _Outcome(
-        logprobs={index: logprob for index, (logprob, _) in together.items()},
-        entropies={index: entropy for index, (_, entropy) in together.items()},
+        rows={index: row for rank_rows, _ in of_all for index, row in rank_rows.items()},
         loss=sum(loss for _, loss in of_all),
         gradients=gradients,
     )
@@ -301,7 +337,7 @@ def _reduce(chunks: Sequence[torch.nn.Module], gradients: dict[str, torch.Tensor
 
 
 def _compare(run: _Outcome, reference: _Outcome) -> tuple[dict[str, float], str, int]:
-    """The four errors, the worst parameter over all ranks, and how many tensors were compared."""
+    """The errors by name, the worst parameter over all ranks, and how many tensors were compared."""
     by_parameter = [
         (_relative_error(run.gradients[name].double(), gradient.double()), name)
         for name, gradient in reference.gradients.items()
@@ -309,13 +345,29 @@ def _compare(run: _Outcome, reference: _Outcome) -> tuple[dict[str, float], str,
     of_all = everyone((max(by_parameter, default=(0.0, "none"), key=_nan_first), len(by_parameter)))
     worst = max(range(len(of_all)), key=lambda rank: _nan_first(of_all[rank][0]))
     gradient_error, name = of_all[worst][0]
-    errors = {
-        "logprob_error": _worst_row(run.logprobs, reference.logprobs),
-        "entropy_error": _worst_row(run.entropies, reference.entropies),
+    errors = _worst_rows(run.rows, reference.rows) | {
         "loss_error": _relative_error(_scalar(run.loss), _scalar(reference.loss)),
         "gradient_error": gradient_error,
     }
     return errors, f"{name} (rank {worst})", sum(count for _, count in of_all)
+
+
+def _rounding(run: _Outcome, reference: _Outcome, samples: Sequence[Sample]) -> dict[str, float]:
+    """The errors of an unfolded run in half precision, as measures of rounding."""
+    errors, _, _ = _compare(run, reference)
+    off = [
+        _loss_of(run.rows[index], sample) - _loss_of(reference.rows[index], sample)
+        for index, sample in enumerate(samples)
+    ]
+    return errors | {"loss_error": float(np.abs(off).sum()) / (abs(reference.loss) or 1.0)}
+
+
+def _loss_of(rows: _Rows, sample: Sample) -> float:
+    """One sample's part of the loss, from its rows."""
+    mask = sample.loss_mask[1:].astype(np.float64)
+    if "value" in rows:
+        return float(np.dot(mask, np.square(rows["value"][:-1]))) / 2
+    return -float(np.dot(mask, rows["logprob"]))
 
 
 def _nan_first(entry: tuple[float, str]) -> float:
@@ -323,12 +375,15 @@ def _nan_first(entry: tuple[float, str]) -> float:
     return float("inf") if entry[0] != entry[0] else entry[0]
 
 
-def _worst_row(run: dict[int, np.ndarray], reference: dict[int, np.ndarray]) -> float:
+def _worst_rows(run: dict[int, _Rows], reference: dict[int, _Rows]) -> dict[str, float]:
+    """Over samples, of every kind of row."""
     assert run.keys() == reference.keys(), "both runs see the same samples"
-    errors = [
-        (_relative_error(torch.from_numpy(run[index]), torch.from_numpy(row)), "") for index, row in reference.items()
-    ]
-    return max(errors, default=(0.0, ""), key=_nan_first)[0]
+    errors: dict[str, list[tuple[float, str]]] = {}
+    for index, rows in reference.items():
+        for name, row in rows.items():
+            error = _relative_error(torch.from_numpy(run[index][name]), torch.from_numpy(row))
+            errors.setdefault(f"{name}_error", []).append((error, ""))
+    return {name: max(of_samples, key=_nan_first)[0] for name, of_samples in errors.items()}
 
 
 def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:

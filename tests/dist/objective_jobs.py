@@ -1,0 +1,315 @@
+"""A step of an objective, folded in a world of gloo processes; and the oracle, one process with each sample alone.
+
+The functions here run inside the processes of :mod:`mcore_prefix_tree.testing.launcher`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from folded_jobs import VOCAB, branching_samples, stock_spec, tree_spec
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.signals import Signals
+from mcore_prefix_tree.testing.launcher import Layout
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from objective_oracles import Alone, ValuesAlone, policy_loss, token_weights, with_teachers
+from test_objectives_distill import top_k_loss
+from test_objectives_preference import kto_loss, pair_loss
+from test_objectives_scalar_head import critic_loss, reward_model_loss
+
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """An objective, and how it is computed."""
+
+    name: str
+    options: Options = ()
+    max_tokens: int = 10_000
+    fused_head: bool = True
+    dtype: torch.dtype = torch.float64
+    config: Options = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    loss: float
+    metrics: dict[str, float]
+    micro_batches: int
+    samples_here: int
+    groups_here: frozenset[Any]
+
+
+def make_samples() -> list[Sample]:
+    """Branching trees of completions, in groups of four and pairs of two neighbours; old scores around the model's."""
+    rng = np.random.default_rng(3)
+    grown = branching_samples()
+    samples = []
+    for index, sample in enumerate(grown[: len(grown) // 4 * 4]):
+        length = len(sample) + 1
+
+        def scores(scale: float, length: int = length) -> Any:
+            return -np.log(VOCAB) + scale * rng.standard_normal(length)
+
+        signals = Signals(
+            reward=float(rng.choice([0.0, 0.3, 1.0])),
+            group=index // 4,
+            old_logprobs=scores(0.1),
+            ref_logprobs=scores(0.3),
+            rollout_logprobs=scores(0.1),
+            values=0.3 * rng.standard_normal(length),
+            pair=index // 2,
+            chosen=bool(index % 2),
+            label=bool(index % 3),
+            mismatched=index % 7 == 0,
+        )
+        samples.append(
+            Sample(
+                tokens=np.concatenate([sample.tokens, [1 + index % 5]]),
+                loss_mask=[*sample.loss_mask, 0.5],
+                merge_key=sample.merge_key,
+                source=sample.source,
+                signals=signals,
+            )
+        )
+    return with_teachers(samples, 5, 0)
+
+
+def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Outcome, list[Any]]:
+    """Every rank: the trainer's own planning and forward step, and its part of the gradients."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from mcore_prefix_tree.mcore.folding import Folding
+    from mcore_prefix_tree.mcore.output_layer import with_edge_head
+    from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
+    from mcore_prefix_tree.mcore.train.objective import forward_step_of, grouped_by, output_of
+    from mcore_prefix_tree.mcore.train.schedule import fold_micro_batches, targets_of
+    from mcore_prefix_tree.objectives import add_means, divided, make_objective, together
+    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
+    from mcore_prefix_tree.testing.weights import fill, local_parts
+
+    config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
+    chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)
+    objective: Any = make_objective(job.name, dict(job.options))
+    if objective.reads == "values":
+        chunks = [with_scalar_head(chunk) for chunk in chunks]
+        fill(chunks)
+    elif job.fused_head:
+        chunks = [with_edge_head(chunk) for chunk in chunks]
+    trainer = Trainer.of(chunks)
+    folding = Folding(
+        max_tokens=job.max_tokens,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        cost_model=None,
+        device=torch.device("cpu"),
+        micro_batch_multiple=layout.pp if layout.vpp else 1,
+        padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
+        output=output_of(objective, fused_head=job.fused_head),
+        only_supervised=job.fused_head,
+    )
+    kept = together(samples) if grouped_by(objective) == "pair" else None
+    mine = folding.plan(samples, together=kept).micro_batches[parallel_state.get_data_parallel_rank()]
+    targets = targets_of(objective, samples)
+    batches = fold_micro_batches(samples, mine, folding, objective, targets)
+    reported = trainer.backward(forward_step_of(objective), batches, seq_length=1)
+    parts: list[Any] = [None] * dist.get_world_size()
+    speaks = bool(reported) and parallel_state.get_tensor_model_parallel_rank() == 0
+    own = (
+        sum(float(entry["loss_sum"]) for entry in reported),
+        sum(int(entry["num_tokens"]) for entry in reported),
+        add_means(entry["metrics"] for entry in reported),
+    )
+    dist.all_gather_object(parts, own if speaks else (0.0, 0, {}))
+    assert sum(count for _, count, _ in parts) == targets.divisor
+    outcome = Outcome(
+        loss=sum(loss for loss, _, _ in parts) / targets.divisor,
+        metrics=divided(add_means(metrics for _, _, metrics in parts)),
+        micro_batches=len(batches),
+        samples_here=sum(map(len, mine)),
+        groups_here=frozenset(samples[index].signals.group for indices in mine for index in indices),
+    )
+    return outcome, local_parts(trainer.chunks, lambda parameter: parameter.main_grad)
+
+
+def sft_loss(objective: Any, world: Any) -> torch.Tensor:
+    """The weighted negative log-likelihood, token by token."""
+    weights, divisor = token_weights(world.samples, objective.normalise, None)
+    parts = (-weight * world.logprobs(index)[t] for (index, t), weight in weights.items())
+    total: torch.Tensor = sum(parts, world.logits.sum() * 0)
+    return total / divisor
+
+
+ORACLES: dict[str, Any] = {"dpo": pair_loss, "ipo": pair_loss, "kto": kto_loss, "sft": sft_loss, "distill": top_k_loss}
+
+
+def teacher_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int, k: int) -> list[Any]:
+    """Every rank: the likeliest tokens of every prediction of all samples."""
+    from megatron.core import parallel_state
+
+    from mcore_prefix_tree.mcore.folding import Folding
+    from mcore_prefix_tree.mcore.output_layer import with_edge_head
+    from mcore_prefix_tree.mcore.score import ScoringStep
+    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+
+    config = tiny_gpt_config(layout=layout, dtype=torch.float64)
+    chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
+    folding = Folding(
+        max_tokens=max_tokens,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        cost_model=None,
+        device=torch.device("cpu"),
+        padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
+        output="weighted_sum",
+    )
+    return [(top.scored, top.teacher) for top in ScoringStep.plan(samples, folding).teacher(chunks, k)]
+
+
+def value_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int) -> list[Any]:
+    """Every rank: what a scalar head says of all samples."""
+    from megatron.core import parallel_state
+
+    from mcore_prefix_tree.mcore.folding import Folding
+    from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
+    from mcore_prefix_tree.mcore.score import score_values
+    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+    from mcore_prefix_tree.testing.weights import fill
+
+    config = tiny_gpt_config(layout=layout, dtype=torch.float64)
+    chunks = [with_scalar_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
+    fill(chunks)
+    folding = Folding(
+        max_tokens=max_tokens,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        cost_model=None,
+        device=torch.device("cpu"),
+        micro_batch_multiple=layout.pp if layout.vpp else 1,
+        padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
+        output="values",
+    )
+    return [(one.scored, one.values, one.last) for one in score_values(chunks, samples, folding)]
+
+
+def stock_values(samples: Sequence[Sample]) -> list[np.ndarray]:
+    """One process, stock specs, each sample alone: ``[n]``, after each token."""
+    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+    from mcore_prefix_tree.testing.weights import uniform
+
+    config = tiny_gpt_config(layout=Layout(), dtype=torch.float64)
+    (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)
+    alone = OneByOne(model)
+    head = 0.05 * 3**0.5 * uniform("scalar_head.weight", (1, config.hidden_size), (0, 0), seed=0)
+    return [(alone.hidden(sample.tokens.tolist()).detach() @ head[0]).numpy() for sample in samples]
+
+
+def stock_distributions(samples: Sequence[Sample]) -> list[torch.Tensor]:
+    """One process, stock specs, each sample alone: ``[n - 1, V]``."""
+    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+
+    config = tiny_gpt_config(layout=Layout(), dtype=torch.float64)
+    (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)
+    alone = OneByOne(model)
+    return [torch.log_softmax(alone.logits(sample.tokens.tolist())[:-1].detach(), dim=-1) for sample in samples]
+
+
+def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[float, list[Any]]:
+    """One process, stock specs, each sample alone, the formulas token by token.
+
+    Args:
+        job: how it is cut has no meaning here.
+        samples: of the step.
+        rounded: the weights are those of bfloat16.
+    """
+    from mcore_prefix_tree.objectives import make_objective
+    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+    from mcore_prefix_tree.testing.weights import Piece, fill, local_parts, uniform
+
+    config = tiny_gpt_config(layout=Layout(), dtype=job.dtype, **dict(job.config))
+    (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)
+    objective: Any = make_objective(job.name, dict(job.options))
+    if rounded:
+        fill_rounded([model], fill)
+    alone = OneByOne(model)
+    head = None
+    if objective.reads == "values":
+        head = 0.05 * 3**0.5 * uniform("scalar_head.weight", (1, config.hidden_size), (0, 0), seed=0)
+        head = (head.bfloat16() if rounded else head).double().requires_grad_()
+        oracle: Any = {"critic": critic_loss, "reward_model": reward_model_loss}[job.name]
+        world: Any = ValuesAlone(lambda tokens: alone.hidden(tokens) @ head[0], samples)
+    else:
+        oracle = ORACLES.get(job.name, policy_loss)
+        world = Alone(alone.logits, samples)
+    loss = oracle(objective, world)
+    # Megatron's own division is by a reciprocal in fp32, which is no more than a scale that all gradients have.
+    divisor = torch.tensor(objective.targets(samples).divisor)
+    (loss * divisor).backward()
+    sums = alone.backward()
+    parts = local_parts([model], lambda parameter: sums[parameter] * (1.0 / divisor))
+    if head is not None:
+        parts = [part for part in parts if part.name != "output_layer.weight"]
+        grad = head.grad * (1.0 / divisor)
+        parts.append(Piece(name="scalar_head.weight", shape=tuple(grad.shape), offset=(0, 0), data=grad))
+    return float(loss.detach()), parts
+
+
+def fill_rounded(chunks: Sequence[Any], fill: Any) -> None:
+    """The weights that a model in bfloat16 has."""
+    fill(chunks)
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.copy_(parameter.bfloat16())
+
+
+@dataclass(eq=False)
+class OneByOne:
+    """The stock model on one sample after another; formulas are in fp64 whatever its dtype."""
+
+    model: Any
+    runs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """``[n, V]``."""
+        return self._leaf(self._forward(tokens)[0])
+
+    def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
+        """``[n, h]``, what the output layer is given."""
+        seen: list[torch.Tensor] = []
+        layer = self.model.output_layer
+        hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        self._forward(tokens)
+        hook.remove()
+        return self._leaf(seen[0][:, 0])
+
+    def _forward(self, tokens: Sequence[int]) -> torch.Tensor:
+        output: torch.Tensor = self.model(torch.tensor([tokens]), torch.arange(len(tokens))[None], None)
+        return output
+
+    def _leaf(self, output: torch.Tensor) -> torch.Tensor:
+        leaf = output.detach().double().requires_grad_()
+        self.runs.append((output, leaf))
+        return leaf
+
+    def backward(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The model's gradients after the formulas' backward: the sums over the samples, in fp32 or better."""
+        wide = functools.partial(torch.promote_types, torch.float32)
+        sums = {p: torch.zeros_like(p, dtype=wide(p.dtype)) for p in self.model.parameters()}
+        for output, leaf in self.runs:
+            if leaf.grad is None:  # it has no loss, such as a mismatched sample of kto
+                continue
+            output.backward(leaf.grad.to(output.dtype))
+            for parameter, total in sums.items():
+                if parameter.grad is not None:
+                    total += parameter.grad
+                    parameter.grad = None
+        return sums

@@ -1,0 +1,66 @@
+"""A sample a turn, in groups of unequal sizes, equals each whole rollout alone through the stock model, in layouts.
+
+The oracle sees one sample a rollout, the folded step one a turn: each weighs as its part of the rollout.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from folded_jobs import VOCAB
+from objective_jobs import Job, folded_step, unfolded_step
+
+from mcore_prefix_tree.testing.launcher import Layout, world
+from mcore_prefix_tree.testing.weights import assemble
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from rollouts import as_samples, rollouts
+
+# Turns of each rollout of each group: five rollouts and one, six turns and one.
+SHAPE = ((1, 6, 2, 3, 1), (4,), (2, 2), (6, 1, 5))
+WHOLES, TURNS = as_samples(rollouts(SHAPE, 1, vocab=VOCAB), 1, scale=0.1, around=-math.log(VOCAB))
+LONGEST = max(map(len, TURNS))
+FP64 = 1e-12
+OPTIONS = (("alone", "zero"), ("kl_coef", 0.05), ("clip_eps_low", 0.05), ("clip_eps_high", 0.05))
+
+
+@functools.cache
+def expected(name: str, normalise: str) -> tuple[float, Mapping[str, torch.Tensor]]:
+    job = Job(name=name, options=(*OPTIONS, ("normalise", normalise)))
+    ((loss, parts),) = world(1).run(unfolded_step, job, WHOLES, False, layout=Layout())
+    return loss, assemble(parts)
+
+
+@pytest.mark.parametrize(("name", "whole", "by_turn"), [("grpo", "sample", "rollout"), ("dapo", "token", "token")])
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        pytest.param(1, Layout(), id="single"),
+        pytest.param(2, Layout(), id="dp2"),
+        pytest.param(2, Layout(pp=2), id="pp2"),
+        pytest.param(2, Layout(tp=2, sequence_parallel=True), id="tp2-sp"),
+    ],
+)
+def test_every_layout(size: int, layout: Layout, name: str, whole: str, by_turn: str) -> None:
+    job = Job(name=name, options=(*OPTIONS, ("normalise", by_turn)), max_tokens=LONGEST + 6)
+    results = world(size).run(folded_step, layout, job, TURNS, layout=layout)
+    loss, gradients = expected(name, whole)
+    outcomes = [outcome for outcome, _ in results]
+    for outcome in outcomes:
+        assert outcome.loss == pytest.approx(loss, rel=FP64)
+        assert outcome.micro_batches > 1
+    folded = assemble(itertools.chain.from_iterable(parts for _, parts in results))
+    assert folded.keys() == gradients.keys()
+    for parameter, tensor in gradients.items():
+        error = torch.linalg.vector_norm(folded[parameter] - tensor) / torch.linalg.vector_norm(tensor)
+        assert error <= FP64, f"{parameter}: {error:.2e}"
+    if size == 2 and layout == Layout():
+        assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
+        assert outcomes[0].groups_here & outcomes[1].groups_here, "groups on both"

@@ -1,0 +1,368 @@
+"""Critics and reward models in one process: training, checkpoints, scoring and verification, against stock Megatron."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_jobs import (
+    BATCH,
+    FLOAT64,
+    VOCAB,
+    assert_same_bits,
+    built,
+    checkpoint_content,
+    command,
+    stock_model,
+    train,
+    world_of_one,
+    write_job,
+    write_rows,
+)
+
+from mcore_prefix_tree import Sample, SampleError
+from mcore_prefix_tree.data import iter_sample_groups, read_samples
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.grouping import whole_groups
+from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY, with_scalar_head
+from mcore_prefix_tree.mcore.train import checkpoint
+from mcore_prefix_tree.mcore.train.jobs import run_verify
+from mcore_prefix_tree.objectives import make_objective
+from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from objective_oracles import ValuesAlone
+from test_objectives_scalar_head import critic_loss, reward_model_loss
+
+CRITIC = {"gamma": 0.9, "lam": 0.8, "normalise": "sample"}
+REWARD_MODEL = {"center_coef": 0.01}
+OPTIONS = {"critic": CRITIC, "reward_model": REWARD_MODEL}
+ORACLES: dict[str, Any] = {"critic": critic_loss, "reward_model": reward_model_loss}
+
+
+def rows(seed: int = 0) -> list[dict[str, Any]]:
+    """Six pairs over three prompts, each with a rejected line and a chosen one; values and rewards of every line."""
+    rng = np.random.default_rng(seed)
+    made: list[dict[str, Any]] = []
+    for number in range(12):
+        if number % 4 == 0:
+            prompt = rng.integers(1, VOCAB, size=5).tolist()
+        tokens = prompt + rng.integers(1, VOCAB, size=2 + number % 3).tolist()
+        made.append(
+            {
+                "tokens": tokens,
+                "loss_mask": [0.0] * 5 + rng.choice([0.5, 1.0], size=len(tokens) - 5).tolist(),
+                "reward": float(rng.choice([0.0, 0.25, 1.0])),
+                "values": (0.5 * rng.standard_normal(len(tokens))).tolist(),
+                "pair": number // 2,
+                "chosen": number % 2 == 1,
+            }
+        )
+    return made
+
+
+def overrides_of(name: str, options: dict[str, Any] | None = None) -> list[str]:
+    chosen = OPTIONS[name] if options is None else options
+    return [f"objective.name={name}", f"objective.options={json.dumps(chosen)}"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path, rows())
+
+
+def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
+    """The samples of a step, from the documented order alone."""
+    lines: Sequence[Sequence[Sample]] = list(iter_sample_groups(recipe.data.path))
+    whole = recipe.objective.name == "reward_model"
+    if whole:
+        lines = whole_groups(lines, "pair", step=BATCH, setting="the test")
+    order = SampleOrder(lines, seed=recipe.seed, shuffle=recipe.data.shuffle, whole_steps=BATCH if whole else None)
+    return order.take((iteration - 1) * BATCH, BATCH)
+
+
+def hidden_of(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """``[n, h]``, what the stock model gives its output layer for one sample alone."""
+    seen: list[torch.Tensor] = []
+    hook = model.output_layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(torch.tensor([list(tokens)]), torch.arange(len(tokens))[None], None)
+    hook.remove()
+    return seen[0][:, 0]
+
+
+def stock_with(model: torch.nn.Module, state: dict[str, Any]) -> torch.Tensor:
+    """Give a stock model the weights of one with a scalar head; that head ``[h]`` apart."""
+    weights = {name: value for name, value in state.items() if name != "output_layer.weight"}
+    model.load_state_dict(weights | {"output_layer.weight": torch.zeros(VOCAB, 32, dtype=torch.float64)})
+    return state["output_layer.weight"].detach().clone()
+
+
+@pytest.mark.parametrize("name", ["critic", "reward_model"])
+def test_every_step_is_the_stock_model_s_step(job: Path, name: str) -> None:
+    """Losses, gradient norms and weights of six steps in fp64 equal AdamW on each sample alone."""
+    recipe = load_recipe(job, [*FLOAT64, *overrides_of(name)])
+    notes = train(recipe)
+    assert len(notes.reports) == 6
+    with world_of_one(recipe) as place:
+        initial = built(recipe, place).state_dict()
+        model = stock_model(recipe, place)
+        head = stock_with(model, initial).requires_grad_()
+        own = [head, *(p for n, p in model.named_parameters() if n != "output_layer.weight")]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in own if p.ndim > 1], "weight_decay": recipe.optimizer.weight_decay},
+                {"params": [p for p in own if p.ndim == 1], "weight_decay": 0.0},
+            ],
+            betas=(recipe.optimizer.adam_beta1, recipe.optimizer.adam_beta2),
+        )
+        for report in notes.reports:
+            for group in optimizer.param_groups:
+                group["lr"] = report.lr
+            optimizer.zero_grad()
+            world = ValuesAlone(lambda tokens: hidden_of(model, tokens) @ head[0], batch_of(recipe, report.iteration))
+            loss = ORACLES[name](make_objective(name, OPTIONS[name]), world)
+            assert report.loss == pytest.approx(loss.item(), rel=1e-9, abs=1e-12)
+            loss.backward()
+            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in own]))
+            assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)  # Megatron's is in fp32
+            optimizer.step()
+
+
+def test_a_run_that_is_continued_and_what_its_checkpoints_hold(job: Path, tmp_path: Path) -> None:
+    whole = train(job, *overrides_of("critic"), f"checkpoint.save={tmp_path / 'whole'}")
+    saved = [*overrides_of("critic"), f"checkpoint.save={tmp_path / 'cut'}", "checkpoint.save_interval=3"]
+    train(job, *saved, stop_after=4)
+    rest = train(job, *saved, resume=True)
+    assert [report.iteration for report in rest.reports] == [4, 5, 6]
+    assert rest.losses == whole.losses[3:]
+    content = checkpoint_content(tmp_path / "cut", 6)
+    assert_same_bits(content, checkpoint_content(tmp_path / "whole", 6))
+    assert content[CHECKPOINT_KEY].shape == (1, 32)
+    assert f"optimizer.state.exp_avg.{CHECKPOINT_KEY}" in content
+    assert not [name for name in content if "output_layer" in name]
+
+
+@pytest.fixture
+def language_model(job: Path, tmp_path: Path) -> Path:
+    """The folder of a supervised run."""
+    train(job, "train_iters=2", f"checkpoint.save={tmp_path / 'sft'}")
+    return tmp_path / "sft"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_critic_starts_from_a_language_model(job: Path, tmp_path: Path, tied: bool) -> None:
+    source = tmp_path / "sft"
+    of_model = [f"model.untie_embeddings_and_output_weights={str(not tied).lower()}"]
+    train(job, *of_model, "train_iters=2", f"checkpoint.save={source}")
+    starting = [*of_model, *overrides_of("critic"), f"checkpoint.pretrained_checkpoint={source}"]
+    notes = train(job, *starting, "verify.enabled=true")
+    said = f"the weights start from {source / 'iter_0000002'}, with a new scalar head"
+    assert said in notes.messages
+    assert notes.verifications[0].passed
+    assert command("verify", job, *starting).exit_code == 0
+    recipe = load_recipe(job, starting)
+    with world_of_one(recipe) as place:
+        chunk = built(recipe, place)
+        head = chunk.output_layer.weight.detach().clone()
+        assert not checkpoint.load_pretrained(source, 2, [chunk])
+        state = chunk.state_dict()
+    content = checkpoint_content(source, 2)
+    assert torch.equal(state["output_layer.weight"], head)
+    assert torch.equal(state["embedding.word_embeddings.weight"], content["embedding.word_embeddings.weight"])
+    assert torch.equal(state["decoder.final_layernorm.weight"], content["decoder.final_layernorm.weight"])
+
+
+def test_a_critic_starts_from_a_reward_model_with_its_head(job: Path, tmp_path: Path) -> None:
+    train(job, *overrides_of("reward_model"), "train_iters=2", f"checkpoint.save={tmp_path / 'reward'}")
+    starting = [*overrides_of("critic"), f"checkpoint.pretrained_checkpoint={tmp_path / 'reward'}"]
+    saving = ["train_iters=1", "optimizer.lr_warmup_steps=0", "optimizer.lr=1e-30", "optimizer.min_lr=0"]
+    notes = train(job, *starting, *saving, f"checkpoint.save={tmp_path / 'critic'}")
+    assert f"the weights start from {tmp_path / 'reward' / 'iter_0000002'}" in notes.messages
+    before, after = (checkpoint_content(tmp_path / name, i) for name, i in (("reward", 2), ("critic", 1)))
+    assert torch.equal(before[CHECKPOINT_KEY], after[CHECKPOINT_KEY])
+
+
+def test_a_policy_starts_from_a_language_model(job: Path, language_model: Path) -> None:
+    notes = train(job, "train_iters=2", f"checkpoint.pretrained_checkpoint={language_model}")
+    assert f"the weights start from {language_model / 'iter_0000002'}" in notes.messages
+    assert notes.losses[0] < train(job, "train_iters=2").losses[0]
+
+
+def test_one_kind_of_model_is_not_mistaken_for_another(job: Path, tmp_path: Path, language_model: Path) -> None:
+    train(job, *overrides_of("critic"), "train_iters=2", f"checkpoint.save={tmp_path / 'critic'}")
+    with pytest.raises(RecipeError, match=r"critic/iter_0000002 is damaged or does not fit .*output_layer\.weight"):
+        train(job, f"checkpoint.pretrained_checkpoint={tmp_path / 'critic'}")
+    with pytest.raises(RecipeError, match=r"sft/iter_0000002 is damaged or does not fit .*scalar_head\.weight"):
+        train(job, *overrides_of("critic"), f"checkpoint.save={language_model}", resume=True)
+    scoring = command(
+        "score", job, *overrides_of("critic"), f"checkpoint.save={language_model}", "--output", str(tmp_path / "x")
+    )
+    assert scoring.exit_code == 2
+    assert "does not fit this recipe's model" in scoring.stderr
+    with pytest.raises(RecipeError, match=r"^checkpoint.pretrained_checkpoint=.*nowhere holds no checkpoint; name"):
+        train(job, f"checkpoint.pretrained_checkpoint={tmp_path / 'nowhere'}")
+
+
+def test_the_loop_of_ppo_closes(job: Path, tmp_path: Path) -> None:
+    """A reward model's rewards, a critic's values and the policy's log-probabilities train both, by GAE."""
+    content = rows()
+    bare = [{key: row[key] for key in ("tokens", "loss_mask")} for row in content]
+    fresh = write_job(tmp_path, content)
+    for name in ("reward_model", "critic"):
+        train(fresh, *overrides_of(name), "train_iters=2", f"checkpoint.save={tmp_path / name}")
+    train(fresh, "train_iters=2", f"checkpoint.save={tmp_path / 'policy'}")
+
+    written = write_rows(tmp_path / "rollouts.jsonl", bare)
+    for number, (name, folder) in enumerate((("reward_model",) * 2, ("critic",) * 2, ("ppo", "policy"))):
+        target = tmp_path / f"scored_{number}.jsonl"
+        arguments = (f"objective.name={name}", f"checkpoint.save={tmp_path / folder}", f"data.path={written}")
+        done = command("score", fresh, *arguments, "--no-entropy", "--output", str(target))
+        assert done.exit_code == 0, done.output
+        written = target
+    for row in map(json.loads, written.read_text().splitlines()):
+        scored = [weight != 0 and t > 0 for t, weight in enumerate(row["loss_mask"])]
+        assert isinstance(row["reward"], float)
+        for column in ("values", "old_logprobs"):
+            assert [value is not None for value in row[column]] == scored
+
+    common = (f"data.path={written}", f"batch.global_batch_size={len(bare)}", "data.shuffle=false", "train_iters=2")
+    samples = read_samples(written)
+    values = np.concatenate([s.signals.values[np.isfinite(s.signals.values)] for s in samples])
+    critic = train(
+        fresh, *overrides_of("critic", {}), *common, f"checkpoint.pretrained_checkpoint={tmp_path / 'critic'}"
+    )
+    first = critic.reports[0].metrics
+    assert first["clip_fraction"] == 0, "the old values are the values"
+    assert first["value"] == pytest.approx(values.mean(), rel=1e-5)
+    policy = train(fresh, "objective.name=ppo", *common, f"checkpoint.pretrained_checkpoint={tmp_path / 'policy'}")
+    # Scored and trained in different micro-batches, which round differently.
+    assert policy.reports[0].metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert policy.reports[0].metrics["reward"] == pytest.approx(np.mean([s.signals.reward for s in samples]))
+
+
+@pytest.mark.parametrize("name", ["critic", "reward_model"])
+def test_what_is_scored_is_what_the_stock_model_says_of_each_sample_alone(job: Path, tmp_path: Path, name: str) -> None:
+    saving = [*FLOAT64, *overrides_of(name), f"checkpoint.save={tmp_path / 'runs'}"]
+    train(job, *saving, "train_iters=2")
+    output = tmp_path / "scored.jsonl"
+    done = command("score", job, *saving, "--all-tokens", "--output", str(output))
+    assert done.exit_code == 0, done.output
+    recipe = load_recipe(job, saving)
+    with world_of_one(recipe) as place:
+        trained, model = built(recipe, place), stock_model(recipe, place)
+        checkpoint.load_weights(tmp_path / "runs", 2, [trained])
+        head = stock_with(model, trained.state_dict())
+        for row in map(json.loads, output.read_text().splitlines()):
+            with torch.no_grad():
+                values = (hidden_of(model, row["tokens"]) @ head[0]).tolist()
+            if name == "critic":
+                assert row["values"][0] is None
+                assert row["values"][1:] == pytest.approx(values[:-1], rel=1e-11)
+            else:
+                assert row["reward"] == pytest.approx(values[-1], rel=1e-11)
+    refused = command("score", job, *saving, "--reference", str(tmp_path / "runs"), "--output", str(output))
+    assert refused.exit_code == 2
+    assert "--reference gives ref_logprobs beside those of a policy, but this model gives" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["critic", "reward_model"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_verification_compares_values(job: Path, name: str, dtype: str) -> None:
+    recipe = load_recipe(job, [*overrides_of(name), f"model.dtype={dtype}", "optimizer.clip_grad=0"])
+    report, _ = run_verify(recipe)
+    assert report.passed
+    assert report.checks.keys() == {"value_error", "loss_error", "gradient_error"}
+    assert report.logprob_error is None
+    assert (report.unfolded_errors is not None) == (dtype == "bfloat16")
+
+
+def test_verification_sees_what_is_wrong_in_values(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_prefix_tree.mcore import forward_step, score
+
+    def shifted(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output.flatten().roll(1)
+
+    for module in (forward_step, score):
+        monkeypatch.setattr(module, "tree_values", shifted)
+    report, _ = run_verify(load_recipe(job, overrides_of("critic")))
+    assert not report.passed
+    assert min(report.value_error, report.loss_error, report.gradient_error) > 1e-3
+    done = command("verify", job, *overrides_of("critic"))
+    assert done.exit_code == 1
+    assert "values of a sample" in done.output
+
+
+@pytest.mark.parametrize("name", ["critic", "reward_model"])
+def test_comparison_and_calibration_go_with_them(job: Path, tmp_path: Path, name: str) -> None:
+    notes = train(job, *overrides_of(name), "train_iters=2", "compare=true")
+    assert notes.comparisons[0].stock is not None
+    done = command("calibrate", job, *overrides_of(name), "--output", str(tmp_path / "costs.json"))
+    assert done.exit_code == 0, done.output
+
+
+def test_preferences_are_learnt(job: Path) -> None:
+    reports = train(
+        job, *overrides_of("reward_model", {}), "train_iters=60", "optimizer.lr_decay_style=constant"
+    ).reports
+    assert reports[0].loss > math.log(2) / 2
+    assert reports[-1].metrics["accuracy"] == 1
+    assert reports[-1].loss < 0.2
+
+
+def test_returns_are_learnt(job: Path) -> None:
+    """Against the returns that a lambda of 1 makes of the rewards alone."""
+    reports = train(
+        job,
+        *overrides_of("critic", {"clip_eps": None}),
+        "train_iters=60",
+        "optimizer.lr_decay_style=constant",
+        "batch.global_batch_size=12",
+    ).reports
+    assert reports[-1].metrics["value_error"] < reports[0].metrics["value_error"] / 20
+
+
+def without(field: str, line: int) -> list[dict[str, Any]]:
+    content = rows()
+    del content[line][field]
+    return content
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("critic", without("values", 3), r"data.jsonl:4: field 'values' is missing, and a critic needs it"),
+        ("critic", without("reward", 3), r"data.jsonl:4: field 'reward' is missing, and returns=gae needs it"),
+        ("reward_model", rows()[:-1], r"data.jsonl:11: pair 5 has 1 sample; a pair is two, one of them chosen"),
+        (
+            "reward_model",
+            [row | {"chosen": True} for row in rows()],
+            r"data.jsonl:2: pair 0 has a second chosen sample beside .*data.jsonl:1",
+        ),
+    ],
+)
+def test_what_is_missing_names_the_sample(tmp_path: Path, name: str, content: list[dict[str, Any]], says: str) -> None:
+    job = write_job(tmp_path, content)
+    with pytest.raises(SampleError, match=says):
+        train(job, *overrides_of(name), "data.shuffle=false")
+
+
+@pytest.mark.parametrize("name", ["critic", "reward_model"])
+def test_a_model_that_has_diverged(job: Path, name: str) -> None:
+    with pytest.raises(SampleError, match=r"data.jsonl:\d+: the model's output for this sample is NaN or infinite"):
+        train(job, *overrides_of(name), "optimizer.lr=1e30", "optimizer.min_lr=1e30")
+
+
+def test_a_tied_model_takes_no_scalar_head(job: Path) -> None:
+    recipe = load_recipe(job, ["model.untie_embeddings_and_output_weights=false"])
+    with (
+        world_of_one(recipe) as place,
+        pytest.raises(NotImplementedError, match="share_embeddings_and_output_weights=False"),
+    ):
+        with_scalar_head(built(recipe, place))

@@ -1,0 +1,93 @@
+"""A scalar head on the stock model: what is not told by the layouts of ``tests/dist/test_objective_layouts.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from seam_models import VOCAB, branching_samples, local_spec, tiny_config
+
+from mcore_prefix_tree import fold
+from mcore_prefix_tree.mcore import with_prefix_tree
+from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs, tree_values
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY, ScalarHead, with_scalar_head
+from mcore_prefix_tree.testing.emulation import cpu_emulation
+from mcore_prefix_tree.testing.launcher import single_process
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_on_the_cpu():
+    with cpu_emulation(force=True), single_process():
+        yield
+
+
+def gpt(dtype: torch.dtype = torch.float64, **changes: Any) -> GPTModel:
+    config = tiny_config(dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16)
+    settings = {"vocab_size": VOCAB, "max_sequence_length": 64, "position_embedding_type": "rope"}
+    model = GPTModel(config, with_prefix_tree(local_spec(config)), **(settings | changes))
+    return model.to(dtype)
+
+
+LAYOUT = fold(branching_samples())
+BATCH = MicroBatch.from_layout(LAYOUT, output="values")
+
+
+def test_values_of_bfloat16_are_not_rounded_to_it():
+    torch.manual_seed(0)
+    model = with_scalar_head(gpt(torch.bfloat16))
+    wrapped = Float16Module(model.config, model)
+    seen: list[torch.Tensor] = []
+    model.output_layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    values = tree_values(tree_forward(wrapped, BATCH), BATCH)
+    assert values.dtype == torch.float32
+    assert values.shape == (LAYOUT.padded_size,)
+    exact = (seen[0].double() @ model.output_layer.weight.double().T).flatten()
+    torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(values, values.bfloat16().float()), "or the test says nothing"
+    values.sum().backward()
+    assert model.output_layer.weight.grad.dtype == torch.bfloat16
+
+
+def test_what_it_starts_from_and_is_called():
+    torch.manual_seed(0)
+    model = with_scalar_head(gpt())
+    assert with_scalar_head(model) is model
+    weight = model.output_layer.weight
+    assert weight.shape == (1, 32)
+    assert 0.5 < weight.std().item() * 33**0.5 < 1.5
+    assert model.state_dict()["output_layer.weight"].shape == (1, 32)
+    (part,) = (part for name, part in model.sharded_state_dict().items() if "output_layer" in name)
+    assert (part.key, part.global_shape) == (CHECKPOINT_KEY, (1, 32))
+
+
+def test_other_stages_stay_as_they_are():
+    stage = gpt(post_process=False)
+    names = [name for name, _ in stage.named_parameters()]
+    assert with_scalar_head(stage) is stage
+    assert [name for name, _ in stage.named_parameters()] == names
+    with pytest.raises(NotImplementedError, match=r"build the model with share_embeddings_and_output_weights=False"):
+        with_scalar_head(gpt(share_embeddings_and_output_weights=True))
+
+
+def test_a_model_is_asked_for_what_it_has():
+    vocabulary, scalar = gpt(), with_scalar_head(gpt())
+    assert isinstance(scalar.output_layer, ScalarHead)
+    with pytest.raises(
+        ValueError, match=r"asks for values, but .* are those of a vocabulary; pass .* with_scalar_head"
+    ):
+        tree_forward(vocabulary, BATCH)
+    for output in ("logits", "logprobs", "weighted_sum"):
+        with pytest.raises(ValueError, match=f"asks for {output}, but .* are values; make it with output='values'"):
+            tree_forward(scalar, replace(BATCH, output=output))
+    output = tree_forward(scalar, BATCH)
+    with pytest.raises(ValueError, match=r"asks for values, which tree_values reads"):
+        tree_logprobs(output, BATCH)
+    with pytest.raises(ValueError, match=r"asks for logits; make it with output='values'"):
+        tree_values(output, replace(BATCH, output="logits"))

@@ -1,0 +1,155 @@
+"""Groups of unequal sizes whose rollouts became a sample a turn: rewards count once a rollout, whatever its turns."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_oracles import VOCAB, World, changed, policy_loss, random_cut, run_logprobs
+from rollouts import advantages_by_hand, as_samples, rollouts, shapes
+
+from mcore_prefix_tree import Sample, SampleError, Signals
+from mcore_prefix_tree.objectives import SupervisedFineTuning, make_objective
+
+BASELINES = ["group_mean", "group_mean_std", "leave_one_out"]
+# Whole rollouts, and the normalisation that makes the same of their turns.
+SAME = {"token": "token", "sample": "rollout", "group": "group"}
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one - other).norm() <= 1e-12 * max(1e-3, float(other.norm())))
+
+
+def table_of(samples: list[Sample], seed: int) -> World:
+    """A model that says the same of a path in every world: what it says depends on the tokens alone."""
+    world = World.of(samples, seed)
+    rows = np.empty((world.layout.padded_size, VOCAB))
+    for index, sample in enumerate(samples):
+        for t, flat in enumerate(world.layout.sample_tokens(index).tolist()):
+            rows[flat] = np.random.default_rng([seed, *sample.tokens[: t + 1].tolist()]).standard_normal(VOCAB)
+    with torch.no_grad():
+        world.logits.copy_(torch.from_numpy(rows))
+    return world
+
+
+def by_path(world: World, grad: torch.Tensor) -> dict[bytes, torch.Tensor]:
+    """Gradients by what leads to a token."""
+    return {
+        sample.tokens[: t + 1].tobytes(): grad[flat]
+        for index, sample in enumerate(world.samples)
+        for t, flat in enumerate(world.layout.sample_tokens(index).tolist())
+    }
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("per_turn", [False, True], ids=["a reward a rollout", "a reward a turn"])
+@settings(max_examples=30)
+@given(shape=shapes, seed=st.integers(0, 99))
+def test_advantages_are_those_of_the_rollouts(baseline, per_turn, shape, seed):
+    made = rollouts(shape, seed, vocab=VOCAB, per_turn=per_turn)
+    _, turns = as_samples(made, seed, scale=0.3, around=-3.7)
+    targets = make_objective("grpo", {"advantage": baseline, "alone": "zero"}).targets(turns)
+    expected = [value for own in advantages_by_hand(made, baseline) for value in own]
+    first = targets.scored.cu_lens[:-1]
+    assert targets.columns["advantage"][first] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    per_sample = np.repeat(targets.columns["advantage"][first], targets.scored.lens)
+    assert targets.columns["advantage"].tolist() == per_sample.tolist(), "every token of a turn has its turn's"
+    total = sum(float(np.sum(rollout.reward)) for rollout in made)
+    assert targets.metrics["reward"] == (pytest.approx(total), len(made))
+
+
+@pytest.mark.parametrize("normalise", SAME)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("grpo", {"kl_coef": 0.04, "entropy_coef": 0.01}),
+        ("grpo", {"advantage": "leave_one_out", "kl_coef": 0.2, "kl_in": "reward"}),
+        ("dapo", {"tis_cap": 1.3}),
+        ("dr_grpo", {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}),
+    ],
+    ids=["grpo", "rloo", "dapo", "dr_grpo"],
+)
+@settings(max_examples=15)
+@given(shape=shapes, seed=st.integers(0, 99))
+def test_turns_train_as_the_whole_rollouts_do(name, options, normalise, shape, seed):
+    """Loss and gradient of one sample a turn equal those of one sample a rollout, token by token, whatever the cut."""
+    shape = tuple(turns if len(turns) > 1 else (*turns, 2) for turns in shape)
+    made = rollouts(shape, seed, vocab=VOCAB)
+    wholes, turns = as_samples(made, seed, scale=0.3, around=-3.7)
+    whole, cut_up = table_of(wholes, seed), table_of(turns, seed)
+    expected = policy_loss(make_objective(name, options | {"normalise": normalise}), whole)
+    wanted = by_path(whole, torch.autograd.grad(expected, whole.logits)[0])
+    objective = make_objective(name, options | {"normalise": SAME[normalise]})
+    for parts in (1, 3):
+        cut = random_cut([[index] for index in range(len(turns))], parts, random.Random(seed))
+        loss, _ = run_logprobs(objective, cut_up, cut)
+        assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
+        got = by_path(cut_up, torch.autograd.grad(loss, cut_up.logits)[0])
+        # A turn's sample ends with it: what tools say after the last turn is in neither.
+        assert got.keys() == wanted.keys()
+        assert all(close(got[path], wanted[path]) for path in wanted)
+
+
+@pytest.mark.parametrize("normalise", ["sample", "sample_sum"])
+@settings(max_examples=20)
+@given(shape=shapes, seed=st.integers(0, 99))
+def test_turns_may_count_as_samples(normalise, shape, seed):
+    """The advantages are given to the oracle: only these are of the rollout, and each turn weighs as a sample does."""
+    made = rollouts(shape, seed, vocab=VOCAB)
+    _, turns = as_samples(made, seed, scale=0.3, around=-3.7)
+    world = World.of(turns, seed)
+    values = [value for own in advantages_by_hand(made, "group_mean_std") for value in own]
+    given_ones = [changed(sample, advantage=value) for sample, value in zip(turns, values, strict=True)]
+    oracle = World(samples=given_ones, layout=world.layout, logits=world.logits, scalar=world.scalar)
+    options = {"normalise": normalise, "kl_coef": 0.1}
+    expected = policy_loss(make_objective("grpo", options | {"advantage": "given"}), oracle)
+    (wanted,) = torch.autograd.grad(expected, world.logits)
+    objective = make_objective("grpo", options | {"alone": "zero"})
+    loss, _ = run_logprobs(objective, world, [list(range(len(turns)))])
+    assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
+    assert close(torch.autograd.grad(loss, world.logits)[0], wanted)
+
+
+def turn(number: int, rollout: int, reward: float, group: str = "p") -> Sample:
+    return Sample(
+        tokens=[7, rollout, number, 1],
+        loss_mask=[0, 0, 0, 1],
+        source=f"f:{rollout} turn {number}",
+        signals=Signals(reward=reward, group=group, rollout=rollout, turn=number),
+    )
+
+
+def test_a_rollout_of_many_turns_counts_once_by_hand():
+    """Rewards 1 (one turn) and 0 (three turns): the mean is 1/2, not 1/4."""
+    samples = [turn(0, 1, 1.0), *(turn(number, 2, 0.0) for number in range(3))]
+    targets = make_objective("dr_grpo", {"on_policy": True}).targets(samples)
+    assert targets.columns["advantage"].tolist() == [0.5, -0.5, -0.5, -0.5]
+    assert targets.divisor == 4
+    by_rollout = make_objective("grpo", {"on_policy": True, "normalise": "rollout"}).targets(samples)
+    assert by_rollout.divisor == 2
+    assert by_rollout.weight.tolist() == [1.0, 1 / 3, 1 / 3, 1 / 3]
+
+
+def test_a_rollout_by_itself():
+    samples = [turn(0, 1, 1.0), turn(1, 1, 1.0), turn(0, 2, 0.0, "q"), turn(0, 3, 1.0, "q")]
+    for baseline in BASELINES:
+        with pytest.raises(SampleError, match=r"^f:1 turn 0: group 'p' has only this rollout in the step.*alone=zero"):
+            make_objective("grpo", {"on_policy": True, "advantage": baseline}).targets(samples)
+        objective = make_objective("grpo", {"on_policy": True, "advantage": baseline, "alone": "zero"})
+        advantage = objective.targets(samples).columns["advantage"]
+        assert advantage[:2].tolist() == [0.0, 0.0]
+        assert advantage[2] < 0 < advantage[3]
+
+
+def test_supervised_training_by_rollout():
+    samples = [turn(0, 1, 1.0), turn(0, 2, 0.0), turn(1, 2, 0.0), Sample(tokens=[1, 2, 3])]
+    targets = SupervisedFineTuning(normalise="rollout").targets(samples)
+    assert targets.divisor == 3, "a sample that names no rollout is one"
+    assert targets.weight.tolist() == [1.0, 0.5, 0.5, 0.5, 0.5]
+    unscored = Sample(tokens=[1, 2], loss_mask=[0, 0])
+    assert SupervisedFineTuning(normalise="rollout").targets([unscored, *samples]).count.tolist() == [0, 1, 1, 0, 1]
+    assert SupervisedFineTuning(normalise="rollout").targets([]).divisor == 0
