@@ -5,7 +5,8 @@
     scripts/grpo_arithmetic.py --output ... --plot ... --unfolded
 
 A completion is what follows ``3+5=`` up to the full stop. Its reward is the share of its characters that are right, so
-1 is the right sum and nothing more. The output holds both curves; each run replaces its own.
+1 is the right sum and nothing more. The output holds both curves, and of each the recipe, the seed and the other
+settings that made it; each run replaces its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from mcore_prefix_tree.mcore.train.model import build_chunks
 from mcore_prefix_tree.mcore.train.schedule import folding_of
 from mcore_prefix_tree.mcore.train.session import session
 from mcore_prefix_tree.mcore.train.trainer import Trainer
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.recipe import Recipe, load_recipe
 from mcore_prefix_tree.signals import Signals
 
 ALPHABET = "0123456789+=. efhmostu"
@@ -125,12 +127,31 @@ def with_old_logprobs(chunks: list[Any], samples: list[Sample], folding: Any) ->
     ]
 
 
+def recipe_of(path: str, overrides: list[str], *, unfolded: bool) -> Recipe:
+    """The job's; unfolded, no prefix is long enough to be shared."""
+    return load_recipe(path, [*overrides, *(["batch.min_shared_tokens=1000000"] if unfolded else [])])
+
+
+def settings_of(path: str, overrides: list[str], *, unfolded: bool, warm_up_steps: int) -> dict[str, Any]:
+    """What a curve depends on besides the machine."""
+    recipe = recipe_of(path, overrides, unfolded=unfolded)
+    return {
+        "recipe_file": path,
+        "overrides": overrides,
+        "seed": recipe.seed,
+        "warm_up_steps": warm_up_steps,
+        "completions_per_prompt": COMPLETIONS,
+        "steps_per_batch": UPDATES,
+        "recipe": asdict(recipe),
+    }
+
+
 def run(
     recipe_path: str, overrides: list[str], *, unfolded: bool, warm_up_steps: int = WARM_UP
 ) -> list[dict[str, float]]:
     """Train, and say what each batch of completions was worth."""
-    recipe = load_recipe(recipe_path, [*overrides, *(["batch.min_shared_tokens=1000000"] if unfolded else [])])
-    prompts_per_step = recipe.batch.global_batch_size // COMPLETIONS
+    recipe = recipe_of(recipe_path, overrides, unfolded=unfolded)
+    prompts_per_step = recipe.batch.per_step // COMPLETIONS
     lines = [line for line in iter_sample_groups(recipe.data.path) if line]
     order = SampleOrder(lines, seed=recipe.seed, shuffle=True, whole_steps=prompts_per_step)
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -215,8 +236,12 @@ def main() -> None:
     output = None if args.output is None else Path(args.output)
     result: dict[str, Any] = json.loads(output.read_text()) if output is not None and output.exists() else {}
     curve = run(args.recipe, args.overrides, unfolded=args.unfolded, warm_up_steps=args.warm_up)
+    name = "unfolded" if args.unfolded else "folded"
     result["machine"] = describe_machine()
-    result.setdefault("curves", {})["unfolded" if args.unfolded else "folded"] = curve
+    result.setdefault("settings", {})[name] = settings_of(
+        args.recipe, args.overrides, unfolded=args.unfolded, warm_up_steps=args.warm_up
+    )
+    result.setdefault("curves", {})[name] = curve
     if output is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")
     if args.plot:

@@ -11,6 +11,7 @@ from typing import Any
 from mcore_prefix_tree.bench.costs import costs_of
 from mcore_prefix_tree.bench.plot import draw_roofline
 from mcore_prefix_tree.bench.report import cells, columns, headline, lines_of
+from mcore_prefix_tree.plan import CostModel
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -69,14 +70,15 @@ def bench_plan_table(result: dict[str, Any]) -> str:
 def cost_table(result: dict[str, Any]) -> str:
     """Markdown for a result of ``mcore-prefix-tree calibrate``."""
     cost, measured = result["cost"], result["measured"]
-    lines = ["| tokens | visible pairs | seconds | as fitted |", "|---|---|---|---|"]
+    lines = ["| tokens | scored | visible pairs | seconds | as fitted |", "|---|---|---|---|---|"]
     for one in measured:
-        fitted = cost["token"] * one["tokens"] + cost["pair"] * one["pairs"] + cost["micro_batch"]
-        lines.append(f"| {one['tokens']:,.0f} | {one['pairs']:,.0f} | {one['seconds']:.3f} | {fitted:.3f} |")
+        fitted = CostModel(**cost).of_micro_batch(one["tokens"], one["pairs"], one.get("scored", 0))
+        counts = [f"{one.get(name, 0):,.0f}" for name in ("tokens", "scored", "pairs")]
+        lines.append(f"| {' | '.join(counts)} | {one['seconds']:.3f} | {fitted:.3f} |")
     lines += [
         "",
         f"`recipes/quickstart.yaml` on one thread ({result['machine']['cpu']}): a token costs "
-        f"{cost['token'] * 1e6:.3g} µs, a visible pair {cost['pair'] * 1e6:.3g} µs, a micro-batch "
+        f"{cost['token'] * 1e6:.3g} µs, scoring it {cost.get('scored', 0) * 1e6:.3g} µs, a visible pair {cost['pair'] * 1e6:.3g} µs, a micro-batch "
         f"{cost['micro_batch'] * 1e3:.3g} ms; the largest error of the fit is {result['worst_relative_error']:.0%}.",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree calibrate``: what a token and a visible pair cost on this machine."""
+"""``mcore-prefix-tree calibrate``: what a token, its score and a visible pair cost on this machine."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def calibrate(
 
     loaded = load_recipe(recipe, overrides or [])
     quiet_upstream()
+    from mcore_prefix_tree.bench.machine import describe_machine
     from mcore_prefix_tree.mcore.train.jobs import run_calibrate
 
     found, is_main = run_calibrate(loaded, repeats=repeats)
@@ -35,20 +36,21 @@ def calibrate(
         return
     if output is not None:
         with open(output, "w", encoding="utf-8") as stream:
-            stream.write(json.dumps(found.to_json(), indent=2) + "\n")
+            stream.write(json.dumps({"machine": describe_machine(), **found.to_json()}, indent=2) + "\n")
 
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("tokens", "visible pairs", "seconds", "as fitted", box=None, title_justify="left")
+    table = Table("tokens", "scored", "visible pairs", "seconds", "as fitted", box=None, title_justify="left")
     for one in found.measured:
-        fitted = found.cost.of_micro_batch(one.tokens, one.pairs)
-        table.add_row(f"{one.tokens:,.0f}", f"{one.pairs:,.0f}", f"{one.seconds:.4g}", f"{fitted:.4g}")
+        fitted = found.cost.of_micro_batch(one.tokens, one.pairs, one.scored)
+        counts = [f"{count:,.0f}" for count in (one.tokens, one.scored or one.tokens, one.pairs)]
+        table.add_row(*counts, f"{one.seconds:.4g}", f"{fitted:.4g}")
     console = Console()
     console.print(table)
     cost = found.cost
     console.print(
-        f"a token costs {cost.token:.3g} s, a visible pair {cost.pair:.3g} s, a micro-batch {cost.micro_batch:.3g} s; "
-        f"largest error {found.worst:.1%}",
+        f"a token costs {cost.token:.3g} s, scoring it {cost.scored:.3g} s, a visible pair {cost.pair:.3g} s, a "
+        f"micro-batch {cost.micro_batch:.3g} s; largest error {found.worst:.1%}",
         highlight=False,
     )

@@ -123,6 +123,7 @@ def verify_table(report: VerifyReport) -> Table:
     names = {
         "logprob_error": "log-probabilities of a sample",
         "entropy_error": "entropies of a sample",
+        "value_error": "values of a sample",
         "loss_error": "loss",
         "gradient_error": "gradient of a parameter",
     }

@@ -98,7 +98,7 @@ def _choose(grouped: Chains, root: int) -> set[int]:
     return drawn
 
 
-def _first_words(token_ids: npt.NDArray[np.int64], decode: Decode | None) -> str:
+def _first_words(token_ids: npt.NDArray[np.int32], decode: Decode | None) -> str:
     ids = token_ids[:_WORDS_TOKENS].tolist()
     if decode is None:
         text = " ".join(map(str, ids))

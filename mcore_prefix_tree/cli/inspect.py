@@ -48,6 +48,7 @@ def inspect(
         report: dict[str, Any] = {
             **vars(stats),
             "skipped": skipped.count,
+            "skipped_by_kind": skipped.kinds,
             "longest_sample": longest,
             "tokenizer": on_demand.name if on_demand.loaded else None,
             "largest_trees": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 import typer
@@ -65,7 +66,7 @@ def plan(
     from mcore_prefix_tree.recipe import load_recipe
 
     if plot is not None:
-        _require_matplotlib()  # before the work, not after it
+        _check_plot(plot)  # before the work, not after it
     recipe = None if model is None else load_recipe(model)
     samples, on_demand, skipped = read_files(
         files,
@@ -79,7 +80,7 @@ def plan(
     sharing: _Sharing = {"share": "all", "min_shared_tokens": 0}
     if recipe is not None:
         vocab_size = None if recipe.model.vocab_size else on_demand.vocab_size
-        cost_model = CostModel.from_model(recipe.model, vocab_size=vocab_size)
+        cost_model = CostModel.from_model(recipe.model, vocab_size=vocab_size, fused_head=recipe.fused_head)
         padding, multiple, bubble = recipe.padding, recipe.parallel.micro_batch_multiple, recipe.parallel.bubble
         sharing = {"share": recipe.batch.share, "min_shared_tokens": recipe.batch.min_shared_tokens}
         calibration = calibration or recipe.batch.calibration
@@ -107,8 +108,9 @@ def plan(
     if plot is not None:
         _draw(report, unit, plot)
     if as_json:
+        left_out = {"skipped": skipped.count, "skipped_by_kind": skipped.kinds}
         more = {"imbalance": report.imbalance, "over_bound": report.over_bound, "cost_unit": unit}
-        typer.echo(json.dumps({"samples": len(samples), "skipped": skipped.count, **asdict(report), **more}))
+        typer.echo(json.dumps({"samples": len(samples), **left_out, **asdict(report), **more}))
     else:
         _print(report, unit, len(samples), max_tokens)
 
@@ -163,7 +165,17 @@ def _print(report: PlanReport, unit: str, samples: int, max_tokens: int) -> None
         console.print(f"… {len(costs) - _RANKS_SHOWN:,} faster ranks", style="dim", highlight=False)
 
 
-def _require_matplotlib() -> None:
+def _check_plot(path: str) -> None:
+    """See that a plot can be drawn into a file of this name.
+
+    Raises:
+        ValueError: it is of another format, or its folder does not exist.
+        ImportError: there is no matplotlib.
+    """
+    if not path.lower().endswith((".png", ".svg")):
+        raise ValueError(f"--plot {path}: give a file name that ends with .png or .svg")
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--plot {path}: its folder does not exist; create it")
     try:
         import matplotlib  # noqa: F401
     except ImportError:

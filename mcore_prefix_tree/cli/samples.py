@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 Files = Annotated[
     list[str],
-    typer.Argument(metavar="FILE...", help="JSON Lines files or globs, .gz too; '-' is standard input."),
+    typer.Argument(
+        metavar="FILE...",
+        help="JSON Lines (.gz too), Parquet or Arrow files, or globs; '-' is JSON Lines on standard input.",
+    ),
 ]
 TokenizerName = Annotated[
     str | None,

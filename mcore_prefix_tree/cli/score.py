@@ -11,7 +11,12 @@ from mcore_prefix_tree.cli.boundary import quiet_upstream
 
 def score(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")],
-    output: Annotated[str, typer.Option(metavar="FILE", help="JSON Lines, a sample a line in the data's order.")],
+    output: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="A sample a line in the data's order: JSON Lines, or a .parquet or .arrow file."
+        ),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example checkpoint.save=runs/mine.")
     ] = None,
@@ -22,11 +27,15 @@ def score(
         bool, typer.Option("--all-tokens", help="Every token, not only those that the loss mask scores.")
     ] = False,
     entropy: Annotated[bool, typer.Option("--entropy/--no-entropy", help="Write the entropies too.")] = True,
+    teacher_top_k: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="Instead, the K likeliest tokens of each prediction, to distil from."),
+    ] = None,
 ) -> None:
     """Write every sample with its log-probabilities under the last checkpoint in checkpoint.save.
 
     The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null where none
-    was asked for. Under torchrun for several ranks.
+    was asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.
     """
     from mcore_prefix_tree.recipe import load_recipe
 
@@ -34,7 +43,14 @@ def score(
     quiet_upstream()
     from mcore_prefix_tree.mcore.train.scoring import run_score
 
-    report, is_main = run_score(loaded, output, reference=reference, all_tokens=all_tokens, entropy=entropy)
+    report, is_main = run_score(
+        loaded,
+        output,
+        reference=reference,
+        all_tokens=all_tokens,
+        entropy=entropy,
+        teacher_top_k=teacher_top_k,
+    )
     if not is_main:
         return
     by = f"iteration {report.iteration}"

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import FAILED, leave, quiet_upstream
+from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.errors import FAILED, leave
 
 
 def verify(

@@ -1,7 +1,9 @@
-"""Samples from JSONL files: token rows as they are, chat messages through a tokenizer's own chat format."""
+"""Samples from JSONL, Parquet and Arrow files: tokens as they are, chat messages through a tokenizer's chat format."""
 
 from mcore_prefix_tree.data.chat import ChatError, ChatMessage, ChatTokenizer, EncodedTurn, ToolCall, parse_messages
-from mcore_prefix_tree.data.jsonl import LineOptions, iter_sample_groups, read_samples, resolve_paths
+from mcore_prefix_tree.data.files import resolve_paths
+from mcore_prefix_tree.data.read import iter_sample_groups, read_samples
+from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.skipped import OnError, Skipped
 from mcore_prefix_tree.data.stream import Ranks, StreamedGroups
 from mcore_prefix_tree.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer

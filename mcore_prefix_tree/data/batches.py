@@ -1,4 +1,4 @@
-"""Which samples each step takes: a function of the seed and of how many samples were consumed, so it can be resumed."""
+"""Which samples each step takes: a function of the seed and of how much was consumed, so it can be resumed."""
 
 from __future__ import annotations
 
@@ -24,37 +24,47 @@ class SampleOrder:
         groups: the samples of each line, at least one sample in all: a list of lists, or what reads them as needed.
         seed: of the order.
         shuffle: False keeps the order of the files in every epoch.
-        whole_steps: of how many samples, if steps take whole lines and no line twice: an epoch then ends with its last
-            whole step. All lines have as many samples, a divisor of that.
+        by_line: what is consumed is counted in lines and not in samples; so a batch takes whole lines, however many
+            samples each has.
+        whole_steps: of how many samples, or lines, if steps take whole lines and no line twice: an epoch then ends with
+            its last whole step. Counted in samples, all lines have as many, a divisor of that.
 
     Attributes:
-        samples_per_epoch: how many are drawn.
-        left_out: how many an epoch draws less than there are.
+        per_epoch: how many samples, or lines, an epoch draws.
+        left_out: how many it draws less than there are.
 
     Raises:
         ValueError: there are no samples, or not enough for one step.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[Sample]], *, seed: int, shuffle: bool, whole_steps: int | None = None
+        self,
+        groups: Sequence[Sequence[Sample]],
+        *,
+        seed: int,
+        shuffle: bool,
+        by_line: bool = False,
+        whole_steps: int | None = None,
     ) -> None:
         self.groups = groups
+        self.by_line = by_line
         self._seed = seed
         self._shuffle = shuffle
         sizes = groups.sizes if isinstance(groups, StreamedGroups) else np.array([len(group) for group in groups], int)
+        self._sizes = sizes.astype(np.int64)
         self._lines = np.flatnonzero(sizes)
-        self._sizes = sizes[self._lines]
-        # Of the epoch that was asked for last: its number, lines, and samples up to the end of each line.
+        # Of the epoch that was asked for last: its number, lines, and what is consumed at the end of each line.
         self._drawn: tuple[int, Int64Array, Int64Array] | None = None
-        samples = int(self._sizes.sum())
-        if not samples:
+        if not len(self._lines):
             raise ValueError("there are no samples to train on")
-        self.left_out = 0 if whole_steps is None else samples % whole_steps
-        self.samples_per_epoch = samples - self.left_out
-        if not self.samples_per_epoch:
+        count = len(self._lines) if by_line else int(self._sizes.sum())
+        self.left_out = 0 if whole_steps is None else count % whole_steps
+        self.per_epoch = count - self.left_out
+        if not self.per_epoch:
+            setting, things = ("groups_per_step", "groups") if by_line else ("global_batch_size", "samples")
             raise ValueError(
-                f"batch.global_batch_size={whole_steps} is more than the {samples} samples there are, and a step takes "
-                "none of them twice; lower it or add data"
+                f"batch.{setting}={whole_steps} is more than the {count} {things} there are, and a step takes none of "
+                "them twice; lower it or add data"
             )
 
     @property
@@ -62,13 +72,30 @@ class SampleOrder:
         """Whether samples are read as they are needed."""
         return isinstance(self.groups, StreamedGroups)
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples that the first epoch draws; others draw as many, but where lines of other sizes are left out."""
+        return self.samples_before(self.per_epoch)
+
+    def samples_before(self, consumed: int) -> int:
+        """How many samples the first ``consumed`` samples, or lines, are."""
+        if not self.by_line:
+            return consumed
+        epochs, offset = divmod(consumed, self.per_epoch)
+        if self.left_out and self._shuffle:
+            whole = sum(int(self._sizes[self._order_of(epoch)[0]].sum()) for epoch in range(epochs))
+        else:
+            whole = epochs * int(self._sizes[self._order_of(0)[0]].sum())
+        return whole + int(self._sizes[self._order_of(epochs)[0][:offset]].sum())
+
     def take(self, consumed: int, count: int) -> list[Sample]:
-        """The ``count`` samples that follow the first ``consumed`` ones; a batch may reach into the next epoch."""
-        return _take((self.groups[line][first:] for line, first in self.lines(consumed)), count) if count else []
+        """The ``count`` samples, or lines' samples, that follow the first ``consumed``; may reach into a next epoch."""
+        with self.stream(consumed) as stream:
+            return stream.take(count)
 
     def lines(self, consumed: int) -> Iterator[tuple[int, int]]:
-        """The lines that follow the first ``consumed`` samples, for ever; of each, how many samples are consumed."""
-        epoch, offset = divmod(consumed, self.samples_per_epoch)
+        """The lines that follow the first ``consumed``, for ever; of each, how many of its samples are consumed."""
+        epoch, offset = divmod(consumed, self.per_epoch)
         while True:
             drawn, ends = self._order_of(epoch)
             at = int(np.searchsorted(ends, offset, side="right"))
@@ -79,19 +106,19 @@ class SampleOrder:
             epoch, offset = epoch + 1, 0
 
     def stream(self, consumed: int, *, num_workers: int = 0) -> SampleStream:
-        """The samples that follow the first ``consumed`` ones, read ahead by worker processes if there are any."""
+        """What follows the first ``consumed`` samples, or lines, read ahead by worker processes if there are any."""
         return SampleStream(self, consumed, num_workers=num_workers)
 
     def _order_of(self, epoch: int) -> tuple[Int64Array, Int64Array]:
-        """The lines of an epoch as they are drawn, and how many samples there are up to the end of each."""
+        """The lines of an epoch as they are drawn, and how much is consumed at the end of each."""
         known = self._drawn
         if known is None or known[0] != epoch:
-            order = np.arange(len(self._lines))
+            lines = self._lines
             if self._shuffle:
-                order = np.random.default_rng((self._seed, epoch)).permutation(len(self._lines))
-            ends = np.cumsum(self._sizes[order], dtype=np.int64)
-            drawn = int(np.searchsorted(ends, self.samples_per_epoch)) + 1
-            known = epoch, self._lines[order[:drawn]], ends[:drawn]
+                lines = lines[np.random.default_rng((self._seed, epoch)).permutation(len(lines))]
+            ends = np.arange(1, len(lines) + 1) if self.by_line else np.cumsum(self._sizes[lines])
+            drawn = int(np.searchsorted(ends, self.per_epoch)) + 1
+            known = epoch, lines[:drawn], ends[:drawn]
             self._drawn = known  # at once: a step may be read ahead in another thread
         return known[1:]
 
@@ -104,12 +131,13 @@ class SampleStream:
 
     Args:
         order: of the samples.
-        consumed: how many of them come before the first.
+        consumed: how many of them, or of its lines, come before the first.
         num_workers: processes; 0 reads a line when it is asked for.
     """
 
     def __init__(self, order: SampleOrder, consumed: int, *, num_workers: int = 0) -> None:
         self.consumed = consumed
+        self._by_line = order.by_line
         self._rest: list[Sample] = []
         self._groups: Iterator[Sequence[Sample] | SampleError] = (
             order.groups[line][first:] for line, first in order.lines(consumed)
@@ -126,34 +154,31 @@ class SampleStream:
         self.close()
 
     def take(self, count: int) -> list[Sample]:
-        """The next ``count`` samples.
+        """The next ``count`` samples, or the samples of as many lines.
 
         Raises:
             SampleError: a file has changed since the run began.
         """
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        while len(taken) < count:
-            group = next(self._groups)
-            if isinstance(group, SampleError):
-                raise group
-            missing = count - len(taken)
-            taken += group[:missing]
-            self._rest = list(group[missing:])
+        if self._by_line:
+            taken = [sample for _ in range(count) for sample in self._next()]
+        else:
+            taken, self._rest = self._rest[:count], self._rest[count:]
+            while len(taken) < count:
+                group, missing = self._next(), count - len(taken)
+                taken += group[:missing]
+                self._rest = list(group[missing:])
         self.consumed += count
         return taken
+
+    def _next(self) -> Sequence[Sample]:
+        group = next(self._groups)
+        if isinstance(group, SampleError):
+            raise group
+        return group
 
     def close(self) -> None:
         """End the workers."""
         self._groups = iter(())
-
-
-def _take(groups: Iterable[Sequence[Sample]], count: int) -> list[Sample]:
-    taken: list[Sample] = []
-    for group in groups:
-        taken += group[: count - len(taken)]
-        if len(taken) == count:
-            break
-    return taken
 
 
 def _loader(order: SampleOrder, consumed: int, num_workers: int) -> Iterable[Sequence[Sample] | SampleError]:

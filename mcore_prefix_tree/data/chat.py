@@ -1,4 +1,4 @@
-"""Chat conversations: the messages of one JSONL line, and what a tokenizer makes of them."""
+"""Chat conversations: the messages of one record, and what a tokenizer makes of them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ChatTokenizer(Protocol):
 
 
 def parse_messages(value: object) -> list[ChatMessage]:
-    """Check the ``messages`` of a JSONL line and fill in what training data commonly leaves out.
+    """Check the ``messages`` of a record and fill in what training data commonly leaves out.
 
     Tool calls come as ``{"name", "arguments"}`` or in OpenAI's shape ``{"id", "type", "function": {"name",
     "arguments"}}``; arguments as JSON text or as an object. A call without an id gets its ordinal in the conversation
@@ -116,7 +116,7 @@ def parse_messages(value: object) -> list[ChatMessage]:
             raise ChatError(f"field '{field}' must be an object with 'role' and 'content', not {_kind(entry)}")
         role = entry.get("role")
         if role not in ROLES:
-            raise ChatError(f"field '{field}.role' is {json.dumps(role)}; roles are {', '.join(ROLES)}")
+            raise ChatError(f"field '{field}.role' is {json.dumps(role, default=repr)}; roles are {', '.join(ROLES)}")
         tool_calls = _tool_calls(entry.get("tool_calls"), f"{field}.tool_calls", calls_seen)
         if tool_calls and role != "assistant":
             raise ChatError(f"field '{field}.tool_calls' belongs to an assistant message, not to role '{role}'")
@@ -152,7 +152,10 @@ def _tool_calls(value: object, field: str, calls_seen: int) -> tuple[ToolCall, .
         name = _text(function.get("name"), f"{field}[{index}].name")
         arguments = function.get("arguments")
         if isinstance(arguments, dict):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            try:
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            except TypeError as error:  # from a table: bytes, dates
+                raise ChatError(f"field '{field}[{index}].arguments' cannot be written as JSON: {error}") from None
         arguments = _text(arguments, f"{field}[{index}].arguments", expected="an object or its JSON text")
         call_id = entry.get("id")
         call_id = f"call{calls_seen + index + 1:05d}" if call_id is None else _text(call_id, f"{field}[{index}].id")
@@ -188,4 +191,4 @@ def _text(value: object, field: str, expected: str = "a string") -> str:
 def _kind(value: object) -> str:
     """How JSON calls the type of ``value``."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)

@@ -1,8 +1,8 @@
-"""The training signals of one JSON line: rewards, log-probabilities, preferences, a teacher."""
+"""The training signals of one record: rewards, log-probabilities, preferences, a teacher."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,8 +14,8 @@ _NAMES = tuple(field.name for field in fields(Signals))
 _IDS = ("group", "rollout", "pair")
 
 
-def signals_of_tokens(row: dict[str, Any], source: str) -> Signals | None:
-    """Of a line with ``tokens``; None if it has no such field, or only null ones.
+def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
+    """Of a record with ``tokens``; None if it has no such field, or only null ones.
 
     ``Sample`` checks the values; here only what NumPy would convert without a word, and ids, are.
 
@@ -25,15 +25,21 @@ def signals_of_tokens(row: dict[str, Any], source: str) -> Signals | None:
     given: dict[str, Any] = {name: row[name] for name in _NAMES if row.get(name) is not None}
     for name in _IDS:
         value = given.get(name)
-        if isinstance(value, (dict, list)) or (isinstance(value, float) and math.isnan(value)):
+        if not isinstance(value, (str, int, float, type(None))) or value != value:
             raise SampleError(f"{source}: field '{name}' must be a string, a number or a boolean")
     for name in ("reward", "advantage", *PER_TOKEN):
         value = given.get(name)
-        if isinstance(value, bool) or (isinstance(value, list) and bool in set(map(type, value))):
+        if isinstance(value, bool) or _has_booleans(value):
             raise SampleError(f"{source}: field '{name}' must be numbers, not true or false")
     if "teacher" in given:
         given["teacher"] = _teacher(given["teacher"], source)
     return Signals(**given) if given else None
+
+
+def _has_booleans(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return bool(value.dtype == np.bool_)
+    return isinstance(value, list) and bool in set(map(type, value))
 
 
 def _teacher(value: Any, source: str) -> Teacher:
@@ -47,17 +53,17 @@ def _teacher(value: Any, source: str) -> Teacher:
         ) from None
 
 
-def signals_of_conversation(row: dict[str, Any], source: str) -> Signals | None:
-    """Of a line with ``messages``; as :func:`signals_of_tokens`, and refuses what has an entry for each token."""
+def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | None:
+    """Of a record with ``messages``; as :func:`signals_of_tokens`, and refuses what has an entry for each token."""
     for name in (*PER_TOKEN, "teacher"):
         if row.get(name) is not None:
             raise SampleError(f"{source}: field '{name}' goes with 'tokens'; it has an entry for each of them")
-    if isinstance(row.get("advantage"), list):
+    if isinstance(row.get("advantage"), (list, np.ndarray)):
         raise SampleError(f"{source}: field 'advantage' must be a single number with 'messages'")
     return signals_of_tokens(row, source)
 
 
-def signals_of_turns(row: dict[str, Any], source: str, turns: int) -> list[Signals | None]:
+def signals_of_turns(row: Mapping[str, Any], source: str, turns: int) -> list[Signals | None]:
     """Of the samples that the turns of a conversation become: parts of one rollout.
 
     Raises:
@@ -66,7 +72,7 @@ def signals_of_turns(row: dict[str, Any], source: str, turns: int) -> list[Signa
     signals = signals_of_conversation(row, source)
     if signals is None:
         return [None] * turns
-    if isinstance(signals.reward, list) and len(signals.reward) != turns:
+    if isinstance(signals.reward, (list, np.ndarray)) and len(signals.reward) != turns:
         raise SampleError(
             f"{source}: field 'reward' has {len(signals.reward)} entries, but 'messages' has {turns} assistant turns; "
             "give one reward for every turn, or a single number"

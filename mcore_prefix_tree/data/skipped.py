@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 OnError = Literal["raise", "skip"]
+Kind = Literal["unreadable", "malformed", "too long", "outside the vocabulary"]
 
 _NAMED = 10
 
@@ -16,26 +18,31 @@ class Skipped:
 
     Attributes:
         count: of these. A conversation that cannot be encoded counts once, however many turns it has.
+        kinds: how many for which reason. What is ``"unreadable"`` is no record at all; no samples can be made of the
+            fields of a ``"malformed"`` one.
         first: why, of the first few of them; each names file, line and field.
     """
 
     count: int = 0
+    kinds: Counter[Kind] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
 
-    def add(self, error: Exception) -> None:
+    def add(self, error: Exception, kind: Kind) -> None:
         """Count one."""
-        self.merge(Skipped(count=1, first=[str(error)]))
+        self.merge(Skipped(count=1, kinds=Counter([kind]), first=[str(error)]))
 
     def merge(self, other: Skipped) -> None:
         """Count all of another's, which come after these."""
         self.count += other.count
+        self.kinds += other.kinds
         self.first = (self.first + other.first)[:_NAMED]
 
     def __str__(self) -> str:
         """One line."""
         more = self.count - len(self.first)
         reasons = [*self.first, f"and {more} more"] if more else self.first
-        return f"skipped {self.count} bad sample{'' if self.count == 1 else 's'}: {' | '.join(reasons)}"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
+        return f"skipped {self.count} bad sample{'' if self.count == 1 else 's'} ({kinds}): {' | '.join(reasons)}"
 
 
 def check_on_error(on_error: str) -> None:

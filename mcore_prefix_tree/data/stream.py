@@ -1,27 +1,28 @@
-"""Lines of files larger than memory: an index of where they begin, samples made when they are asked for.
+"""Records of files larger than memory: an index of where they begin, samples made when they are asked for.
 
-Memory is 12 bytes a line. The files are gone through once at the start, which finds every bad line before training
-begins and how many samples each line makes; the ranks of a job share that work.
+Memory is 12 bytes a line, or 4 bytes a row and the chunks of tables that were read last, and 12 bytes a group where
+records are grouped. The files are gone through once at the start, which finds every bad record before training begins
+and how many samples each makes; the ranks of a job share that work.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.jsonl import STDIN, LineOptions, PathLike, no_samples, resolve_paths, samples_of_line
+from mcore_prefix_tree.data.files import PathLike, index_files, no_samples, resolve_paths
+from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
 from mcore_prefix_tree.data.skipped import OnError, Skipped, check_on_error
 from mcore_prefix_tree.sample import Sample, SampleError
 
 Int64Array = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint64]
 
-_CHUNK_BYTES = 1 << 22
 _PROGRESS_BYTES = 1 << 24
 
 
@@ -47,92 +48,63 @@ class Ranks:
 ALONE = Ranks()
 
 
-class LineIndex:
-    """Random access to the lines of some files, blank ones included. Nothing but their offsets is held.
+class FileIndex:
+    """Random access to the records of some files, all numbered together.
 
     Args:
         paths: of plain files.
 
     Raises:
         SampleError: if a file cannot be read from the middle.
+        ImportError: a table needs pyarrow.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            if path == STDIN or path.endswith(".gz"):
-                name = "standard input" if path == STDIN else path
-                raise SampleError(
-                    f"{name}: cannot be read from the middle, which streaming does; unpack it into a file, or hold all "
-                    "samples in memory (data.streaming=false)"
-                )
-        self._paths = list(paths)
-        self._offsets = [_line_offsets(path) for path in paths]
-        lines = [len(offsets) - 1 for offsets in self._offsets]
-        self._first_line = np.cumsum([0, *lines])
-        self._first_byte = np.cumsum([0, *(int(offsets[-1]) for offsets in self._offsets)])
+        self._files = index_files(paths)
+        self._first_record = np.cumsum([0, *map(len, self._files)])
+        self._first_byte = np.cumsum([0, *(file.size for file in self._files)])
 
     def __len__(self) -> int:
-        """Lines of all files."""
-        return int(self._first_line[-1])
+        """Records of all files."""
+        return int(self._first_record[-1])
 
     @property
     def total_bytes(self) -> int:
         """Of all files."""
         return int(self._first_byte[-1])
 
-    def bytes_before(self, line: int) -> int:
-        """Bytes of all lines before one."""
-        file, number = self._place(line)
-        return int(self._first_byte[file] + self._offsets[file][number])
+    def bytes_before(self, record: int) -> int:
+        """Bytes of all records before one; as many as there are after the last."""
+        if record == len(self):
+            return self.total_bytes
+        file, number = self._place(record)
+        return int(self._first_byte[file]) + self._files[file].offset(number)
 
-    def line_at(self, byte: int) -> int:
-        """The first line that begins at or after a byte, in all files together."""
-        file = min(int(np.searchsorted(self._first_byte, byte, side="right")), len(self._paths)) - 1
-        within = byte - self._first_byte[file]
-        number = int(np.searchsorted(self._offsets[file][:-1], within)) if within else 0
-        return int(self._first_line[file]) + number
+    def record_at(self, byte: int) -> int:
+        """The first record that begins at or after a byte, in all files together."""
+        file = min(int(np.searchsorted(self._first_byte, byte, side="right")), len(self._files)) - 1
+        within = int(byte - self._first_byte[file])
+        return int(self._first_record[file]) + (self._files[file].first_at(within) if within else 0)
 
-    def read(self, line: int) -> tuple[str, bytes]:
-        """``file:line`` and the content of a line.
+    def read(self, record: int) -> Record:
+        """A record.
 
         Raises:
             SampleError: the file cannot be read any more.
         """
-        file, number = self._place(line)
-        start, end = self._offsets[file][number : number + 2].tolist()
-        source = f"{self._paths[file]}:{number + 1}"
-        try:
-            # Opened each time: workers share nothing, and a job reads too few lines a second to notice.
-            with Path(self._paths[file]).open("rb", buffering=0) as stream:
-                raw = os.pread(stream.fileno(), end - start, start)
-        except OSError as error:
-            raise SampleError(f"{source}: cannot be read: {error}") from error
-        return source, raw
+        file, number = self._place(record)
+        return self._files[file].read(number)
 
-    def _place(self, line: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._first_line, line, side="right")) - 1
-        file = min(file, len(self._paths) - 1)
-        return file, line - int(self._first_line[file])
-
-
-def _line_offsets(path: str) -> Int64Array:
-    """int64 ``[lines + 1]``: where each line begins, and the end of the file."""
-    found = [np.zeros(1, dtype=np.int64)]
-    at = 0
-    try:
-        with Path(path).open("rb", buffering=0) as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                found.append(at + 1 + np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")))
-                at += len(chunk)
-    except OSError as error:
-        raise SampleError(f"{path}: cannot be read: {error}") from error
-    if found[-1].size == 0 or found[-1][-1] != at:
-        found.append(np.array([at], dtype=np.int64))  # the last line does not end with a newline
-    return np.concatenate(found)
+    def _place(self, record: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._first_record, record, side="right")) - 1
+        file = min(file, len(self._files) - 1)
+        return file, record - int(self._first_record[file])
 
 
 class StreamedGroups(Sequence[list[Sample]]):
-    """The samples of each line, read and encoded when asked for; what a line cannot give was left out once and for all.
+    """The samples of each record, read and encoded when asked for; what one cannot give was left out once and for all.
+
+    With a ``key``, the samples of neighbouring records that have the same one: of each such group.
 
     Can be pickled, and read from any number of processes.
 
@@ -143,6 +115,13 @@ class StreamedGroups(Sequence[list[Sample]]):
         skipped: counts what is left out, the same on every rank.
         ranks: that go through the files together.
         progress: is told bytes done and bytes in all, of this rank's part.
+        key: a string or number of a sample; those of one record have the same. It may raise SampleError.
+        check: is shown the samples of each record, or group, once, and may raise SampleError.
+
+    Attributes:
+        sizes: int32 ``[len(self)]``, how many samples each record, or group, has.
+        repeated: the first group whose key an earlier one has too, or None.
+        fault: what ``check`` raised first, or nothing.
 
     Raises:
         SampleError: bad data, the first in the order of the files, on every rank.
@@ -158,70 +137,168 @@ class StreamedGroups(Sequence[list[Sample]]):
         skipped: Skipped | None = None,
         ranks: Ranks = ALONE,
         progress: Callable[[int, int], None] | None = None,
+        key: Callable[[Sample], Hashable] | None = None,
+        check: Callable[[list[Sample]], None] | None = None,
     ) -> None:
         check_on_error(on_error)
         resolved = resolve_paths(paths)
         self._options = options
         self._skips = on_error == "skip"
-        self._index = LineIndex(resolved)
+        self._index = FileIndex(resolved)
+        # Where each group begins, and the number of records; None if each record is one.
+        self._first_record: Int64Array | None = None
+        self.repeated: int | None = None
+        self.fault = ""
+        index, size = self._index, ranks.size
+        borders = [*(index.record_at(index.total_bytes * rank // size) for rank in range(size)), len(index)]
+        records = range(*borders[ranks.rank : ranks.rank + 2])
+        own = _go_through(index, records, options, skips=self._skips, progress=progress, key=key, check=check)
+        # A rank that failed tells the others instead of leaving them to wait.
+        everyone: list[_Found] = ranks.gather(own)
+        for found in everyone:
+            if found.failure:
+                raise SampleError(found.failure)
         left_out = Skipped()
-        self.sizes = self._count(ranks, left_out, progress or (lambda done, total: None))
+        for found in everyone:
+            left_out.merge(found.left_out)
+        self.sizes = self._record_sizes = np.concatenate([found.sizes for found in everyone])
         if not self.sizes.any():
             raise no_samples(resolved, left_out)
         if skipped is not None:
             skipped.merge(left_out)
+        self.fault = next((found.fault for found in everyone if found.fault), "")
+        if key is not None:
+            self._join(np.concatenate([found.digests for found in everyone]))
+            if check is not None and not self.fault:
+                self.fault = self._fault_near(borders, check)
+
+    def _join(self, digests: Digests) -> None:
+        records = np.flatnonzero(self._record_sizes)
+        of_record = digests[records]
+        begins = np.append(True, (of_record[1:] != of_record[:-1]).any(axis=1))
+        self._first_record = np.append(records[begins], len(self._index))
+        self.sizes = np.add.reduceat(self._record_sizes, self._first_record[:-1]).astype(np.int32)
+        of_group = of_record[begins]
+        order = np.lexsort((of_group[:, 1], of_group[:, 0]))  # stable: of equal ones the first in the files comes first
+        again = order[1:][(of_group[order[1:]] == of_group[order[:-1]]).all(axis=1)]
+        self.repeated = int(again.min()) if len(again) else None
+
+    def _fault_near(self, borders: Sequence[int], check: Callable[[list[Sample]], None]) -> str:
+        """What is wrong with a group at the border of two ranks, of which neither has seen all."""
+        assert self._first_record is not None
+        records = np.flatnonzero(self._record_sizes)
+        after = np.searchsorted(records, borders)
+        near = records[np.concatenate([after[after < len(records)], after[after > 0] - 1])]
+        groups = np.unique(np.searchsorted(self._first_record, near, side="right") - 1).tolist()
+        return next((fault for fault in (_fault(self[group], check) for group in groups) if fault), "")
 
     def __len__(self) -> int:
-        """Lines, those without samples included."""
-        return len(self._index)
+        """Records, those without samples included; or groups."""
+        return len(self.sizes)
 
     @overload
-    def __getitem__(self, line: int) -> list[Sample]: ...
+    def __getitem__(self, place: int) -> list[Sample]: ...
     @overload
-    def __getitem__(self, line: slice) -> list[list[Sample]]: ...
-    def __getitem__(self, line: int | slice) -> list[Sample] | list[list[Sample]]:
-        """The samples of a line.
+    def __getitem__(self, place: slice) -> list[list[Sample]]: ...
+    def __getitem__(self, place: int | slice) -> list[Sample] | list[list[Sample]]:
+        """The samples of a record, or of a group.
 
         Raises:
             SampleError: the file has changed since it was counted.
         """
-        if isinstance(line, slice):
-            return [self[one] for one in range(len(self))[line]]
-        line = range(len(self))[line]  # negative ones count from the end
-        source, raw = self._index.read(line)
-        samples = samples_of_line(raw, source, self._options, Skipped() if self._skips else None)
-        if len(samples) != self.sizes[line]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(len(self))[place]]
+        place = range(len(self))[place]  # negative ones count from the end
+        if self._first_record is None:
+            return self._read(place)
+        records = range(*self._first_record[place : place + 2].tolist())
+        return [sample for record in records if self._record_sizes[record] for sample in self._read(record)]
+
+    def _read(self, number: int) -> list[Sample]:
+        record = self._index.read(number)
+        samples = samples_of_record(record, self._options, Skipped() if self._skips else None)
+        if len(samples) != self._record_sizes[number]:
             raise SampleError(
-                f"{source}: gives {len(samples)} samples where it gave {self.sizes[line]} when the run began; leave "
-                "the files alone while it runs"
+                f"{record.source}: gives {len(samples)} samples where it gave {self._record_sizes[number]} when the "
+                "run began; leave the files alone while it runs"
             )
         return samples
 
-    def _count(self, ranks: Ranks, skipped: Skipped, progress: Callable[[int, int], None]) -> npt.NDArray[np.int32]:
-        """Samples of each line. Every rank counts an equal part of the bytes."""
-        index = self._index
-        borders = [index.line_at(index.total_bytes * rank // ranks.size) for rank in range(ranks.size)] + [len(index)]
-        first, last = borders[ranks.rank], borders[ranks.rank + 1]
-        begin = index.bytes_before(first) if first < len(index) else index.total_bytes
-        end = index.bytes_before(last) if last < len(index) else index.total_bytes
-        own = np.zeros(last - first, dtype=np.int32)
-        left_out, failure = Skipped(), ""
-        told = begin
-        try:
-            for line in range(first, last):
-                source, raw = index.read(line)
-                own[line - first] = len(samples_of_line(raw, source, self._options, left_out if self._skips else None))
-                now = index.bytes_before(line)
-                if now - told >= _PROGRESS_BYTES:
-                    told = now
-                    progress(now - begin, end - begin)
-        except SampleError as error:
-            failure = str(error)
-        # A rank that failed tells the others instead of leaving them to wait.
-        everyone = ranks.gather((own, left_out, failure))
-        for _, _, failed in everyone:
-            if failed:
-                raise SampleError(failed)
-        for _, others, _ in everyone:
-            skipped.merge(others)
-        return np.concatenate([counted for counted, _, _ in everyone])
+
+@dataclass(kw_only=True, eq=False)
+class _Found:
+    """What one rank finds in its records.
+
+    Attributes:
+        sizes: int32 ``[N]``, samples of each record.
+        digests: uint64 ``[N, 2]``, of each record's key, equal where keys are.
+        left_out: bad samples.
+        failure: why it ended early, or nothing.
+        fault: what ``check`` raised first, of the groups that it has seen all of, or nothing.
+    """
+
+    sizes: npt.NDArray[np.int32]
+    digests: Digests
+    left_out: Skipped = field(default_factory=Skipped)
+    failure: str = ""
+    fault: str = ""
+
+
+def _go_through(
+    index: FileIndex,
+    records: range,
+    options: LineOptions,
+    *,
+    skips: bool,
+    progress: Callable[[int, int], None] | None,
+    key: Callable[[Sample], Hashable] | None,
+    check: Callable[[list[Sample]], None] | None,
+) -> _Found:
+    keyed = 0 if key is None else len(records)
+    found = _Found(sizes=np.zeros(len(records), np.int32), digests=np.zeros((keyed, 2), np.uint64))
+    # With a key, the first and the last group may go on at another rank.
+    seen: list[Sample] | None = [] if key is None else None
+    previous: bytes | None = None
+    told = begin = index.bytes_before(records.start)
+    end = index.bytes_before(records.stop)
+    try:
+        for place, record in enumerate(records):
+            samples = samples_of_record(index.read(record), options, found.left_out if skips else None)
+            found.sizes[place] = len(samples)
+            if samples:
+                digest = None if key is None else _digest(key(samples[0]))
+                if digest is not None:
+                    found.digests[place] = np.frombuffer(digest, dtype=np.uint64)
+                if digest is None or digest != previous:
+                    found.fault = found.fault or _fault(seen, check)
+                    seen = None if previous is None and key is not None else []
+                if seen is not None:
+                    seen += samples
+                previous = digest
+            now = index.bytes_before(record)
+            if progress is not None and now - told >= _PROGRESS_BYTES:
+                told = now
+                progress(now - begin, end - begin)
+    except SampleError as error:
+        found.failure = str(error)
+    if key is None:
+        found.fault = found.fault or _fault(seen, check)
+    return found
+
+
+def _fault(samples: list[Sample] | None, check: Callable[[list[Sample]], None] | None) -> str:
+    """What is wrong with a group; nothing if that cannot be said yet."""
+    if not samples or check is None:
+        return ""
+    try:
+        check(samples)
+    except SampleError as error:
+        return str(error)
+    return ""
+
+
+def _digest(key: Hashable) -> bytes:
+    """16 bytes, the same in every process and for keys that are equal; chance makes no two others so."""
+    if isinstance(key, bool) or (isinstance(key, float) and key.is_integer()):
+        key = int(key)  # which Python holds to be equal
+    return blake2b(repr(key).encode(), digest_size=16).digest()

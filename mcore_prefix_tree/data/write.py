@@ -1,29 +1,39 @@
-"""Samples to JSON Lines that :mod:`mcore_prefix_tree.data.jsonl` reads back, in files that are whole or not there."""
+"""Samples to files that this package reads back: JSON Lines, Parquet, Arrow. A file is whole or not there."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
-import numpy.typing as npt
 
+from mcore_prefix_tree.data.files import is_table, require_pyarrow
 from mcore_prefix_tree.sample import Sample, Tempered
 from mcore_prefix_tree.signals import Signals, Teacher
 
 
+class RowWriter(Protocol):
+    """Takes rows in order: of each, values by name. A list of numbers is an array, NaN where it has none."""
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write some more.
+
+        Raises:
+            SampleError: of a table, a value of another kind than others of its column; names its ``source``.
+            OSError: there is no room left.
+        """
+
+
 def row_of(sample: Sample) -> dict[str, Any]:
-    """The JSON object of a sample with everything that it carries; ``source`` is for people and is not read back."""
+    """A sample with everything that it carries; ``source`` is for people and is not read back."""
     key = sample.merge_key
-    row: dict[str, Any] = {
-        "source": sample.source,
-        "tokens": sample.tokens.tolist(),
-        "loss_mask": sample.loss_mask.tolist(),
-    }
+    row: dict[str, Any] = {"source": sample.source, "tokens": sample.tokens, "loss_mask": sample.loss_mask}
     if isinstance(key, Tempered):
         row["temperature"], key = key.temperature, key.key
     if key is not None:
@@ -31,37 +41,86 @@ def row_of(sample: Sample) -> dict[str, Any]:
     for field in fields(Signals):
         value = getattr(sample.signals, field.name)
         if value is not field.default:
-            row[field.name] = _plain(value)
+            row[field.name] = value
     return row
 
 
-def numbers(values: npt.NDArray[np.floating]) -> list[float | None]:
-    """A list for JSON, which has no NaN: null stands for it."""
-    return [None if value != value else value for value in values.tolist()]
+def check_output(path: str | Path) -> None:
+    """See that a file could be written, before there is anything to write.
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Teacher):
-        return {"token_ids": value.token_ids.tolist(), "logprobs": [numbers(row) for row in value.logprobs]}
-    if isinstance(value, np.ndarray):
-        return numbers(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    Raises:
+        ValueError: its folder does not exist or cannot be written to, or it is a folder itself.
+        ImportError: it is a table by its name, and there is no pyarrow.
+    """
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{path}: its folder does not exist; create it")
+    if Path(path).is_dir():
+        raise ValueError(f"{path}: is a folder; name a file in it, such as {Path(path) / 'scored.jsonl'}")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{path}: its folder cannot be written to; name another")
+    if is_table(str(path)):
+        require_pyarrow(str(path))
 
 
 @contextmanager
-def whole_file(path: str | Path) -> Iterator[TextIO]:
-    """Write a text file that appears under its name once all of it is written, and not at all after an error.
+def rows_file(path: str | Path) -> Iterator[RowWriter]:
+    """Write rows to a file, of the kind that its name says (``.parquet``, ``.arrow``, ``.feather``, or JSON Lines).
 
     Raises:
-        OSError: its folder cannot be written to.
+        SampleError: a table cannot hold the rows.
+        OSError: the file cannot be written.
+        ImportError: a table needs pyarrow.
     """
+    if is_table(str(path)):
+        require_pyarrow(str(path))
+        from mcore_prefix_tree.data.write_tables import TableSpool
+
+        is_parquet = str(path).lower().endswith(".parquet")
+        with whole_file(path) as unfinished, TableSpool(unfinished, is_parquet=is_parquet) as spool:
+            yield spool
+            spool.finish()
+    else:
+        with whole_file(path) as unfinished, _open_text(unfinished, packed=str(path).endswith(".gz")) as stream:
+            yield _JsonLines(stream)
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """Where to write a file that appears under its name once all of it is written, and not at all after an error."""
     target = Path(path)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:
-        with unfinished.open("w", encoding="utf-8") as stream:
-            yield stream
-            stream.flush()
+        yield unfinished
+        with unfinished.open("rb") as stream:
             os.fsync(stream.fileno())
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _open_text(path: Path, *, packed: bool) -> TextIO:
+    return gzip.open(path, "wt", encoding="utf-8") if packed else path.open("w", encoding="utf-8")
+
+
+class _JsonLines:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A line each; JSON has no NaN, so null stands for it."""
+        for row in rows:
+            plain = {name: _plain(value) for name, value in row.items()}
+            self._stream.write(json.dumps(plain, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Teacher):
+        return {"token_ids": _plain(value.token_ids), "logprobs": _plain(value.logprobs)}
+    if isinstance(value, np.ndarray):
+        return [_plain(row) for row in value] if value.ndim > 1 else _listed(value)
+    return value
+
+
+def _listed(values: np.ndarray[Any, Any]) -> list[Any]:
+    return [None if value != value else value for value in values.tolist()]

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034
 # What differs from site to site. Edit it here, or export the variables; every launcher reads this file.
 
-# A checkout of Megatron-LM core_v0.16.1, in one place on all nodes.
+# A checkout of Megatron-LM core_v0.16.1, or with Python 3.12 of core_v0.19.0, in one place on all nodes.
 : "${MEGATRON_LM_PATH:=../Megatron-LM}"
 
 # What to train on: a file of JSON Lines or a quoted glob, in one place on all nodes. Empty: the rollouts that ship with

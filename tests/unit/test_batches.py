@@ -93,3 +93,37 @@ def test_nothing_asked_is_nothing_taken(lines):
 def test_no_samples_are_refused(nothing):
     with pytest.raises(ValueError, match="no samples to train on"):
         SampleOrder(nothing, seed=0, shuffle=True)
+
+
+def test_counted_in_lines_a_batch_takes_whole_ones(lines):
+    order = SampleOrder(lines, seed=3, shuffle=True, by_line=True, whole_steps=3)
+    assert (order.per_epoch, order.left_out) == (6, 2)
+    consumed = 0
+    for step in range(40):
+        samples = order.take(3 * step, 3)
+        drawn = drawn_lines(samples)
+        assert len(set(drawn)) == 3
+        assert order.samples_before(3 * step) == consumed
+        consumed += len(samples)
+        if step % 2:
+            assert not set(drawn) & set(drawn_lines(order.take(3 * step - 3, 3))), "no line twice in an epoch"
+    assert order.samples_per_epoch == len(order.take(0, 6))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("per_step", [1, 3, 8])
+def test_lines_can_be_asked_from_anywhere(lines, shuffle, per_step):
+    order = SampleOrder(lines, seed=3, shuffle=shuffle, by_line=True, whole_steps=per_step)
+    with order.stream(0) as stream:
+        steps = [stream.take(per_step) for _ in range(12)]
+    consumed = 0
+    for number, samples in enumerate(steps):
+        again = SampleOrder(lines, seed=3, shuffle=shuffle, by_line=True, whole_steps=per_step)
+        assert again.samples_before(number * per_step) == consumed
+        assert again.take(number * per_step, per_step) == samples
+        consumed += len(samples)
+
+
+def test_fewer_lines_than_a_step(lines):
+    with pytest.raises(ValueError, match=r"^batch\.groups_per_step=9 is more than the 8 groups there are"):
+        SampleOrder(lines, seed=0, shuffle=True, by_line=True, whole_steps=9)

@@ -100,11 +100,36 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(checkpoint, save, tmp_pa
         (target / "weights").write_text("half of 4")
         raise OSError(28, "No space left on device", str(target / "weights"))
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(checkpoint.SaveError) as error:
         save(tmp_path, 4, fail)
+    target = tmp_path / "iter_0000004"
+    assert str(error.value).startswith(
+        f"checkpoint.save={tmp_path}: iteration 4 could not be written to {target} (OSError: [Errno 28] No space left "
+        f"on device: '{target / 'weights'}'; "
+    )
+    assert str(error.value).endswith(
+        " MiB are free); the checkpoint of iteration 2 is whole; make room there and start again with --resume"
+    )
     assert checkpoint.latest_iteration(tmp_path) == 2
     assert (tmp_path / "iter_0000002" / "weights").read_text() == "2"
 
     # What it left behind does not mix with the next one of that iteration.
     save(tmp_path, 4, lambda target: (target / "other").write_text("4"))
     assert [path.name for path in (tmp_path / "iter_0000004").iterdir()] == ["other"]
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_told(checkpoint, save, tmp_path):
+    (tmp_path / "iter_0000004").write_text("not a folder")
+    with pytest.raises(checkpoint.SaveError) as error:
+        save(tmp_path, 4, lambda target: None)
+    assert "FileExistsError" in str(error.value)
+    assert "no checkpoint was saved before it" in str(error.value)
+    assert (tmp_path / "iter_0000004").read_text() == "not a folder"
+
+
+def test_a_bug_of_the_writer_is_no_full_disk(save, tmp_path):
+    def fail(target):
+        raise TypeError("a bug")
+
+    with pytest.raises(TypeError, match="a bug"):
+        save(tmp_path, 4, fail)

@@ -62,6 +62,7 @@ def test_json_is_one_object_and_nothing_else(forest):
         "pair_ratio": 44 / 25,
         "supervised_tokens": 13,
         "skipped": 0,
+        "skipped_by_kind": {},
         "longest_path": 5,
         "deepest_node": 3,
         "longest_sample": f"{forest}:2",
@@ -264,7 +265,8 @@ def test_a_bad_line_is_skipped_and_counted(forest):
     result = inspect(forest, "--json", "--on-error", "skip")
     assert json.loads(result.stdout)["samples"] == 5
     assert json.loads(result.stdout)["skipped"] == 1
-    assert result.stderr.startswith(f"skipped 1 bad sample: {forest}:6: has neither")
+    assert json.loads(result.stdout)["skipped_by_kind"] == {"malformed": 1}
+    assert result.stderr.startswith(f"skipped 1 bad sample (1 malformed): {forest}:6: has neither")
 
 
 def test_the_versions_that_a_report_needs():

@@ -3,8 +3,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -244,14 +246,42 @@ def test_control_c_in_training_exits_130_and_closes_the_bar(recipe, monkeypatch)
     assert (steps, closed) == ([1, 2], [True])
 
 
-def test_every_rank_but_the_first_leaves_the_word_to_it(recipe, monkeypatch):
-    """torchrun ends all ranks when one exits: a quiet one that exits first would silence the one that explains."""
+@pytest.fixture
+def waits(monkeypatch):
+    """``train`` with a recipe that fails; a rank that waits says how long."""
     monkeypatch.setattr("mcore_prefix_tree.errors.time.sleep", lambda seconds: sys.stderr.write(f"{seconds} s\n"))
     monkeypatch.setattr("mcore_prefix_tree.recipe.load_recipe", fail)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def said(recipe):
+    result = CliRunner().invoke(app, ["train", str(recipe)])
+    assert result.exit_code == 2
+    return result.stderr
+
+
+def test_every_rank_but_the_first_leaves_the_word_to_it(recipe, waits, monkeypatch):
+    """torchrun ends all ranks when one exits: a quiet one that exits first would silence the one that explains."""
     for rank, expected in (("0", "error: x\n"), ("1", "10.0 s\nerror: x\n")):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        result = CliRunner().invoke(app, ["train", str(recipe)])
-        assert (result.exit_code, result.stderr) == (2, expected)
+        assert said(recipe) == expected
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # torchrun's, told to keep no logs
+        assert said(recipe) == expected
+        monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert not Path("told").exists()
+
+
+def test_under_torchrun_the_first_to_speak_speaks_for_all(recipe, waits, monkeypatch, tmp_path):
+    for attempt in range(2):  # a restart has a word of its own
+        for place, rank in enumerate(("1", "0", "2")):
+            folder = tmp_path / f"attempt_{attempt}" / rank
+            folder.mkdir(parents=True)
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+            assert said(recipe) == ("10.0 s\nerror: x\n" if place else "error: x\n")
 
 
 def fail(*_):

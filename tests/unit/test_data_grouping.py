@@ -44,10 +44,18 @@ def test_pairs():
     [
         (lines("a", None), "group", 2, "f:2 turn 0: field 'group' is missing, and the test needs it"),
         (lines("a", "b", "a"), "group", 3, "f:3 turn 0: group 'a' goes on here after others; put the lines of a group"),
-        (lines(1, 1, 1, 2, 2), "group", 6, "f:4 turn 0: group 2 has 2 samples and group 1 has 3; a step of"),
+        (
+            lines(1, 1, 1, 2, 2),
+            "group",
+            6,
+            "f:4 turn 0: group 2 has 2 samples and group 1 has 3; a step of .*batch.groups_per_step, and "
+            "batch.global_batch_size=null",
+        ),
         (lines("a", "a", "b", "b"), "group", 3, "f:1 turn 0: group 'a' has 2 samples, and steps of .*a multiple of 2"),
         (pair(True, key="p"), "pair", 2, "p:0: pair 'p' has 1 sample; a pair is two"),
         (pair(True, False, True), "pair", 2, "p:2: pair 'p' has 3 samples; a pair is two"),
+        (pair(True, False, True), "pair", None, "p:2: pair 'p' has 3 samples; a pair is two"),
+        (lines("a", "b", "a"), "group", None, "f:3 turn 0: group 'a' goes on here after others"),
         (pair(True, False), "pair", 3, "p:0: pair 'p' has 2 samples, and steps of batch.global_batch_size=3 would cut"),
     ],
 )
@@ -56,11 +64,17 @@ def test_what_a_step_would_cut_is_named(given, by, step, says):
         whole_groups(given, by, step=step, setting="the test")
 
 
+def test_groups_of_any_size_where_steps_count_them():
+    given = [line("a", 1, samples=3), line("b", 2), line("b", 3, samples=6), line("c", 4)]
+    groups = whole_groups(given, "group", step=None, setting="grpo")
+    assert groups == [given[0], given[1] + given[2], given[3]]
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_no_step_takes_a_group_twice_or_cuts_one(shuffle):
     groups = whole_groups(lines(*(number // 2 for number in range(14))), "group", step=6, setting="the test")
     order = SampleOrder(groups, seed=0, shuffle=shuffle, whole_steps=6)
-    assert (order.samples_per_epoch, order.left_out) == (12, 2)
+    assert (order.per_epoch, order.samples_per_epoch, order.left_out) == (12, 12, 2)
     seen = set()
     for step in range(30):
         samples = order.take(6 * step, 6)

@@ -24,7 +24,8 @@ from mcore_prefix_tree.data import (
     read_samples,
 )
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.stream import LineIndex
+from mcore_prefix_tree.data.jsonl import Line
+from mcore_prefix_tree.data.stream import FileIndex
 from mcore_prefix_tree.sample import SampleError
 
 
@@ -101,15 +102,15 @@ def test_an_index_finds_every_line(tmp_path_factory, contents):
         with open(path, "wb") as stream:
             stream.write(content)
         with open(path, "rb") as stream:
-            expected += [(f"{path}:{number}", line) for number, line in enumerate(stream, start=1)]
-    index = LineIndex(paths)
+            expected += [Line(f"{path}:{number}", line) for number, line in enumerate(stream, start=1)]
+    index = FileIndex(paths)
     assert [index.read(line) for line in range(len(index))] == expected
     assert index.total_bytes == sum(map(len, contents))
-    starts = np.cumsum([0, *(len(line) for _, line in expected)]).tolist()
+    starts = np.cumsum([0, *(len(line.raw) for line in expected)]).tolist()
     assert [index.bytes_before(line) for line in range(len(index))] == starts[:-1]
     for byte in range(index.total_bytes):
-        assert starts[index.line_at(byte)] >= byte
-        assert index.line_at(byte) == 0 or starts[index.line_at(byte) - 1] < byte
+        assert starts[index.record_at(byte)] >= byte
+        assert index.record_at(byte) == 0 or starts[index.record_at(byte) - 1] < byte
 
 
 @pytest.mark.parametrize("ending", ["", "\n", "\n\n"])
@@ -167,6 +168,7 @@ def test_skipping_loses_nothing_else(write, size):
     expected, counted = Skipped(), []
     groups = in_memory(paths, expected)
     assert expected.count == 1 + 1 + 2 + 1
+    assert expected.kinds == {"unreadable": 1, "outside the vocabulary": 1, "too long": 2, "malformed": 1}
     assert [reason.partition(": ")[0] for reason in expected.first] == [
         f"{paths[0]}:{where}" for where in ("3", "4", "5 turn 2", "5 turn 3", "12")
     ]
@@ -189,13 +191,15 @@ def test_skipping_loses_nothing_else(write, size):
 
 def test_skipping_says_so(write):
     (path,) = write(["{", tokens(1), *["[]"] * 30])
-    with pytest.warns(UserWarning, match=r"skipped 31 bad samples: .*:1: not valid JSON.* \| and 21 more"):
+    with pytest.warns(
+        UserWarning, match=r"skipped 31 bad samples \(31 unreadable\): .*:1: not valid JSON.* \| and 21 more"
+    ):
         assert len(read_samples(path, on_error="skip")) == 1
     with pytest.raises(ValueError, match="on_error='ignore' must be one of 'raise', 'skip'"):
         read_samples(path, on_error="ignore")
     (path,) = write(["{", "[]"])
     for make in (lambda: read_samples(path, on_error="skip"), lambda: StreamedGroups(path, OPTIONS, on_error="skip")):
-        with pytest.raises(SampleError, match=r"no samples; all are bad: skipped 2 bad samples: "):
+        with pytest.raises(SampleError, match=r"no samples; all are bad: skipped 2 bad samples \(2 unreadable\): "):
             make()
 
 

@@ -184,11 +184,11 @@ def test_exact_padding_is_none():
 def test_dtypes_are_those_of_the_docstring():
     layout = fold([Sample(tokens=[1, 2]), Sample(tokens=[1, 3])], padded_size=4)
     kinds = {
-        np.int64: ("input_ids", "cu_sample_lens"),
+        np.int64: ("cu_sample_lens",),
         np.float32: ("loss_weight",),
         np.int32: (
-            "position_ids", "subtree_end", "predictor", "cu_node_lens", "node_parent", "node_depth", "sample_map",
-            "sample_node",
+            "input_ids", "position_ids", "subtree_end", "predictor", "cu_node_lens", "node_parent", "node_depth",
+            "sample_map", "sample_node",
         ),
     }  # fmt: skip
     for dtype, names in kinds.items():

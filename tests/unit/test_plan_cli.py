@@ -52,10 +52,11 @@ def test_a_recipe_gives_flops_and_padding(rows, tmp_path):
     result = plan(rows, "--max-tokens", "64", "--dp", "1", "--model", str(recipe), "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    model = CostModel.from_model(load_recipe(recipe).model)
+    model = CostModel.from_model(load_recipe(recipe).model, fused_head=True)
     (batch,) = report["ranks"][0]
     assert batch["padding"] == 4
-    assert batch["cost"] == model.of_micro_batch(batch["tokens"], batch["pairs"])
+    assert 0 < batch["scored"] < batch["tokens"]
+    assert batch["cost"] == model.of_micro_batch(batch["tokens"], batch["pairs"], batch["scored"])
     assert report["cost_unit"] == "FLOPs"
 
 
@@ -73,6 +74,21 @@ def test_too_small_a_budget_is_told_in_a_sentence(rows):
     result = plan(rows, "--max-tokens", "12", "--micro-batches", "1")
     assert result.exit_code == 2
     assert "1 micro-batches on each of 1 ranks cannot hold these samples" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("out.xyz", "give a file name that ends with .png or .svg"),
+        ("out", "give a file name that ends with .png or .svg"),
+        ("missing/out.png", "its folder does not exist; create it"),
+    ],
+)
+def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(tmp_path, name, says):
+    path = str(tmp_path / name)
+    result = plan(str(tmp_path / "not even looked for.jsonl"), "--max-tokens", "14", "--plot", path)
+    assert (result.exit_code, result.stderr) == (2, f"error: --plot {path}: {says}\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_plot_without_matplotlib_says_how_to_get_it(rows, monkeypatch):
@@ -149,6 +165,6 @@ def test_bad_samples_are_skipped_and_counted(rows):
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert (report["samples"], report["skipped"]) == (6, 2)
-    assert "skipped 2 bad samples: " in result.stderr
+    assert "skipped 2 bad samples (" in result.stderr
     assert "rows.jsonl:7: the sample has 12 tokens" in result.stderr
     assert "rows.jsonl:8: not valid JSON" in result.stderr

@@ -23,7 +23,9 @@ def test_flops_by_hand():
     assert model.token == 3 * 2 * weights
     # Scores and values: 2 FLOPs x 2 channels x 4 heads x 2 layers each; the backward 2.5 times the forward.
     assert model.pair == 3.5 * 2 * (2 * 2 * 4 * 2)
-    assert model.micro_batch == 0
+    assert model.micro_batch == model.scored == 0
+    fused = CostModel.from_dimensions(**SMALL, num_query_groups=2, ffn_hidden_size=16, fused_head=True)
+    assert (fused.token, fused.scored, fused.pair) == (model.token - 3 * 2 * 800, 3 * 2 * 800, model.pair)
 
 
 def test_a_recipe_s_model():
@@ -59,7 +61,7 @@ def test_impossible_costs_are_refused(costs, says):
 @given(sample_lists())
 def test_paths_add_up_to_the_layout(samples):
     """Cost of every node's token run by path lengths, against tokens and visible pairs of the layout."""
-    model = CostModel(token=3.0, pair=0.25, micro_batch=7.0)
+    model = CostModel(token=3.0, pair=0.25, scored=2.0, micro_batch=7.0)
     trie, layout = build_trie(samples), fold(samples)
     ends = trie.node_depth + np.diff(trie.cu_node_lens)
     total = float((model.of_path(ends) - model.of_path(trie.node_depth)).sum())
@@ -67,11 +69,13 @@ def test_paths_add_up_to_the_layout(samples):
     scaled = [round(cost * UNITS_PER_TOKEN / 3) for cost in model.of_path(ends).tolist()]
     assert np.abs(model.units_of_path(ends) - scaled).max(initial=0) <= 1
     assert model.units_of_micro_batch == round(7 * UNITS_PER_TOKEN / 3)
+    assert model.units_of_scored(np.array([0, 1, 6])).tolist() == [0, 683, 4096]
+    assert model.of_micro_batch(5, 8, 3) == 15 + 2 + 6 + 7
 
 
 def measured(model, shapes, noise=()):
     noise = noise or [1.0] * len(shapes)
-    return [Measured(t, p, model.of_micro_batch(t, p) * f) for (t, p), f in zip(shapes, noise, strict=True)]
+    return [Measured(t, p, model.of_micro_batch(t, p, *s) * f, *s) for (t, p, *s), f in zip(shapes, noise, strict=True)]
 
 
 SHAPES = [(1000, 50_000), (1000, 900_000), (8000, 900_000), (64_000, 90_000_000), (300, 4000)]
@@ -82,6 +86,17 @@ def test_calibration_finds_what_made_the_times():
     found = CostModel(token=5.0, pair=1.0).calibrated(measured(truth, SHAPES))
     for name in ("token", "pair", "micro_batch"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-6)
+
+
+def test_calibration_finds_what_scoring_costs():
+    truth = CostModel(token=2e-6, pair=3e-11, scored=7e-6, micro_batch=4e-3)
+    shapes = [(*shape, scored) for shape, scored in zip(SHAPES, (900, 10, 3000, 100, 299), strict=True)]
+    found = CostModel(token=5.0, pair=1.0).calibrated(measured(truth, shapes))
+    assert vars(found) == pytest.approx(vars(truth), rel=1e-6)
+    # From too few, the costs keep their proportions.
+    given = CostModel(token=2.0, pair=1e-3, scored=7.0)
+    found = given.calibrated(measured(CostModel(token=2e-6, pair=1e-9, scored=7e-6), shapes[:3]))
+    assert vars(found) == pytest.approx({"token": 2e-6, "pair": 1e-9, "scored": 7e-6, "micro_batch": 0})
 
 
 def test_calibration_never_goes_below_zero():

@@ -1,0 +1,126 @@
+"""The files that ``data.path`` names, and their records, one after another or by number."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from mcore_prefix_tree.data.jsonl import STDIN, LineIndex, read_lines
+from mcore_prefix_tree.data.records import Record
+from mcore_prefix_tree.data.skipped import Skipped
+from mcore_prefix_tree.sample import SampleError
+
+PathLike = str | os.PathLike[str]
+
+# Everything else is JSON Lines.
+TABLES = (".parquet", ".arrow", ".feather")
+
+
+class RecordIndex(Protocol):
+    """Random access to the records of a file: its lines or its rows. It can be pickled."""
+
+    def __len__(self) -> int:
+        """Records."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+
+    def offset(self, number: int) -> int:
+        """Bytes before a record, of a table about."""
+
+    def first_at(self, byte: int) -> int:
+        """The first record with an :meth:`offset` of at least so many bytes; the number of records if there is none."""
+
+    def read(self, number: int) -> Record:
+        """A record, from 0.
+
+        Raises:
+            SampleError: the file cannot be read any more.
+        """
+
+
+def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
+    """Files in the order given, globs expanded and sorted.
+
+    Raises:
+        SampleError: for a path or glob without a file.
+    """
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not given:
+        raise SampleError("no data paths; give data.path at least one file, glob or '-' for standard input")
+    resolved: list[str] = []
+    for path in [os.fspath(path) for path in given]:
+        if os.path.isdir(path):
+            raise SampleError(f"{path}: is a folder; name its files, for example '{os.path.join(path, '*.jsonl')}'")
+        if path == STDIN or os.path.exists(path):
+            resolved.append(path)
+        elif glob.has_magic(path):
+            matches = sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match))
+            if not matches:
+                raise SampleError(f"{path}: this glob matches no file in {os.getcwd()}; check the pattern")
+            resolved += matches
+        else:
+            raise SampleError(f"{path}: no such file in {os.getcwd()}; check the path")
+    return resolved
+
+
+def read_records(path: str) -> Iterator[Record]:
+    """The records of a file, in bounded memory.
+
+    Raises:
+        SampleError: it cannot be read.
+        ImportError: it is a table and there is no pyarrow.
+    """
+    if not is_table(path):
+        return read_lines(path)
+    require_pyarrow(path)
+    from mcore_prefix_tree.data.tables import read_rows
+
+    return read_rows(path)
+
+
+def index_files(paths: Sequence[str]) -> list[RecordIndex]:
+    """Random access to the records of files; tables share one cache.
+
+    Raises:
+        SampleError: one cannot be read, or not from the middle.
+        ImportError: as :func:`read_records`.
+    """
+    tables = [path for path in paths if is_table(path)]
+    if not tables:
+        return [LineIndex(path) for path in paths]
+    require_pyarrow(tables[0])
+    from mcore_prefix_tree.data.tables import RecentChunks, RowIndex
+
+    recent = RecentChunks()
+    return [RowIndex(path, recent) if is_table(path) else LineIndex(path) for path in paths]
+
+
+def is_table(path: str) -> bool:
+    """Whether a file holds rows and columns, by its name."""
+    return path.lower().endswith(TABLES)
+
+
+def no_samples(paths: Sequence[str], skipped: Skipped) -> SampleError:
+    """The error of files that hold nothing to train on."""
+    why = "there are no rows" if all(map(is_table, paths)) else "every line is blank"
+    if skipped.count:
+        why = f"all are bad: {skipped}"
+    return SampleError(f"{', '.join(paths)}: no samples; {why}")
+
+
+def require_pyarrow(path: str) -> None:
+    """See that a table can be read or written.
+
+    Raises:
+        ImportError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow  # noqa: F401  # takes its time, and JSON Lines need none
+    except ImportError:
+        raise ImportError(
+            f"{path}: Parquet and Arrow files need pyarrow: pip install 'mcore-prefix-tree[arrow]'"
+        ) from None

@@ -1,0 +1,98 @@
+"""Samples from files, all of them or a record at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+
+from mcore_prefix_tree.data.chat import ChatTokenizer
+from mcore_prefix_tree.data.files import PathLike, no_samples, read_records, resolve_paths
+from mcore_prefix_tree.data.records import LineOptions, samples_of_record
+from mcore_prefix_tree.data.skipped import OnError, Skipped, check_on_error
+from mcore_prefix_tree.sample import Sample
+
+
+def read_samples(
+    paths: PathLike | Iterable[PathLike],
+    *,
+    tokenizer: ChatTokenizer | None = None,
+    expand_turns: bool = False,
+    vocab_size: int | None = None,
+    limits: Mapping[str, int] | None = None,
+    on_error: OnError = "raise",
+    skipped: Skipped | None = None,
+) -> list[Sample]:
+    """All samples of all files, in order. See ``iter_sample_groups``."""
+    groups = iter_sample_groups(
+        paths,
+        tokenizer=tokenizer,
+        expand_turns=expand_turns,
+        vocab_size=vocab_size,
+        limits=limits,
+        on_error=on_error,
+        skipped=skipped,
+    )
+    return list(chain.from_iterable(groups))
+
+
+def iter_sample_groups(
+    paths: PathLike | Iterable[PathLike],
+    *,
+    tokenizer: ChatTokenizer | None = None,
+    expand_turns: bool = False,
+    vocab_size: int | None = None,
+    limits: Mapping[str, int] | None = None,
+    on_error: OnError = "raise",
+    skipped: Skipped | None = None,
+) -> Iterator[list[Sample]]:
+    """The samples of one record after another. Whoever shuffles, shuffles these lists: a line's turns share its prefix.
+
+    A record is a line of JSON Lines, or a row of a ``.parquet``, ``.arrow`` or ``.feather`` file (Arrow IPC), whose
+    columns are the fields. It is ``{"tokens": [...]}`` with an optional ``loss_mask``, or ``{"messages": [...]}`` in
+    the shape that ``parse_messages`` describes; either with an optional ``merge_key`` (string, number, boolean or null)
+    and the fields of :class:`~mcore_prefix_tree.signals.Signals` under their own names (``reward``, ``group``,
+    ``old_logprobs``, ...; those with an entry for each token go with ``tokens``). Other keys and columns are ignored,
+    blank lines are skipped, and a null in a row is a field that it does not have.
+
+    Of a conversation, the tokens that the assistant generated have mask 1 (text, tool calls, end of turn), all others
+    0. What follows the last assistant turn is left out: nothing scored depends on it. Records with ``tokens`` always
+    are one sample.
+
+    Args:
+        paths: one or several of: a file (``.gz`` is unpacked), a glob (sorted), ``-`` for JSON Lines on standard input.
+        tokenizer: as in :class:`LineOptions`, like the next three.
+        expand_turns: the same.
+        vocab_size: the same.
+        limits: the same.
+        on_error: ``"raise"`` ends at the first bad record. ``"skip"`` leaves out what cannot be used and nothing else:
+            a record that cannot be read or encoded, or a single turn of one that is too long.
+        skipped: counts what was left out; without it, a warning at the end says so.
+
+    Yields:
+        lists of at least one sample; ``source`` is ``path:line`` (from 1) or ``path row number`` (from 0), and
+        ``... turn k`` (from 0) if expanded.
+
+    Raises:
+        SampleError: for bad data; one sentence with file, line or row, field and the way out. Also under ``"skip"``, if
+            a file cannot be read or nothing is left.
+        ImportError: a table needs pyarrow.
+        ValueError: for another ``on_error``.
+    """
+    check_on_error(on_error)
+    options = LineOptions(tokenizer=tokenizer, expand_turns=expand_turns, vocab_size=vocab_size, limits=limits or {})
+    left_out = Skipped()
+    resolved = resolve_paths(paths)
+    empty = True
+    for path in resolved:
+        for record in read_records(path):
+            samples = samples_of_record(record, options, left_out if on_error == "skip" else None)
+            if samples:
+                yield samples
+                empty = False
+    if empty:
+        raise no_samples(resolved, left_out)
+    if skipped is not None:
+        skipped.merge(left_out)
+    elif left_out.count:
+        warnings.warn(str(left_out), stacklevel=2)

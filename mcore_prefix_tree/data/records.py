@@ -1,0 +1,226 @@
+"""One record of a data file to samples: a JSON line or a row of a table, holding tokens or chat messages."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.data.chat import ChatError, ChatTokenizer, parse_messages
+from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
+from mcore_prefix_tree.data.skipped import Kind, Skipped
+from mcore_prefix_tree.sample import INT32_MAX, Sample, SampleError, Tempered
+from mcore_prefix_tree.signals import Signals
+
+# All that is read of a record.
+FIELDS = ("tokens", "loss_mask", "messages", "merge_key", "temperature", *(one.name for one in fields(Signals)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineOptions:
+    """What a record's samples depend on beside the record.
+
+    Attributes:
+        tokenizer: encodes ``messages``; data that is all ``tokens`` needs none.
+        expand_turns: a sample for every assistant turn, with its whole history as prefix and only that turn scored,
+            instead of one sample a conversation with every turn scored. They are the turns of one rollout: its reward
+            counts once.
+        vocab_size: token ids have to be below; that of the model.
+        limits: most tokens that a sample may have, by the name of the setting that says so (``batch.max_tokens``).
+    """
+
+    tokenizer: ChatTokenizer | None = None
+    expand_turns: bool = False
+    vocab_size: int | None = None
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+
+class Record(Protocol):
+    """A line or a row, not looked into yet."""
+
+    @property
+    def source(self) -> str:
+        """Its file and place in it, for messages."""
+
+    def fields(self) -> Mapping[str, Any] | None:
+        """Its content by :data:`FIELDS`, others aside; None for a blank line.
+
+        A list of numbers is a Python list or an array.
+
+        Raises:
+            SampleError: it cannot be read.
+        """
+
+
+def samples_of_record(record: Record, options: LineOptions, skipped: Skipped | None) -> list[Sample]:
+    """The samples of one record; none of a blank line.
+
+    Args:
+        record: a line or a row.
+        options: of the reader.
+        skipped: takes note of what is bad and left out; None makes it an error.
+
+    Raises:
+        SampleError: for bad data, without ``skipped``.
+    """
+    kind: Kind = "unreadable"
+    try:
+        row = record.fields()
+        kind = "malformed"
+        samples = [] if row is None else _parse(row, record.source, options)
+    except SampleError as error:
+        if skipped is None:
+            raise
+        skipped.add(error, kind)
+        return []
+    kept = []
+    for sample in samples:
+        beyond = _beyond_limits(sample, options)
+        if beyond is None:
+            kept.append(sample)
+        elif skipped is None:
+            raise beyond[0]
+        else:
+            skipped.add(*beyond)
+    return kept
+
+
+def _parse(row: Mapping[str, Any], source: str, options: LineOptions) -> list[Sample]:
+    if ("tokens" in row) == ("messages" in row):
+        found = "both" if "tokens" in row else "neither"
+        raise SampleError(f"{source}: has {found} of the fields 'tokens' and 'messages'; give exactly one")
+    merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
+    if "tokens" in row:
+        return [_token_sample(row, merge_key, source)]
+    return _chat_samples(row, merge_key, source, options)
+
+
+def _merge_key(value: object, source: str) -> Hashable:
+    if not isinstance(value, (str, int, float, type(None))) or value != value:
+        raise SampleError(f"{source}: field 'merge_key' must be a string, a number, a boolean or null")
+    return value
+
+
+def _tempered(value: object, key: Hashable, source: str) -> Hashable:
+    """The merge key of a record that says its temperature."""
+    if value is None:
+        return key
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise SampleError(f"{source}: field 'temperature' is {_short(value)}; it must be a number above 0")
+    return Tempered(temperature=float(value), key=key)
+
+
+def _token_sample(row: Mapping[str, Any], merge_key: Hashable, source: str) -> Sample:
+    tokens, mask = row["tokens"], row.get("loss_mask")
+    # Sample checks the arrays; booleans, floats and huge integers have to be caught before NumPy converts them.
+    if not isinstance(tokens, np.ndarray):
+        _check_integers(tokens, source)
+    if not isinstance(mask, (list, np.ndarray, type(None))):
+        raise SampleError(f"{source}: field 'loss_mask' must be a flat list of numbers")
+    return Sample(
+        tokens=tokens, loss_mask=mask, merge_key=merge_key, source=source, signals=signals_of_tokens(row, source)
+    )
+
+
+def _check_integers(tokens: object, source: str) -> None:
+    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
+        raise SampleError(f"{source}: field 'tokens' must be a flat list of integers{_first_bad(tokens)}")
+    if tokens and not (min(tokens) >= 0 and max(tokens) <= INT32_MAX):
+        at = next(i for i, token in enumerate(tokens) if not 0 <= token <= INT32_MAX)
+        raise SampleError(
+            f"{source}: field 'tokens' has {_short(tokens[at])} at index {at}; token ids are 0 to {INT32_MAX}"
+        )
+
+
+def _first_bad(tokens: object) -> str:
+    if not isinstance(tokens, list):
+        return ""
+    at = next(i for i, token in enumerate(tokens) if type(token) is not int)
+    return f", but index {at} is {_short(tokens[at])}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _chat_samples(row: Mapping[str, Any], merge_key: Hashable, source: str, options: LineOptions) -> list[Sample]:
+    if "loss_mask" in row:
+        raise SampleError(
+            f"{source}: field 'loss_mask' goes with 'tokens'; with 'messages' it follows from the assistant turns"
+        )
+    if options.tokenizer is None:
+        raise SampleError(f"{source}: field 'messages' needs a tokenizer; set data.tokenizer, or give 'tokens'")
+    try:
+        turns = options.tokenizer.encode_turns(parse_messages(row["messages"]))
+    except ChatError as error:
+        raise SampleError(f"{source}: {error}") from error
+    if options.expand_turns:
+        signals = signals_of_turns(row, source, len(turns))
+        return [
+            Sample(
+                tokens=turn.tokens,
+                loss_mask=_mask(len(turn.tokens), [(turn.start, len(turn.tokens))]),
+                merge_key=merge_key,
+                source=f"{source} turn {number}",
+                signals=signals[number],
+            )
+            for number, turn in enumerate(turns)
+        ]
+    whole = turns[-1].tokens
+    for number, turn in enumerate(turns):
+        if not np.array_equal(whole[: len(turn.tokens)], turn.tokens):
+            raise SampleError(
+                f"{source}: field 'messages' is no single sample, because the chat format of tokenizer "
+                f"'{options.tokenizer.name}' rewrites the history after turn {number}; set data.expand_turns, or use a "
+                "tokenizer that keeps it, such as mistral-v7"
+            )
+    spans = [(turn.start, len(turn.tokens)) for turn in turns]
+    return [
+        Sample(
+            tokens=whole,
+            loss_mask=_mask(len(whole), spans),
+            merge_key=merge_key,
+            source=source,
+            signals=signals_of_conversation(row, source),
+        )
+    ]
+
+
+def _mask(length: int, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
+    mask = np.zeros(length, dtype=np.float32)
+    for start, end in spans:
+        mask[start:end] = 1.0
+    return mask
+
+
+def _beyond_limits(sample: Sample, options: LineOptions) -> tuple[SampleError, Kind] | None:
+    for name, limit in options.limits.items():
+        if len(sample) > limit:
+            error = SampleError(
+                f"{sample.source}: the sample has {len(sample)} tokens, but {name} is {limit}; raise {name} or shorten "
+                "the sample"
+            )
+            return error, "too long"
+    if options.vocab_size is not None and int(sample.tokens.max()) >= options.vocab_size:
+        at = int(np.argmax(sample.tokens >= options.vocab_size))
+        error = SampleError(
+            f"{sample.source}: field 'tokens' has {sample.tokens[at]} at index {at}, outside the model's vocabulary of "
+            f"{options.vocab_size}; use the model's tokenizer or a larger vocabulary"
+        )
+        return error, "outside the vocabulary"
+    teacher = sample.signals.teacher
+    if options.vocab_size is not None and teacher is not None:
+        beyond = (teacher.token_ids >= options.vocab_size).any(axis=1) & (sample.loss_mask != 0)
+        if beyond.any():
+            error = SampleError(
+                f"{sample.source}: field 'teacher' has a token at index {int(np.argmax(beyond))} outside the model's "
+                f"vocabulary of {options.vocab_size}; distil from a teacher of the same vocabulary"
+            )
+            return error, "outside the vocabulary"
+    return None

@@ -1,0 +1,350 @@
+"""Tables: Parquet files, Arrow IPC files and streams. A record is a row; a chunk is what is decoded at once.
+
+A chunk is a row group of a Parquet file, a record batch of an Arrow file, and all of an Arrow stream, which has no
+index. Arrow's buffers become NumPy arrays as they are; nothing here walks tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import types
+
+from mcore_prefix_tree.data.records import FIELDS
+from mcore_prefix_tree.sample import SampleError
+
+# Rows that are decoded together where rows are read in order.
+_BATCH_ROWS = 256
+# What a process holds of decoded chunks, and so the most that one may be.
+_CACHE_BYTES = 1 << 29
+# Of a chunk whose data is mapped: its arrays as Python and Arrow keep them.
+_CHUNK_OVERHEAD = 1 << 16
+_FILE_MAGIC = b"ARROW1"
+_FAULTS = (OSError, pa.ArrowException)
+
+Columns = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row; see :class:`mcore_prefix_tree.data.records.Record`.
+
+    Attributes:
+        source: ``file row number``, from 0.
+        columns: of some rows, by name.
+        at: which of them.
+    """
+
+    source: str
+    columns: Columns
+    at: int
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that are not null. Lists of numbers are arrays, with NaN where a floating one has a null."""
+        row = {}
+        for name, column in self.columns.items():
+            try:
+                scalar = column[self.at]
+                value = _without_nulls(scalar.as_py()) if name == "messages" else _value_of(scalar)
+            except (ValueError, OverflowError, *_FAULTS) as error:
+                raise SampleError(f"{self.source}: field '{name}' cannot be read: {error}") from error
+            if value is not None:
+                row[name] = value
+        return row
+
+
+def _value_of(scalar: Any) -> Any:
+    if not scalar.is_valid:
+        return None
+    kind = scalar.type
+    if types.is_struct(kind):
+        return {name: value for name, inner in scalar.items() if (value := _value_of(inner)) is not None}
+    if _is_list(kind):
+        return _list_of(scalar.values)
+    return scalar.as_py()
+
+
+def _list_of(values: Any) -> Any:
+    """An array where it can be one without loss: numbers, or as many numbers in each entry."""
+    kind = values.type
+    if types.is_floating(kind) or (_is_plain(kind) and not values.null_count):
+        return values.to_numpy(zero_copy_only=False)
+    if _is_list(kind) and len(values) and not values.null_count:
+        lengths = pc.list_value_length(values).to_numpy(zero_copy_only=False)
+        inner = _list_of(values.flatten())
+        if isinstance(inner, np.ndarray) and (lengths == lengths[0]).all():
+            return inner.reshape(len(lengths), int(lengths[0]), *inner.shape[1:])
+    return [_value_of(scalar) for scalar in values]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys that some message of the file has and this one has not: the entries of a column are alike."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(
+        types.is_list(kind)
+        or types.is_large_list(kind)
+        or types.is_fixed_size_list(kind)
+        or types.is_list_view(kind)
+        or types.is_large_list_view(kind)
+    )
+
+
+def _is_plain(kind: Any) -> bool:
+    return bool(types.is_integer(kind) or types.is_boolean(kind))
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """All rows of a table, decoded a few at a time.
+
+    Raises:
+        SampleError: it cannot be read, or has neither tokens nor messages.
+    """
+    number = 0
+    try:
+        with closing(_open(path)) as table:
+            for batch in table.batches():
+                columns = _columns_of(batch)
+                for at in range(batch.num_rows):
+                    yield Row(f"{path} row {number}", columns, at)
+                    number += 1
+    except _FAULTS as error:
+        raise SampleError(f"{path}: cannot be read from row {number} on: {error}") from error
+
+
+class RecentChunks:
+    """The chunks that were used last, up to so many bytes; of one process, and empty in another."""
+
+    def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._chunks: dict[tuple[str, int], tuple[Columns, int]] = {}
+        self._bytes = 0
+
+    def __reduce__(self) -> tuple[type[RecentChunks], tuple[int]]:
+        return RecentChunks, (self.max_bytes,)
+
+    def get(self, path: str, chunk: int, load: Callable[[], tuple[Columns, int]]) -> Columns:
+        """The columns of a chunk, from ``load``, which also says their bytes, where they are not here."""
+        key = path, chunk
+        if key in self._chunks:
+            self._chunks[key] = self._chunks.pop(key)  # now the last to go
+        else:
+            columns, size = load()
+            self._chunks[key] = columns, size + _CHUNK_OVERHEAD
+            self._bytes += size + _CHUNK_OVERHEAD
+            while self._bytes > self.max_bytes and len(self._chunks) > 1:
+                oldest = next(iter(self._chunks))
+                self._bytes -= self._chunks.pop(oldest)[1]
+        return self._chunks[key][0]
+
+
+class RowIndex:
+    """Random access to the rows of a table; the chunks that hold them are kept for a while.
+
+    Args:
+        path: of the file.
+        recent: chunks of all tables of the process.
+
+    Raises:
+        SampleError: it cannot be read, or has neither tokens nor messages.
+    """
+
+    def __init__(self, path: str, recent: RecentChunks) -> None:
+        self._path, self._recent = path, recent
+        try:
+            self.size = Path(path).stat().st_size
+            with closing(_open(path)) as table:
+                self._first_row = np.cumsum([0, *table.rows_of_chunks()])
+        except _FAULTS as error:
+            raise SampleError(f"{path}: cannot be read: {error}") from error
+
+    def __len__(self) -> int:
+        """Rows."""
+        return int(self._first_row[-1])
+
+    def offset(self, number: int) -> int:
+        """Bytes before a row, if all had as many."""
+        return self.size * number // len(self)
+
+    def first_at(self, byte: int) -> int:
+        """The first row with an :meth:`offset` of at least so many bytes."""
+        return min(-(-byte * len(self) // self.size), len(self))
+
+    def read(self, number: int) -> Row:
+        """A row, from 0.
+
+        Raises:
+            SampleError: the file cannot be read any more, or is another one; a chunk of it is too large.
+        """
+        chunk = int(np.searchsorted(self._first_row, number, side="right")) - 1
+        columns = self._recent.get(self._path, chunk, lambda: self._load(chunk))
+        return Row(f"{self._path} row {number}", columns, number - int(self._first_row[chunk]))
+
+    def _load(self, chunk: int) -> tuple[Columns, int]:
+        first, last = self._first_row[chunk : chunk + 2].tolist()
+        try:
+            with closing(_open(self._path)) as table:
+                same = table.num_chunks == len(self._first_row) - 1
+                batch, size = table.chunk(chunk) if same else (None, 0)
+        except _FAULTS as error:
+            raise SampleError(f"{self._path}: cannot be read from row {first} on: {error}") from error
+        if batch is None or batch.num_rows != last - first:
+            raise SampleError(f"{self._path}: has changed since the run began; leave the files alone while it runs")
+        if size > self._recent.max_bytes:
+            raise SampleError(
+                f"{self._path}: rows {first} to {last - 1} are {table.name} of {size >> 20:,} MiB unpacked, and "
+                f"streaming unpacks all of it for a single row; write at most {self._recent.max_bytes >> 20:,} MiB "
+                f"together{table.way_out}, or hold all samples in memory (data.streaming=false)"
+            )
+        return _columns_of(batch), size
+
+
+def _columns_of(batch: Any) -> Columns:
+    return dict(zip(batch.schema.names, batch.columns, strict=True))
+
+
+class _Table(Protocol):
+    """An open table, without the columns that are not read."""
+
+    name: str  # of a chunk
+    way_out: str  # of chunks that are too large, beside smaller ones
+
+    @property
+    def num_chunks(self) -> int: ...
+    def rows_of_chunks(self) -> list[int]: ...
+    def batches(self) -> Iterator[Any]: ...  # record batches, in order
+    def chunk(self, number: int) -> tuple[Any, int]: ...  # and the bytes that were unpacked for it
+    def close(self) -> None: ...
+
+
+def _open(path: str) -> _Table:
+    if path.lower().endswith(".parquet"):
+        return _Parquet(path)
+    mapped = pa.memory_map(path).read_buffer()
+    return (_ArrowFile if mapped[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC else _ArrowStream)(path, mapped)
+
+
+def _known(path: str, schema: Any) -> list[str]:
+    """The columns that are read.
+
+    Raises:
+        SampleError: there is nothing to make samples of.
+    """
+    names = [name for name in schema.names if name in FIELDS]
+    if not {"tokens", "messages"} & set(names):
+        raise SampleError(
+            f"{path}: has neither of the columns 'tokens' and 'messages', only {', '.join(schema.names) or 'none'}; "
+            "rename the one that holds them"
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise SampleError(f"{path}: has the column '{name}' twice; drop one of them")
+    return names
+
+
+class _Parquet:
+    name, way_out = "a row group", " (row_group_size of the writer)"
+
+    def __init__(self, path: str) -> None:
+        # A buffered stream decodes a column as it goes, rather than from all of its bytes.
+        self._file = pq.ParquetFile(path, buffer_size=1 << 20)
+        self._names = _known(path, self._file.schema_arrow)
+
+    @property
+    def num_chunks(self) -> int:
+        return int(self._file.metadata.num_row_groups)
+
+    def rows_of_chunks(self) -> list[int]:
+        return [self._file.metadata.row_group(group).num_rows for group in range(self.num_chunks)]
+
+    def batches(self) -> Iterator[Any]:
+        # Threads of Arrow's, here and below, would be lost in the worker processes that torch forks.
+        yield from self._file.iter_batches(_BATCH_ROWS, columns=self._names, use_threads=False)
+
+    def chunk(self, number: int) -> tuple[Any, int]:
+        table = self._file.read_row_group(number, columns=self._names, use_threads=False)
+        return table, table.nbytes
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _ArrowFile:
+    name, way_out = "a record batch", ", or uncompressed, which is mapped"
+
+    def __init__(self, path: str, mapped: Any) -> None:
+        self._mapped = mapped
+        # All columns: with only some of them asked for, Arrow copies.
+        self._reader = pa.ipc.open_file(mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
+        self._names = _known(path, self._reader.schema)
+
+    @property
+    def num_chunks(self) -> int:
+        return int(self._reader.num_record_batches)
+
+    def rows_of_chunks(self) -> list[int]:
+        return [batch.num_rows for batch in self.batches()]
+
+    def batches(self) -> Iterator[Any]:
+        for number in range(self.num_chunks):
+            yield _checked(self._reader.get_batch(number), self._names)
+
+    def chunk(self, number: int) -> tuple[Any, int]:
+        batch = _checked(self._reader.get_batch(number), self._names)
+        return batch, _unpacked(batch, self._mapped)
+
+    def close(self) -> None:
+        """Nothing: the last array that looks into the file unmaps it."""
+
+
+class _ArrowStream:
+    name, way_out = "a stream", ", uncompressed, or as an Arrow file"
+    num_chunks = 1
+
+    def __init__(self, path: str, mapped: Any) -> None:
+        self._mapped = mapped
+        self._names = _known(path, self._reader().schema)
+
+    def _reader(self) -> Any:
+        return pa.ipc.open_stream(self._mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
+
+    def rows_of_chunks(self) -> list[int]:
+        return [sum(batch.num_rows for batch in self.batches())]
+
+    def batches(self) -> Iterator[Any]:
+        for batch in self._reader():
+            yield _checked(batch, self._names)
+
+    def chunk(self, number: int) -> tuple[Any, int]:
+        assert number == 0, "a stream is one chunk"
+        batches = list(self.batches())
+        return pa.Table.from_batches(batches), sum(_unpacked(batch, self._mapped) for batch in batches)
+
+    def close(self) -> None:
+        """Nothing, as of a file."""
+
+
+def _checked(batch: Any, names: list[str]) -> Any:
+    """These columns of a batch, whose buffers hold what it says: they are read where they lie in the file."""
+    chosen = batch.select(names)
+    chosen.validate()
+    return chosen
+
+
+def _unpacked(batch: Any, mapped: Any) -> int:
+    """Bytes of a batch that are not in the file's mapping."""
+    first, end = mapped.address, mapped.address + mapped.size
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None]
+    return sum(buffer.size for buffer in buffers if not first <= buffer.address < end)

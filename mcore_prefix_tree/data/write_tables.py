@@ -1,0 +1,134 @@
+"""Rows to Parquet and Arrow files that :mod:`mcore_prefix_tree.data.tables` reads back.
+
+A table says the types of its columns before its first row, and which fields samples have is known after the last. So
+rows are put into a nameless file beside the table's, in parts that say their own types, and copied from there.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mcore_prefix_tree.signals import SampleError, Teacher
+
+# Of a row group or record batch: what a reader unpacks for a single row.
+_PART_BYTES = 1 << 24
+
+
+class TableSpool:
+    """A table that is being written; see :class:`mcore_prefix_tree.data.write.RowWriter`.
+
+    Args:
+        path: of the table.
+        is_parquet: rather than an Arrow file.
+    """
+
+    def __init__(self, path: Path, *, is_parquet: bool) -> None:
+        self._path, self._is_parquet = path, is_parquet
+        self._spool = tempfile.TemporaryFile(dir=path.absolute().parent)  # noqa: SIM115  # closed on exit
+        self._schemas: list[Any] = []
+        # Of each column, the kind of its values, and the row that was the first to say it.
+        self._kinds: dict[str, tuple[str, str]] = {}
+
+    def __enter__(self) -> TableSpool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._spool.close()
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write some more; each names its ``source``."""
+        names = dict.fromkeys(name for row in rows for name in row)
+        part = pa.table({name: self._column(name, rows) for name in names})
+        self._schemas.append(part.schema)
+        with pa.ipc.new_stream(self._spool, part.schema) as stream:
+            stream.write_table(part)
+
+    def _column(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+        values = [row.get(name) for row in rows]
+        for value, row in zip(values, rows, strict=True):
+            if value is not None:
+                kind, first = self._kinds.setdefault(name, (_kind_of(value), row["source"]))
+                if kind != _kind_of(value):
+                    raise SampleError(
+                        f"{row['source']}: field '{name}' is {_kind_of(value)} and that of {first} is {kind}, but a "
+                        "column of a table is of one kind; write JSON Lines (a name that ends in .jsonl)"
+                    )
+        try:
+            return _array(values)
+        except (OverflowError, pa.ArrowException) as error:
+            raise _no_column(f"field '{name}'", error) from error
+
+    def finish(self) -> None:
+        """Write the table."""
+        try:
+            schema = pa.unify_schemas(self._schemas, promote_options="permissive")
+            with self._writer(schema) as writer:
+                pending: list[Any] = []
+                for part in self._parts(schema):
+                    pending.append(part)
+                    if sum(table.nbytes for table in pending) >= _PART_BYTES:
+                        _flush(writer, pending)
+                _flush(writer, pending)
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise _no_column("a field", error) from error
+
+    def _writer(self, schema: Any) -> Any:
+        if self._is_parquet:
+            return pq.ParquetWriter(self._path, schema, compression="zstd")
+        return pa.ipc.new_file(self._path, schema)  # uncompressed: readers map it
+
+    def _parts(self, schema: Any) -> Iterator[Any]:
+        self._spool.seek(0)
+        for _ in self._schemas:
+            with pa.ipc.open_stream(self._spool) as stream:
+                part = stream.read_all()
+            yield pa.concat_tables([schema.empty_table(), part], promote_options="permissive")
+
+
+def _flush(writer: Any, pending: list[Any]) -> None:
+    if pending:
+        writer.write_table(pa.concat_tables(pending).combine_chunks())
+        pending.clear()
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return "a list"
+    if isinstance(value, Teacher):
+        return "an object"
+    if isinstance(value, (bool, np.bool_)):
+        return "true or false"
+    return "a string" if isinstance(value, str) else "a number"
+
+
+def _array(values: Sequence[Any]) -> Any:
+    """An Arrow array of one kind of values. In a list of numbers, NaN becomes null."""
+    example = next(value for value in values if value is not None)
+    if isinstance(example, Teacher):
+        both = [
+            None if value is None else {"token_ids": value.token_ids.tolist(), "logprobs": value.logprobs.tolist()}
+            for value in values
+        ]
+        rows = pa.struct(
+            [("token_ids", pa.list_(pa.list_(pa.int32()))), ("logprobs", pa.list_(pa.list_(pa.float32())))]
+        )
+        return pa.array(both, type=rows)
+    if isinstance(example, np.ndarray):
+        dtype = np.result_type(*(value.dtype for value in values if value is not None))
+        lists = [None if value is None else value.astype(dtype, copy=False) for value in values]
+        return pa.array(lists, type=pa.list_(pa.from_numpy_dtype(dtype)), from_pandas=True)
+    return pa.array(values)
+
+
+def _no_column(what: str, error: Exception) -> SampleError:
+    return SampleError(f"{what} cannot be a column of a table ({error}); write JSON Lines (a name that ends in .jsonl)")

@@ -1,0 +1,184 @@
+"""Groups of files that memory does not hold: those that the same lines make in memory, whoever counts them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from functools import partial
+from itertools import pairwise
+from threading import Barrier, Thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_prefix_tree.data import LineOptions, Ranks, Skipped, StreamedGroups, iter_sample_groups
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
+from mcore_prefix_tree.sample import SampleError
+
+IDS = [0, 7, True, 2.0, 2.5, "7", "é", 2**70, float("inf")]
+
+
+def line(group: object, number: int, **more: object) -> str:
+    return json.dumps({"tokens": [number, number + 1, 1], "group": group} | more)
+
+
+def write(folder, *files):
+    paths = []
+    for number, lines in enumerate(files):
+        paths.append(str(folder / f"{number}.jsonl"))
+        (folder / f"{number}.jsonl").write_text("".join(f"{text}\n" for text in lines))
+    return paths
+
+
+def told(groups):
+    return [[(sample.source, sample.tokens.tolist(), sample.signals.group) for sample in group] for group in groups]
+
+
+def by_ranks(size, make):
+    """``make`` on as many ranks, each a thread; what each returned or raised."""
+    values, outcomes, barrier = [None] * size, [None] * size, Barrier(size)
+
+    def run(rank):
+        def gather(value):
+            values[rank] = pickle.loads(pickle.dumps(value))
+            barrier.wait()
+            return list(values)
+
+        try:
+            outcomes[rank] = make(Ranks(rank=rank, size=size, gather=gather))
+        except SampleError as error:
+            outcomes[rank] = str(error)
+
+    threads = [Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def streamed(paths, by="group", *, step=None, size=1, on_error="raise", check=None):
+    """The groups, and what is wrong with them; every rank finds the same."""
+
+    def make(ranks):
+        skipped = Skipped()
+        stream = partial(
+            StreamedGroups, paths, LineOptions(), on_error=on_error, skipped=skipped, ranks=ranks, check=check
+        )
+        return streamed_whole_groups(stream, by, step=step, setting="the test"), skipped
+
+    outcomes = by_ranks(size, make)
+    if isinstance(outcomes[0], str):
+        assert outcomes == outcomes[:1] * size
+        raise SampleError(outcomes[0])
+    groups, skipped = outcomes[0]
+    assert all(told(other) == told(groups) and other.fault == groups.fault for other, _ in outcomes[1:])
+    assert all(left_out == skipped for _, left_out in outcomes)
+    return groups
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(range(len(IDS))), st.integers(0, 3)), min_size=1, max_size=8, unique_by=lambda t: t[0]
+    ),
+    st.lists(st.integers(0, 40), max_size=2),
+)
+def test_groups_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape, cuts):
+    """Of any sizes, with blank lines, over the borders of files and of ranks."""
+    lines = [line(IDS[key], number) for key, count in shape for number in range(count + 1)]
+    lines = [text for number, line in enumerate(lines) for text in ([line, " "] if number % 3 == 0 else [line])]
+    places = sorted({0, len(lines), *(cut for cut in cuts if cut < len(lines))})
+    parts = [lines[start:end] for start, end in pairwise(places)]
+    paths = write(tmp_path_factory.mktemp("files"), *parts)
+    expected = whole_groups(list(iter_sample_groups(paths)), "group", step=None, setting="the test")
+    groups = streamed(paths, size=size)
+    assert told(groups) == told(expected)
+    assert groups.sizes.tolist() == [len(group) for group in expected]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_whole_groups_in_the_order_of_memory_from_any_step_on(tmp_path, shuffle, num_workers):
+    lines = [line(group, number) for group in range(7) for number in range(group % 4 + 1)]
+    paths = write(tmp_path, lines[:9], lines[9:])
+    held = whole_groups(list(iter_sample_groups(paths)), "group", step=None, setting="the test")
+    order, other = (
+        SampleOrder(groups, seed=3, shuffle=shuffle, by_line=True, whole_steps=2)
+        for groups in (held, streamed(paths, size=2))
+    )
+    assert (other.per_epoch, other.left_out, other.is_streamed) == (6, 1, True)
+    steps = [told([order.take(2 * step, 2)]) for step in range(8)]
+    for first in (0, 1, 4):  # within an epoch, and in the next one
+        assert other.samples_before(2 * first) == order.samples_before(2 * first)
+        with other.stream(2 * first, num_workers=num_workers) as stream:
+            assert [told([stream.take(2)]) for _ in steps[first:]] == steps[first:]
+
+
+GOES_ON = [line("a", 1), line("b", 2), line("b", 3), line("c", 4), line("b", 5), line("a", 6)]
+UNEQUAL = [line("a", 1), line("a", 2), line("b", 3)]
+PAIRS = [line(0, n, pair=pair, chosen=n % 2 == 0) for n, pair in enumerate(["p", "p", "q"])]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("lines", "by", "step"),
+    [
+        (GOES_ON, "group", None),
+        ([line(1, 1), line(2, 2), line(True, 3), line(2.0, 4)], "group", None),
+        ([line("a", 1), '{"tokens": [1]}', "[]"], "group", None),
+        (UNEQUAL, "group", 2),
+        (UNEQUAL[:2], "group", 3),
+        (PAIRS, "pair", None),
+        (PAIRS[:2], "pair", 3),
+        (UNEQUAL, "pair", 2),
+    ],
+)
+def test_what_is_refused_in_memory_is_refused_in_the_same_words(tmp_path, lines, by, step, size):
+    paths = write(tmp_path, lines)
+    with pytest.raises(SampleError) as expected:
+        whole_groups(iter_sample_groups(paths), by, step=step, setting="the test")
+    with pytest.raises(SampleError) as raised:
+        streamed(paths, by, step=step, size=size)
+    assert str(raised.value) == str(expected.value)
+
+
+def test_what_is_skipped_leaves_the_rest_of_its_group(tmp_path):
+    paths = write(tmp_path, [line("a", 1), line("a", -2), "{", line("a", 3), line("b", 4)])
+    groups = streamed(paths, on_error="skip", size=3)
+    assert [len(group) for group in groups] == [2, 1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+@pytest.mark.parametrize("bad", range(6))
+def test_every_group_is_shown_whole(tmp_path, size, bad):
+    """Also those at the borders of ranks."""
+    lines = [line(group, 10 * group + number) for group in range(6) for number in range(4)]
+    paths = write(tmp_path, lines)
+    shown = []
+
+    def check(samples):
+        shown.append(samples[0].signals.group)
+        assert [sample.signals.group for sample in samples] == [shown[-1]] * 4
+        if shown[-1] == bad:
+            raise SampleError(f"{samples[0].source}: is bad")
+
+    groups = streamed(paths, size=size, check=check)
+    assert groups.fault == f"{paths[0]}:{4 * bad + 1}: is bad"
+    shown.clear()
+    bad = None
+    assert not streamed(paths, size=size, check=check).fault
+    assert set(shown) == set(range(6))
+
+
+def test_lines_by_themselves_are_checked_too(tmp_path):
+    def check(samples):
+        assert len(samples) == 1
+        if samples[0].tokens[0] == 3:
+            raise SampleError("three")
+
+    paths = write(tmp_path, UNEQUAL)
+    assert StreamedGroups(paths, LineOptions(), check=check).fault == "three"
+    assert not StreamedGroups(paths, LineOptions()).fault

@@ -1,0 +1,500 @@
+"""Parquet and Arrow: the samples of the same rows as JSON Lines, in order and by number; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_data_jsonl import CHAT, CharacterTokenizer
+from test_data_stream import by_ranks
+from typer.testing import CliRunner
+
+from mcore_prefix_tree import SampleError
+from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.data import LineOptions, Skipped, StreamedGroups, iter_sample_groups, read_samples
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.tables import RecentChunks, RowIndex, read_rows
+
+FORMATS = ["parquet", "arrow", "arrow-lz4", "feather", "stream"]
+OPTIONS = LineOptions(tokenizer=CharacterTokenizer(), expand_turns=True, vocab_size=128, limits={"the limit": 30})
+
+
+def write_table(folder, table, form, *, rows_a_chunk=3, name="rows"):
+    """A table as a file of some format, in small chunks."""
+    folder = Path(folder)
+    path = folder / f"{name}.{'arrow' if form in ('stream', 'arrow-lz4') else form}"
+    if isinstance(table, list):
+        table = pa.Table.from_pylist(table)
+    if form == "parquet":
+        pa.parquet.write_table(table, path, row_group_size=rows_a_chunk)
+    elif form == "feather":
+        pa.feather.write_feather(table, path, compression="lz4", chunksize=rows_a_chunk)
+    else:
+        new = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
+        options = pa.ipc.IpcWriteOptions(compression="lz4" if form == "arrow-lz4" else None)
+        with pa.OSFile(str(path), "wb") as file, new(file, table.schema, options=options) as writer:
+            writer.write_table(table, max_chunksize=rows_a_chunk)
+    return str(path)
+
+
+def write_lines(folder, rows):
+    path = Path(folder) / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def told(samples):
+    return [
+        (
+            s.tokens.tolist(),
+            s.loss_mask.tolist(),
+            s.merge_key,
+            repr(_single(s.signals)),
+            s.source.partition(" turn ")[1:],
+        )
+        for s in samples
+    ]
+
+
+def _single(signals):
+    """Per-token numbers as JSON Lines give them, and rollouts without their file."""
+    fields = {name: value for name, value in vars(signals).items() if name != "rollout" or isinstance(value, int)}
+    return {
+        name: value.astype(np.float32).tolist() if isinstance(value, np.ndarray) else str(value)
+        for name, value in fields.items()
+    }
+
+
+SIGNALS = {
+    "tokens": [1, 2, 3],
+    "loss_mask": [0, 1, 0.5],
+    "merge_key": "policy-7",
+    "temperature": 0.5,
+    "reward": 1.5,
+    "group": "p7",
+    "rollout": 3,
+    "turn": 0,
+    "advantage": [None, 0.5, -0.5],
+    "old_logprobs": [None, -0.5, -1.0],
+    "ref_logprobs": [0.0, -0.25, -1.0],
+    "rollout_logprobs": [0.0, -0.75, -1.0],
+    "values": [0.0, 1.0, 2.0],
+    "returns": [0.0, 3.0, 4.0],
+    "pair": 9,
+    "chosen": False,
+    "label": True,
+    "mismatched": True,
+    "teacher": {"token_ids": [[1, 2]] * 3, "logprobs": [[-1.0, -2.0]] * 3},
+    "note": {"ignored": [1]},
+}
+BARE = {"tokens": [4, 5]}
+TOOLS = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": None, "function": {"name": "look", "arguments": '{"at": 1}'}, "name": None}],
+    },
+    {"role": "tool", "content": "seen", "name": "look"},
+    {"role": "assistant", "content": "ok"},
+]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_field_is_that_of_json_lines(tmp_path, form):
+    rows = [SIGNALS, BARE, SIGNALS | {"advantage": [0.0, 1.0, 2.0], "merge_key": None, "group": None}]
+    path = write_table(tmp_path, rows, form)
+    samples = read_samples(path)
+    assert told(samples) == told(read_samples(write_lines(tmp_path, rows)))
+    assert [sample.source for sample in samples] == [f"{path} row {number}" for number in range(3)]
+    assert samples[0].signals.teacher.logprobs.dtype == np.float32
+    assert not samples[0].tokens.flags.writeable
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("expand_turns", [False, True])
+def test_conversations(tmp_path, form, expand_turns):
+    rows = [
+        {"messages": CHAT, "reward": [1.0, 2.0], "tokens": None},
+        {"messages": TOOLS, "reward": None, "tokens": None},
+        {"messages": None, "reward": [0.5], "tokens": [7, 8]},
+        {"messages": CHAT[:2], "reward": [3.0], "tokens": None},
+    ]
+    seen = []
+
+    class Recorder(CharacterTokenizer):
+        def encode_turns(self, messages):
+            seen.append(messages)
+            return super().encode_turns(messages)
+
+    path = write_table(tmp_path, rows, form)
+    kept = [{name: value for name, value in row.items() if value is not None} for row in rows]
+    lines = write_lines(tmp_path, [json.loads(json.dumps(row).replace(', "name": null', "")) for row in kept])
+    both = [read_samples(p, tokenizer=Recorder(), expand_turns=expand_turns) for p in (path, lines)]
+    assert told(both[0]) == told(both[1])
+    assert seen[:3] == seen[3:]
+    assert len(both[0]) == (6 if expand_turns else 4)
+
+
+numbers = st.floats(-100, 100, width=32)
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(0, 127), st.one_of(st.none(), numbers), st.sampled_from([0.0, 0.5, 1.0])), min_size=1
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+    st.sampled_from(FORMATS),
+    st.sampled_from([pa.int32(), pa.int64(), pa.uint16()]),
+    st.sampled_from([pa.float32(), pa.float64()]),
+    st.sampled_from([pa.list_, pa.large_list, pa.list_view]),
+    st.integers(1, 4),
+)
+def test_types_of_columns(tmp_path_factory, rows, form, integers, floats, make_list, rows_a_chunk):
+    if make_list is pa.list_view and form in ("parquet", "feather"):
+        make_list = pa.list_  # these have no list views
+    rows = [
+        # An entry is null only where nothing is scored.
+        {
+            "tokens": [token for token, _, _ in row],
+            "loss_mask": [0.0 if number is None else mask for _, number, mask in row],
+            "old_logprobs": [number for _, number, _ in row],
+        }
+        for row in rows
+    ]
+    schema = pa.schema(
+        {"old_logprobs": make_list(floats), "tokens": make_list(integers), "loss_mask": make_list(floats)}
+    )
+    folder = tmp_path_factory.mktemp("tables")
+    path = write_table(folder, pa.Table.from_pylist(rows, schema), form, rows_a_chunk=rows_a_chunk)
+    expected = told(read_samples(write_lines(folder, rows)))
+    assert told(read_samples(path)) == expected
+    streamed = StreamedGroups(path, LineOptions())
+    assert told(chain.from_iterable(streamed[::-1])) == expected[::-1]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_numbers_are_arrays_of_arrows_own(tmp_path, form):
+    """No list of Python numbers is made on the way, and nothing is copied before the sample's own arrays."""
+    row = {"tokens": [1, 2, 3], "loss_mask": [True, False, True], "old_logprobs": [0.5, None, 1.0]}
+    row["teacher"] = SIGNALS["teacher"]
+    (fields,) = [row.fields() for row in read_rows(write_table(tmp_path, [row], form))]
+    teacher = fields.pop("teacher")
+    assert {type(value) for value in [*fields.values(), *teacher.values()]} == {np.ndarray}
+    assert fields["loss_mask"].tolist() == row["loss_mask"]
+    assert teacher["token_ids"].shape == (3, 2)
+    assert not fields["tokens"].flags.owndata
+
+
+def test_fixed_sizes_dictionaries_and_decimals(tmp_path):
+    table = pa.table(
+        {
+            "tokens": pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)),
+            "merge_key": pa.array(["a", "a"]).dictionary_encode(),
+            "reward": pa.array([0.5, None], pa.float16() if hasattr(np, "float16") else pa.float32()),
+            "blob": pa.array([b"\xff", b""]),
+        }
+    )
+    for form in FORMATS:
+        samples = read_samples(write_table(tmp_path, table, form, name=form))
+        assert [s.tokens.tolist() for s in samples] == [[1, 2], [3, 4]]
+        assert [s.merge_key for s in samples] == ["a", "a"]
+        assert [s.signals.reward for s in samples] == [0.5, None]
+
+
+BAD = [
+    ({"tokens": []}, "field 'tokens' is empty"),
+    ({"tokens": "abc"}, "field 'tokens' must be a flat list of integers"),
+    ({"tokens": [1.0, 2.0]}, "field 'tokens' must be a flat list of integers"),
+    ({"tokens": [True]}, "field 'tokens' must be a flat list of integers"),
+    ({"tokens": [[1], [2]]}, "field 'tokens' must be a flat list of integers"),
+    ({"tokens": [[1], [2, 3]]}, "field 'tokens' must be a flat list of integers, but index 0"),
+    ({"tokens": [1, None]}, "field 'tokens' must be a flat list of integers, but index 1 is null"),
+    ({"tokens": [1, -2]}, "field 'tokens' has -2 at index 1; token ids are 0 to 2147483647"),
+    ({"tokens": [2**40]}, f"field 'tokens' has {2**40} at index 0"),
+    ({"tokens": [1, 128]}, "field 'tokens' has 128 at index 1, outside the model's vocabulary of 128"),
+    ({"tokens": [1] * 31}, "the sample has 31 tokens, but the limit is 30"),
+    ({"tokens": [1, 2], "loss_mask": [1.0]}, "field 'loss_mask' has 1 entries but 'tokens' has 2"),
+    ({"tokens": [1, 2], "loss_mask": [1.0, None]}, "field 'loss_mask' has nan at index 1"),
+    ({"tokens": [1], "loss_mask": "1"}, "field 'loss_mask' must be a flat list of numbers"),
+    ({"tokens": [1], "merge_key": b"a"}, "field 'merge_key' must be a string, a number, a boolean or null"),
+    ({"tokens": [1], "merge_key": [1]}, "field 'merge_key' must be a string"),
+    ({"tokens": [1], "temperature": "hot"}, "field 'temperature' is \"hot\"; it must be a number above 0"),
+    ({"tokens": [1], "group": b"a"}, "field 'group' must be a string, a number or a boolean"),
+    ({"tokens": [1, 2], "old_logprobs": [0.0, None]}, "field 'old_logprobs' has nan at index 1"),
+    ({"tokens": [1, 2], "old_logprobs": [False, True]}, "field 'old_logprobs' must be numbers, not true or false"),
+    ({"tokens": [1, 2], "old_logprobs": [False, None]}, "field 'old_logprobs' must be numbers, not true or false"),
+    ({"tokens": [1], "teacher": [[1]]}, "field 'teacher' must be an object"),
+    ({"tokens": [1, 2], "teacher": {"token_ids": [[1], [2, 3]], "logprobs": [[0.0], [0.0]]}}, "lists of k numbers"),
+    ({"tokens": None, "messages": None}, "has neither of the fields 'tokens' and 'messages'"),
+    ({"tokens": [1], "messages": CHAT}, "has both of the fields 'tokens' and 'messages'"),
+    ({"messages": "hi"}, "field 'messages' must be a list of at least one chat message"),
+    ({"messages": [{"role": b"x", "content": "a"}]}, "field 'messages[0].role' is"),
+    ({"messages": [{"role": "user", "content": b"a"}]}, "field 'messages[0].content' must be a string, not bytes"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"b": b"x"}}]}]},
+        "field 'messages[0].tool_calls[0].arguments' cannot be written as JSON",
+    ),
+    ({"messages": CHAT, "advantage": [1.0]}, "field 'advantage' must be a single number with 'messages'"),
+    ({"messages": CHAT, "reward": [1.0]}, "field 'reward' has 1 entries, but 'messages' has 2 assistant turns"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), BAD, ids=[says[:40] for _, says in BAD])
+@pytest.mark.parametrize("form", ["parquet", "stream"])
+def test_what_is_wrong_is_named(tmp_path, row, says, form):
+    path = write_table(tmp_path, [row], form)
+    for read in (lambda: read_samples(path, **vars(OPTIONS)), lambda: StreamedGroups(path, OPTIONS)):
+        with pytest.raises(SampleError) as raised:
+            read()
+        assert str(raised.value).startswith(f"{path} row 0")
+        assert says in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+def test_arguments_of_tools_are_json(tmp_path):
+    """Whose lists are lists, and whose keys are those of this call, not of all."""
+    calls = [{"name": "f", "arguments": {"at": [1, 2]}}, {"name": "g", "arguments": {"by": 0.5}}]
+    rows = [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls]
+    heard = []
+
+    class Recorder(CharacterTokenizer):
+        def encode_turns(self, messages):
+            heard.extend(call.arguments for message in messages for call in message.tool_calls)
+            return super().encode_turns(messages)
+
+    read_samples(write_table(tmp_path, rows, "parquet"), tokenizer=Recorder())
+    assert heard == ['{"at": [1, 2]}', '{"by": 0.5}']
+
+
+def test_text_that_is_no_text(tmp_path):
+    key = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff"))
+    path = write_table(tmp_path, pa.table({"tokens": [[1]], "merge_key": key}), "arrow")
+    with pytest.raises(SampleError, match=r"rows\.arrow row 0: field 'merge_key' cannot be read: .*utf-8"):
+        read_samples(path)
+
+
+GOOD = [{"tokens": [number, number + 1, 3], "note": "x"} for number in range(1, 8)]
+MIXED = [*GOOD[:4], {"tokens": [999], "note": ""}, {"tokens": None, "note": None}, *GOOD[4:]]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_skipping_loses_nothing_else(tmp_path, form):
+    path, skipped, streamed = write_table(tmp_path, MIXED, form), Skipped(), Skipped()
+    kept = read_samples(path, vocab_size=128, on_error="skip", skipped=skipped)
+    assert [sample.tokens.tolist() for sample in kept] == [row["tokens"] for row in GOOD]
+    assert skipped.kinds == {"outside the vocabulary": 1, "malformed": 1}
+    assert [reason.partition(": ")[0] for reason in skipped.first] == [f"{path} row 4", f"{path} row 5"]
+    groups = StreamedGroups(path, OPTIONS, on_error="skip", skipped=streamed)
+    assert groups.sizes.tolist() == [1] * 4 + [0] * 2 + [1] * 3
+    assert streamed == skipped
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_order_is_that_of_samples_in_memory(tmp_path, form, num_workers):
+    paths = [write_table(tmp_path, MIXED, form, rows_a_chunk=2), write_lines(tmp_path, GOOD[:3])]
+    held = SampleOrder(
+        list(iter_sample_groups(paths, vocab_size=128, on_error="skip", skipped=Skipped())), seed=3, shuffle=True
+    )
+    streamed = SampleOrder(StreamedGroups(paths, OPTIONS, on_error="skip"), seed=3, shuffle=True)
+    epoch = held.samples_per_epoch
+    assert streamed.samples_per_epoch == epoch == 10
+    expected = [sample.source for sample in held.take(0, 3 * epoch)]
+    for consumed in (0, 1, epoch - 1, epoch + 3):
+        with streamed.stream(consumed, num_workers=num_workers) as stream:
+            assert [s.source for s in stream.take(epoch)] == expected[consumed : consumed + epoch]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("size", [2, 3, 7, 40])
+def test_ranks_share_the_counting(tmp_path, form, size):
+    paths = [write_table(tmp_path, MIXED, form), write_lines(tmp_path, GOOD)]
+    alone = StreamedGroups(paths, OPTIONS, on_error="skip")
+    for streamed in by_ranks(size, lambda ranks: StreamedGroups(paths, OPTIONS, on_error="skip", ranks=ranks)):
+        assert streamed.sizes.tolist() == alone.sizes.tolist()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_index_finds_every_row(tmp_path, form):
+    index = RowIndex(write_table(tmp_path, MIXED, form), RecentChunks())
+    assert [index.read(number).source.rpartition(" ")[2] for number in range(len(index))] == [*map(str, range(9))]
+    offsets = [index.offset(number) for number in range(len(index))]
+    assert offsets[0] == 0
+    for byte in range(index.size + 1):
+        first = index.first_at(byte)
+        assert first == len(index) or offsets[first] >= byte
+        assert first == 0 or offsets[first - 1] < byte
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_that_changes_is_noticed(tmp_path, form):
+    path = write_table(tmp_path, GOOD, form)
+    groups = StreamedGroups(path, OPTIONS)
+    other = pickle.loads(pickle.dumps(groups))  # without the chunks
+    Path(path).unlink()  # as a writer does; what is mapped stays
+    write_table(tmp_path, GOOD[:2], form)
+    with pytest.raises(SampleError, match="has changed since the run began"):
+        other[0]
+    assert [told(group) for group in groups[:3]] == [
+        told(read_samples(write_lines(tmp_path, [row]))) for row in GOOD[:3]
+    ]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_chunk_that_is_too_large_is_refused(tmp_path, form, monkeypatch):
+    monkeypatch.setattr("mcore_prefix_tree.data.tables._CACHE_BYTES", 1 << 20)
+    monkeypatch.setattr(RecentChunks.__init__, "__defaults__", (1 << 20,))
+    rows = [{"tokens": np.arange(100_000) % 100} for _ in range(4)]
+    path = write_table(tmp_path, rows, form, rows_a_chunk=2)
+    assert len(read_samples(path)) == 4
+    if form in ("arrow", "stream"):
+        assert StreamedGroups(path, LineOptions()).sizes.tolist() == [1] * 4  # mapped
+        return
+    with pytest.raises(
+        SampleError, match=r"rows 0 to 1 are a (row group|record batch) of 1 MiB unpacked, and streaming"
+    ):
+        StreamedGroups(path, LineOptions(), on_error="skip")
+    path = write_table(tmp_path, rows, form, rows_a_chunk=1)
+    assert StreamedGroups(path, LineOptions()).sizes.tolist() == [1] * 4
+
+
+def test_recent_chunks_are_kept_up_to_a_limit():
+    recent, loads = RecentChunks(max_bytes=310_000), []
+
+    def use(chunk, size=10_000):
+        return recent.get("file", chunk, lambda: (loads.append(chunk) or {"chunk": chunk}, size))["chunk"]
+
+    assert [use(chunk) for chunk in (0, 1, 2, 0, 1, 2)] == [0, 1, 2, 0, 1, 2]
+    assert loads == [0, 1, 2]
+    use(3), use(0), use(4)  # each 10,000 and an overhead: the one used longest ago goes
+    use(0)
+    assert loads == [0, 1, 2, 3, 4]
+    use(1)
+    assert loads == [0, 1, 2, 3, 4, 1]
+    use(9, size=10**6)
+    use(9)
+    assert loads[-2:] == [1, 9]
+    assert pickle.loads(pickle.dumps(recent)).max_bytes == 310_000
+
+
+@pytest.mark.parametrize("name", ["cut.parquet", "cut.arrow", "empty.parquet", "empty.arrow", "text.feather"])
+def test_what_is_no_table(tmp_path, name):
+    path = tmp_path / name
+    content = {
+        "cut": Path(write_table(tmp_path, GOOD, name.partition(".")[2].replace("feather", "arrow"))).read_bytes()
+    }
+    path.write_bytes({"empty": b"", "text": b'{"tokens": [1]}\n', "cut": content["cut"][:-20]}[name.partition(".")[0]])
+    for read in (read_samples, lambda path: StreamedGroups(path, OPTIONS)):
+        with pytest.raises(SampleError) as raised:
+            read(str(path))
+        assert str(raised.value).startswith(f"{path}: cannot be read")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_tables_without_samples(tmp_path, form):
+    path = write_table(tmp_path, pa.table({"input_ids": [[1]], "text": ["a"]}), form)
+    none = write_table(tmp_path, pa.table({"tokens": pa.array([], pa.list_(pa.int32()))}), form, name="none")
+    for read in (read_samples, lambda path: StreamedGroups(path, OPTIONS)):
+        with pytest.raises(SampleError, match="neither of the columns 'tokens' and 'messages', only input_ids, text; "):
+            read(path)
+        with pytest.raises(SampleError, match=r"no samples; there are no rows$"):
+            read(none)
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "stream"])
+def test_a_column_that_is_there_twice(tmp_path, form):
+    table = pa.Table.from_arrays([pa.array([[1]]), pa.array([[2]])], names=["tokens", "tokens"])
+    with pytest.raises(SampleError, match=r"rows\.\w+: has the column 'tokens' twice; drop one of them"):
+        read_samples(write_table(tmp_path, table, form))
+
+
+def test_without_pyarrow(tmp_path, monkeypatch):
+    path = write_table(tmp_path, GOOD, "parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    result = CliRunner().invoke(app, ["inspect", path])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: {path}: Parquet and Arrow files need pyarrow: pip install 'mcore-prefix-tree[arrow]'\n"
+    )
+    with pytest.raises(ImportError, match=r"rows\.parquet: Parquet and Arrow files need pyarrow"):
+        StreamedGroups(path, OPTIONS)
+
+
+def test_json_lines_do_not_load_pyarrow(tmp_path):
+    path = write_lines(tmp_path, GOOD)
+    script = f"import sys; from mcore_prefix_tree.data import read_samples; read_samples({path!r})"
+    assert subprocess.run([sys.executable, "-c", f"{script}; assert 'pyarrow' not in sys.modules"]).returncode == 0
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_commands_take_tables(tmp_path, form):
+    path = write_table(tmp_path, [SIGNALS, BARE, {"tokens": [1, 2, 9]}], form)
+    inspected = json.loads(CliRunner().invoke(app, ["inspect", "--json", path]).stdout)
+    assert (inspected["logical_tokens"], inspected["longest_sample"]) == (8, f"{path} row 0")
+    planned = CliRunner().invoke(app, ["plan", "--json", "--max-tokens", "2", "--on-error", "skip", path])
+    assert json.loads(planned.stdout)["skipped"] == 2
+    assert (
+        f"skipped 2 bad samples (2 too long): {path} row 0: the sample has 3 tokens, but --max-tokens is 2"
+        in planned.stderr
+    )
+
+
+PEAK = """
+import sys
+import psutil, pyarrow.parquet, torch.utils.data  # before the measurement begins
+from mcore_prefix_tree.data import LineOptions, StreamedGroups, iter_sample_groups
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data import tables
+path, way, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
+tables.RecentChunks.__init__.__defaults__ = (1 << 22,)
+
+def held():
+    info = psutil.Process().memory_info()
+    return info.rss - info.shared  # pages of a mapped file can be given back at any time
+
+before = peak = held()
+groups = StreamedGroups(path, LineOptions()) if way == "streamed" else list(iter_sample_groups(path))
+order = SampleOrder(groups, seed=0, shuffle=True)
+total = 0
+with order.stream(0, num_workers=workers) as stream:
+    for _ in range(0, order.samples_per_epoch, 8):
+        total += sum(int(sample.tokens.sum()) for sample in stream.take(8))
+        peak = max(peak, held())
+print(peak - before, total)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="psutil knows of mapped pages on Linux")
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_memory_stays_small_on_a_large_file(tmp_path, form):
+    tokens = np.random.default_rng(0).integers(0, 30_000, (1600, 4000))
+    path = write_table(tmp_path, pa.table({"tokens": list(tokens)}), form, rows_a_chunk=16)
+    assert Path(path).stat().st_size > 14e6
+
+    def peak(way, workers):
+        result = subprocess.run(
+            [sys.executable, "-c", PEAK, path, way, str(workers)], capture_output=True, text=True, check=True
+        )
+        return tuple(map(int, result.stdout.split()))
+
+    held, total = peak("held", 0)
+    for workers in (0, 1):
+        streamed, same = peak("streamed", workers)
+        assert same == total == int(tokens.sum())
+        # Most of it Arrow's allocator keeps for the next chunk.
+        assert streamed < 40e6 < 50e6 < held

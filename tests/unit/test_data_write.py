@@ -1,0 +1,184 @@
+"""Files that are written are read back the same, whatever their kind, and are whole or not there."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_prefix_tree import Sample, SampleError, Signals
+from mcore_prefix_tree.data import read_samples, write_tables
+from mcore_prefix_tree.data.write import check_output, row_of, rows_file
+from mcore_prefix_tree.sample import Tempered
+from mcore_prefix_tree.signals import Teacher
+
+NAN = float("nan")
+KINDS = ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "rows.arrow", "rows.feather", "rows.txt"]
+
+
+def teacher(n: int) -> Teacher:
+    return Teacher(
+        token_ids=np.array([[1, 2]] * n, dtype=np.int32), logprobs=np.array([[-1.0, -2.5]] * n, dtype=np.float32)
+    )
+
+
+SAMPLES = [
+    Sample(tokens=[1, 2, 3], source="f:1"),
+    Sample(tokens=[4], loss_mask=[0.25], merge_key="warm", source="f:2", signals=Signals(group="é\n", turn=0)),
+    Sample(
+        tokens=[1, 2, 3, 4],
+        loss_mask=[0, 0.5, 0, 1],
+        merge_key=Tempered(temperature=0.7, key="warm"),
+        source="f:3",
+        signals=Signals(
+            reward=1.5,
+            group="p",
+            rollout=2**53,
+            turn=3,
+            advantage=np.array([NAN, -1.5, NAN, 0.1]),
+            old_logprobs=np.array([NAN, -0.1, NAN, -1 / 3], dtype=np.float32),
+            ref_logprobs=np.array([NAN, -0.1, NAN, -1 / 3]),
+            values=[None, 1.0, None, 2.0],
+            pair=7,
+            chosen=False,
+            label=True,
+            mismatched=True,
+            teacher=teacher(4),
+        ),
+    ),
+    Sample(tokens=[1, 2], source="f:4", signals=Signals(ref_logprobs=np.array([0, -1], dtype=np.float32), rollout=0)),
+]
+ROWS = [row_of(sample) for sample in SAMPLES]
+
+
+def write(path, rows, at_once):
+    with rows_file(path) as writer:
+        for start in range(0, len(rows), at_once):
+            writer.add(rows[start : start + at_once])
+    return path
+
+
+def same(one, other):
+    assert repr(one) == repr(other) or np.array_equal(one, other, equal_nan=True), (one, other)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+@pytest.mark.parametrize("name", KINDS)
+def test_everything_that_samples_carry_comes_back(tmp_path, name, at_once):
+    path = write(tmp_path / name, ROWS, at_once)
+    assert os.listdir(tmp_path) == [name]
+    back = read_samples(path)
+    assert len(back) == len(SAMPLES)
+    for old, new in zip(SAMPLES, back, strict=True):
+        assert old.tokens.tolist() == new.tokens.tolist()
+        assert old.loss_mask.tobytes() == new.loss_mask.tobytes()
+        assert old.merge_key == new.merge_key
+        given, found = vars(old.signals), vars(new.signals)
+        if given["teacher"] is not None:
+            for field in ("token_ids", "logprobs"):
+                same(getattr(given["teacher"], field), getattr(found["teacher"], field))
+        for field in given.keys() - {"teacher"}:
+            if isinstance(given[field], np.ndarray):
+                # Which numbers are doubles is not kept: a column has one type, and JSON none.
+                np.testing.assert_array_equal(found[field], given[field].astype(found[field].dtype))
+            else:
+                assert given[field] == found[field], field
+
+
+@pytest.mark.parametrize("at_once", [1, 100])
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_tables_hold_what_the_lines_hold(tmp_path, name, at_once):
+    lines = [json.loads(line) for line in write(tmp_path / "rows.jsonl", ROWS, 9).read_text().splitlines()]
+    path = write(tmp_path / name, ROWS, at_once)
+    table = pq.read_table(path) if name.endswith(".parquet") else pa.ipc.open_file(path).read_all()
+    rows = [{field: value for field, value in row.items() if value is not None} for row in table.to_pylist()]
+    for row in rows:
+        row.pop("mismatched", None)
+    for line in lines:
+        line.pop("mismatched", None)
+    assert rows == lines
+    assert table.schema.field("tokens").type == pa.list_(pa.int32())
+    assert table.schema.field("old_logprobs").type == pa.list_(pa.float32())
+    assert table.schema.field("ref_logprobs").type == pa.list_(pa.float64()), "single and double are double together"
+
+
+def test_parts_are_neither_small_nor_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(write_tables, "_PART_BYTES", 40_000)
+    rows = [{"source": f"f:{number}", "tokens": np.arange(1000, dtype=np.int32)} for number in range(95)]
+    table = pq.ParquetFile(write(tmp_path / "rows.parquet", rows, 3))
+    groups = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+    assert groups == [12] * 7 + [11]
+    assert table.read(["source"])["source"].to_pylist() == [row["source"] for row in rows]
+
+
+@pytest.mark.parametrize("at_once", [1, 9])
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        ({"group": "a"}, {"group": 1}, "f:2: field 'group' is a number and that of f:0 is a string, but a column"),
+        ({"merge_key": True}, {"merge_key": 1}, "field 'merge_key' is a number and that of f:0 is true or false"),
+        ({"reward": 1.0}, {"reward": np.ones(2)}, "f:2: field 'reward' is a list and that of f:0 is a number"),
+        ({"group": 1}, {"group": 2**70}, "'group' cannot be a column of a table"),
+        ({"group": 0.5}, {"group": 2**60 + 1}, "cannot be a column of a table"),
+    ],
+)
+def test_what_no_column_holds_is_named(tmp_path, at_once, one, other, says):
+    rows = [
+        {"source": f"f:{number}", "tokens": np.ones(2, dtype=np.int32)} | more
+        for number, more in enumerate([one, {}, other])
+    ]
+    with pytest.raises(SampleError) as raised:
+        write(tmp_path / "rows.parquet", rows, at_once)
+    assert says in str(raised.value)
+    assert str(raised.value).endswith("write JSON Lines (a name that ends in .jsonl)")
+    assert not os.listdir(tmp_path)
+    assert len(write(tmp_path / "rows.jsonl", rows, at_once).read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("before", [None, "what was there before"])
+def test_nothing_is_there_after_an_interrupt(tmp_path, name, before):
+    path = tmp_path / name
+    if before:
+        path.write_text(before)
+
+    def interrupted():
+        with rows_file(path) as writer:
+            writer.add(ROWS)
+            assert [other for other in os.listdir(tmp_path) if other.endswith(name)] == ([name] if before else [])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert os.listdir(tmp_path) == ([name] if before else [])
+    assert not before or path.read_text() == before
+
+
+def test_packed_lines_are_packed(tmp_path):
+    with gzip.open(write(tmp_path / "rows.jsonl.gz", ROWS, 2), "rt") as stream:
+        assert len(stream.readlines()) == len(ROWS)
+
+
+def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch):
+    check_output(tmp_path / "rows.parquet")
+    for path, says in [
+        (tmp_path / "no" / "rows.jsonl", "its folder does not exist; create it"),
+        (tmp_path, "is a folder; name a file in it, such as"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            check_output(path)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(ValueError, match="its folder cannot be written to; name another"):
+        check_output(tmp_path / "rows.jsonl")
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    check_output(tmp_path / "rows.jsonl")
+    for name in ("rows.parquet", "rows.arrow", "rows.feather"):
+        with pytest.raises(ImportError, match=r"need pyarrow: pip install 'mcore-prefix-tree\[arrow\]'"):
+            check_output(tmp_path / name)
