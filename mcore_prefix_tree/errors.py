@@ -1,16 +1,52 @@
-"""The last words of a process that a user's mistake ends: one sentence, said by one rank of a machine."""
+"""The last words of a process that a user's mistake ends: one sentence, by one rank of a machine, and exit code 2."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
+FAILED = 1
 USER_ERROR = 2
+INTERRUPTED = 130
 
 # What this package raises for users. An ImportError says which optional package is missing and how to get it.
 USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError)
 _PATIENCE_S = 10.0
+
+
+@contextmanager
+def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: True) -> Iterator[None]:
+    """Turn errors that a user can mend into one line on standard error and exit code 2.
+
+    Ctrl-C exits with 130, quietly. A reader that has gone away is for whoever is outside to handle. Anything else is a
+    bug and keeps its traceback.
+
+    Args:
+        is_users: whether an error of :data:`USER_ERRORS` is one that a user can mend.
+    """
+    try:
+        yield
+        sys.stdout.flush()  # a reader that has gone away is noticed here rather than at the interpreter's exit
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        raise
+    except USER_ERRORS as error:
+        if not is_users(error):
+            raise
+        leave(USER_ERROR, sentence_of(error))
+
+
+def leave(code: int, sentence: str | None = None) -> NoReturn:
+    """Exit, and :func:`tell` why."""
+    tell(sentence)
+    raise SystemExit(code)
 
 
 def sentence_of(error: BaseException) -> str:
@@ -21,7 +57,7 @@ def sentence_of(error: BaseException) -> str:
 
 
 def tell(sentence: str | None) -> None:
-    """Say why this process is about to exit: under torchrun, the first rank of a machine for all that met the same.
+    """Say why this process is about to exit: under torchrun, one rank of a machine for all.
 
     torchrun ends every rank as soon as one exits, so the others wait for that. Where it does not come, what happened is
     theirs alone, and they say it themselves.
@@ -29,8 +65,28 @@ def tell(sentence: str | None) -> None:
     Args:
         sentence: None where everything is said already.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not _speaks_first():
+        # To be ended is what it waits for; a trainer's handler would only take note of the signal.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE_S)
     if sentence is not None:
         sys.stderr.write(f"error: {sentence}\n")
         sys.stderr.flush()
+
+
+def _speaks_first() -> bool:
+    """Whether no other rank of this machine has spoken: torchrun gives each start of its workers a folder of its own.
+
+    Without that folder the word is the first rank's.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty where torchrun is to keep no logs
+    if file:
+        try:
+            (Path(file).parent.parent / "told").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass
+        else:
+            return True
+    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -7,14 +7,17 @@ script itself is run.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import re
 import runpy
+import signal
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-from mcore_prefix_tree.errors import USER_ERROR, USER_ERRORS, sentence_of, tell
+from mcore_prefix_tree.errors import readable_errors
 
 VARIABLE = "MEGATRON_LM_PATH"
 
@@ -30,21 +33,22 @@ def main() -> None:
     early.add_argument("--megatron-lm-path")
     known, rest = early.parse_known_args()
     folded = bool({"--prefix-tree", "-h", "--help"} & set(rest))
-    try:
+    with readable_errors(_is_ours):
         root = use_megatron_lm(known.megatron_lm_path)
-        # Only now is it known which megatron there is to import.
-        from mcore_prefix_tree.mcore.pretrain import launch
-
-        launch.emulate_without_gpu(dry_run="--prefix-tree-dry-run" in rest)
+        dry_run = "--prefix-tree-dry-run" in rest
+        with warnings.catch_warnings():
+            if folded and (dry_run or os.environ.get("LOCAL_RANK", "0") != "0"):
+                # Which optional packages are missing one rank of a machine says; a dry run does without them.
+                warnings.simplefilter("ignore")
+            # Only now is it known which megatron there is to import.
+            from mcore_prefix_tree.mcore.pretrain import launch
+        launch.emulate_without_gpu(dry_run=dry_run)
         if folded:
+            # Megatron's inference, imported with its training, has Ctrl-C print every rank's stack.
+            faulthandler.unregister(signal.SIGINT)
             launch.prepare(root).run()
             return
         launch.check_unused(rest)
-    except USER_ERRORS as error:
-        if not _is_ours(error):
-            raise
-        tell(sentence_of(error))
-        raise SystemExit(USER_ERROR) from error
     sys.argv = [str(root / "pretrain_gpt.py"), *rest]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -65,7 +65,8 @@ def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--prefix-tree-data-path",
         nargs="+",
         metavar="FILE",
-        help="JSONL files or globs: lines with tokens (and loss_mask, merge_key) or with chat messages.",
+        help="JSONL, Parquet or Arrow files or globs: lines or rows with tokens (and loss_mask, merge_key) or with "
+        "chat messages.",
     )
     group.add_argument(
         "--prefix-tree-valid-data-path",
@@ -101,7 +102,8 @@ def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--prefix-tree-streaming",
         action="store_true",
         help="Hold no samples: --num-workers processes of each rank read and encode lines when a step needs them, for "
-        "files larger than memory. All ranks together go through the files once at the start.",
+        "files larger than memory. All ranks together go through the files once at the start. A step that does not fit "
+        "its micro-batches is told while the one before computes; --prefix-tree-dry-run looks at all of an epoch.",
     )
     group.add_argument(
         "--prefix-tree-max-tokens",
@@ -133,10 +135,17 @@ def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     )
     group.add_argument(
         "--prefix-tree-attention-backend",
-        default="path",
+        default="auto",
         metavar="NAME",
         help="Attention along the tree: one of the back-ends, or auto, the fastest measured on a tree like that of the "
         "first step. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--prefix-tree-no-deterministic-attention",
+        action="store_false",
+        dest="prefix_tree_deterministic_attention",
+        help="Let back-ends take a faster backward that adds up in any order, and admit those that have no other. "
+        "Otherwise attention gives the same bits twice, with --deterministic-mode or without.",
     )
     group.add_argument(
         "--prefix-tree-no-fused-head",
@@ -217,6 +226,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         if (getattr(args, f"{name}gtp_weight_remat_size", None) or 1) > 1:
             option = f"--{name}tensor_parallel_num_weight_shards".replace("_", "-")
             found.append(f"{option} above the tensor-parallel size: not proven equal yet; leave it out")
+    if args.deterministic_mode and not args.prefix_tree_deterministic_attention:
+        found.append("--prefix-tree-no-deterministic-attention with --deterministic-mode: leave one of them out")
     if not args.calculate_per_token_loss:
         found.append("a step without --calculate-per-token-loss: micro-batches hold different numbers of scored tokens")
     if found:

@@ -44,7 +44,14 @@ def balance(
         bubble: how many times the cost of its largest micro-batch a rank takes on top of the sum of all.
     """
     trie = trie_from_order(np.arange(len(leaves)), leaves.context, leaves.length)
-    bound = makespan_bound(trie, cost_model, dp_size=dp_size, micro_batches=micro_batches, max_tokens=max_tokens)
+    bound = makespan_bound(
+        trie,
+        cost_model,
+        dp_size=dp_size,
+        micro_batches=micro_batches,
+        max_tokens=max_tokens,
+        scored=leaves.scored,
+    )
     search = _Search(
         leaves=leaves,
         cost_model=cost_model,
@@ -87,7 +94,7 @@ class _Search:
         self.best: list[RankBins] = []
         self.makespan = -1
         self.context = cost_model.units_of_path(leaves.context)
-        self.fresh = cost_model.units_of_path(leaves.length) - self.context
+        self.fresh = leaves.fresh_units(cost_model)
         self.token_reach = reach(leaves.context, leaves.length - leaves.context, max_tokens)
 
     def done(self) -> bool:
@@ -220,7 +227,7 @@ class _Search:
         context = self.cost_model.units_of_path(own.context)
         ways = [_runs_within(own, context, self.max_tokens, self.micro_batches)]
         if self.bubble:
-            fresh = self.cost_model.units_of_path(own.length) - context
+            fresh = own.fresh_units(self.cost_model)
             furthest = reach(own.context, own.length - own.context, self.max_tokens)
             ways.append(_cheapest_runs(context, fresh, self.micro_batches, furthest))
         cuts = [

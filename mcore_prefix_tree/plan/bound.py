@@ -15,13 +15,20 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def makespan_bound(
-    trie: Trie, cost_model: CostModel, *, dp_size: int, micro_batches: int = 1, max_tokens: int | None = None
+    trie: Trie,
+    cost_model: CostModel,
+    *,
+    dp_size: int,
+    micro_batches: int = 1,
+    max_tokens: int | None = None,
+    scored: Int64Array | None = None,
 ) -> int:
     """No plan of these samples has a slowest rank that costs less, in units of :meth:`CostModel.units_of_path`.
 
     Say the slowest rank costs M. A rank that works below a node computes the path down to the node's end too, which
     leaves ``M - path`` for what is below. So at least ``ceil(below / (M - path))`` ranks compute that node, where
-    ``below`` counts the nodes below as often as this rule repeats them, from the leaves up. The same with tokens and
+    ``below`` counts the nodes below as often as this rule repeats them, from the leaves up, and once what scoring the
+    samples adds, each at its end. The same with tokens and
     the budget counts micro-batches. If the forest with these repeats costs more than ``dp_size * M``, no plan reaches
     M; bisection finds the smallest M that this does not exclude. Besides, M is at least the most expensive sample, and
     of the ``k * dp_size + 1`` leaves that have most to themselves, k + 1 meet on one rank.
@@ -33,6 +40,8 @@ def makespan_bound(
         micro_batches: of every rank; each costs ``cost_model.micro_batch``.
         max_tokens: physical tokens that a micro-batch may hold, at least those of the longest sample; None for any
             number.
+        scored: int64 ``[S]``, of each sample in the trie's order of them: see ``plan.pack.first_scored``; None if
+            scoring costs nothing.
     """
     overhead = cost_model.units_of_micro_batch * micro_batches
     if not trie.num_nodes:
@@ -42,17 +51,22 @@ def makespan_bound(
     end_cost = cost_model.units_of_path(ends)
     own_cost = end_cost - cost_model.units_of_path(trie.node_depth)
     parent = trie.node_parent.tolist()
+    scoring, most_scoring = np.zeros(trie.num_nodes, dtype=np.int64), np.zeros(trie.num_nodes, dtype=np.int64)
+    if scored is not None:
+        of_sample = cost_model.units_of_scored(scored)
+        np.add.at(scoring, trie.sample_node, of_sample)
+        np.maximum.at(most_scoring, trie.sample_node, of_sample)
 
     times = [1] * trie.num_nodes
     if max_tokens is not None:
-        _repeats(parent, lengths.tolist(), (max_tokens - ends).tolist(), times)
+        _repeats(parent, lengths.tolist(), (max_tokens - ends).tolist(), times, [0] * trie.num_nodes)
 
     def excluded(slowest: int) -> bool:
         # Bisection stays at or above the most expensive path, so no node is left without room that needs some.
-        total = _repeats(parent, own_cost.tolist(), (slowest - end_cost).tolist(), times.copy())
+        total = _repeats(parent, own_cost.tolist(), (slowest - end_cost).tolist(), times.copy(), scoring.tolist())
         return total > dp_size * slowest
 
-    low = max(int(end_cost.max()), _meeting_leaves(trie, own_cost, dp_size))
+    low = max(int((end_cost + most_scoring).max()), _meeting_leaves(trie, own_cost + most_scoring, dp_size))
     if not excluded(low):
         return low + overhead
     # The smallest M that is not excluded lies in (low, high].
@@ -68,9 +82,11 @@ def makespan_bound(
     return low + overhead
 
 
-def _repeats(parent: list[int], own: list[int], room: list[int], times: list[int]) -> int:
-    """Raise ``times``, how often each node is computed, to what ``room`` below it needs; the cost of all in the end."""
-    below = [0] * len(parent)
+def _repeats(parent: list[int], own: list[int], room: list[int], times: list[int], below: list[int]) -> int:
+    """Raise ``times``, how often each node is computed, to what ``room`` below it needs; the cost of all in the end.
+
+    ``below`` has what ends with a node to begin with.
+    """
     total = 0
     for node in range(len(parent) - 1, -1, -1):
         if below[node] > room[node]:

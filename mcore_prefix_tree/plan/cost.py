@@ -1,7 +1,8 @@
-"""What a micro-batch costs: token-wise work, attention by visible pairs, and a fixed overhead.
+"""What a micro-batch costs: token-wise work, attention by visible pairs, scoring, and a fixed overhead.
 
 A token at depth d sees d + 1 keys, wherever it is laid out. So the cost of a path is a function of its length, and the
-cost of a set of samples is the sum over their unique tokens.
+cost of a set of samples is the sum over their unique tokens. A vocabulary head that computes scored tokens alone adds a
+cost to each of these.
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ class Measured(NamedTuple):
         tokens: physical tokens computed, padding included.
         pairs: visible (query, key) pairs.
         seconds: it took.
+        scored: unique tokens that the vocabulary head computed; 0 where it computes all of them.
     """
 
     tokens: float
     pairs: float
     seconds: float
+    scored: float = 0.0
 
 
 def read_measured(path: str) -> list[Measured]:
@@ -71,10 +74,15 @@ def read_measured(path: str) -> list[Measured]:
     with open(path, encoding="utf-8") as stream:
         try:
             return [
-                Measured(tokens=float(one["tokens"]), pairs=float(one["pairs"]), seconds=float(one["seconds"]))
+                Measured(
+                    tokens=float(one["tokens"]),
+                    pairs=float(one["pairs"]),
+                    seconds=float(one["seconds"]),
+                    scored=float(one.get("scored", 0)),
+                )
                 for one in json.load(stream)["measured"]
             ]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(
                 f"{path}: holds no measurements; make it with mcore-prefix-tree calibrate RECIPE --output FILE"
             ) from None
@@ -82,11 +90,12 @@ def read_measured(path: str) -> list[Measured]:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Cost of a micro-batch: ``token * tokens + pair * visible_pairs + micro_batch``.
+    """Cost of a micro-batch: ``token * tokens + pair * visible_pairs + scored * scored_tokens + micro_batch``.
 
     Attributes:
         token: of one physical token; FLOPs from :meth:`from_dimensions`, seconds once calibrated.
         pair: of one visible (query, key) pair, in the same unit.
+        scored: of scoring a unique token, on top of ``token``, in the same unit; 0 where the head computes all tokens.
         micro_batch: of having a micro-batch at all, in the same unit.
 
     Raises:
@@ -95,6 +104,7 @@ class CostModel:
 
     token: float = 1.0
     pair: float = 0.0
+    scored: float = 0.0
     micro_batch: float = 0.0
 
     def __post_init__(self) -> None:
@@ -116,6 +126,7 @@ class CostModel:
         num_query_groups: int | None = None,
         kv_channels: int | None = None,
         swiglu: bool = True,
+        fused_head: bool = False,
     ) -> CostModel:
         """Training FLOPs of a GPT: two a weight, token and forward, and three times that with the backward.
 
@@ -131,24 +142,27 @@ class CostModel:
             num_query_groups: key and value heads; as many as query heads by default.
             kv_channels: head size; ``hidden_size / num_attention_heads`` by default.
             swiglu: the feed-forward part has a gate.
+            fused_head: the output layer computes scored tokens alone.
         """
         head_dim = kv_channels or hidden_size // num_attention_heads
         groups = num_query_groups or num_attention_heads
         attention = 2 * hidden_size * head_dim * (num_attention_heads + groups)  # q and out; k and v
         feed_forward = (3 if swiglu else 2) * hidden_size * ffn_hidden_size
-        weights = num_layers * (attention + feed_forward) + hidden_size * vocab_size
+        layers, head = num_layers * (attention + feed_forward), hidden_size * vocab_size
         return cls(
-            token=_MATMUL_PASSES * 2 * weights,
+            token=_MATMUL_PASSES * 2 * (layers if fused_head else layers + head),
+            scored=_MATMUL_PASSES * 2 * head if fused_head else 0.0,
             pair=_ATTENTION_PASSES * 4 * num_layers * num_attention_heads * head_dim,
         )
 
     @classmethod
-    def from_model(cls, model: ModelShape, *, vocab_size: int | None = None) -> CostModel:
+    def from_model(cls, model: ModelShape, *, vocab_size: int | None = None, fused_head: bool = False) -> CostModel:
         """Training FLOPs of a recipe's model.
 
         Args:
             model: ``recipe.model``.
             vocab_size: where the recipe leaves it to the tokenizer.
+            fused_head: ``recipe.fused_head``.
 
         Raises:
             ValueError: if neither gives a vocabulary size.
@@ -171,38 +185,49 @@ class CostModel:
             num_query_groups=model.num_query_groups,
             kv_channels=model.kv_channels,
             swiglu=model.swiglu,
+            fused_head=fused_head,
         )
 
     def calibrated(self, measured: Sequence[Measured]) -> CostModel:
         """This model in seconds, as measured.
 
-        Measurements of at least three different shapes give all three costs: the non-negative ones with the smallest
-        squared *relative* error, so that small micro-batches count as much as large ones. From fewer, or from shapes
-        that are multiples of each other, the costs keep their proportions and are scaled to the measured total.
+        Measurements of as many different shapes as there are costs (four, or three where the head computes all tokens)
+        give all of them: the non-negative ones with the smallest squared *relative* error, so that small micro-batches
+        count as much as large ones. From fewer, or from shapes that are multiples of each other, the costs keep their
+        proportions and are scaled to the measured total.
 
         Raises:
             ValueError: without a measurement, or if one is not positive.
         """
         if not measured or any(not (m.tokens > 0 and m.pairs > 0 and m.seconds > 0) for m in measured):
             raise ValueError("calibration needs measurements with positive tokens, pairs and seconds")
-        table = np.asarray(measured, dtype=np.float64)
-        design = np.column_stack([table[:, 0], table[:, 1], np.ones(len(table))])
-        scaled = design / table[:, 2:]
+        seconds = np.array([one.seconds for one in measured])
+        amounts = {
+            "token": np.array([one.tokens for one in measured]),
+            "pair": np.array([one.pairs for one in measured]),
+            "scored": np.array([one.scored for one in measured]),
+            "micro_batch": np.ones(len(measured)),
+        }
+        if not amounts["scored"].any():
+            del amounts["scored"]
+        design = np.column_stack(list(amounts.values()))
+        scaled = design / seconds[:, None]
         norms = np.linalg.norm(scaled, axis=0)
-        if np.linalg.matrix_rank(scaled / norms, tol=1e-6) < 3:
-            predicted = design @ np.array([self.token, self.pair, self.micro_batch])
-            factor = float(table[:, 2].sum() / predicted.sum())
-            return CostModel(token=self.token * factor, pair=self.pair * factor, micro_batch=self.micro_batch * factor)
-        # Three unknowns have few faces: the constrained optimum is the best feasible optimum of one of them.
-        best, best_error = np.zeros(3), math.inf
-        for kept in [face for size in (1, 2, 3) for face in combinations(range(3), size) if 0 in face]:
-            found = np.linalg.lstsq(scaled[:, kept] / norms[list(kept)], np.ones(len(table)), rcond=None)[0]
-            costs = np.zeros(3)
+        if np.linalg.matrix_rank(scaled / norms, tol=1e-6) < len(amounts):
+            predicted = design @ np.array([getattr(self, name) for name in amounts])
+            factor = float(seconds.sum() / predicted.sum())
+            return CostModel(**{name: cost * factor for name, cost in vars(self).items()})
+        # So few unknowns have few faces: the constrained optimum is the best feasible optimum of one of them.
+        best, best_error = np.zeros(len(amounts)), math.inf
+        columns = range(len(amounts))
+        for kept in [face for size in columns for face in combinations(columns, size + 1) if 0 in face]:
+            found = np.linalg.lstsq(scaled[:, kept] / norms[list(kept)], np.ones(len(measured)), rcond=None)[0]
+            costs = np.zeros(len(amounts))
             costs[list(kept)] = found / norms[list(kept)]
             error = float(np.square(scaled @ costs - 1).sum())
             if costs.min() >= 0 and costs[0] > 0 and error < best_error:
                 best, best_error = costs, error
-        return CostModel(token=float(best[0]), pair=float(best[1]), micro_batch=float(best[2]))
+        return CostModel(**dict(zip(amounts, best.tolist(), strict=True)))
 
     def of_path(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """``[...]``: cost of the first ``length`` tokens of a path, for every entry."""
@@ -223,6 +248,10 @@ class CostModel:
         """:attr:`micro_batch` in the units of :meth:`units_of_path`."""
         return round(self.micro_batch * (UNITS_PER_TOKEN / self.token))
 
-    def of_micro_batch(self, tokens: float, pairs: float) -> float:
-        """Cost of a micro-batch of ``tokens`` physical tokens and ``pairs`` visible pairs."""
-        return self.token * tokens + self.pair * pairs + self.micro_batch
+    def units_of_scored(self, scored: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of scoring so many tokens, in the units of :meth:`units_of_path`."""
+        return np.rint(scored.astype(np.float64) * (self.scored * UNITS_PER_TOKEN / self.token)).astype(np.int64)
+
+    def of_micro_batch(self, tokens: float, pairs: float, scored: float = 0.0) -> float:
+        """Cost of a micro-batch of ``tokens`` physical tokens, some of them scored, and ``pairs`` visible pairs."""
+        return self.token * tokens + self.pair * pairs + self.scored * scored + self.micro_batch

@@ -8,6 +8,7 @@ Legend: L leaves, A atoms, B bins.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.cuts import Run, least_repeating_runs
+from mcore_prefix_tree.sample import Sample
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -32,31 +34,39 @@ class Leaves:
         end: int64 ``[L]``, exclusive.
         length: int64 ``[L]``, tokens of the leaf's path.
         context: int64 ``[L]``, leading tokens of that path in common with the leaf before; 0 for the first.
+        scored: int64 ``[L]``, what scoring the samples that go with each leaf adds: see :func:`first_scored`.
     """
 
     start: Int64Array
     end: Int64Array
     length: Int64Array
     context: Int64Array
+    scored: Int64Array
 
     def __len__(self) -> int:
         """L."""
         return len(self.length)
 
     @classmethod
-    def of_samples(cls, shared: Int64Array, lengths: Int64Array) -> Leaves:
-        """The leaves among samples in depth-first order; ``shared`` and ``lengths`` as in ``trie_from_order``."""
+    def of_samples(cls, shared: Int64Array, lengths: Int64Array, scored: Int64Array | None = None) -> Leaves:
+        """The leaves among samples in depth-first order; ``shared`` and ``lengths`` as in ``trie_from_order``.
+
+        ``scored`` is that of each sample; None if scoring costs nothing.
+        """
+        scored = np.zeros(len(shared), dtype=np.int64) if scored is None else scored
         continues = np.append(shared, 0)[1:] == lengths
         last = np.flatnonzero(~continues)
         start = np.append(0, last + 1)[:-1]
         context = np.minimum.reduceat(shared, start) if len(start) else shared
-        return cls(start=start, end=last + 1, length=lengths[last], context=context)
+        scored = np.add.reduceat(scored, start) if len(start) else scored
+        return cls(start=start, end=last + 1, length=lengths[last], context=context, scored=scored)
 
     @classmethod
-    def every_sample(cls, shared: Int64Array, lengths: Int64Array) -> Leaves:
-        """All samples in depth-first order, those too that others continue."""
+    def every_sample(cls, shared: Int64Array, lengths: Int64Array, scored: Int64Array | None = None) -> Leaves:
+        """All samples in depth-first order, those too that others continue; arguments as of :meth:`of_samples`."""
         start = np.arange(len(shared))
-        return cls(start=start, end=start + 1, length=lengths, context=shared)
+        scored = np.zeros(len(shared), dtype=np.int64) if scored is None else scored
+        return cls(start=start, end=start + 1, length=lengths, context=shared, scored=scored)
 
     def some(self, chosen: Int64Array) -> Leaves:
         """The leaves at ``chosen``, indices in increasing order, with their contexts among themselves."""
@@ -64,7 +74,13 @@ class Leaves:
         if len(chosen) > 1:
             # What two leaves have in common is the least that neighbours between them have.
             context[1:] = np.minimum.reduceat(self.context[: chosen[-1] + 1], chosen[:-1] + 1)
-        return Leaves(start=self.start[chosen], end=self.end[chosen], length=self.length[chosen], context=context)
+        return Leaves(
+            start=self.start[chosen],
+            end=self.end[chosen],
+            length=self.length[chosen],
+            context=context,
+            scored=self.scored[chosen],
+        )
 
     @property
     def tokens(self) -> int:
@@ -76,9 +92,31 @@ class Leaves:
         """Visible (query, key) pairs of all in one micro-batch."""
         return int((self.length * (self.length + 1) // 2 - self.context * (self.context + 1) // 2).sum())
 
+    def fresh_units(self, cost_model: CostModel) -> Int64Array:
+        """int64 ``[L]``: what each adds to the cost of the one before."""
+        path = cost_model.units_of_path(self.length) - cost_model.units_of_path(self.context)
+        return path + cost_model.units_of_scored(self.scored)
+
     def units(self, cost_model: CostModel) -> int:
         """Cost of all in one micro-batch, its overhead aside."""
-        return int((cost_model.units_of_path(self.length) - cost_model.units_of_path(self.context)).sum())
+        return int(self.fresh_units(cost_model).sum())
+
+
+def first_scored(samples: Sequence[Sample], order: Int64Array, shared: Int64Array) -> Int64Array:
+    """int64 ``[S]``: of samples in depth-first order, the scored tokens that each does not share with the one before.
+
+    As good as all that a micro-batch of them scores: the completions of one prompt share nothing that is scored, and
+    the turns of a conversation are scored one in each sample, the shorter ones first. What two samples score together
+    and different micro-batches compute counts once.
+    """
+    return np.fromiter(
+        (
+            np.count_nonzero(samples[index].loss_mask[max(1, start) :])
+            for index, start in zip(order.tolist(), shared.tolist(), strict=True)
+        ),
+        dtype=np.int64,
+        count=len(order),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,13 +148,13 @@ class Atoms:
             target: cost of a bin, in units; a run of several leaves has at most an eighth of it.
             max_tokens: of a bin; no atom has more, unless a leaf by itself has.
         """
-        length = cost_model.units_of_path(leaves.length)
+        fresh = leaves.fresh_units(cost_model)
         context = cost_model.units_of_path(leaves.context)
         runs = [(leaf, leaf + 1) for leaf in range(len(leaves))]
         if len(leaves) > _ATOMS_PER_BIN * bins:
             # A token costs at least one token's units.
             small = min(target // 8, max_tokens * UNITS_PER_TOKEN)
-            runs = least_repeating_runs(context, length - context, small)
+            runs = least_repeating_runs(context, fresh, small)
         first = np.array([start for start, _ in runs], dtype=np.int64)
         after_first = leaves.context.copy()
         after_first[first] = leaves.length[first]
@@ -125,7 +163,7 @@ class Atoms:
             context=leaves.context[first],
             narrowest=np.minimum.reduceat(after_first, first),
             tokens=np.add.reduceat(leaves.length - leaves.context, first) + leaves.context[first],
-            units=np.add.reduceat(length - context, first) + context[first],
+            units=np.add.reduceat(fresh, first) + context[first],
         )
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mcore_prefix_tree.plan.balance import RankBins, balance
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import fewest_runs, least_repeating_runs, smallest_budget
-from mcore_prefix_tree.plan.pack import Leaves
+from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.plan.together import Clusters
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.trie import Share, sort_samples
@@ -100,7 +100,7 @@ def plan_step(
     order, shared, lengths = _in_order(samples, max_tokens, share, min_shared_tokens)
     fresh = lengths - shared
     if together is not None:
-        leaves = Leaves.every_sample(shared, lengths)
+        leaves = Leaves.every_sample(shared, lengths, _scored(samples, order, shared, cost_model))
         clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
         _check_clusters(clusters, samples, order, max_tokens)
         fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
@@ -111,7 +111,7 @@ def plan_step(
     if cost_model is None:
         return _even_plan(order, shared, fresh, max_tokens, dp_size, per_rank)
 
-    leaves = Leaves.of_samples(shared, lengths)
+    leaves = Leaves.of_samples(shared, lengths, _scored(samples, order, shared, cost_model))
     ranks = balance(leaves, cost_model, dp_size=dp_size, micro_batches=per_rank, max_tokens=max_tokens, bubble=bubble)
     ranks = [_for_pipeline(leaves, cost_model, rank) for rank in ranks]
     return ForestPlan(
@@ -156,6 +156,13 @@ def _in_order(
             )
     order, shared = sort_samples(samples, share=share, min_shared_tokens=min_shared_tokens)
     return order, shared, np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+
+
+def _scored(
+    samples: Sequence[Sample], order: Int64Array, shared: Int64Array, cost_model: CostModel | None
+) -> Int64Array | None:
+    """What scoring each sample adds, if it costs anything."""
+    return first_scored(samples, order, shared) if cost_model is not None and cost_model.scored else None
 
 
 def _fewest_per_rank(shared: Int64Array, fresh: Int64Array, max_tokens: int, dp_size: int, multiple: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from mcore_prefix_tree.layout import NO_PADDING, Padding
 from mcore_prefix_tree.plan.bound import makespan_bound
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
-from mcore_prefix_tree.plan.pack import Leaves
+from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.plan.plan import ForestPlan
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import Share, sort_samples, trie_from_order
@@ -25,6 +25,7 @@ class MicroBatchReport:
         tokens: unique tokens.
         padding: tokens up to the size that the parallel layout, FP8 or length buckets ask for.
         pairs: visible (query, key) pairs.
+        scored: unique tokens that are scored; what samples of several micro-batches score together counts in one.
         cost: predicted.
     """
 
@@ -32,6 +33,7 @@ class MicroBatchReport:
     tokens: int
     padding: int
     pairs: int
+    scored: int
     cost: float
 
 
@@ -107,18 +109,21 @@ def report_plan(
     """
     order, shared = sort_samples(samples, share=share, min_shared_tokens=min_shared_tokens)
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
-    everything = Leaves.every_sample(shared, lengths)
+    scored = first_scored(samples, order, shared)
+    everything = Leaves.every_sample(shared, lengths, scored)
     place = np.empty(len(samples), dtype=np.int64)
     place[order] = np.arange(len(samples))
 
     def count(indices: Sequence[int]) -> MicroBatchReport:
         own = everything.some(np.sort(place[np.asarray(indices, dtype=np.int64)]))
+        own_scored = int(own.scored.sum())
         return MicroBatchReport(
             samples=len(indices),
             tokens=own.tokens,
             padding=padding.size(own.tokens) - own.tokens,
             pairs=own.pairs,
-            cost=cost_model.of_micro_batch(own.tokens, own.pairs),
+            scored=own_scored,
+            cost=cost_model.of_micro_batch(own.tokens, own.pairs, own_scored),
         )
 
     ranks = tuple(tuple(count(indices) for indices in rank) for rank in plan.micro_batches)
@@ -129,6 +134,7 @@ def report_plan(
         dp_size=len(ranks),
         micro_batches=plan.num_micro_batches,
         max_tokens=max_tokens,
+        scored=scored,
     )
     return PlanReport(
         ranks=ranks,

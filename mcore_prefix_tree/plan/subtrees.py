@@ -35,7 +35,7 @@ class SubtreePlacer:
         self._context = leaves.context
         self._cost_model = cost_model
         self._path_units = cost_model.units_of_path(leaves.context)
-        fresh_units = cost_model.units_of_path(leaves.length) - self._path_units
+        fresh_units = leaves.fresh_units(cost_model)
         self._units = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(fresh_units)])
         self._tokens = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(leaves.length - leaves.context)])
         roots = np.flatnonzero(leaves.context == 0)

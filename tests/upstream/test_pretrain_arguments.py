@@ -24,6 +24,7 @@ def parse(*arguments: str) -> argparse.Namespace:
     parser.add_argument("--position-embedding-type", default="rope")
     for flag in ("--mock-data", "--sft", "--full-validation", "--use-torch-fsdp2", "--fp16", "--tp-comm-overlap"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--deterministic-mode", action="store_true")
     parser.add_argument("--data-path", nargs="*")
     parser.add_argument("--logits-load-dir")
     parser.add_argument("--gtp-weight-remat-size", type=int)
@@ -46,9 +47,11 @@ def test_the_flag_implies_one_denominator_for_the_step() -> None:
     assert args.dataloader_type == "external"
     assert args.prefix_tree_data_path == ["a.jsonl", "b.jsonl"]
     assert args.prefix_tree_shuffle is True
-    assert args.prefix_tree_attention_backend == "path"
+    assert args.prefix_tree_attention_backend == "auto"
     assert (args.prefix_tree_share, args.prefix_tree_min_shared_tokens) == ("all", 0)
     assert args.prefix_tree_length_buckets is None
+    assert args.prefix_tree_deterministic_attention is True
+    assert parse(*FOLDED, "--prefix-tree-no-deterministic-attention").prefix_tree_deterministic_attention is False
     assert args.prefix_tree_fused_head is True
     assert parse(*FOLDED, "--prefix-tree-no-fused-head").prefix_tree_fused_head is False
     check_arguments(args)
@@ -60,6 +63,8 @@ def test_the_flag_implies_one_denominator_for_the_step() -> None:
         ("--dataloader-type", "external"),
         ("--num-experts", "4", "--moe-token-dispatcher-type", "alltoall"),
         ("--transformer-impl", "local"),
+        ("--deterministic-mode",),
+        ("--prefix-tree-no-deterministic-attention",),
     ],
 )
 def test_accepted(arguments: tuple[str, ...]) -> None:
@@ -83,6 +88,10 @@ def test_accepted(arguments: tuple[str, ...]) -> None:
         (("--transformer-impl", "inference_optimized"), "inference_optimized"),
         (("--logits-load-dir", "x"), "--logits-load-dir"),
         (("--gtp-weight-remat-size", "2"), "--tensor-parallel-num-weight-shards"),
+        (
+            ("--deterministic-mode", "--prefix-tree-no-deterministic-attention"),
+            "--prefix-tree-no-deterministic-attention with --deterministic-mode: leave one of them out",
+        ),
         (("--prefix-tree-max-tokens", "0"), "--prefix-tree-max-tokens=0"),
         (("--prefix-tree-data-path", "-"), "--prefix-tree-data-path -"),
         (("--prefix-tree-attention-backend", "nope"), "'nope'"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from megatron_lm import (
     BATCH,
@@ -99,7 +101,7 @@ def test_streamed_from_a_file_with_bad_lines(stock: Stock, base: Path, tmp_path:
     padded = "--prefix-tree-length-buckets 100 200 400"
     run = trained(ENTRY, *arguments, f"--load {base}", streaming, padded, ranks=2)
     check(run, stock, tmp_path / "saved")
-    assert f"> skipped 2 bad samples: {bad}:1: not valid JSON" in run.output
+    assert f"> skipped 2 bad samples (1 unreadable, 1 too long): {bad}:1: not valid JSON" in run.output
     assert "the sample has 71 tokens, but --seq-length is 64" in run.output
 
 
@@ -207,14 +209,16 @@ def test_help_has_a_group_of_its_own() -> None:
     [
         ("--hidden-dropout 0.1", "hidden_dropout=0.1"),
         ("--context-parallel-size 2", "context_parallel_size=2"),
-        ("--num-experts 4 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff=0.1"),
+        ("--num-experts 4 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff=[0.1]"),
         ("--mock-data", "--mock-data"),
+        ("--pipeline-model-parallel-size 2 --prefix-tree-max-token 3", "unrecognized arguments: --prefix-tree-max-tok"),
     ],
 )
 def test_refusals_come_before_anything_is_started(stock: Stock, arguments: str, sentence: str) -> None:
     ranks = 2 if "parallel" in arguments else 1
     run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, stock.data, arguments, ranks=ranks)
     assert run.status != 0
+    assert "exitcode  : 2 " in run.output
     (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert sentence in line
     assert "pretrain_gpt.py" not in run.output, "a sentence, no traceback"
@@ -231,6 +235,23 @@ def test_a_step_that_does_not_fit_is_refused_before_training(stock: Stock) -> No
     assert not run.losses
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_dry_run_looks_at_all_of_a_streamed_epoch(tmp_path: Path, form: str) -> None:
+    data = tmp_path / f"late.{form}"
+    rows = [[1, 2]] * BATCH + [[row] * 60 for row in range(BATCH)]
+    place = f"{data}:{BATCH + 1}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"tokens": rows}), data, row_group_size=3)
+        place = f"{data} row {BATCH}"
+    else:
+        data.write_text("".join(f'{{"tokens": {row}}}\n' for row in rows))
+    streamed = f"--prefix-tree-data-path {data} --prefix-tree-streaming --prefix-tree-no-shuffle"
+    run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, streamed, "--prefix-tree-max-tokens 64 --prefix-tree-dry-run")
+    assert run.status != 0
+    (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert f"the first of these samples is {place})" in line
+
+
 def test_dry_run(stock: Stock) -> None:
     run = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, stock.data, "--prefix-tree-dry-run")
     assert f"{BATCH} a step, in 4 micro-batches on each of 1 data-parallel ranks" in run.output
@@ -242,6 +263,7 @@ def test_dry_run(stock: Stock) -> None:
         num_attention_heads=4,
         num_query_groups=2,
         vocab_size=VOCAB,
+        fused_head=True,
     )
     plan = plan_step(samples, max_tokens=400, micro_batches=4, cost_model=cost_model)
     ratio = sum(map(len, samples)) / sum(map(sum, plan.physical_tokens))

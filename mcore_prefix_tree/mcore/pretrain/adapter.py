@@ -8,7 +8,9 @@ function rather than from a ``ModelConfig`` is still taken.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
+import io
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -48,11 +50,17 @@ def parse_command_line() -> argparse.Namespace:
     """Megatron's arguments and those of ``--prefix-tree``.
 
     Raises:
-        SystemExit: for ``--help`` and for what the parser refuses.
+        ArgumentError: what the parser refuses, without its usage of hundreds of lines, which every rank would print.
+        SystemExit: for ``--help``.
     """
+    said = io.StringIO()
     try:
-        args: argparse.Namespace = parse_args(add_prefix_tree_args)
-        return args
+        with contextlib.redirect_stderr(said):
+            args: argparse.Namespace = parse_args(add_prefix_tree_args)
+    except SystemExit as error:
+        if not error.code:
+            raise
+        raise ArgumentError(said.getvalue().strip().rpartition(": error: ")[2]) from error
     except ValueError as error:
         # argparse cannot format one of the help texts of core_v0.19.0: "10%)".
         if not {"-h", "--help"} & set(sys.argv[1:]):
@@ -62,6 +70,8 @@ def parse_command_line() -> argparse.Namespace:
         add_prefix_tree_args(parser).print_help()
         print(f"\nMegatron-LM {compat.installed_version()} cannot show its own arguments: {error}")
         raise SystemExit(0) from error
+    sys.stderr.write(said.getvalue())
+    return args
 
 
 def run_pretrain(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ def dry_run(args: argparse.Namespace) -> str:
     folding = folding_of(args, device=torch.device("cpu"))
     order = training_order(args)
     end = args.train_samples or args.train_iters * args.global_batch_size
-    if not order.is_streamed:
-        check_first_epoch(order, size, folding, consumed=0, end=end)
+    check_first_epoch(order, size, folding, consumed=0, end=end)
     samples = order.take(0, size.samples)
     plan = plan_exactly(samples, size, folding)
 
@@ -50,8 +50,7 @@ def dry_run(args: argparse.Namespace) -> str:
         f"first step: {logical} logical tokens, {physical} physical, fold ratio {logical / physical:.2f}",
     ]
     lines += [
-        f"  data-parallel rank {rank}: "
-        + ", ".join(f"{len(batch)} samples in {tokens} tokens" for batch, tokens in zip(batches, sizes, strict=True))
+        f"  data-parallel rank {rank}: {_dealt(batches, sizes)}"
         for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
     ]
     cases = {"longest micro-batch": longest, "at --prefix-tree-max-tokens": folding.max_tokens}
@@ -65,6 +64,15 @@ def dry_run(args: argparse.Namespace) -> str:
         for case, tokens in cases.items()
     ]
     return "\n".join(lines)
+
+
+def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
+    """A rank's micro-batches; those that a plan leaves empty are counted."""
+    parts = [
+        f"{len(batch)} samples in {tokens} tokens" for batch, tokens in zip(batches, sizes, strict=True) if len(batch)
+    ]
+    empty = len(batches) - len(parts)
+    return ", ".join(parts + [f"{empty} empty"] * bool(empty))
 
 
 def _weights(args: argparse.Namespace) -> float:

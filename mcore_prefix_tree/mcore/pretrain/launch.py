@@ -5,29 +5,36 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import dataclasses
 import importlib.metadata
 import io
 import os
+import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import validate_args
 
-from mcore_prefix_tree.data import load_tokenizer
+from mcore_prefix_tree.data import load_tokenizer, resolve_paths
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.arguments import ArgumentError, check_arguments, check_unused
 from mcore_prefix_tree.mcore.pretrain.adapter import check_megatron_lm, parse_command_line, run_pretrain
+from mcore_prefix_tree.mcore.pretrain.backend import check_backend
 from mcore_prefix_tree.mcore.pretrain.dry_run import dry_run
 from mcore_prefix_tree.mcore.pretrain.providers import (
     TreeDatasetsProvider,
+    folding_of,
     tree_model_provider,
     tree_transformer_config,
 )
 from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
+from mcore_prefix_tree.mcore.validation import check_config
 from mcore_prefix_tree.testing.emulation import enable_training
 
 __all__ = ["check_unused", "emulate_without_gpu", "prepare"]
@@ -92,32 +99,72 @@ def prepare(root: Path) -> Job:
     """Parse and check the command line, by Megatron's validation and this package's.
 
     Raises:
-        ArgumentError: arguments that cannot be used together, or an unsupported Megatron-LM.
+        ArgumentError: arguments that cannot be used together, by this package or by Megatron-LM's own validation; or an
+            unsupported Megatron-LM.
+        SampleError: there is no such data.
         MegatronCoreError: something that the package relies on has moved.
         NotImplementedError: a model that folding cannot do exactly.
-        AssertionError, ValueError: what Megatron-LM's own validation refuses.
-        SystemExit: for ``--help`` and for what the parser refuses.
+        ValueError: an attention back-end that the model or this machine cannot have.
+        SystemExit: for ``--help``.
     """
     args = parse_command_line()
     check_megatron_lm(root)
     say_which_megatron_core(root)
     check_arguments(args)
+    resolve_paths([*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())])
+    if not args.prefix_tree_dry_run and "MASTER_ADDR" not in os.environ:
+        raise ArgumentError(
+            "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that says where its ranks meet"
+        )
     if args.use_checkpoint_args:
         # Megatron reads the model's arguments from the checkpoint later; the model provider checks them then.
         if args.prefix_tree_dry_run:
             raise ArgumentError("--prefix-tree-dry-run does not read --use-checkpoint-args; give the model's arguments")
         return Job(defaults=_defaults(args), validated=None, dry_run=False)
+    # First, because what folding cannot do may also need, for Megatron's validation, what is not installed.
+    check_config(_as_config(args))
     defaults = _defaults(args)
     validated = copy.deepcopy(args)
     # pretrain() validates again and prints all arguments then; once is enough.
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with _megatrons_refusals(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         validate_args(validated, defaults)
-    if args.prefix_tree_dry_run and not HAVE_TE:
-        # Where the job runs there is TransformerEngine; without it upstream's config refuses its fused rope.
-        validated.apply_rope_fusion = False
-    tree_transformer_config(validated)
+        if args.prefix_tree_dry_run and not HAVE_TE:
+            # Where the job runs there is TransformerEngine; without it upstream's config refuses its fused rope.
+            validated.apply_rope_fusion = False
+        config = tree_transformer_config(validated)
+    folding_of(validated, device=torch.device("cpu"))
+    if not args.prefix_tree_dry_run:
+        check_backend(validated, config)
     return Job(defaults=defaults, validated=validated, dry_run=args.prefix_tree_dry_run)
+
+
+def _as_config(args: argparse.Namespace) -> argparse.Namespace:
+    """What the arguments say of a ``TransformerConfig``, before Megatron's validation."""
+    unset = {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(TransformerConfig)
+    }
+    return argparse.Namespace(**unset | vars(args) | {"num_moe_experts": args.num_experts})
+
+
+@contextlib.contextmanager
+def _megatrons_refusals() -> Iterator[None]:
+    """Make a sentence of what Megatron's validation asserts: its own words, or else the line that asks.
+
+    Raises:
+        ArgumentError: Megatron refuses the arguments.
+    """
+    try:
+        yield
+    except ArgumentError:
+        raise
+    except (AssertionError, ValueError) as error:
+        asked = traceback.extract_tb(error.__traceback__)[-1]
+        raise ArgumentError(
+            f"Megatron-LM does not take these arguments: {str(error) or asked.line} (in {asked.filename}, line "
+            f"{asked.lineno})"
+        ) from error
 
 
 def _defaults(args: argparse.Namespace) -> dict[str, Any]:

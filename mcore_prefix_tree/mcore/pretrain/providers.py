@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from mcore_prefix_tree.data import LineOptions, Ranks, Skipped, StreamedGroups, 
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.layout import Padding, sequence_multiple
 from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args, check_arguments
-from mcore_prefix_tree.mcore.backend import resolve_backend
 from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.pretrain.adapter import model_arguments
+from mcore_prefix_tree.mcore.pretrain.backend import device_of_this_rank, with_backend
 from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
 from mcore_prefix_tree.mcore.pretrain.steps import StepDealer, StepIterator, StepSize, check_first_epoch
 from mcore_prefix_tree.mcore.validation import check_config, check_model
@@ -135,6 +134,7 @@ def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
         min_shared_tokens=args.prefix_tree_min_shared_tokens,
         padding=_padding_of(args),
         attention_backend=args.prefix_tree_attention_backend,
+        deterministic_attention=args.prefix_tree_deterministic_attention,
         output="weighted_sum" if args.prefix_tree_fused_head else "logits",
         only_supervised=args.prefix_tree_fused_head,
     )
@@ -170,6 +170,7 @@ def cost_model_of(args: argparse.Namespace) -> CostModel:
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         kv_channels=args.kv_channels,
         swiglu=args.swiglu,
+        fused_head=args.prefix_tree_fused_head,
     )
 
 
@@ -260,7 +261,7 @@ class TreeDatasetsProvider:
             SampleError: bad data.
         """
         args = get_args()
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = device_of_this_rank()
         dp_rank = parallel_state.get_data_parallel_rank()
         folding = folding_of(args, device=device)
         train = None
@@ -268,7 +269,8 @@ class TreeDatasetsProvider:
             if self._training is None:
                 order = training_order(args)
                 print_rank_0(f"> {order.samples_per_epoch} samples an epoch from {args.prefix_tree_data_path}")
-                # Streamed data would be encoded once more; a step that does not fit is told when it comes.
+                # Streamed data would be read and encoded once more, which a dry run does for who wants to know: here a
+                # step that does not fit is told when it is planned, while the one before computes.
                 constant = args.rampup_batch_size is None and getattr(args, "step_batch_size_schedule", None) is None
                 if constant and not order.is_streamed:
                     check_first_epoch(
@@ -296,22 +298,6 @@ class TreeDatasetsProvider:
         consumed = 0 if args.skip_train else args.consumed_valid_samples
         valid = StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args))
         return train, valid, None
-
-
-def with_backend(folding: Folding, args: argparse.Namespace, order: SampleOrder) -> Folding:
-    """Folding with the back-end that its setting stands for: the same on every rank, and after a restart.
-
-    Raises:
-        ValueError: the back-end does not support the run; names those that do.
-    """
-    backend = resolve_backend(
-        folding.attention_backend,
-        core_transformer_config_from_args(args),
-        lambda: order.take(0, args.global_batch_size),
-        device=folding.device,
-        say=print_rank_0,
-    )
-    return replace(folding, attention_backend=backend)
 
 
 def _current_size(args: argparse.Namespace) -> StepSize:

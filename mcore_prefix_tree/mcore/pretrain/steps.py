@@ -9,7 +9,8 @@ the calculator between steps trips an assertion in ``train()`` and every count a
 schedule function from megatron-core by name, so that there is no seam to wrap it at.
 
 What the count cannot do is grow with the data. A step that does not fit its micro-batches under
-``--prefix-tree-max-tokens`` is refused, for the first epoch before training starts.
+``--prefix-tree-max-tokens`` is refused, for the first epoch before training starts; of streamed samples when it is
+planned, a step ahead, or by ``--prefix-tree-dry-run``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,140 @@
+"""Everything that folding cannot do is refused by Megatron-LM's arguments, before there is a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron_lm import CPU, FOLDED, MODEL, TRAIN, VARIABLE, search_path
+
+if VARIABLE not in os.environ:
+    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+pytest.importorskip("triton", reason="megatron.training imports triton")
+
+SCRIPT = Path(__file__).with_name("refusals.py")
+COMMON = f"{CPU} {MODEL} {TRAIN} {FOLDED} --prefix-tree-data-path /dev/null"
+MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall"
+
+# Arguments, and how what is said of them begins after "prefix-tree training does not support ".
+SPINE = [
+    ("--context-parallel-size 2", "context_parallel_size=2"),
+    ("--attention-dropout 0.1", "attention_dropout=0.1"),
+    ("--hidden-dropout 0.1", "hidden_dropout=0.1"),
+    ("--multi-latent-attention", "multi_latent_attention=True"),
+    ("--mtp-num-layers 1", "mtp_num_layers=1"),
+    ("--window-size 16,1", "window_size=(16, 1)"),
+    ("--window-size=-1,0", "window_size=(-1, 0)"),
+    ("--qk-clip", "qk_clip or log_max_attention_logit"),
+    ("--log-max-attention-logit", "qk_clip or log_max_attention_logit"),
+    ("--fp8-format hybrid", "fp8 or fp4"),
+    ("--fp4-format e2m1", "fp8 or fp4"),
+    ("--cuda-graph-impl local", "cuda_graph_impl='local'"),
+    (f"{MOE} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm"),
+    (f"{MOE} --moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type='sinkhorn'"),
+    (f"{MOE} --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff=[0.1]"),
+    (f"{MOE} --moe-z-loss-coeff 0.1", "moe_z_loss_coeff=0.1"),
+    (f"{MOE} --moe-expert-capacity-factor 1.5", "moe_expert_capacity_factor=1.5"),
+    (f"{MOE} --moe-router-force-load-balancing", "moe_router_force_load_balancing or moe_router_force_biased"),
+    (f"{MOE} --moe-input-jitter-eps 0.1", "moe_input_jitter_eps=0.1"),
+    (f"{MOE} --moe-router-enable-expert-bias", "moe_router_enable_expert_bias=True"),
+]
+# Arguments that core_v0.16.1 lacks.
+NEWER = [
+    (f"{MOE} --moe-router-load-balancing-type quantile_balancing", "moe_router_load_balancing_type='quantile_bal"),
+    (f"{MOE} --moe-router-force-biased 0.1", "moe_router_force_load_balancing or moe_router_force_biased"),
+    (f"{MOE} --moe-expert-rank-capacity-factor 1.5", "moe_expert_rank_capacity_factor"),
+]
+# No argument of Megatron-LM sets it: it is for those who write a TransformerConfig.
+WITHOUT_ARGUMENT = {"fused_single_qkv_rope"}
+# What is said from the start.
+OTHER = [
+    ("--position-embedding-type mrope", "prefix-tree training does not support --position-embedding-type mrope: "),
+    ("--window-size 16,0", "attention backend 'path' does not support window=17 "),
+    ("--window-size 16,0 --prefix-tree-attention-backend auto", "attention backend 'auto' finds none that supports"),
+    ("--prefix-tree-attention-backend triton", "attention backend 'triton' does not support "),
+    ("--prefix-tree-attention-backend nope", "attention backend 'nope' does not exist; "),
+    (
+        "--position-embedding-type learned_absolute --max-position-embeddings 32",
+        "Megatron-LM does not take these arguments: max_position_embeddings (32) must be greater than or equal to "
+        "seq_length (64)",
+    ),
+    ("--hidden-size 30", "Megatron-LM does not take these arguments: assert args.hidden_size % args.num_attention_hea"),
+    ("--prefix-tree-max-token 3", "unrecognized arguments: --prefix-tree-max-token 3"),
+    ("--prefix-tree-data-path nope.jsonl", "nope.jsonl: no such file in "),
+    ("--prefix-tree-valid-data-path nope/*.jsonl", "nope/*.jsonl: this glob matches no file in "),
+    ("--prefix-tree-max-tokens x", "argument --prefix-tree-max-tokens: invalid int value: 'x'"),
+    ("--prefix-tree-length-buckets 8", "--prefix-tree-length-buckets: the largest, 8, cannot hold a micro-batch"),
+]
+ACCEPTED = ["", MOE, "--window-size 16,0 --prefix-tree-attention-backend reference"]
+
+
+def is_newer() -> bool:
+    package = Path(os.environ[VARIABLE], "megatron", "core", "package_info.py").read_text()
+    return "MINOR = 16\n" not in package
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """What is said to each of the command lines."""
+    folder = tmp_path_factory.mktemp("refusals")
+    arguments = [*(case for case, _ in [*SPINE, *NEWER, *OTHER]), *ACCEPTED]
+    (folder / "cases").write_text(json.dumps([f"{COMMON} {case}".split() for case in arguments]))
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder / "cases"), str(folder / "answers")],
+        check=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": search_path()},
+    )
+    return dict(zip(arguments, json.loads((folder / "answers").read_text()), strict=True))
+
+
+def cases_here() -> list[Any]:
+    skip = [] if is_newer() else [pytest.mark.skip(reason="core_v0.16.1 has no such argument")]
+    return [pytest.param(*case, id=case[0]) for case in SPINE] + [
+        pytest.param(*case, id=case[0], marks=skip) for case in NEWER
+    ]
+
+
+@pytest.mark.parametrize(("arguments", "setting"), cases_here())
+def test_what_folding_cannot_do_is_refused_by_name(told: dict[str, str | None], arguments: str, setting: str) -> None:
+    said = told[arguments]
+    assert said is not None
+    assert said.startswith(f"prefix-tree training does not support {setting}")
+    assert "; nor " not in said, "nothing else is at fault"
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), OTHER, ids=[arguments for arguments, _ in OTHER])
+def test_what_else_is_refused(told: dict[str, str | None], arguments: str, sentence: str) -> None:
+    said = told[arguments]
+    assert said is not None
+    assert said.startswith(sentence)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("arguments", ACCEPTED)
+def test_what_is_accepted(told: dict[str, str | None], arguments: str) -> None:
+    assert told[arguments] is None
+
+
+def test_every_refusal_of_the_spine_is_driven_here() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from mcore_prefix_tree.mcore.validation import _refusals
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    sentences = [sentence for _, sentence in _refusals(SimpleNamespace(**vars(config)))]
+    settings = [setting for _, setting in [*SPINE, *NEWER]]
+    left = {name for name in map(setting_of, sentences) if not any(setting_of(case) == name for case in settings)}
+    assert left == WITHOUT_ARGUMENT
+    assert sum("moe_router_load_balancing_type" in sentence for sentence in sentences) == 2
+
+
+def setting_of(sentence: str) -> str:
+    """The name before a value or a colon."""
+    return sentence.partition(":")[0].partition("=")[0]
