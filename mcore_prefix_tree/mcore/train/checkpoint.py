@@ -141,8 +141,8 @@ def _writing(folder: str | Path, iteration: int) -> Iterator[None]:
         left = "no checkpoint was saved before it" if whole is None else f"the checkpoint of iteration {whole} is whole"
         raise SaveError(
             f"checkpoint.save={folder}: iteration {iteration} could not be written to "
-            f"{iteration_folder(folder, iteration)} ({_why(error, told.first)}{_room(folder)}); {left}; make room there "
-            "and start again with --resume"
+            f"{iteration_folder(folder, iteration)} ({_why(error, told.first)}{_room(folder)}); {left}; make room "
+            "there and start again with --resume"
         ) from error
     finally:
         writers.removeHandler(told)
