@@ -79,7 +79,8 @@ def cost_table(result: dict[str, Any]) -> str:
         "",
         f"`recipes/quickstart.yaml` on one thread ({result['machine']['cpu']}): a token costs "
         f"{cost['token'] * 1e6:.3g} µs, scoring it {cost.get('scored', 0) * 1e6:.3g} µs, a visible pair "
-        f"{cost['pair'] * 1e6:.3g} µs, a micro-batch {cost['micro_batch'] * 1e3:.3g} ms; the largest error of the fit is {result['worst_relative_error']:.0%}.",
+        f"{cost['pair'] * 1e6:.3g} µs, a micro-batch "
+        f"{cost['micro_batch'] * 1e3:.3g} ms; the largest error of the fit is {result['worst_relative_error']:.0%}.",
     ]
     return "\n".join(lines)
 
