@@ -55,7 +55,7 @@ WITHOUT_ARGUMENT = {"fused_single_qkv_rope"}
 # What is said from the start.
 OTHER = [
     ("--position-embedding-type mrope", "prefix-tree training does not support --position-embedding-type mrope: "),
-    ("--window-size 16,0", "attention backend 'path' does not support window=17 "),
+    ("--window-size 16,0 --prefix-tree-attention-backend path", "attention backend 'path' does not support window=17 "),
     ("--window-size 16,0 --prefix-tree-attention-backend auto", "attention backend 'auto' finds none that supports"),
     ("--prefix-tree-attention-backend triton", "attention backend 'triton' does not support "),
     ("--prefix-tree-attention-backend nope", "attention backend 'nope' does not exist; "),
