@@ -87,6 +87,11 @@ class Notes:
     def message(self, text: str) -> None:
         self.messages.append(text)
 
+    @property
+    def told(self) -> list[str]:
+        """The messages but for what ``auto`` chose, which rests on measurements."""
+        return [text for text in self.messages if not text.startswith("attention backend ")]
+
     def reading(self, done: int, total: int) -> None:
         self.read.append((done, total))
 
