@@ -29,7 +29,7 @@ from mcore_prefix_tree.bench.machine import describe_machine as machine
 from mcore_prefix_tree.data import load_tokenizer, read_samples
 from mcore_prefix_tree.plan import CostModel, ForestPlan, plan_step, report_plan
 from mcore_prefix_tree.plan.cuts import fewest_runs
-from mcore_prefix_tree.plan.pack import Leaves
+from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.trie import sort_samples
 
 # A 7B model: 32 layers of 4096, grouped queries, a vocabulary of 131,072.
@@ -40,6 +40,7 @@ COST = CostModel.from_dimensions(
     num_attention_heads=32,
     num_query_groups=8,
     vocab_size=131072,
+    fused_head=True,
 )
 # Karmarkar-Karp in Python is quadratic: beyond so many (items x ranks) it is left out.
 KK_LIMIT = 2_000_000
@@ -99,11 +100,13 @@ def by_karmarkar_karp(case: Case, *, leaves: bool) -> ForestPlan | None:
     order, shared = sort_samples(case.samples)
     lengths = np.array([len(case.samples[index]) for index in order], dtype=np.int64)
     if leaves:
-        items = Leaves.of_samples(shared, lengths)
+        items = Leaves.of_samples(shared, lengths, first_scored(case.samples, order, shared))
         costs = COST.units_of_path(items.length) - COST.units_of_path(items.context)
     else:
-        items = Leaves.every_sample(shared, lengths)
+        scored = np.array([np.count_nonzero(case.samples[index].loss_mask[1:]) for index in order], dtype=np.int64)
+        items = Leaves.every_sample(shared, lengths, scored)
         costs = COST.units_of_path(items.length)
+    costs = costs + COST.units_of_scored(items.scored)
     if len(costs) * case.dp_size > KK_LIMIT:
         return None
     ranks = karmarkar_karp(costs.tolist(), case.dp_size)

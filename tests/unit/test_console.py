@@ -219,7 +219,7 @@ def recipe(tmp_path):
         f"data: {{path: {data}}}\n"
         "model: {num_layers: 1, hidden_size: 16, num_attention_heads: 2, vocab_size: 16}\n"
         "batch: {global_batch_size: 2, max_tokens: 64}\n"
-        "train_iters: 4\ncompare: false\nverify: {enabled: false}\n"
+        "train_iters: 4\nattention_backend: path\ncompare: false\nverify: {enabled: false}\n"
     )
     return path
 
