@@ -28,7 +28,8 @@ def attention(
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="JSON Lines, Parquet or Arrow: its records as one sample each, and as one sample per assistant turn."
+            metavar="FILE",
+            help="JSON Lines, Parquet or Arrow: its records as one sample each, and as one sample per assistant turn.",
         ),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Of chat messages in --data.")] = None,
