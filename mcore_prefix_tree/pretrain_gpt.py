@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mcore_prefix_tree.errors import readable_errors
+from mcore_prefix_tree.launchers import adopt_ranks
 
 VARIABLE = "MEGATRON_LM_PATH"
 
@@ -36,6 +37,8 @@ def main() -> None:
     with readable_errors(_is_ours):
         root = use_megatron_lm(known.megatron_lm_path)
         dry_run = "--prefix-tree-dry-run" in rest
+        if folded and not dry_run:
+            adopt_ranks(os.environ)
         with warnings.catch_warnings():
             if folded and (dry_run or os.environ.get("LOCAL_RANK", "0") != "0"):
                 # Which optional packages are missing one rank of a machine says; a dry run does without them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -216,3 +217,32 @@ def test_a_failed_verification_is_told_once(job: Path) -> None:
     assert failed.losses == {}
     assert len(failed.errors) == 1
     assert failed.errors[0].startswith("error: folded and unfolded runs differ by more than rounding, ")
+
+
+def test_ranks_that_mpirun_started_train_the_same(job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path) -> None:
+    _, reference = undisturbed
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [
+        subprocess.Popen(
+            command(1, "train", job, TP2, *saving(tmp_path)),
+            env=environment()
+            | meet
+            | {f"OMPI_COMM_WORLD_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")}
+            | {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    first, second = (Ended(code=0, out=out, err=err) for out, err in said)
+    assert first.losses == reference.losses
+    assert second.out == ""

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from mcore_prefix_tree.launchers import adopt_ranks
 from mcore_prefix_tree.mcore.train.model import transformer_config
 from mcore_prefix_tree.mcore.validation import check_config
 from mcore_prefix_tree.recipe import Recipe, RecipeError
@@ -54,13 +55,15 @@ class Session:
 
 @contextmanager
 def session(recipe: Recipe) -> Iterator[Session]:
-    """Set up what ``torchrun`` started, or a world of one, and take it down again.
+    """Set up what ``torchrun``, ``mpirun`` or ``srun`` started, or a world of one, and take it down again.
 
     Raises:
         NotImplementedError: the recipe asks for what folding cannot do; see :func:`check_config`.
         RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, or it wants a GPU and there is
             none.
+        ValueError: see :func:`adopt_ranks`.
     """
+    adopt_ranks(os.environ)
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available()
     if recipe.device == "cuda" and not on_gpu:
         raise RecipeError("device=cuda, but torch sees no GPU; set device=auto or device=cpu")
@@ -91,7 +94,7 @@ def session(recipe: Recipe) -> Iterator[Session]:
 
 
 def _init_process_group(backend: str) -> None:
-    if "RANK" in os.environ:  # torchrun's environment
+    if "RANK" in os.environ:  # a launcher's environment
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

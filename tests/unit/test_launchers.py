@@ -1,0 +1,74 @@
+"""Ranks that mpirun or srun started."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_prefix_tree.launchers import LAUNCHERS, adopt_ranks
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "16",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "2"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+MEET = {"MASTER_ADDR": "gpu01"}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (OPEN_MPI, {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}),
+        (MPICH, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
+        (SLURM, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}),
+        # Open MPI starts its own processes through srun.
+        (SLURM | OPEN_MPI, {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}),
+    ],
+)
+def test_a_launcher_says_it_in_its_own_words(said: dict[str, str], expected: dict[str, str]) -> None:
+    environment = said | MEET
+    adopt_ranks(environment)
+    assert environment == said | MEET | expected | {"MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        MEET,
+        SLURM | {"RANK": "0", "WORLD_SIZE": "1"},  # torchrun, started by srun
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"},  # the shell of a batch job
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
+    ],
+)
+def test_what_is_no_rank_stays_as_it_is(environment: dict[str, str]) -> None:
+    before = dict(environment)
+    adopt_ranks(environment)
+    assert environment == before
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (OPEN_MPI, r"Open MPI started 16 ranks \(OMPI_COMM_WORLD_SIZE\), and MASTER_ADDR does not say where they meet"),
+        (SLURM, r"Slurm started 8 ranks \(SLURM_STEP_NUM_TASKS\)"),
+    ],
+)
+def test_where_they_meet_has_to_be_said(said: dict[str, str], sentence: str) -> None:
+    environment = dict(said)
+    with pytest.raises(ValueError, match=sentence):
+        adopt_ranks(environment)
+    assert environment == said
+
+
+def test_a_port_that_is_given_is_kept() -> None:
+    environment = OPEN_MPI | MEET | {"MASTER_PORT": "1234"}
+    adopt_ranks(environment)
+    assert environment["MASTER_PORT"] == "1234"
+
+
+def test_every_launcher_says_what_is_needed() -> None:
+    for names in LAUNCHERS.values():
+        assert {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= names.keys()
