@@ -30,6 +30,7 @@ model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_group
 batch: {{global_batch_size: 4, max_tokens: 40}}
 optimizer: {{lr: 1e-2, lr_warmup_steps: 1}}
 train_iters: {STEPS}
+attention_backend: path
 compare: false
 verify: {{enabled: false}}
 """
