@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -184,19 +185,19 @@ def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
 
 def run_compare(recipe: Recipe, *, repeats: int) -> tuple[Comparison, bool]:
     """Measure the recipe's first batch folded and unfolded; for benchmarks. Also says whether this is the main rank."""
-    check_setting(recipe.attention_backend)
-    objective_of(recipe)
-    _check_trainable(recipe)
-    with session(recipe) as place:
-        data = read_data(recipe, place)
-        recipe = with_vocabulary(recipe, data.vocab_size)
-        recipe = with_backend(recipe, place, data.order)
-        chunks = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
-        return Trainer(recipe, place, data.order, chunks).compare(1, repeats=repeats), place.is_main
+    with _measuring(recipe) as (trainer, is_main):
+        return trainer.compare(1, repeats=repeats), is_main
 
 
 def run_calibrate(recipe: Recipe, *, repeats: int) -> tuple[Calibration, bool]:
     """``mcore-prefix-tree calibrate``: time micro-batches. Also says whether this is the main rank."""
+    with _measuring(recipe) as (trainer, is_main):
+        return trainer.calibrate(repeats=repeats), is_main
+
+
+@contextmanager
+def _measuring(recipe: Recipe) -> Iterator[tuple[Trainer, bool]]:
+    """A trainer of new weights that trains nothing, and whether this is the main rank."""
     check_setting(recipe.attention_backend)
     objective_of(recipe)
     _check_trainable(recipe)
@@ -205,7 +206,7 @@ def run_calibrate(recipe: Recipe, *, repeats: int) -> tuple[Calibration, bool]:
         recipe = with_vocabulary(recipe, data.vocab_size)
         recipe = with_backend(recipe, place, data.order)
         chunks = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
-        return Trainer(recipe, place, data.order, chunks).calibrate(repeats=repeats), place.is_main
+        yield Trainer(recipe, place, data.order, chunks), place.is_main
 
 
 def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> None:
