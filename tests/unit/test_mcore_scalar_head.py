@@ -1,4 +1,4 @@
-"""A scalar head on the stock model: what is not told by the layouts of ``tests/dist/test_objective_layouts.py``."""
+"""A scalar head on the stock model: what is not told by the layouts of ``tests/distributed/test_objective_layouts.py``."""
 
 from __future__ import annotations
 

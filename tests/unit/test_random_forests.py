@@ -1,4 +1,4 @@
-"""Millions of small forests against a trie walked token by token, and of small orders against all cuts there are.
+"""Ten million small forests, in half an hour where slow tests run, against a trie walked token by token, and of small orders against all cuts there are.
 
 A thousand forests are folded at once, told apart by their merge keys, and compared array by array: only the naive trie
 walks tokens.
@@ -84,7 +84,7 @@ def check_forests(seed: int) -> None:
     np.testing.assert_array_equal(layout.sample_node, node_of)
 
 
-@pytest.mark.parametrize("rounds", [10, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [10, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_forests_are_what_a_walk_over_their_tokens_finds(rounds: int) -> None:
     for seed in range(rounds):
         check_forests(seed)
