@@ -25,7 +25,7 @@ from rich.table import Table
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.bench.machine import describe_machine
-from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs, head_weighted_sum
+from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs, head_row_losses, head_weighted_sum
 from mcore_prefix_tree.mcore.train.memory import PeakMemory
 
 # (rows, hidden size, vocabulary)
@@ -63,6 +63,17 @@ class Case:
         logprob, _ = head_logprobs(rows, self.weight, Head(edges=self.needed))
         return -torch.dot(logprob, self.loss_weight)
 
+    def fused_rows(self) -> torch.Tensor:
+        """For a loss that is a sum over rows; the head does not know that this one is linear too."""
+        rows = self.hidden[self.needed.row]
+        edge_weight = self.loss_weight[self.needed.token]
+
+        def loss(logprob: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+            return -torch.dot(logprob, edge_weight)
+
+        gradient, logprob, _ = head_row_losses(rows, self.weight, Head(edges=self.needed), loss=loss)
+        return loss(logprob, None) + gradient
+
     def fused_sum(self) -> torch.Tensor:
         """For a loss that is linear in the log-probabilities."""
         rows = self.hidden[self.needed.row]
@@ -91,6 +102,7 @@ def ways(device: torch.device) -> tuple[dict[str, Callable[[Case], torch.Tensor]
     """What can run here, and why the others cannot."""
     runs = {
         "fused, any loss": Case.fused,
+        "fused, loss by rows": Case.fused_rows,
         "fused, linear loss": Case.fused_sum,
         "unfused": Case.unfused,
         "torch: linear, cross_entropy": Case.torch_two_steps,

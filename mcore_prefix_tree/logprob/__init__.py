@@ -1,7 +1,14 @@
 """From logits to the log-probability of every edge, and back to the samples."""
 
+from mcore_prefix_tree.logprob.chunks import Head
 from mcore_prefix_tree.logprob.edges import Edges, candidate_logprobs, edge_logprobs, edge_logprobs_and_entropy
-from mcore_prefix_tree.logprob.head import Head, head_candidate_logprobs, head_logprobs, head_weighted_sum
+from mcore_prefix_tree.logprob.head import (
+    RowLoss,
+    head_candidate_logprobs,
+    head_logprobs,
+    head_row_losses,
+    head_weighted_sum,
+)
 from mcore_prefix_tree.logprob.restore import restore
 from mcore_prefix_tree.logprob.rows import LogitShape
 from mcore_prefix_tree.logprob.top import top_logprobs
@@ -10,11 +17,13 @@ __all__ = [
     "Edges",
     "Head",
     "LogitShape",
+    "RowLoss",
     "candidate_logprobs",
     "edge_logprobs",
     "edge_logprobs_and_entropy",
     "head_candidate_logprobs",
     "head_logprobs",
+    "head_row_losses",
     "head_weighted_sum",
     "restore",
     "top_logprobs",

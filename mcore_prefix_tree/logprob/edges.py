@@ -170,7 +170,8 @@ class _EdgeLogprobs(torch.autograd.Function):
             block = logits[rows].to(empty.dtype, copy=True)
             if temperature is not None:
                 block.div_(temperature[rows, None])
-            sums[rows].set(softmax_sums_(block, with_entropy=with_entropy)[0])
+            shifted = torch.empty_like(block) if with_entropy else None
+            sums[rows].set(softmax_sums_(block, shifted=shifted)[0])
         here, column = edges.column(vocab_start, logits.shape[1])
         target = logits[edges.predictor, column].to(empty.dtype)
         if temperature is not None:

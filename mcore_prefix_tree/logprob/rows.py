@@ -78,16 +78,22 @@ class RowSums:
             self.entropy.copy_(other.entropy)
 
 
-def softmax_sums_(block: torch.Tensor, *, with_entropy: bool) -> tuple[RowSums, torch.Tensor]:
-    """The sums of this rank's columns, and each row's largest logit ``[B]``; leaves ``exp(block - largest)``."""
+def softmax_sums_(block: torch.Tensor, *, shifted: torch.Tensor | None = None) -> tuple[RowSums, torch.Tensor]:
+    """The sums of this rank's columns, and each row's largest logit ``[B]``.
+
+    Args:
+        block: ``[B, Vl]``, logits; left with ``exp(block - largest)``.
+        shifted: memory of the same size, left with ``block - largest``; without it there is no entropy.
+    """
     largest = block.amax(dim=1)
-    shifted = block.sub_(largest[:, None])
-    # Relative to the maximum, not to the logsumexp: a near-certain row keeps the digits of its entropy.
-    weighted = shifted.clone() if with_entropy else None
-    exp = shifted.exp_()
+    if shifted is None:
+        exp = block.sub_(largest[:, None]).exp_()
+    else:
+        exp = torch.exp(torch.sub(block, largest[:, None], out=shifted), out=block)
     total = exp.sum(dim=1)
     log_total = total.log()
-    entropy = None if weighted is None else log_total - torch.linalg.vecdot(exp, weighted) / total
+    # Relative to the maximum, not to the logsumexp: a near-certain row keeps the digits of its entropy.
+    entropy = None if shifted is None else log_total - torch.linalg.vecdot(exp, shifted) / total
     return RowSums(logsumexp=largest + log_total, entropy=entropy), largest
 
 

@@ -8,12 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from mcore_prefix_tree.logprob import candidate_logprobs, edge_logprobs, edge_logprobs_and_entropy, top_logprobs
+from mcore_prefix_tree.logprob import RowLoss
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.output_layer import EdgeHeadMixin, HeadRequest, request_arguments
+from mcore_prefix_tree.mcore.output_layer import ROW_LOSSES, EdgeHeadMixin, HeadRequest, request_arguments
+from mcore_prefix_tree.mcore.outputs import (
+    tree_candidates,
+    tree_logprobs,
+    tree_logprobs_and_entropy,
+    tree_row_losses,
+    tree_values,
+    tree_weighted_sum,
+)
 from mcore_prefix_tree.mcore.scalar_head import ScalarHead
 from mcore_prefix_tree.mcore.validation import check_positions
 from mcore_prefix_tree.objectives import (
@@ -38,13 +45,19 @@ ForwardObjective = LogprobObjective | ValueObjective | Distillation
 ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 
-def tree_forward(model: Any, batch: MicroBatch) -> torch.Tensor:
+def tree_forward(model: Any, batch: MicroBatch, *, row_loss: RowLoss | None = None) -> torch.Tensor:
     """Run one pipeline stage of a model built from a :func:`with_prefix_tree` spec.
+
+    Args:
+        model: the stage.
+        batch: folded.
+        row_loss: what the micro-batch's ``row_losses`` are to have the gradient of: a scalar of what
+            :func:`~mcore_prefix_tree.mcore.outputs.tree_row_losses` reads of them; see
+            :func:`~mcore_prefix_tree.logprob.head_row_losses`.
 
     Returns:
         The stage's output: on the last stage what ``batch.output`` says, hidden states before. Local logits are
-        ``[1, P, V / tp]``; scores are for :func:`tree_logprobs`, :func:`tree_logprobs_and_entropy`,
-        :func:`tree_weighted_sum`, :func:`tree_candidates` or :func:`tree_values` to read.
+        ``[1, P, V / tp]``; scores are for the functions of :mod:`mcore_prefix_tree.mcore.outputs` to read.
 
     Raises:
         ValueError: if the longest path does not fit the model's learned positions, or the last stage is asked for what
@@ -52,7 +65,7 @@ def tree_forward(model: Any, batch: MicroBatch) -> torch.Tensor:
     """
     gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
     check_positions(gpt_model, batch.layout.max_path_len)
-    arguments = _head_arguments(gpt_model.output_layer, batch) if gpt_model.post_process else {}
+    arguments = _head_arguments(gpt_model.output_layer, batch, row_loss) if gpt_model.post_process else {}
     output: torch.Tensor = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -63,7 +76,7 @@ def tree_forward(model: Any, batch: MicroBatch) -> torch.Tensor:
     return output
 
 
-def _head_arguments(layer: Any, batch: MicroBatch) -> dict[str, Any]:
+def _head_arguments(layer: Any, batch: MicroBatch, row_loss: RowLoss | None) -> dict[str, Any]:
     """Keywords of ``GPTModel.forward`` that ask its output layer for what the micro-batch wants."""
     if isinstance(layer, ScalarHead) != (batch.output == "values"):
         has, way_out = (
@@ -81,106 +94,16 @@ def _head_arguments(layer: Any, batch: MicroBatch) -> dict[str, Any]:
             f"the micro-batch asks for {batch.output}, but the model's output layer only has logits; pass the "
             "model through with_edge_head, or make the micro-batch with output='logits'"
         )
+    if batch.output in ROW_LOSSES and row_loss is None:
+        raise ValueError(f"the micro-batch asks for {batch.output}; give tree_forward the row_loss")
     request = HeadRequest(
-        output=batch.output, edges=batch.edges, temperature=batch.temperature, token_weight=batch.loss_weight
+        output=batch.output,
+        edges=batch.edges,
+        temperature=batch.temperature,
+        token_weight=batch.loss_weight,
+        row_loss=row_loss,
     )
     return request_arguments(request)
-
-
-def tree_logprobs(output: torch.Tensor, batch: MicroBatch, *, in_place: bool = False) -> torch.Tensor:
-    """Log-probability of every scored token given its path, ``[P]``; see :func:`edge_logprobs`.
-
-    Args:
-        output: of the last stage.
-        batch: that it was asked for.
-        in_place: let the gradient of logits overwrite them; without effect where there are none.
-
-    Raises:
-        ValueError: the output is a ``weighted_sum``, whose log-probabilities have no gradient.
-    """
-    if batch.output != "logits":
-        return _scores(output, batch)[0]
-    return edge_logprobs(output.squeeze(0), batch.edges, in_place=in_place, **_from_logits(output, batch))
-
-
-def tree_logprobs_and_entropy(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`tree_logprobs`, and the entropy ``[P]`` of what each predictor predicts; see there.
-
-    Raises:
-        ValueError: the output is neither ``logits`` nor ``logprobs_and_entropy``.
-    """
-    if batch.output != "logits":
-        scores = _scores(output, batch)
-        if len(scores) != 2:
-            raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='logprobs_and_entropy'")
-        return scores[0], scores[1]
-    return edge_logprobs_and_entropy(output.squeeze(0), batch.edges, **_from_logits(output, batch))
-
-
-def tree_weighted_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """``sum_t batch.loss_weight[t] log p_t``, and the log-probabilities ``[P]`` without a gradient.
-
-    The cheapest way to train a loss that is linear in the log-probabilities: see :func:`head_weighted_sum`.
-
-    Raises:
-        ValueError: the micro-batch asks for something else than ``weighted_sum``.
-    """
-    if batch.output != "weighted_sum":
-        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='weighted_sum'")
-    total, logprob = output.flatten().tensor_split((1,))
-    return total.squeeze(0), logprob.detach()
-
-
-def tree_candidates(output: torch.Tensor, batch: MicroBatch, *, in_place: bool = False) -> torch.Tensor:
-    """Log-probability of every edge of ``batch.edges`` by itself, ``[E]``; as :func:`tree_logprobs`.
-
-    Raises:
-        ValueError: the output is neither ``logits`` nor ``candidates``.
-    """
-    if batch.output == "logits":
-        return candidate_logprobs(output.squeeze(0), batch.edges, in_place=in_place, **_from_logits(output, batch))
-    if batch.output != "candidates":
-        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='candidates'")
-    return output.flatten()
-
-
-def tree_top_logprobs(
-    output: torch.Tensor, batch: MicroBatch, k: int, *, vocab_size: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k likeliest tokens after each of ``batch.edges.row``, and their log-probabilities; see :func:`top_logprobs`.
-
-    Raises:
-        ValueError: the output is not ``logits``.
-    """
-    if batch.output != "logits":
-        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='logits'")
-    return top_logprobs(output.squeeze(0), batch.edges.row, k, vocab_size=vocab_size, **_from_logits(output, batch))
-
-
-def tree_values(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """What a scalar head says after each token, ``[P]`` in fp32 or better.
-
-    Raises:
-        ValueError: the micro-batch asks for something else than ``values``.
-    """
-    if batch.output != "values":
-        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='values'")
-    return output.flatten()
-
-
-def _scores(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    if batch.output in ("weighted_sum", "candidates", "values"):
-        raise ValueError(f"the micro-batch asks for {batch.output}, which tree_{batch.output} reads")
-    return output.squeeze(0).unbind(dim=1)
-
-
-def _from_logits(logits: torch.Tensor, batch: MicroBatch) -> dict[str, Any]:
-    parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
-    return {
-        "temperature": batch.temperature,
-        "vocab_start": parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1],
-        "group": parallel_state.get_tensor_model_parallel_group() if parallel else None,
-    }
 
 
 def tree_sft_loss(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -239,10 +162,15 @@ def objective_forward_step(
         model: of Megatron's.
         objective: of the step.
         with_entropy: give one on log-probabilities the entropy too; fused micro-batches then ask for
-            ``logprobs_and_entropy``.
+            ``row_losses_and_entropy`` or ``logprobs_and_entropy``.
     """
     batch = next(data_iterator)
-    return tree_forward(model, batch), partial(_objective_loss, batch, objective, with_entropy)
+
+    def row_loss(scores: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+        return _loss_of(objective, batch, scores, entropy).loss
+
+    output = tree_forward(model, batch, row_loss=row_loss if batch.output in ROW_LOSSES else None)
+    return output, partial(_objective_loss, batch, objective, with_entropy)
 
 
 def _objective_loss(
@@ -267,16 +195,30 @@ def objective_output(
     output: torch.Tensor, batch: MicroBatch, objective: ForwardObjective, *, with_entropy: bool
 ) -> ObjectiveOutput:
     """An objective's loss on a micro-batch, from what the last stage gave; arguments as of the forward step."""
-    rows = batch.rows
+    if batch.output in ROW_LOSSES:
+        gradient, scores, entropy = tree_row_losses(output, batch)
+        value = _loss_of(objective, batch, scores, entropy)
+        return replace(value, loss=value.loss + gradient)
     if isinstance(objective, Distillation):
-        assert isinstance(rows, TeacherRows)
-        return objective.loss(tree_candidates(output, batch, in_place=True).view(rows.logprobs.shape), rows)
-    assert isinstance(rows, Rows)
+        return _loss_of(objective, batch, tree_candidates(output, batch, in_place=True), None)
     if isinstance(objective, ValueObjective):
-        return objective.loss(tree_values(output, batch), rows)
+        return _loss_of(objective, batch, tree_values(output, batch), None)
     if with_entropy:
         if objective.needs_entropy and batch.output == "logprobs_and_watched_entropy":
             raise ValueError("the loss has a gradient through the entropy; make it with output='logprobs_and_entropy'")
-        logprob, entropy = tree_logprobs_and_entropy(output, batch)
-        return objective.loss(logprob, entropy, rows)
-    return objective.loss(tree_logprobs(output, batch, in_place=True), None, rows)
+        return _loss_of(objective, batch, *tree_logprobs_and_entropy(output, batch))
+    return _loss_of(objective, batch, tree_logprobs(output, batch, in_place=True), None)
+
+
+def _loss_of(
+    objective: ForwardObjective, batch: MicroBatch, scores: torch.Tensor, entropy: torch.Tensor | None
+) -> ObjectiveOutput:
+    """An objective's loss on what it reads: candidates ``[E]``, or values or log-probabilities ``[P]``."""
+    rows = batch.rows
+    if isinstance(objective, Distillation):
+        assert isinstance(rows, TeacherRows)
+        return objective.loss(scores.view(rows.logprobs.shape), rows)
+    assert isinstance(rows, Rows)
+    if isinstance(objective, ValueObjective):
+        return objective.loss(scores, rows)
+    return objective.loss(scores, entropy, rows)

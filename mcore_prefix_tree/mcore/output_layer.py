@@ -25,23 +25,29 @@ from mcore_prefix_tree.logprob import (
     Edges,
     Head,
     LogitShape,
+    RowLoss,
     head_candidate_logprobs,
     head_logprobs,
+    head_row_losses,
     head_weighted_sum,
 )
 from mcore_prefix_tree.mcore.attention import tree_class
 
-# What the last pipeline stage gives for a micro-batch; the tensors are those of tree_forward. Values come from a scalar
-# head, all others from the vocabulary's. A watched entropy has no gradient, and backward costs no more than without it.
+# What the last pipeline stage gives for a micro-batch; mcore/outputs.py reads it. Values come from a scalar head, all
+# others from the vocabulary's. A watched entropy has no gradient, and backward costs no more than without it. The
+# weighted sum and losses by rows form their gradients in forward.
 Output = Literal[
     "logits",
     "logprobs",
     "logprobs_and_entropy",
     "logprobs_and_watched_entropy",
     "weighted_sum",
+    "row_losses",
+    "row_losses_and_entropy",
     "candidates",
     "values",
 ]
+ROW_LOSSES = ("row_losses", "row_losses_and_entropy")
 
 HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 
@@ -57,12 +63,15 @@ class HeadRequest:
         edges: that are scored.
         temperature: ``[P]``, None is 1.
         token_weight: ``[P]``, for ``weighted_sum``.
+        row_loss: for ``row_losses``: of the log-probabilities ``[P]`` (``[E]`` of a teacher's tokens) and entropies
+            ``[P]``.
     """
 
     output: Output
     edges: Edges
     temperature: torch.Tensor | None
     token_weight: torch.Tensor
+    row_loss: RowLoss | None = None
 
     def __bool__(self) -> bool:
         """Never mistaken for ``runtime_gather_output=True``."""
@@ -115,8 +124,9 @@ class EdgeHeadMixin:
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the base class, or for a request no bias and scores: ``[P, 1, 1]``, ``[P, 1, 2]``, of a weighted sum
-        ``[P + 1, 1, 1]`` and of candidates ``[E, 1, 1]``.
+        """As the base class, or for a request no bias and scores: ``[P, 1, 1]``, ``[P, 1, 2]``, of candidates
+        ``[E, 1, 1]``; before those of a weighted sum and of losses by rows stands a scalar: ``[1 + P, 1, 1]``, ``[1 +
+        2 P, 1, 1]`` or ``[1 + E, 1, 1]``.
         """
         if not isinstance(runtime_gather_output, HeadRequest):
             out: tuple[torch.Tensor, torch.Tensor | None] = super().forward(  # type: ignore[misc]
@@ -154,11 +164,31 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
         assert edges.token is not None, "a weighted sum is of the layout's own tokens"
         total, logprob = head_weighted_sum(rows, weight, head, edge_weight=request.token_weight[edges.token])
         return torch.cat([total[None], logprob])[:, None, None]
+    if request.output in ROW_LOSSES:
+        return _row_losses(rows, weight, head, request)[:, None, None]
     logprob, entropy = head_logprobs(rows, weight, head, with_entropy=request.output != "logprobs")
     scores = [logprob]
     if entropy is not None:
         scores.append(entropy.detach() if request.output == "logprobs_and_watched_entropy" else entropy)
     return torch.stack(scores, dim=1)[:, None]
+
+
+def _row_losses(rows: torch.Tensor, weight: torch.Tensor, head: Head, request: HeadRequest) -> torch.Tensor:
+    """The zero with the gradient, then what :attr:`HeadRequest.row_loss` reads."""
+    edges, row_loss = request.edges, request.row_loss
+    assert row_loss is not None, "tree_forward asks for no row losses without it"
+
+    def placed(per_edge: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        scores = per_edge if edges.token is None else edges.at_tokens(per_edge)
+        return scores, None if entropy is None else edges.at_rows(entropy)
+
+    def loss(per_edge: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+        return row_loss(*placed(per_edge, entropy))
+
+    with_entropy = request.output == "row_losses_and_entropy"
+    gradient, per_edge, per_row = head_row_losses(rows, weight, head, loss=loss, with_entropy=with_entropy)
+    scores, entropy = placed(per_edge, per_row)
+    return torch.cat([gradient[None], scores] if entropy is None else [gradient[None], scores, entropy])
 
 
 def _logit_shape(config: Any) -> LogitShape:

@@ -85,6 +85,11 @@ class Distillation:
     needs_entropy: ClassVar[bool] = False
 
     @property
+    def by_rows(self) -> bool:
+        """See :attr:`PolicyGradient.by_rows`; the teacher's logits are not in the rows."""
+        return self.teacher == "top_k"
+
+    @property
     def reads(self) -> str:
         """Log-probabilities of the teacher's tokens, or logits."""
         return "candidates" if self.teacher == "top_k" else "logits"

@@ -46,6 +46,7 @@ class KTO:
     undesirable_weight: NonNegativeFloat = 1.0
     reference_point: Literal["mismatched", "zero"] = "mismatched"
     reads: ClassVar[str] = "logprobs"
+    by_rows: ClassVar[bool] = False
     needs_entropy: ClassVar[bool] = False
 
     def targets(self, samples: Sequence[Sample]) -> Targets:

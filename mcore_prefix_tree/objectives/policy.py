@@ -144,6 +144,14 @@ class PolicyGradient:
             raise ValueError("normalise_length goes with normalise=sample_sum")
 
     @property
+    def by_rows(self) -> bool:
+        """Whether the loss is a sum of terms that each read one predictor's log-probabilities and entropy."""
+        of_sequence = self.ratio_level == "sequence" or (
+            self.on_policy and self.tis_cap is not None and self.tis_level == "sequence"
+        )
+        return not of_sequence
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the loss has a gradient through the entropy."""
         return self.entropy_coef != 0

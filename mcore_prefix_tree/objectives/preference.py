@@ -107,6 +107,7 @@ class Preference:
     average: bool = False
     nll_coef: NonNegativeFloat = 0.0
     reads: ClassVar[str] = "logprobs"
+    by_rows: ClassVar[bool] = False
     needs_entropy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

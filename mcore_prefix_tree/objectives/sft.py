@@ -46,6 +46,7 @@ class SupervisedFineTuning:
     normalise: By = "token"
     normalise_length: PositiveFloat | None = None
     reads: ClassVar[str] = "logprobs"
+    by_rows: ClassVar[bool] = True
     needs_entropy: ClassVar[bool] = False
 
     def targets(self, samples: Sequence[Sample]) -> Targets:

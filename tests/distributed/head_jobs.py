@@ -31,11 +31,11 @@ def head_problem(dtype: torch.dtype) -> tuple[Any, torch.Tensor, torch.Tensor, t
     return layout, hidden.to(dtype), weight.to(dtype), temperature
 
 
-def uneven_head(dtype: torch.dtype, with_entropy: bool, weighted: bool) -> tuple[Any, ...]:
+def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str) -> tuple[Any, ...]:
     """Scores, the summed gradient of the hidden states, and this rank's of its columns."""
     import torch.distributed as dist
 
-    from mcore_prefix_tree.logprob import Edges, Head, LogitShape, head_logprobs, head_weighted_sum
+    from mcore_prefix_tree.logprob import Edges, Head, LogitShape, head_logprobs, head_row_losses, head_weighted_sum
 
     layout, hidden, weight, temperature = head_problem(dtype)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -54,13 +54,26 @@ def uneven_head(dtype: torch.dtype, with_entropy: bool, weighted: bool) -> tuple
     )
     weights = torch.linspace(-1, 2, layout.padded_size, dtype=torch.float64)
     entropy = None
-    if weighted:
+
+    def loss(logprob: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+        weighed = torch.dot(logprob, weights.to(logprob.dtype))
+        return weighed if entropy is None else weighed + (entropy * weights.flip(0)).sum()
+
+    if way == "weighted sum":
         total, logprob = head_weighted_sum(hidden[edges.row], own, head, edge_weight=weights[edges.token])
+    elif way == "row losses":
+
+        def of_edges(per_edge: torch.Tensor, per_row: torch.Tensor | None) -> torch.Tensor:
+            return loss(edges.at_tokens(per_edge), None if per_row is None else edges.at_rows(per_row))
+
+        total, per_edge, per_row = head_row_losses(
+            hidden[edges.row], own, head, loss=of_edges, with_entropy=with_entropy
+        )
+        logprob, entropy = edges.at_tokens(per_edge), None if per_row is None else edges.at_rows(per_row)
+        total = total + loss(logprob, entropy)
     else:
         logprob, entropy = head_logprobs(hidden[edges.row], own, head, with_entropy=with_entropy)
-        total = torch.dot(logprob, weights.to(logprob.dtype))
-        if entropy is not None:
-            total = total + (entropy * weights.flip(0)).sum()
+        total = loss(logprob, entropy)
     grad_hidden, grad_weight = torch.autograd.grad(total, (hidden, own))
     if size > 1:
         dist.all_reduce(grad_hidden)
@@ -87,7 +100,8 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     from mcore_prefix_tree.logprob import restore
     from mcore_prefix_tree.mcore import with_edge_head
     from mcore_prefix_tree.mcore.folding import Folding
-    from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs
+    from mcore_prefix_tree.mcore.forward_step import tree_forward
+    from mcore_prefix_tree.mcore.outputs import tree_logprobs
     from mcore_prefix_tree.mcore.score import score
     from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
 

@@ -53,7 +53,9 @@ def check(actual: Result, expected: Result, limit: float) -> None:
     assert abs(actual[0] - expected[0]) <= limit * abs(expected[0])
     assert actual[1].keys() == expected[1].keys()
     for name, tensor in expected[1].items():
-        error = torch.linalg.vector_norm((actual[1][name] - tensor).double()) / torch.linalg.vector_norm(tensor.double())
+        error = torch.linalg.vector_norm((actual[1][name] - tensor).double()) / torch.linalg.vector_norm(
+            tensor.double()
+        )
         assert error <= limit, f"{name}: {error:.2e}"
 
 

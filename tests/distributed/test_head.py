@@ -29,9 +29,12 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize(("with_entropy", "weighted"), [(False, False), (True, False), (False, True)])
-def test_a_vocabulary_in_uneven_parts(dtype: torch.dtype, limit: float, with_entropy: bool, weighted: bool) -> None:
-    arguments = (dtype, with_entropy, weighted)
+@pytest.mark.parametrize(
+    ("with_entropy", "way"),
+    [(False, "any loss"), (True, "any loss"), (False, "weighted sum"), (False, "row losses"), (True, "row losses")],
+)
+def test_a_vocabulary_in_uneven_parts(dtype: torch.dtype, limit: float, with_entropy: bool, way: str) -> None:
+    arguments = (dtype, with_entropy, way)
     (whole,) = world(1).run(uneven_head, *arguments, layout=Layout())
     parts = world(len(COLUMNS)).run(uneven_head, *arguments, layout=Layout())
     for total, logprob, entropy, grad_hidden, _ in parts:

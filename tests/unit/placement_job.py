@@ -32,14 +32,9 @@ from mcore_prefix_tree import Sample, Signals, fold
 from mcore_prefix_tree.attention import parity
 from mcore_prefix_tree.attention.options import Case
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
-from mcore_prefix_tree.mcore.forward_step import (
-    objective_forward_step,
-    sft_forward_step,
-    tree_forward,
-    tree_logprobs_and_entropy,
-    with_rows,
-)
+from mcore_prefix_tree.mcore.forward_step import objective_forward_step, sft_forward_step, tree_forward, with_rows
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.outputs import tree_logprobs_and_entropy
 from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
 from mcore_prefix_tree.mcore.train.objective import is_weighted_sum, output_of, watches_entropy
 from mcore_prefix_tree.objectives import OBJECTIVES, make_objective

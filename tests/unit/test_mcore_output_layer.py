@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -14,20 +15,21 @@ from oracles import worst
 from seam_models import VOCAB, branching_samples, tiny_config, twins
 
 from mcore_prefix_tree import Sample, Signals, fold
-from mcore_prefix_tree.logprob import restore
+from mcore_prefix_tree.logprob import chunks, restore
 from mcore_prefix_tree.mcore import with_edge_head
-from mcore_prefix_tree.mcore.forward_step import (
-    objective_output,
-    tree_forward,
-    tree_logprobs,
-    tree_logprobs_and_entropy,
-    tree_sft_loss,
-    tree_weighted_sum,
-)
+from mcore_prefix_tree.mcore.forward_step import objective_output, tree_forward, tree_sft_loss, with_rows
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import HeadRequest, request_arguments
+from mcore_prefix_tree.mcore.outputs import (
+    tree_logprobs,
+    tree_logprobs_and_entropy,
+    tree_row_losses,
+    tree_weighted_sum,
+)
+from mcore_prefix_tree.mcore.train.objective import forward_step_of, output_of, watches_entropy
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.sample import Tempered
+from mcore_prefix_tree.signals import Teacher
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import single_process
 
@@ -145,16 +147,104 @@ def test_a_watched_entropy_has_no_gradient() -> None:
         objective_output(tree_forward(tree, batch), batch, objective, with_entropy=True)
 
 
+BY_ROWS = {
+    "sft": {"normalise": "sample"},
+    "grpo": {"advantage": "given", "kl_coef": 0.1, "kl_importance": True, "tis_cap": 1.2, "tis_level": "sequence"},
+    "dapo": {"advantage": "given", "entropy_coef": 0.2, "dual_clip": 3.0},
+    "cispo": {"advantage": "given", "clip_eps_high": 0.1},
+    "rloo": {"advantage": "given", "kl_coef": 0.1, "kl_estimator": "k2"},
+    "distill": {"divergence": "jsd"},
+}
+
+
+def informed(samples: list[Sample]) -> list[Sample]:
+    """With what these objectives read."""
+    rng = np.random.default_rng(0)
+
+    def near_uniform(size: Any) -> Any:
+        return -np.log(VOCAB) + 0.3 * rng.standard_normal(size)
+
+    return [
+        replace(
+            sample,
+            signals=Signals(
+                advantage=rng.standard_normal(len(sample)),
+                old_logprobs=near_uniform(len(sample)),
+                ref_logprobs=near_uniform(len(sample)),
+                rollout_logprobs=near_uniform(len(sample)),
+                teacher=Teacher(
+                    token_ids=rng.permuted(np.tile(np.arange(VOCAB, dtype=np.int32), (len(sample), 1)), axis=1)[:, :4],
+                    logprobs=near_uniform((len(sample), 4)).astype(np.float32),
+                ),
+            ),
+        )
+        for sample in samples
+    ]
+
+
+@pytest.mark.parametrize("chunk", [2, 1000])
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_objectives_by_rows_form_their_gradients_in_forward(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss, what is reported, and every gradient of the path that has all logits first."""
+    monkeypatch.setattr(chunks, "_CPU", (1, chunk))
+    objective: Any = make_objective(name, BY_ROWS[name])
+    output = output_of(objective, fused_head=True)
+    assert output == ("row_losses_and_entropy" if watches_entropy(objective) else "row_losses")
+    samples = informed(SAMPLES)
+    targets = objective.targets(samples)
+    found = []
+    for asked in (output, "logits"):
+        _, tree = twins(tiny_config())
+        batch = with_rows(batch_of(asked, samples), objective, targets, range(len(samples)))
+        step = forward_step_of(objective)
+        scores, loss_of = step(iter([batch]), with_edge_head(tree))
+        loss, count, reported = loss_of(scores)
+        loss.backward()
+        found.append((loss.detach(), count, reported["metrics"], gradients(tree)))
+    (loss, count, metrics, grads), (wanted_loss, wanted_count, wanted_metrics, wanted_grads) = found
+    assert worst(loss, wanted_loss) < 1e-12
+    assert count == wanted_count
+    assert metrics.keys() == wanted_metrics.keys()
+    assert all(worst(metrics[key], wanted) < 1e-12 for key, wanted in wanted_metrics.items())
+    assert_same_gradients(grads, wanted_grads, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gspo", {}),
+        ("grpo", {"on_policy": True, "tis_cap": 2.0, "tis_level": "sequence"}),
+        ("dpo", {}),
+        ("kto", {}),
+    ],
+)
+def test_a_loss_that_reads_a_whole_sequence_is_not_by_rows(name: str, options: dict[str, Any]) -> None:
+    assert output_of(make_objective(name, options), fused_head=True).startswith("logprobs")
+
+
+def test_row_losses_without_a_loss_are_refused() -> None:
+    _, tree = twins(tiny_config())
+    with pytest.raises(ValueError, match="asks for row_losses; give tree_forward the row_loss"):
+        tree_forward(with_edge_head(tree), batch_of("row_losses"))
+
+
 def test_the_log_probabilities_have_the_same_bits_whatever_else_is_asked_for() -> None:
     _, tree = twins(tiny_config(torch.float32))
     with_edge_head(tree)
     found = []
-    for output in ("logprobs", "logprobs_and_entropy", "weighted_sum"):
+    readers = {
+        "weighted_sum": tree_weighted_sum,
+        "row_losses": tree_row_losses,
+        "row_losses_and_entropy": tree_row_losses,
+    }
+    for output in ("logprobs", "logprobs_and_entropy", *readers):
         batch = batch_of(output, WARM)
-        scores = tree_forward(tree, batch)
-        found.append(tree_weighted_sum(scores, batch)[1] if output == "weighted_sum" else tree_logprobs(scores, batch))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        scores = tree_forward(tree, batch, row_loss=lambda logprob, _: logprob.sum())
+        found.append(readers[output](scores, batch)[1] if output in readers else tree_logprobs(scores, batch))
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
 
 
 def test_bf16_is_no_further_off_than_the_path_with_logits() -> None:
@@ -277,6 +367,8 @@ def test_a_request_never_passes_for_a_flag() -> None:
         ("logprobs", tree_logprobs_and_entropy, "asks for logprobs; make it with output='logprobs_and_entropy'"),
         ("logprobs", tree_weighted_sum, "asks for logprobs; make it with output='weighted_sum'"),
         ("logits", tree_weighted_sum, "asks for logits; make it with output='weighted_sum'"),
+        ("row_losses_and_entropy", tree_logprobs, "which tree_row_losses reads"),
+        ("logprobs", tree_row_losses, "asks for logprobs; make it with output='row_losses'"),
     ],
 )
 def test_reading_what_was_not_asked_for(made: str, read: Any, says: str) -> None:

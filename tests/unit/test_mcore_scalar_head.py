@@ -1,4 +1,4 @@
-"""A scalar head on the stock model: what is not told by the layouts of ``tests/distributed/test_objective_layouts.py``."""
+"""A scalar head on the stock model: what ``tests/distributed/test_objective_layouts.py`` does not tell."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from seam_models import VOCAB, branching_samples, local_spec, tiny_config
 
 from mcore_prefix_tree import fold
 from mcore_prefix_tree.mcore import with_prefix_tree
-from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_logprobs, tree_values
+from mcore_prefix_tree.mcore.forward_step import tree_forward
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.outputs import tree_logprobs, tree_values
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY, ScalarHead, with_scalar_head
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import single_process

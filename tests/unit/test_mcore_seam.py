@@ -22,8 +22,9 @@ from mcore_prefix_tree.attention.api import check_case, supporting
 from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore.backend import case_of
 from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.forward_step import sft_forward_step, tree_forward, tree_logprobs_and_entropy
+from mcore_prefix_tree.mcore.forward_step import sft_forward_step, tree_forward
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.outputs import tree_logprobs_and_entropy
 from mcore_prefix_tree.objectives import sft_loss
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import single_process

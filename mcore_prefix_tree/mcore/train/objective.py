@@ -140,10 +140,12 @@ def output_of(objective: ForwardObjective, *, fused_head: bool) -> Output:
         return "values"
     if not fused_head:
         return "logits"
-    if isinstance(objective, Distillation):
-        return "candidates"
     if is_weighted_sum(objective):
         return "weighted_sum"
+    if objective.by_rows:
+        return "row_losses_and_entropy" if watches_entropy(objective) else "row_losses"
+    if isinstance(objective, Distillation):
+        return "candidates"
     if objective.needs_entropy:
         return "logprobs_and_entropy"
     return "logprobs_and_watched_entropy" if watches_entropy(objective) else "logprobs"
