@@ -105,9 +105,9 @@ def head_row_losses(
         weight: as there.
         head: as there.
         loss: of the log-probabilities ``[E]`` and, ``with_entropy``, the entropies ``[R]``: a sum of terms, each of
-            which reads the edges and the entropy of one row. It is called once a chunk, without gradients never, and
-            only what it says of the chunk's rows is read; rows that are still to come have a uniform distribution. The
-            same on all ranks of the group.
+            which reads the edges and the entropy of one row. It is called once a chunk, and not at all without
+            gradients; only what it says of the chunk's rows is read, and rows that are still to come have a uniform
+            distribution. The same on all ranks of the group.
         with_entropy: compute it too.
 
     Returns:
