@@ -26,7 +26,7 @@ from rich.table import Table
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs, head_row_losses, head_weighted_sum
-from mcore_prefix_tree.mcore.train.memory import PeakMemory
+from mcore_prefix_tree.memory import PeakMemory
 
 # (rows, hidden size, vocabulary)
 CPU_CASES = [(2048, 128, 32768), (1024, 512, 32768), (512, 512, 131072)]

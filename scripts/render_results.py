@@ -127,16 +127,26 @@ def gpu_tables(results: list[dict[str, Any]]) -> str:
         return "Not yet measured."
     paragraphs = []
     for result in results:
-        tests = result["tests"]
-        passed = tests["tests"] - tests["failures"] - tests["errors"] - tests["skipped"]
-        paragraphs += [f"{passed} of {tests['tests']} GPU tests passed.", attention_tables(result["attention"])]
+        tests = result.get("tests", {})
+        if "tests" in tests:
+            passed = tests["tests"] - tests["failures"] - tests["errors"] - tests["skipped"]
+            paragraphs.append(f"{passed} of {tests['tests']} GPU tests passed.")
+        else:
+            paragraphs.append(f"GPU tests: {tests.get('failed', 'not run')}.")
+        if "workloads" in result.get("attention", {}):
+            paragraphs.append(attention_tables(result["attention"]))
     return "\n\n".join(paragraphs)
+
+
+def attention_on_gpus() -> list[dict[str, Any]]:
+    """The attention benchmarks of scripts/gpu_check that got as far as a workload."""
+    found = [result.get("attention", {}) for result in loaded("gpu_*.json")]
+    return [result for result in found if "workloads" in result]
 
 
 def attention_costs() -> str:
     """The cost table of ``attention_backend=auto``: every forest that back-ends were measured on, in every result."""
-    measured = [json.loads((RESULTS / "attention_cpu.json").read_text())]
-    measured += [json.loads(file.read_text())["attention"] for file in sorted(RESULTS.glob("gpu_*.json"))]
+    measured = [loaded("attention_cpu.json"), *attention_on_gpus()]
     return json.dumps({"rows": [row for result in measured for row in costs_of(result)]}, indent=1) + "\n"
 
 
@@ -175,8 +185,7 @@ def loaded(file: str) -> Any:
 
 def draw() -> None:
     """The roofline of the first GPU there is a result of, else of the CPU."""
-    on_gpus = loaded("gpu_*.json")
-    draw_roofline(on_gpus[0]["attention"] if on_gpus else loaded("attention_cpu.json"), ROOFLINE)
+    draw_roofline((attention_on_gpus() or [loaded("attention_cpu.json")])[0], ROOFLINE)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,17 +28,35 @@ BLOCK = 128
 Mod = Callable[..., torch.Tensor]
 
 
+def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **arguments: Any) -> Any:
+    return torch_flex.flex_attention(query, key, value, **arguments)
+
+
 @cache
-def _compiled() -> Any:
+def _compiled(*configuration: object) -> Any:
+    """FlexAttention compiled for one configuration: what of a call is a constant to the compiler.
+
+    torch keeps what it compiled with the code object of a function, and stops after eight versions of one. A model with
+    a teacher of other head dims, or layers with other windows, would reach that: so each configuration has a copy.
+    """
+    own = FunctionType(_flex.__code__.replace(co_name="flex_attention"), _flex.__globals__)
     # Without fullgraph, torch would give up compiling after a number of shapes and attend to every pair, quietly.
-    return torch.compile(torch_flex.flex_attention, dynamic=True, fullgraph=True)
+    return torch.compile(own, dynamic=True, fullgraph=True)
 
 
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
 ) -> torch.Tensor:
     """Tree attention in one compiled kernel, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``."""
-    return attend(_compiled(), query, key, value, metadata, options)
+    if torch.compiler.is_compiling():
+        # It becomes a part of what the caller compiles.
+        return attend(torch_flex.flex_attention, query, key, value, metadata, options)
+    case = Case.of(query, key, value, options)
+    compiled = _compiled(
+        *(case.device, case.dtype, case.heads, case.kv_heads, case.head_dim, case.value_dim, case.needs_grad),
+        *(options.softmax_scale, options.logit_softcap, options.window, options.sinks is not None),
+    )
+    return attend(compiled, query, key, value, metadata, options)
 
 
 def attend(

@@ -29,6 +29,13 @@ from mcore_prefix_tree.metadata import TreeMetadata
 QUERY_BLOCK = 256
 
 
+class _Fused(NamedTuple):
+    """Where SDPA may choose a fused kernel: for causal attention within a root, and for windows of the bias."""
+
+    roots: bool
+    windows: bool
+
+
 class _Segment(NamedTuple):
     """Flat tokens ``start:end`` at path positions ``depth:depth + end - start``."""
 
@@ -90,12 +97,12 @@ def _attend(
     block: _Block,
     bias: torch.Tensor,
     scale: float,
-    fused: bool,
+    fused: _Fused,
 ) -> torch.Tensor:
     """One block, ``[rows, H, D] x [keys, K, D] x [keys, K, W] -> [rows, H, W]``."""
     rows = block.end - block.start
     causal_from = bias.shape[1] - bias.shape[0]
-    with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
+    with nullcontext() if (fused.roots if block.is_root else fused.windows) else sdpa_kernel(SDPBackend.MATH):
         out = F.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),
             key.transpose(0, 1).unsqueeze(0),
@@ -117,7 +124,7 @@ class _PathAttention(torch.autograd.Function):
         value: torch.Tensor,
         plan: _PathPlan,
         scale: float,
-        fused: bool,
+        fused: _Fused,
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.plan, ctx.scale, ctx.fused = plan, scale, fused
@@ -202,12 +209,19 @@ def attention(
     Saves query, key and value for backward, nothing per pair. Gradients of shared keys are summed in fp32 or better.
     """
     plan = metadata.derived("path", _build_plan)
-    # SDPA's fused backward kernels on a GPU add up in any order; its plain matrix products do not.
-    fused = query.device.type == "cpu" or not options.deterministic
+    fused = _fused(query.device, deterministic=options.deterministic)
     out: torch.Tensor = _PathAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, plan, options.softmax_scale, fused
     )
     return out
+
+
+def _fused(device: torch.device, *, deterministic: bool) -> _Fused:
+    if device.type == "cpu":
+        return _Fused(roots=True, windows=True)
+    # SDPA's fused backward kernels on a GPU add up in any order, and read a mask in aligned vectors, where a window of
+    # the bias begins at any column. Its plain matrix products do neither.
+    return _Fused(roots=not deterministic, windows=False)
 
 
 def refusal(case: Case) -> str | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,16 +16,19 @@ import torch
 from mcore_prefix_tree.attention import AttentionOptions, Case
 from mcore_prefix_tree.attention.auto import TreeShape
 from mcore_prefix_tree.attention.blocks import BlockPlan, visible_pairs
-from mcore_prefix_tree.bench.contestants import Contestant, contestants
-from mcore_prefix_tree.bench.machine import Ceilings, describe_machine, measure_ceilings, seconds_of
+from mcore_prefix_tree.bench.contestants import Contestant, contestants, peers
+from mcore_prefix_tree.bench.machine import Ceilings, describe_machine, measure_ceilings, seconds_of, wait_for
 from mcore_prefix_tree.bench.workloads import Workload
-from mcore_prefix_tree.mcore.train.memory import PeakMemory
+from mcore_prefix_tree.memory import PeakMemory
 from mcore_prefix_tree.metadata import TreeMetadata
 
 T = TypeVar("T")
 
 # How the reason begins where a method should have run and did not.
 FAILED = "failed"
+
+# Of a result that is compared with another one at a time.
+_ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,10 +168,10 @@ class TimedMetadata(TreeMetadata):
         if name in self.cache or self.open_builds:
             return super().derived(name, build)
         self.open_builds.append(name)
+        wait_for(self.subtree_end.device)  # what was queued before is not this plan's
         started = time.perf_counter()
         plan = super().derived(name, build)
-        if self.subtree_end.is_cuda:
-            torch.cuda.synchronize(self.subtree_end.device)
+        wait_for(self.subtree_end.device)
         self.build_seconds.append(time.perf_counter() - started)
         self.open_builds.pop()
         return plan
@@ -205,6 +208,7 @@ class _Runner:
         out = self.forward()
         results = [out.detach(), *self.backward(out)]
         self.peak_bytes = peak.bytes()
+        wait_for(self.grad_out.device)  # so that what a kernel breaks is found here, not by the next one
         return results
 
     def run(self) -> None:
@@ -232,74 +236,146 @@ class _Runner:
 
 
 def bench_attention(
-    workloads: Sequence[Workload], settings: Settings, *, on_progress: Callable[[str], None] = lambda text: None
+    workloads: Sequence[Workload],
+    settings: Settings,
+    *,
+    on_progress: Callable[[str], None] = lambda text: None,
+    on_result: Callable[[AttentionResult], None] = lambda result: None,
 ) -> AttentionResult:
-    """Measure everything that runs.
+    """Measure everything that runs. Peers come last of all: an error of CUDA ends whatever comes after it.
 
     Args:
         workloads: the forests.
         settings: of the calls.
         on_progress: is told what is about to be measured.
+        on_result: is given all that there is so far, after each workload and once more after its peers.
     """
     on_progress("the machine's ceilings")
     ceilings = measure_ceilings(settings.case.device, settings.case.dtype)
-    results = []
+    machine = describe_machine()
+    done: list[WorkloadResult] = []
+
+    def result() -> AttentionResult:
+        return AttentionResult(machine=machine, settings=settings, ceilings=ceilings, workloads=list(done))
+
     for workload in workloads:
         on_progress(workload.name)
-        results.append(_bench_workload(workload, settings))
-    return AttentionResult(machine=describe_machine(), settings=settings, ceilings=ceilings, workloads=results)
+        done.append(_bench_workload(workload, settings))
+        on_result(result())
+    for place, workload in enumerate(workloads):
+        theirs = list(peers(workload.folded(_HOST), settings.case))
+        if any(peer.refusal is None for peer in theirs):
+            on_progress(f"{workload.name}, peers")
+        done[place] = _with_peers(done[place], workload, theirs, settings)
+        on_result(result())
+    return result()
+
+
+_HOST = torch.device("cpu")
 
 
 def _bench_workload(workload: Workload, settings: Settings) -> WorkloadResult:
-    case = settings.case
-    layouts = {
-        "tree": workload.folded(case.device),
-        "unfolded": workload.unfolded(case.device),
-        "dense": workload.dense(case.device),
-    }
-    inputs = {name: _inputs(metadata.padded_size, settings) for name, metadata in layouts.items()}
-    missing: list[dict[str, str]] = []
-    runners: list[_Runner] = []
-    first: dict[str, list[torch.Tensor]] = {}
-    for contestant in contestants(layouts["tree"], case):
-        layout = contestant.layout
-
-        def is_missing(reason: str, contestant: Contestant = contestant) -> None:
-            missing.append({"method": contestant.method, "layout": contestant.layout, "reason": reason})
-
-        if contestant.refusal is not None:
-            is_missing(contestant.refusal)
-            continue
-        runner = _Runner(contestant, layouts[layout], inputs[layout])
-        try:
-            results = runner.warm_up()
-        except torch.OutOfMemoryError:
-            is_missing("out of memory")
-            continue
-        except Exception as error:  # one that fails must not cost the measurements of all others
-            is_missing(f"{FAILED}: {type(error).__name__}: {' '.join(str(error).split())}")
-            continue
-        runner.difference = _difference(results, first.setdefault(layout, results))
-        if not math.isfinite(runner.difference):
-            is_missing(f"{FAILED}: its result is not finite")
-            continue
-        runners.append(runner)
-    # In turn, so that a machine whose speed drifts slows all of them.
-    for _ in range(settings.repeats):
-        for runner in runners:
-            runner.run()
-    unfolded = layouts["unfolded"]
+    # Counted on the host, so that they are known of a GPU that an error has ended too.
+    forest, unfolded = workload.folded(_HOST), workload.unfolded(_HOST)
+    rows, missing = _measure(workload, contestants(forest, settings.case), settings)
     return WorkloadResult(
         name=workload.name,
-        tokens=layouts["tree"].num_tokens,
-        pairs=visible_pairs(layouts["tree"]),
+        tokens=forest.num_tokens,
+        pairs=visible_pairs(forest),
         unfolded_tokens=unfolded.num_tokens,
         unfolded_pairs=visible_pairs(unfolded),
-        nodes=layouts["tree"].num_nodes,
-        shape=TreeShape.of([layouts["tree"]]),
-        rows=[runner.row() for runner in runners],
+        nodes=forest.num_nodes,
+        shape=TreeShape.of([forest]),
+        rows=rows,
         missing=missing,
     )
+
+
+def _with_peers(
+    result: WorkloadResult, workload: Workload, theirs: list[Contestant], settings: Settings
+) -> WorkloadResult:
+    """With rows of the peers, which are compared with the first method of the result."""
+    first = next(((row.method, row.deterministic) for row in result.rows if row.layout == "tree"), None)
+    yardstick = next(
+        (
+            one
+            for one in contestants(workload.folded(_HOST), settings.case)
+            if one.layout == "tree" and (one.method, one.options.deterministic) == first
+        ),
+        None,
+    )
+    rows, missing = _measure(workload, theirs, settings, yardstick=yardstick)
+    return replace(result, rows=result.rows + rows, missing=result.missing + missing)
+
+
+def _measure(
+    workload: Workload, entered: Iterable[Contestant], settings: Settings, *, yardstick: Contestant | None = None
+) -> tuple[list[Row], list[dict[str, str]]]:
+    """Rows of what ran; method, layout and reason of what did not.
+
+    Args:
+        workload: the forest.
+        entered: those that cannot run among them.
+        settings: of the calls.
+        yardstick: runs first, for the others to be compared with, and is not measured; where none is given, the first
+            on each layout is what the others there are compared with.
+    """
+    missing: list[dict[str, str]] = []
+
+    def runs(contestant: Contestant, reason: str | None) -> bool:
+        if reason is not None and contestant is not yardstick:
+            missing.append({"method": contestant.method, "layout": contestant.layout, "reason": reason})
+        return reason is None
+
+    able = [contestant for contestant in entered if runs(contestant, contestant.refusal)]
+    if not able:
+        return [], missing
+    device = settings.case.device
+    layouts: dict[str, TreeMetadata] = {}
+    inputs: dict[str, list[torch.Tensor]] = {}
+
+    def set_up() -> None:
+        for name, make in (("tree", workload.folded), ("unfolded", workload.unfolded), ("dense", workload.dense)):
+            if any(contestant.layout == name for contestant in able):
+                layouts[name] = make(device)
+                inputs[name] = _inputs(layouts[name].padded_size, settings)
+
+    broken = _why_not(set_up)
+    first: dict[str, list[torch.Tensor]] = {}
+    runners: list[_Runner] = []
+    for contestant in [*([] if yardstick is None else [yardstick]), *able]:
+        layout = contestant.layout
+        if not runs(contestant, broken):
+            continue
+        runner = _Runner(contestant, layouts[layout], inputs[layout])
+
+        def warm_up(runner: _Runner = runner, layout: str = layout) -> None:
+            results = runner.warm_up()
+            runner.difference = _difference(results, first.get(layout, results))
+            if math.isfinite(runner.difference):
+                first.setdefault(layout, results)
+
+        reason = _why_not(warm_up)
+        if reason is None and not math.isfinite(runner.difference):
+            reason = f"{FAILED}: its result is not finite"
+        if runs(contestant, reason) and contestant is not yardstick:
+            runners.append(runner)
+    first.clear()
+    # In turn, so that a machine whose speed drifts slows all of them.
+    for _ in range(settings.repeats):
+        runners = [runner for runner in runners if runs(runner.contestant, _why_not(runner.run))]
+    return [runner.row() for runner in runners], missing
+
+
+def _why_not(run: Callable[[], object]) -> str | None:
+    """Why ``run`` failed, if it did: a contestant that fails must not cost the measurements of all others."""
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        return "out of memory"
+    except Exception as error:
+        return f"{FAILED}: {type(error).__name__}: {' '.join(str(error).split())}"
+    return None
 
 
 def _inputs(size: int, settings: Settings) -> list[torch.Tensor]:
@@ -316,7 +392,19 @@ def _inputs(size: int, settings: Settings) -> list[torch.Tensor]:
 
 
 def _difference(results: list[torch.Tensor], first: list[torch.Tensor]) -> float:
-    return max(
-        float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-30))
-        for one, other in zip(results, first, strict=True)
-    )
+    """Of all of them the largest; NaN if any has a number that is not finite."""
+    found = [_apart(one, other) for one, other in zip(results, first, strict=True)]
+    return max(found) if all(map(math.isfinite, found)) else math.nan
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """In the norm, relative to ``other``.
+
+    A part of the rows at a time: copies in fp32 of whole results would take more memory than what is measured.
+    """
+    apart, whole = torch.zeros(2, dtype=torch.float64, device=other.device)
+    for ours, theirs in zip(one.split(_ROWS_AT_ONCE), other.split(_ROWS_AT_ONCE), strict=True):
+        truth = theirs.float()
+        apart += (ours.float() - truth).square().sum()
+        whole += truth.square().sum()
+    return float((apart / whole.clamp_min(1e-60)).sqrt())

@@ -46,7 +46,7 @@ class Contestant:
 
 
 def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
-    """All methods on the layouts they are for; those that cannot run say why.
+    """All methods but :func:`peers` on the layouts they are for; those that cannot run say why.
 
     Args:
         forest: the folded one.
@@ -71,6 +71,11 @@ def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
     refusal = load_backend("fa4").refusal(fastest)
     for layout in ("unfolded", "dense"):
         yield _one("FlashAttention-4", layout, fastest.options, _causal_fa4, refusal)
+
+
+def peers(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
+    """Other people's attention on the same forest; as :func:`contestants`."""
+    fastest = replace(case, options=replace(case.options, deterministic=False))
     for name, peer in PEERS.items():
         refusal = peer.refusal(fastest) or peer.misfit(forest)
         yield _one(name, "tree", fastest.options, peer.attention, refusal)

@@ -117,7 +117,7 @@ def _line(
 
 
 def _times_faster(row: dict[str, Any], other: dict[str, Any] | None) -> Spread | None:
-    """In each round: the two ran one after the other."""
+    """In each round, where the two ran one after the other; the rounds of peers come after all others."""
     if other is None:
         return None
     return Spread.of([theirs / own for own, theirs in zip(_seconds(row), _seconds(other), strict=True)])

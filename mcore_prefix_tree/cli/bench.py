@@ -71,7 +71,10 @@ def attention(
     workloads = _workloads(scale, data, tokenizer, max_tokens, only or [])
     console = Console()
     result = bench.bench_attention(
-        workloads, settings, on_progress=lambda text: console.print(f"measuring {text}", style="dim", highlight=False)
+        workloads,
+        settings,
+        on_progress=lambda text: console.print(f"measuring {text}", style="dim", highlight=False),
+        on_result=lambda found: None if output is None else _write(output, found.to_json()),
     )
     for table in _tables(result):
         console.print(table)
@@ -174,5 +177,8 @@ def _tables(result: AttentionResult) -> list[object]:
 
 
 def _write(path: Path, content: object) -> None:
+    """At once, so that whoever stops the command, or reads meanwhile, finds a whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    beside = path.with_name(f"{path.name}.unfinished")
+    beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    beside.replace(path)

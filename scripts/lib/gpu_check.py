@@ -1,14 +1,17 @@
-"""Run the tests that need a GPU and both benchmarks, and write one JSON: see scripts/gpu_check."""
+"""Run the tests that need a GPU and both benchmarks, and write one JSON after each part: see scripts/gpu_check."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +20,29 @@ import torch
 from mcore_prefix_tree.bench.machine import describe_machine
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 RECIPES = (ROOT / "recipes" / "quickstart.yaml", ROOT / "recipes" / "one_gpu.yaml")
+PARTS = ("tests", "attention", "steps")
+# Between looks at what a benchmark has written so far.
+POLL_SECONDS = 5.0
+USAGE_ERROR = 2
 
 
 def run_tests(folder: Path) -> dict[str, Any]:
-    """Counts of tests/gpu and tests/kernels, and the name and first line of each that failed."""
+    """Counts of tests/gpu and tests/kernels, and the name and first line of each that failed.
+
+    ``failed`` says so if pytest died, of a crash in a kernel for example, before it wrote its report.
+    """
     report = folder / "tests.xml"
     started = time.perf_counter()
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "pytest", "tests/gpu", "tests/kernels", f"--junitxml={report}"], cwd=ROOT, check=False
     )
-    suite = ElementTree.parse(report).getroot()[0]
+    seconds = time.perf_counter() - started
+    try:
+        suite = ElementTree.parse(report).getroot()[0]
+    except (OSError, ElementTree.ParseError, IndexError):
+        return {"failed": f"pytest ended with exit code {done.returncode} and wrote no report", "seconds": seconds}
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     faults = [
         {"test": f"{case.attrib['classname']}::{case.attrib['name']}", "message": fault.attrib.get("message", "")}
@@ -35,55 +50,150 @@ def run_tests(folder: Path) -> dict[str, Any]:
         for fault in case
         if fault.tag in ("failure", "error")
     ]
-    return {**counts, "seconds": time.perf_counter() - started, "faults": faults}
+    return {**counts, "seconds": seconds, "faults": faults}
 
 
-def run_command(folder: Path, name: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that ``mcore-prefix-tree bench`` writes; what it said on standard error if it failed."""
+def run_bench(
+    folder: Path, name: str, *arguments: str, on_written: Callable[[dict[str, Any]], None] = lambda written: None
+) -> dict[str, Any]:
+    """The JSON that ``mcore-prefix-tree bench`` writes; under ``failed`` what it said on standard error if it failed.
+
+    Args:
+        folder: for its file.
+        name: of its file.
+        arguments: of ``bench``.
+        on_written: is given what it has written, whenever it has written more and goes on.
+    """
     output = folder / f"{name}.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "mcore_prefix_tree", "bench", *arguments, "--output", str(output)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    sys.stderr.write(done.stderr)
-    if output.exists():
-        written: dict[str, Any] = json.loads(output.read_text())
-        # Some measurements may have failed; their reasons are in the file.
+    command = [sys.executable, "-m", "mcore_prefix_tree", "bench", *arguments, "--output", str(output)]
+    seen: dict[str, Any] | None = None
+    with tempfile.TemporaryFile("w+") as said:
+        with subprocess.Popen(command, cwd=ROOT, stderr=said) as process:
+            while True:
+                try:
+                    process.wait(timeout=POLL_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    written = _written(output)
+                    if written is not None and written != seen:
+                        on_written(written)
+                        seen = written
+        said.seek(0)
+        errors = said.read()
+    sys.stderr.write(errors)
+    written = _written(output)
+    if written is not None and process.returncode == 0:
         return written
-    return {"failed": done.stderr[-2000:]}
+    # Some measurements may have failed, and their reasons are in the file; or it is of what came before a crash.
+    return {**(written or {}), "failed": errors[-2000:] or f"it ended with exit code {process.returncode}"}
 
 
-def main() -> int:
+def _written(output: Path) -> dict[str, Any] | None:
+    """What is in a file; None if there is none, or if it is just being written."""
+    try:
+        written: dict[str, Any] = json.loads(output.read_text())
+    except (OSError, ValueError):
+        return None
+    return written
+
+
+class ResultFile:
+    """What is known of a machine, on disk whenever there is more of it."""
+
+    def __init__(self, target: Path, content: dict[str, Any]) -> None:
+        self.target = target
+        self.content = content
+
+    @classmethod
+    def at(cls, target: Path, machine: dict[str, object], *, keep: bool) -> ResultFile:
+        """A new file, or with ``keep`` the one that is there.
+
+        Raises:
+            ValueError: that one is of another machine or of other versions.
+        """
+        if not keep or not target.exists():
+            return cls(target, {"kind": "gpu_check", "machine": machine})
+        content = json.loads(target.read_text())
+        there = content["machine"]
+        differing = sorted(key for key in {*there, *machine} if there.get(key) != machine.get(key))
+        if differing:
+            found = ", ".join(f"{key} {there.get(key)} (now {machine.get(key)})" for key in differing)
+            raise ValueError(
+                f"--only adds to {target.name}, which was measured with {found}; move it away, or run all parts"
+            )
+        return cls(target, content)
+
+    def set(self, part: str, value: dict[str, Any]) -> None:
+        """Put a part into the file. Whoever reads it meanwhile, or stops this, finds a whole one."""
+        self.content[part] = value
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.target.with_suffix(".unfinished")
+        beside.write_text(json.dumps(self.content, indent=2) + "\n")
+        os.replace(beside, self.target)
+
+
+def run_parts(parts: Sequence[str], for_attention: Sequence[str], results: ResultFile, folder: Path) -> bool:
+    """Run parts, and say whether all of them are well."""
+    well = True
+    if "tests" in parts:
+        tests = run_tests(folder)
+        results.set("tests", tests)
+        well &= "failed" not in tests and not tests["failures"] + tests["errors"]
+    if "attention" in parts:
+        attention = run_bench(
+            folder,
+            "attention",
+            *("attention", *for_attention),
+            on_written=lambda written: results.set("attention", {**written, "failed": "it did not come to its end"}),
+        )
+        results.set("attention", attention)
+        well &= "failed" not in attention
+    if "steps" in parts:
+        steps: dict[str, Any] = {}
+        for recipe in RECIPES:
+            options = ("model.dtype=bfloat16", "verify.enabled=false")
+            steps[recipe.stem] = run_bench(folder, recipe.stem, "step", str(recipe), *options)
+            results.set("steps", steps)
+        well &= not any("failed" in step for step in steps.values())
+    return well
+
+
+def arguments_of(given: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """The parts to run, and what is for the benchmark of attention: all that is unknown, and all behind ``--``."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check",
+        description="The tests that need a GPU and the benchmarks. Further arguments, and those behind --, go to "
+        "`mcore-prefix-tree bench attention`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--only", action="append", choices=PARTS, help="run this part, into the file of the others; can be repeated"
+    )
+    own = list(given)
+    behind = own.index("--") if "--" in own else len(own)
+    chosen, unknown = parser.parse_known_args(own[:behind])
+    parts = tuple(part for part in PARTS if part in (chosen.only or PARTS))
+    return parts, [*unknown, *own[behind + 1 :]]
+
+
+def main(given: Sequence[str]) -> int:
+    parts, for_attention = arguments_of(given)
     if not torch.cuda.is_available():
         print("gpu_check: torch sees no GPU; run it on a machine with one", file=sys.stderr)
-        return 2
+        return USAGE_ERROR
     machine = describe_machine()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        result = {
-            "kind": "gpu_check",
-            "machine": machine,
-            "tests": run_tests(folder),
-            "attention": run_command(folder, "attention", "attention", *sys.argv[1:]),
-            "steps": {
-                recipe.stem: run_command(
-                    folder, recipe.stem, "step", str(recipe), "model.dtype=bfloat16", "verify.enabled=false"
-                )
-                for recipe in RECIPES
-            },
-        }
     slug = re.sub(r"[^a-z0-9]+", "_", str(machine["device"]).lower()).strip("_")
-    target = ROOT / "benchmarks" / "results" / f"gpu_{slug}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {target.relative_to(ROOT)}; scripts/render_results.py puts its figures into the documents")
-    tests = result["tests"]
-    failed = tests["failures"] + tests["errors"] or "failed" in result["attention"]
-    return 1 if failed or any("failed" in step for step in result["steps"].values()) else 0
+    target = RESULTS / f"gpu_{slug}.json"
+    try:
+        results = ResultFile.at(target, machine, keep=parts != PARTS)
+    except ValueError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    with tempfile.TemporaryDirectory() as name:
+        well = run_parts(parts, for_attention, results, Path(name))
+    print(f"wrote {target}; scripts/render_results.py puts its figures into the documents")
+    return 0 if well else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -21,9 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
-from mcore_prefix_tree.attention.triton_tree.backward import key_value_kernel, query_kernel
+from mcore_prefix_tree.attention.triton_tree.backward import delta_kernel, key_value_kernel, query_kernel
 from mcore_prefix_tree.attention.triton_tree.config import configs_for, rounded
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
+from mcore_prefix_tree.attention.triton_tree.launch import ROW_SUMS
 
 # Largest shared memory of one program, in bytes: CUDA C++ Programming Guide, compute capabilities.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -31,7 +32,7 @@ SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 
 MATRIX_INSTRUCTION = {
     80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync",
 }  # fmt: skip
-KERNELS = ("forward", "key_value", "query", "fast")
+KERNELS = ("forward", "row_sums", "key_value", "query", "fast")
 OPTIONS = {
     "plain": {},
     "window": {"window": 1000},
@@ -51,6 +52,11 @@ class Report:
     spilled: int
     shared: int
     matrix_instructions: int
+
+    @property
+    def multiplies(self):
+        """Whether it has matrix products: all have but the sums of rows."""
+        return self.kernel != delta_kernel.__name__
 
 
 def case_of(architecture, head_dim, value_dim, *, dtype=torch.bfloat16, deterministic=True, options=None):
@@ -126,6 +132,8 @@ def reports(architecture, which, case):
     configs = configs_for(case)
     if which == "forward":
         return [report(forward_kernel, case, configs.forward, configs.engine, architecture)]
+    if which == "row_sums":
+        return [report(delta_kernel, case, ROW_SUMS, configs.engine, architecture)]
     if which == "query":
         return [report(query_kernel, case, configs.query, configs.engine, architecture)]
     if (which == "fast") != (configs.query is None):
@@ -176,7 +184,8 @@ def main(architectures):
     ):
         case = case_of(architecture, head_dim, value_dim, deterministic=which != "fast", options=options)
         for found in reports(architecture, which, case):
-            fits = found.shared <= SHARED_MEMORY[architecture] and not found.spilled and found.matrix_instructions
+            fits = found.shared <= SHARED_MEMORY[architecture] and not found.spilled
+            fits = fits and (found.matrix_instructions > 0 or not found.multiplies)
             print(architecture, f"{head_dim}/{value_dim}", which, name, "" if fits else "FAULT", found, flush=True)
 
 

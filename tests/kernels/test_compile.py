@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
-from compilation import HEAD_DIMS, KERNELS, OPTIONS, SHARED_MEMORY, case_of, reports
+import triton
+from compilation import HEAD_DIMS, KERNELS, OPTIONS, SHARED_MEMORY, Report, case_of, reports
 
 OFTEN = [(90, dims) for dims in HEAD_DIMS] + [(80, (128, 128)), (100, (128, 128))]
 SELDOM = [(architecture, dims) for architecture in SHARED_MEMORY for dims in HEAD_DIMS]
+
+# The table is made for one version of Triton, in which nothing may spill. Others, such as the one that came with a
+# machine's torch, allocate registers a little differently.
+PINNED = re.search(r"^triton==(\S+)", (Path(__file__).parents[2] / "requirements-test.txt").read_text(), re.M)[1]
+MOST_SPILLED_BY_OTHERS = 16
+
+
+def assert_keeps_to_registers(report, version=triton.__version__):
+    """Nothing spilled by the pinned Triton; by another one at most 16 bytes, and it is said which one that was."""
+    if version.partition("+")[0] == PINNED:
+        assert report.spilled == 0, report
+    elif report.spilled:
+        said = f"triton {version}, not the pinned {PINNED}, spills {report.spilled} bytes: {report}"
+        assert report.spilled <= MOST_SPILLED_BY_OTHERS, said
+        warnings.warn(said, stacklevel=2)
 
 
 def assert_fit(architecture, dims, options):
@@ -16,11 +36,12 @@ def assert_fit(architecture, dims, options):
     for which in KERNELS:
         case = case_of(architecture, *dims, deterministic=which != "fast", options=OPTIONS[options])
         found += reports(architecture, which, case)
-    assert {report.kernel for report in found} == {"forward_kernel", "key_value_kernel", "query_kernel"}
+    kernels = {"forward_kernel", "delta_kernel", "key_value_kernel", "query_kernel"}
+    assert {report.kernel for report in found} == kernels
     for report in found:
-        assert report.matrix_instructions > 0, report
+        assert report.matrix_instructions > 0 or not report.multiplies, report
         assert report.shared <= SHARED_MEMORY[architecture], report
-        assert report.spilled == 0, report
+        assert_keeps_to_registers(report)
 
 
 @pytest.mark.parametrize(("architecture", "dims"), OFTEN)
@@ -44,6 +65,19 @@ def test_other_chips(architecture, dims):
 def test_float32_fits():
     """Without tensor cores, and slow; but it has to fit the smallest chip."""
     for dims in HEAD_DIMS:
-        for which in ("forward", "key_value", "query"):
+        for which in ("forward", "row_sums", "key_value", "query"):
             for report in reports(86, which, case_of(86, *dims, dtype=torch.float32)):
                 assert report.shared <= SHARED_MEMORY[86], report
+
+
+def test_only_the_pinned_triton_is_held_to_no_spill_at_all():
+    def spilling(size):
+        return Report(kernel="key_value_kernel", registers=255, spilled=size, shared=0, matrix_instructions=1)
+
+    assert_keeps_to_registers(spilling(0), PINNED)
+    with pytest.raises(AssertionError, match="spilled=8"):
+        assert_keeps_to_registers(spilling(8), PINNED)
+    with pytest.warns(UserWarning, match=rf"triton 3\.6\.0, not the pinned {re.escape(PINNED)}, spills 16 bytes"):
+        assert_keeps_to_registers(spilling(16), "3.6.0")
+    with pytest.raises(AssertionError, match=r"triton 3\.6\.0, .* spills 24 bytes"):
+        assert_keeps_to_registers(spilling(24), "3.6.0")

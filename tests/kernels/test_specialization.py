@@ -58,6 +58,7 @@ class Recorder:
         assert min(grid) > 0
 
         def run(*arguments, **options):
+            assert "enable_fp_fusion" in options, "Triton 3.9 warns of a launch that does not say it"
             _, specialization, options = self.bind(*arguments, **options)
             self.keys[str(specialization), str(options)].append(grid)
 

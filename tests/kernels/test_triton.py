@@ -24,7 +24,8 @@ from oracles import metadata_of, random_forest, worst
 
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import AttentionOptions, Case, tree_attention
-from mcore_prefix_tree.attention.triton_tree import attend, launch
+from mcore_prefix_tree.attention.parity import check_parity
+from mcore_prefix_tree.attention.triton_tree import attend, attend_as_tabled, launch
 from mcore_prefix_tree.attention.triton_tree.config import configs_for
 from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
 
@@ -165,6 +166,15 @@ def test_float16(seed, deterministic):
     assert_is_reference(
         metadata, settings={"deterministic": deterministic, "window": 60 if seed == 2 else None}, **shape
     )
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_comparison_before_first_use_passes(sinks):
+    """As the back-end makes it on a GPU. Sinks bring dQ and dK nearest to its limit."""
+    inputs, _ = make_inputs(metadata_of([3], [-1]), dim=64, dtype=torch.float16, sinks=sinks, heads=1)
+    case = Case.of(*inputs[:3], options_of(inputs))
+    assert case.needs_grad
+    check_parity("triton", attend_as_tabled, case)
 
 
 # The last has scores of 100, and a score's own rounding, 6e-6 then, is a relative error of its weight.

@@ -153,6 +153,34 @@ def test_path_in_float32(seed):
         assert worst(actual, wanted) < 1e-5
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_path_on_a_gpu_hands_no_window_of_its_bias_to_a_fused_kernel(deterministic, monkeypatch):
+    """Those read a mask in aligned vectors. Roots, which need none, may take one where any order of sums will do."""
+    fused, allowed = path._fused, []
+    monkeypatch.setattr(
+        path, "_fused", lambda device, *, deterministic: fused(torch.device("cuda"), deterministic=deterministic)
+    )
+    attend = F.scaled_dot_product_attention
+
+    def recorded(*arguments, attn_mask, **options):
+        allowed.append((attn_mask is not None, torch.backends.cuda.flash_sdp_enabled()))
+        return attend(*arguments, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    metadata = metadata_of([7, 3, 5, 2], [-1, 0, 0, 2])
+    inputs, grad_out = random_inputs(metadata.padded_size)
+    options = AttentionOptions(softmax_scale=0.3, deterministic=deterministic)
+    out = path.attention(*inputs, metadata, options)
+    out.backward(grad_out)
+    assert set(allowed) == {(False, not deterministic), (True, False)}
+    assert worst(out, tree_attention(*inputs, metadata, softmax_scale=0.3, backend="reference")) < 1e-12
+
+
+def test_path_on_a_cpu_leaves_the_choice_to_sdpa():
+    for deterministic in (True, False):
+        assert all(path._fused(torch.device("cpu"), deterministic=deterministic))
+
+
 # Both sides round to bf16 at other places, so their errors are two draws of the same size and not equal. Measured on
 # these forests, path over unfolded: out and dq 0.998 to 1.0001, dk and dv 0.88 to 0.98.
 BF16_FACTOR = 1.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -96,6 +97,52 @@ def test_compiled_once_for_all_lengths():
         out = tree_attention(*inputs, metadata, softmax_scale=0.3, backend="flex")
         expected = tree_attention(*inputs, metadata, softmax_scale=0.3, backend="reference")
     assert worst(out, expected) < 1e-6
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """torch.compile traces and guards as ever, but generates no code."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    flex._compiled.cache_clear()
+    yield
+    torch.compiler.reset()
+    flex._compiled.cache_clear()
+
+
+def test_more_configurations_than_torch_compiles_of_one_function(eager):
+    """A model and its teacher, layers with windows and without: none of them uses up another one's recompilations."""
+    metadata = metadata_of(*random_forest(0, nodes=10, node_lens=(1, 30, 60, 200)))
+    limit = torch._dynamo.config.recompile_limit
+    for step in range(1, limit + 3):
+        inputs, _ = random_inputs(metadata.padded_size, dim=8 * step, dtype=torch.float32)
+        for options in ({}, {"window": 10 * step}):
+            options = AttentionOptions(softmax_scale=0.3, **options)
+            with torch.no_grad():
+                out = flex.attention(*inputs, metadata, options)
+                expected = reference.attention(*(one.double() for one in inputs), metadata, options)
+            assert worst(out, expected) < 1e-6
+    assert flex._compiled.cache_info().currsize == 2 * (limit + 2)
+
+
+def test_one_configuration_is_compiled_once(eager):
+    """Other forests, lengths and layers of the same configuration share what was compiled."""
+    torch._dynamo.utils.counters.clear()
+    for seed in range(4):
+        is_reference(flex.attention, metadata_of(*random_forest(seed, nodes=10, node_lens=(1, 30, 60, 200))))
+    assert flex._compiled.cache_info().currsize == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_within_what_a_caller_compiles(eager):
+    metadata = metadata_of(*random_forest(0, nodes=10, node_lens=(1, 30, 60, 200)))
+
+    def layer(*arguments):
+        return flex.attention(*arguments) * 1.0
+
+    metadata.derived("flex window None", lambda metadata: flex.build_mask(metadata, None))
+    is_reference(torch.compile(layer, fullgraph=True), metadata)
+    assert flex._compiled.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,39 @@ def test_asked_once():
     assert calls == 2
 
 
+def test_who_only_scores_is_asked_for_no_gradient():
+    """The kernel may have no backward in that mode; training with it later is another question."""
+    asked = []
+
+    def attention(query, key, value, metadata, options):
+        asked.append(torch.is_grad_enabled() and query.requires_grad)
+        return cascade.attention(query, key, value, metadata, options)
+
+    def no_backward(query, key, value, metadata, options):
+        return cascade.attention(query.detach(), key.detach(), value.detach(), metadata, options)
+
+    scores = case_of(dtype=torch.bfloat16, needs_grad=False)
+    check_parity("scores", attention, scores)
+    assert asked == [False]
+    check_parity("scores", attention, replace(scores, needs_grad=True))
+    assert asked == [False, True]
+    check_parity("no backward", no_backward, scores)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        check_parity("no backward", no_backward, replace(scores, needs_grad=True))
+
+
+def test_scores_are_compared_without_gradients():
+    for key_index in (0, 400):
+        with pytest.raises(ParityError, match="out is off by"):
+            check_parity("wrong", one_key_too_few(key_index), case_of(dtype=torch.bfloat16, needs_grad=False))
+
+
+@pytest.mark.parametrize(("name", "other"), [("fa4", "triton"), ("triton", "flex")])
+def test_what_to_use_instead_is_something_else(name, other):
+    with pytest.raises(ParityError, match=f"backend '{name}' is wrong .*; use attention backend '{other}' and report"):
+        check_parity(name, one_key_too_few(0), case_of(dtype=torch.bfloat16))
+
+
 def test_a_failure_is_not_remembered_as_a_pass():
     attention = stops_a_gradient(9)
     for _ in range(2):

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from mcore_prefix_tree import TreeMetadata
-from mcore_prefix_tree.attention import AttentionOptions, Case, tree_attention, triton_tree
+from mcore_prefix_tree.attention import AttentionOptions, Case, parity, reference, tree_attention, triton_tree
+from mcore_prefix_tree.attention.parity import ParityError
 from mcore_prefix_tree.attention.triton_tree.config import Configs, configs_for
 from mcore_prefix_tree.attention.triton_tree.schedule import ROUND
 
@@ -103,6 +104,85 @@ def test_a_call_on_a_machine_without_a_gpu_names_the_others():
     tensors = [torch.zeros(3, 1, 16) for _ in range(3)]
     with pytest.raises(ValueError, match=r"'triton' does not support device cpu .*backends that do: .*path, reference"):
         tree_attention(*tensors, metadata, softmax_scale=1.0, backend="triton")
+
+
+# The comparison before the first call, as on a GPU: what is there computes what the kernels should.
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Calls are taken for those on a Hopper. A list of what the kernels were asked for; ``wrong`` makes them so."""
+    of, calls = Case.of.__func__, []
+    monkeypatch.setattr(
+        Case, "of", classmethod(lambda cls, *arguments: replace(of(cls, *arguments), capability=(9, 0)))
+    )
+
+    def attend(query, key, value, metadata, options, configs):
+        calls.append((metadata.num_tokens, query.requires_grad))
+        out = reference.attention(query, key, value, metadata, options)
+        return 1.1 * out if calls[0] == "wrong" else out
+
+    monkeypatch.setattr(triton_tree, "attend", attend)
+    parity._check.cache_clear()
+    yield calls
+    parity._check.cache_clear()
+
+
+def call(dtype=torch.bfloat16, *, needs_grad=True, head_dim=16, **options):
+    """One call on three tokens, which the comparison does not have."""
+    metadata = TreeMetadata.from_nodes([0, 3], [-1])
+    tensors = [torch.ones(3, heads, head_dim, dtype=dtype, requires_grad=needs_grad) for heads in (2, 1, 1)]
+    return triton_tree.attention(*tensors, metadata, AttentionOptions(softmax_scale=1.0, **options))
+
+
+def compared(calls):
+    """The gradients that comparisons asked for, and forget about all calls."""
+    asked = [needs_grad for tokens, needs_grad in calls if tokens > 3]
+    calls.clear()
+    return asked
+
+
+def test_kernels_are_compared_once_for_each_configuration(kernels):
+    call()
+    assert compared(kernels) == [True]
+    call()
+    assert compared(kernels) == []
+    for changes in ({"head_dim": 32}, {"window": 2}, {"deterministic": False}, {"dtype": torch.float16}):
+        call(**changes)
+        assert compared(kernels) == [True], changes
+    call(needs_grad=False)
+    assert compared(kernels) == [False]
+
+
+def test_a_wrong_kernel_stops_the_run(kernels):
+    kernels.append("wrong")
+    for _ in range(2):
+        with pytest.raises(ParityError, match=r"'triton' is wrong on this machine: out is off by .* backend 'flex'"):
+            call()
+
+
+def test_comparisons_wait_until_numbers_can_be_read_back(kernels, monkeypatch):
+    """Neither within what torch.compile traces nor within a CUDA graph, and the next call makes up for it."""
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.compiler, "is_compiling", lambda: True)
+        call()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.backends.cuda, "is_built", lambda: True)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        call()
+    assert compared(kernels) == []
+    call()
+    assert compared(kernels) == [True]
+
+
+def test_only_16_bit_kernels_of_a_gpu_are_compared(kernels, monkeypatch):
+    """The limits are those of their rounding; and in the interpreter there is no compiler to mistrust."""
+    call(torch.float32)
+    assert compared(kernels) == []
+    of = Case.of
+    monkeypatch.setattr(Case, "of", lambda *arguments: replace(of(*arguments), capability=None))
+    call(torch.float16)
+    assert compared(kernels) == []
 
 
 def test_every_row_of_the_table():

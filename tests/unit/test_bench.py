@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ import pytest
 import torch
 from attention_cases import case_of
 from oracles import metadata_of, random_forest, worst
+from torch.multiprocessing.reductions import StorageWeakRef
 from typer.testing import CliRunner
 
 from mcore_prefix_tree import Sample, fold
@@ -28,7 +30,7 @@ from mcore_prefix_tree.bench import attention as bench
 from mcore_prefix_tree.bench.attention import Settings, TimedMetadata, bench_attention
 from mcore_prefix_tree.bench.contestants import Contestant
 from mcore_prefix_tree.bench.costs import costs_of
-from mcore_prefix_tree.bench.machine import describe_machine, measure_ceilings
+from mcore_prefix_tree.bench.machine import describe_machine, measure_ceilings, seconds_of
 from mcore_prefix_tree.bench.peers import PEERS, _build_areal, token_parents
 from mcore_prefix_tree.bench.plot import draw_roofline, points_of
 from mcore_prefix_tree.bench.report import cells, columns, flops, headline, lines_of
@@ -279,32 +281,242 @@ def test_areal_is_given_the_same_mask():
 # Running.
 
 
-def test_one_that_fails_does_not_cost_the_others(monkeypatch):
-    def broken(*arguments):
-        raise RuntimeError("no kernel image")
+def contestant(method, attention=reference.attention, *, layout="tree", refusal=None):
+    return Contestant(method=method, layout=layout, options=TINY.case.options, attention=attention, refusal=refusal)
 
-    def not_a_number(query, key, value, metadata, options):
-        return reference.attention(query, key, value, metadata, options) * float("nan")
 
-    options = TINY.case.options
+def broken(*arguments):
+    raise RuntimeError("no kernel image")
 
-    def some(forest, case):
-        yield Contestant(
-            method="reference", layout="tree", options=options, attention=reference.attention, refusal=None
-        )
-        yield Contestant(method="broken", layout="tree", options=options, attention=broken, refusal=None)
-        yield Contestant(method="nan", layout="tree", options=options, attention=not_a_number, refusal=None)
-        yield Contestant(method="absent", layout="tree", options=options, attention=broken, refusal="not installed")
 
-    monkeypatch.setattr(bench, "contestants", some)
+def broken_after(calls, error):
+    """An attention that is right this many times."""
+    left = [calls]
+
+    def attention(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return reference.attention(*arguments)
+
+    return attention
+
+
+@pytest.fixture
+def field(monkeypatch):
+    """Who is measured, and which peers."""
+    entered = {"ours": [], "peers": []}
+    monkeypatch.setattr(bench, "contestants", lambda forest, case: iter(entered["ours"]))
+    monkeypatch.setattr(bench, "peers", lambda forest, case: iter(entered["peers"]))
+    return entered
+
+
+# Calls of an attention before the timed rounds.
+WARM_UP = 3
+
+
+class NotANumber(torch.autograd.Function):
+    """The identity, with a gradient that is none."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("nan")
+
+
+def test_one_that_fails_does_not_cost_the_others(field):
+    def not_a_number(*arguments):
+        return reference.attention(*arguments) * float("nan")
+
+    def no_gradient(query, key, value, metadata, options):
+        return reference.attention(query, key, NotANumber.apply(value), metadata, options)
+
+    field["ours"] = [
+        contestant("nan", not_a_number),
+        contestant("reference"),
+        contestant("broken", broken),
+        contestant("gradient", no_gradient),
+        contestant("later", broken_after(WARM_UP + 1, RuntimeError("an illegal memory access"))),
+        contestant("large", broken_after(WARM_UP, torch.OutOfMemoryError("2 GiB"))),
+        contestant("absent", refusal="not installed"),
+        contestant("last"),
+    ]
     result = bench_attention(standard_workloads(0.001)[:1], TINY)
     (workload,) = result.workloads
-    assert [row.method for row in workload.rows] == ["reference"]
+    assert [row.method for row in workload.rows] == ["reference", "last"]
+    assert [len(row.seconds) for row in workload.rows] == [TINY.repeats, TINY.repeats]
     assert {one["method"]: one["reason"] for one in workload.missing} == {
-        "broken": "failed: RuntimeError: no kernel image",
         "nan": "failed: its result is not finite",
+        "broken": "failed: RuntimeError: no kernel image",
+        "gradient": "failed: its result is not finite",
+        "later": "failed: RuntimeError: an illegal memory access",
+        "large": "out of memory",
         "absent": "not installed",
     }
+
+
+def test_one_that_fails_while_it_is_compared_does_not_cost_the_others(field, monkeypatch):
+    difference, calls = bench._difference, []
+
+    def too_large(results, first):
+        calls.append(first)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("2 GiB")
+        return difference(results, first)
+
+    monkeypatch.setattr(bench, "_difference", too_large)
+    field["ours"] = [contestant("one"), contestant("two"), contestant("three")]
+    (workload,) = bench_attention(standard_workloads(0.001)[:1], TINY).workloads
+    assert [row.method for row in workload.rows] == ["one", "three"]
+    assert workload.missing == [{"method": "two", "layout": "tree", "reason": "out of memory"}]
+
+
+def test_what_cannot_even_be_set_up_is_recorded(field, monkeypatch):
+    """After some errors of CUDA nothing runs on the device any more, in no workload."""
+    inputs, calls = bench._inputs, []
+
+    def dead(*arguments):
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return inputs(*arguments)
+
+    monkeypatch.setattr(bench, "_inputs", dead)
+    field["ours"] = [contestant("one"), contestant("two")]
+    first, second = bench_attention(standard_workloads(0.001)[:2], TINY).workloads
+    assert [row.method for row in first.rows] == ["one", "two"]
+    assert second.tokens > 0
+    assert not second.rows
+    assert [one["method"] for one in second.missing] == ["one", "two"]
+    assert all("an illegal memory access" in one["reason"] for one in second.missing)
+
+
+def test_peers_run_after_everything_else_and_all_is_passed_on_at_once(field):
+    """What a peer breaks for good has nothing left to break, and what is measured is written."""
+    order, passed_on = [], []
+
+    def named(name):
+        def attention(*arguments):
+            order.append(name)
+            return reference.attention(*arguments)
+
+        return attention
+
+    field["ours"] = [contestant("ours", named("ours"))]
+    field["peers"] = [contestant("peer", named("peer")), contestant("bad", broken), contestant("none", refusal="no")]
+    result = bench_attention(standard_workloads(0.001)[:2], TINY, on_result=passed_on.append)
+    measured = 2 * (WARM_UP + TINY.repeats)
+    assert order[:measured] == ["ours"] * measured
+    # Afterwards as that with which the peers are compared.
+    assert order[measured:].count("ours") == 2 * WARM_UP
+    for workload in result.workloads:
+        assert [(row.method, len(row.seconds), row.difference) for row in workload.rows] == [
+            ("ours", TINY.repeats, 0.0),
+            ("peer", TINY.repeats, workload.rows[1].difference),
+        ]
+        assert workload.rows[1].difference < 1e-6
+        reasons = {one["method"]: one["reason"] for one in workload.missing}
+        assert reasons == {"bad": "failed: RuntimeError: no kernel image", "none": "no"}
+    rows = [[len(workload.rows) for workload in one.workloads] for one in passed_on]
+    assert rows == [[1], [1, 1], [2, 1], [2, 2]]
+    assert passed_on[-1] == result
+
+
+def test_peers_are_compared_with_the_first_that_ran(field):
+    field["ours"] = [contestant("broken", broken), contestant("ours"), contestant("unfolded", layout="unfolded")]
+    field["peers"] = [contestant("wrong", lambda *arguments: 1.5 * reference.attention(*arguments))]
+    (workload,) = bench_attention(standard_workloads(0.001)[:1], TINY).workloads
+    (wrong,) = [row for row in workload.rows if row.method == "wrong"]
+    assert wrong.difference == pytest.approx(0.5)
+
+
+def test_results_are_not_kept_while_others_are_timed(field):
+    alive = []
+
+    class Watched:
+        """Counts the results of warm-ups that are still alive when a round begins."""
+
+        def __init__(self):
+            self.calls, self.outs = 0, []
+
+        def __call__(self, *arguments):
+            self.calls += 1
+            if self.calls > WARM_UP:
+                alive.append(sum(not out.expired() for out in self.outs))
+            out = reference.attention(*arguments)
+            self.outs.append(StorageWeakRef(out.untyped_storage()))
+            return out
+
+    field["ours"] = [contestant("one", Watched()), contestant("two", Watched())]
+    bench_attention(standard_workloads(0.001)[:1], TINY)
+    assert alive == [0] * 2 * TINY.repeats
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8192, 8193, 20_000])
+def test_differences_are_summed_over_parts(rows, monkeypatch):
+    one, other = (torch.randn(rows, 2, 3, dtype=torch.bfloat16) for _ in range(2))
+    expected = float((one.double() - other.double()).norm() / other.double().norm())
+    largest = []
+    convert = torch.Tensor.float
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: largest.append(len(self)) or convert(self))
+    assert bench._difference([one], [other]) == pytest.approx(expected, rel=1e-5)
+    assert max(largest) <= 8192
+    assert bench._difference([one], [one]) == 0.0
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_difference_that_is_no_number_is_not_lost_among_others(place):
+    good, bad = torch.ones(3, 1), torch.tensor([[1.0], [float("nan")], [1.0]])
+    results = [good, good]
+    results[place] = bad
+    assert np.isnan(bench._difference(results, [good, good]))
+
+
+def test_the_clock_of_a_plan_starts_when_the_device_is_idle(monkeypatch):
+    """What was queued before is not its time, and what it queues is."""
+    waits = []
+
+    def wait(device):
+        waits.append(device)
+        time.sleep(0.2 if len(waits) == 1 else 0.05)
+
+    monkeypatch.setattr(bench, "wait_for", wait)
+    metadata = TimedMetadata.of(metadata_of([3, 2], [-1, 0]))
+    metadata.derived("plan", lambda metadata: waits.append("built"))
+    assert waits == [CPU, "built", CPU]
+    (seconds,) = metadata.build_seconds
+    assert 0.05 <= seconds < 0.2
+
+
+def test_a_gpu_is_busy_when_its_clock_starts(monkeypatch):
+    """Or the time from the first event to the second would be that of the host's launches."""
+    did = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            did.append("record")
+
+        def synchronize(self):
+            did.append("synchronize")
+
+        def elapsed_time(self, other):
+            return 3.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append("sleep"), raising=False)
+    assert seconds_of(lambda: did.append("run"), torch.device("cuda")) == 0.003
+    assert did == ["sleep", "record", "run", "record", "synchronize"]
+
+
+def test_the_benchmark_of_attention_needs_no_megatron():
+    script = "import sys; sys.modules['megatron'] = None; import mcore_prefix_tree.bench.attention"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
 def test_ceilings_and_machine():
@@ -396,19 +608,50 @@ def test_the_step_command_writes_a_well_formed_file(tmp_path):
     assert result["speedup_over_fold_ratio"] == pytest.approx(result["speedup"] / result["comparison"]["fold_ratio"])
 
 
+# The check of a GPU.
+
+
+@pytest.fixture
+def gpu_check(monkeypatch, tmp_path):
+    """The script as a module, on a machine that it takes for one with a GPU, with results in a folder of their own."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "lib"))
+    import gpu_check
+
+    monkeypatch.setattr(gpu_check, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(gpu_check, "describe_machine", lambda: {"device": "NVIDIA H200", "torch": "2.13.0"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return gpu_check
+
+
+@pytest.fixture
+def gpu_parts(gpu_check, monkeypatch):
+    """Its parts replaced: each takes down what it was asked, and gives what is put here under its name."""
+    parts = {"tests": {"tests": 2, "failures": 0, "errors": 0, "skipped": 0, "asked": []}}
+
+    def bench(folder, name, *arguments, on_written=None):
+        parts["tests"]["asked"].append((name, arguments))
+        return parts.get(name, {"kind": name})
+
+    monkeypatch.setattr(gpu_check, "run_tests", lambda folder: parts["tests"])
+    monkeypatch.setattr(gpu_check, "run_bench", bench)
+    return parts
+
+
+def gpu_result(gpu_check):
+    return json.loads((gpu_check.RESULTS / "gpu_nvidia_h200.json").read_text())
+
+
 def test_gpu_check_says_that_there_is_no_gpu(monkeypatch, capsys):
     """The script as a program, but in this process: nothing here depends on what a busy machine does to another."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(ROOT / "scripts" / "lib" / "gpu_check.py"), run_name="__main__")
     assert left.value.code == 2
     assert capsys.readouterr().err == "gpu_check: torch sees no GPU; run it on a machine with one\n"
 
 
-def test_gpu_check_reads_what_pytest_writes(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "lib"))
-    import gpu_check
-
+def test_gpu_check_reads_what_pytest_writes(tmp_path, monkeypatch, gpu_check):
     def write(command, **more):
         suite = ElementTree.Element("testsuite", tests="3", failures="1", errors="0", skipped="1")
         for name, fault in (("good", None), ("bad", "failure"), ("left_out", "skipped")):
@@ -428,6 +671,131 @@ def test_gpu_check_reads_what_pytest_writes(tmp_path, monkeypatch):
         "skipped": 1,
     }
     assert tests["faults"] == [{"test": "tests.gpu::bad", "message": "bad!"}]
+
+
+@pytest.mark.parametrize("report", [None, "", "<testsuites><testsuite tests="])
+def test_gpu_check_survives_a_pytest_that_dies(tmp_path, monkeypatch, gpu_check, report):
+    def die(command, **more):
+        if report is not None:
+            Path(command[-1].removeprefix("--junitxml=")).write_text(report)
+        return subprocess.CompletedProcess(command, -11)
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", die)
+    assert gpu_check.run_tests(tmp_path)["failed"] == "pytest ended with exit code -11 and wrote no report"
+
+
+def test_gpu_check_goes_on_after_tests_that_died(gpu_check, gpu_parts):
+    gpu_parts["tests"] = {"failed": "pytest ended", "asked": []}
+    assert gpu_check.main([]) == 1
+    result = gpu_result(gpu_check)
+    assert result["tests"]["failed"] == "pytest ended"
+    assert result["attention"] == {"kind": "attention"}
+    assert set(result["steps"]) == {"quickstart", "one_gpu"}
+
+
+def test_gpu_check_writes_after_every_part(gpu_check, gpu_parts, monkeypatch):
+    bench, found = gpu_check.run_bench, []
+
+    def stopped(folder, name, *arguments, on_written=None):
+        found.append(set(gpu_result(gpu_check)))
+        if name == "one_gpu":
+            raise KeyboardInterrupt
+        if on_written is not None:
+            on_written({"kind": name, "workloads": ["the first"]})
+            found.append(gpu_result(gpu_check)["attention"])
+        return bench(folder, name, *arguments)
+
+    monkeypatch.setattr(gpu_check, "run_bench", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.main([])
+    written = {"kind", "machine", "tests"}
+    unfinished = {"kind": "attention", "workloads": ["the first"], "failed": "it did not come to its end"}
+    assert found == [written, unfinished, written | {"attention"}, written | {"attention", "steps"}]
+    assert set(gpu_result(gpu_check)["steps"]) == {"quickstart"}
+    assert [file.name for file in gpu_check.RESULTS.iterdir()] == ["gpu_nvidia_h200.json"]
+
+
+def test_gpu_check_adds_parts_to_what_there_is(gpu_check, gpu_parts, monkeypatch, capsys):
+    assert gpu_check.main(["--only", "tests"]) == 0
+    assert set(gpu_result(gpu_check)) == {"kind", "machine", "tests"}
+    gpu_parts["attention"] = {"kind": "new", "failed": "one measurement"}
+    assert gpu_check.main(["--only", "steps", "--only", "attention", "--scale", "2", "--", "--only", "P4096"]) == 1
+    result = gpu_result(gpu_check)
+    assert set(result) == {"kind", "machine", "tests", "attention", "steps"}
+    assert result["attention"]["kind"] == "new"
+    name, arguments = gpu_parts["tests"]["asked"][0]
+    assert (name, arguments) == ("attention", ("attention", "--scale", "2", "--only", "P4096"))
+
+    monkeypatch.setattr(gpu_check, "describe_machine", lambda: {"device": "NVIDIA H200", "torch": "2.14.0"})
+    assert gpu_check.main(["--only", "tests"]) == 2
+    assert "was measured with torch 2.13.0 (now 2.14.0); move it away, or run all parts" in capsys.readouterr().err
+    assert gpu_result(gpu_check) == result
+    del gpu_parts["attention"]
+    assert gpu_check.main([]) == 0
+    assert gpu_result(gpu_check)["machine"]["torch"] == "2.14.0"
+
+
+def test_gpu_check_takes_parts_by_their_names(gpu_check, capsys):
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--only", "P4096"])
+    assert "invalid choice: 'P4096'" in capsys.readouterr().err
+
+
+BENCH = """
+import json, pathlib, sys, time
+output = pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
+print("as told", file=sys.stderr)
+for count in (1, 2):
+    output.write_text(json.dumps({"workloads": count}))
+    while count == 1 and not output.with_suffix(".seen").exists():
+        time.sleep(0.01)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_gpu_check_passes_on_what_a_benchmark_has_written_so_far(gpu_check, monkeypatch, tmp_path, code):
+    monkeypatch.setattr(gpu_check, "POLL_SECONDS", 0.01)
+    popen = subprocess.Popen
+
+    def start(command, **more):
+        return popen([sys.executable, "-c", BENCH, str(code), *command[4:]], **more)
+
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", start)
+    found = []
+
+    def on_written(written):
+        found.append(written)
+        (tmp_path / "attention.seen").touch()
+
+    result = gpu_check.run_bench(tmp_path, "attention", "attention", on_written=on_written)
+    assert found[0] == {"workloads": 1}
+    assert result == {"workloads": 2} | ({"failed": "as told\n"} if code else {})
+
+
+def test_gpu_check_says_what_a_benchmark_said_that_wrote_nothing(gpu_check, monkeypatch, tmp_path):
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        gpu_check.subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", "exit('no GPU')"], **more)
+    )
+    assert gpu_check.run_bench(tmp_path, "attention") == {"failed": "no GPU\n"}
+
+
+def test_gpu_check_without_installing_anything(tmp_path):
+    """The Python at hand runs it, with the package from the checkout, wherever the flag stands."""
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/sh\necho "$PYTHONPATH"\necho "$@"\n')
+    python.chmod(0o755)
+    for arguments in (["--no-install", "--only", "steps"], ["--only", "steps", "--no-install"]):
+        done = subprocess.run(
+            [str(ROOT / "scripts" / "gpu_check"), *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": "", "PYTHON": "python3"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == f"{ROOT}\nscripts/lib/gpu_check.py --only steps\n"
 
 
 def test_settings_are_the_case():

@@ -18,6 +18,7 @@ MAX_LINES = 450
 ALLOWED = {
     "errors": set(),
     "launchers": set(),
+    "memory": set(),
     "signals": set(),
     "sample": {"signals"},
     "data": {"sample", "signals"},
@@ -32,11 +33,11 @@ ALLOWED = {
     "recipe": {"layout"},
     "mcore": {
         "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
-        "objectives", "recipe", "launchers",
+        "objectives", "recipe", "launchers", "memory",
         # Where there is no GPU, training runs under the emulation, and its norms stand in for the missing kernels.
         "testing",
     },
-    "bench": {"sample", "trie", "layout", "plan", "metadata", "attention", "recipe", "mcore"},
+    "bench": {"memory", "sample", "trie", "layout", "plan", "metadata", "attention", "recipe", "mcore"},
     "pretrain_gpt": {
         "errors", "launchers", "sample", "data", "layout", "plan", "metadata", "attention", "logprob", "objectives",
         "mcore",

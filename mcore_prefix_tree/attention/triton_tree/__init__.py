@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
 
 if TYPE_CHECKING:
@@ -26,8 +27,33 @@ def attention(
 
     Saves query, key, value, out and one number per row for backward. The block lists are made once per micro-batch.
     With ``deterministic=False``, head dimensions up to 128 without a soft-cap take a backward that does less work and
-    adds up in any order.
+    adds up in any order. On a GPU, 16-bit kernels are compared with the reference on first use: what a compiler of
+    another version made of them for this chip may have been run nowhere before.
+
+    Raises:
+        ParityError: the kernels are wrong on this machine.
     """
+    case = Case.of(query, key, value, options)
+    if case.capability is not None and case.dtype in _CHECKED and _can_compare():
+        check_parity("triton", attend_as_tabled, case)
+    return attend_as_tabled(query, key, value, metadata, options)
+
+
+# The comparison's limits are those of 16-bit rounding.
+_CHECKED = (torch.bfloat16, torch.float16)
+
+
+def _can_compare() -> bool:
+    """Not while torch.compile traces or a CUDA graph is captured: the comparison reads numbers back."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing())
+
+
+def attend_as_tabled(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
+) -> torch.Tensor:
+    """:func:`attention`, unchecked: launched as the table says for the case."""
     from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
     return attend(query, key, value, metadata, options, configs_for(Case.of(query, key, value, options)))
@@ -41,7 +67,7 @@ def attend(
     options: AttentionOptions,
     configs: Configs,
 ) -> torch.Tensor:
-    """As :func:`attention`, launched as ``configs`` say."""
+    """:func:`attention`, unchecked: launched as ``configs`` say."""
     from mcore_prefix_tree.attention.triton_tree.ops import tree_attention
     from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
 

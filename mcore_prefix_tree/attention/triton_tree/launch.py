@@ -19,6 +19,11 @@ from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, roun
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
 from mcore_prefix_tree.attention.triton_tree.schedule import ROUND
 
+# Of multiplication and addition: the default until Triton 3.10. Triton 3.9 warns where a launch does not say it.
+_FP_FUSION = True
+# Of the kernel of row sums, on every chip. It has neither keys nor a pipeline.
+ROW_SUMS = Launch(query_block=ROUND, key_block=ROUND, warps=8, stages=1)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
@@ -84,7 +89,7 @@ def _constants(query: torch.Tensor, value: torch.Tensor, launch: Launch, call: C
         "STAGES": launch.stages,
         "ENGINE": call.configs.engine,
         "num_warps": launch.warps,
-        "enable_fp_fusion": True,  # of multiplication and addition: the default until Triton 3.10
+        "enable_fp_fusion": _FP_FUSION,
     }
 
 
@@ -127,19 +132,21 @@ def row_sums(out: torch.Tensor, grad_out: torch.Tensor, call: Call) -> torch.Ten
     """``sum(out * grad_out)`` of each row, fp32 ``[H, R]``, zero past P."""
     size, heads, width = out.shape
     rows = len(call.end)
+    launch = ROW_SUMS
     delta = torch.empty((heads, rows), dtype=torch.float32, device=out.device)
-    delta_kernel[(rows // ROUND * heads,)](
-        call.tiles(out, ROUND),
-        call.tiles(grad_out, ROUND),
+    delta_kernel[(rows // launch.query_block * heads,)](
+        call.tiles(out, launch.query_block),
+        call.tiles(grad_out, launch.query_block),
         delta,
         size,
         rows,
         HEADS=heads,
         VALUE_DIM=width,
         W=rounded(width),
-        BLOCK_M=ROUND,
+        BLOCK_M=launch.query_block,
         ENGINE=call.configs.engine,
-        num_warps=8,
+        num_warps=launch.warps,
+        enable_fp_fusion=_FP_FUSION,
     )
     return delta
 

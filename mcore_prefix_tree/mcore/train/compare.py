@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.forward_step import ForwardStep
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.train.memory import PeakMemory
 from mcore_prefix_tree.mcore.train.objective import forward_step_of, objective_of, plain, reads_values
 from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
@@ -24,6 +23,7 @@ from mcore_prefix_tree.mcore.train.unfolded import (
     stock_value_step,
     why_stock_does_not_fit,
 )
+from mcore_prefix_tree.memory import PeakMemory
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample, Tempered
 
