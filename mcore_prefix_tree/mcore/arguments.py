@@ -185,6 +185,14 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("tp_comm_overlap", "--tp-comm-overlap: its buffers have one sequence length, micro-batches do not"),
     ("experimental_attention_variant", "--experimental-attention-variant: only self-attention knows the tree"),
     ("check_for_spiky_loss", "--check-for-spiky-loss: it compares sums, and micro-batches differ in tokens"),
+    (
+        "log_throughput",
+        "--log-throughput: it counts --seq-length tokens a sample; the log line has logical and physical tokens/s",
+    ),
+    (
+        "log_progress",
+        "--log-progress: it counts --seq-length tokens a sample; the log line has logical and physical tokens/s",
+    ),
     ("record_memory_history", "--record-memory-history: pretrain_gpt.py's own model provider starts it"),
     ("inprocess_restart", "--inprocess-restart: not proven yet; restart with --load"),
     ("moe_use_upcycling", "--moe-use-upcycling: convert the checkpoint with pretrain_gpt.py first"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_prefix_tree.launchers import LAUNCHERS, adopt_ranks
+from mcore_prefix_tree.launchers import LAUNCHERS, adopt_ranks, check_gpus
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -12,7 +12,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
-SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "2"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
 MEET = {"MASTER_ADDR": "gpu01"}
 
@@ -22,7 +22,13 @@ MEET = {"MASTER_ADDR": "gpu01"}
     [
         (OPEN_MPI, {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}),
         (MPICH, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
-        (SLURM, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}),
+        (SLURM, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}),
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8"},
+            {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "8"},
+        ),
+        # Not the same on all nodes.
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2"}, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}),
         # Open MPI starts its own processes through srun.
         (SLURM | OPEN_MPI, {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}),
     ],
@@ -72,3 +78,25 @@ def test_a_port_that_is_given_is_kept() -> None:
 def test_every_launcher_says_what_is_needed() -> None:
     for names in LAUNCHERS.values():
         assert {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= names.keys()
+
+
+@pytest.mark.parametrize("tasks", ["4(x2)", "3,5"])
+def test_ranks_that_see_one_gpu_each_are_refused(tasks: str) -> None:
+    """``srun --gpus-per-task=1``: Megatron would take GPU 2 of one."""
+    environment = SLURM | MEET | {"SLURM_STEP_TASKS_PER_NODE": tasks}
+    adopt_ranks(environment)
+    ranks = 4 if tasks == "4(x2)" else 3
+    with pytest.raises(ValueError, match=rf"^this machine has {ranks} ranks, .* sees 1: .*--gpu-bind=none"):
+        check_gpus(environment, 1)
+    check_gpus(environment, 4)
+
+
+def test_the_first_rank_of_a_machine_does_not_wait_for_those_that_are_refused() -> None:
+    environment = SLURM | MEET | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    adopt_ranks(environment)
+    with pytest.raises(ValueError, match="has 4 ranks"):
+        check_gpus(environment, 1)
+
+
+def test_a_process_alone_needs_one_gpu() -> None:
+    check_gpus({}, 1)

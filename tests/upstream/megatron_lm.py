@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -84,17 +85,49 @@ def search_path() -> str:
 
 def megatron(program: tuple[str, ...], *arguments: str, ranks: int = 1, timeout_s: float = 400) -> Run:
     """Run a program with Megatron's arguments under torchrun; words of the arguments are split at blanks."""
-    words = [word for argument in arguments for word in argument.split()]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     result = subprocess.run(
-        [*launcher, *program, *words],
+        [*launcher, *program, *_words(arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=timeout_s,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PATH": search_path()},
+        env=_environment(),
     )
     return Run(result.stdout, result.returncode)
+
+
+def under_open_mpi(program: tuple[str, ...], *arguments: str, ranks: int, timeout_s: float = 400) -> list[Run]:
+    """The same, with each rank started as ``mpirun`` does it, on one machine: what each of them says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *program, *_words(arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=_environment()
+            | meet
+            | {f"OMPI_COMM_WORLD_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")}
+            | {f"OMPI_COMM_WORLD_{name}": str(ranks) for name in ("SIZE", "LOCAL_SIZE")},
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        return [Run(rank.communicate(timeout=timeout_s)[0], rank.returncode) for rank in started]
+    finally:
+        for rank in started:
+            rank.kill()
+
+
+def _words(arguments: tuple[str, ...]) -> list[str]:
+    return [word for argument in arguments for word in argument.split()]
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PATH": search_path()}
 
 
 def trained(program: tuple[str, ...], *arguments: str, ranks: int = 1) -> Run:

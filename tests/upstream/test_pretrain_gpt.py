@@ -27,6 +27,7 @@ from megatron_lm import (
     assert_same_tensors,
     megatron,
     trained,
+    under_open_mpi,
 )
 
 from mcore_prefix_tree.data import read_samples
@@ -89,6 +90,19 @@ def test_resumed_from_the_stock_run_in_another_layout(
     stock: Stock, tmp_path: Path, ranks: int, layout: str, base: Path
 ) -> None:
     check(trained(ENTRY, *stock.args(tmp_path), f"--load {base}", layout, ranks=ranks), stock, tmp_path)
+
+
+def test_ranks_that_mpirun_started_train_the_same(stock: Stock, base: Path, tmp_path: Path) -> None:
+    layout = f"--tensor-model-parallel-size 2 --load {base} --exit-interval 4"
+    runs = under_open_mpi(ENTRY, *stock.args(tmp_path), layout, ranks=2)
+    assert [run.status for run in runs] == [0, 0], runs[1].output[-8000:]
+    first, last = runs
+    # Megatron's log lines are the last rank's.
+    assert first.losses == {}
+    assert sorted(last.losses) == [2, 3, 4]
+    for iteration, loss in last.losses.items():
+        assert loss == pytest.approx(stock.losses[iteration], rel=LOSS), iteration
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
 
 
 def test_streamed_from_a_file_with_bad_lines(stock: Stock, base: Path, tmp_path: Path) -> None:

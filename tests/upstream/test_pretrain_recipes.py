@@ -43,7 +43,9 @@ class Model:
     tp: int
     pp: int
     fewest_nodes: int = 1
+    qk_layernorm: bool = False
     experts: int = 0
+    top_k: int = 0
     ep: int = 1
 
     def weight_bytes(self, ranks: int) -> float:
@@ -60,6 +62,15 @@ class Model:
         replicas, expert_replicas = ranks / (self.tp * self.pp), ranks / (self.pp * self.ep)
         return dense * (6 + 12 / replicas) + routed * (6 + 12 / expert_replicas)
 
+    def activation_bytes(self, tokens: int) -> float:
+        """Of the first stage, in bf16: experts are recomputed, so that one layer's are there at a time."""
+        attention = 4 * self.hidden + (3 + self.qk_layernorm) * self.head_dim * (self.heads + self.groups)
+        if self.experts:
+            elements = self.layers * attention + self.top_k * (self.hidden + 3 * self.ffn)
+        else:
+            elements = self.layers * (attention + 3 * self.ffn)
+        return 2 * elements * tokens / self.tp
+
 
 MODELS = {
     "llama3_8b": Model(
@@ -67,7 +78,7 @@ MODELS = {
     ),
     "qwen3_30b_a3b": Model(
         layers=48, hidden=2048, heads=32, groups=4, head_dim=128, ffn=768, vocab=151936, tp=2, pp=2,
-        fewest_nodes=2, experts=128, ep=8,
+        fewest_nodes=2, qk_layernorm=True, experts=128, top_k=8, ep=8,
     ),
 }  # fmt: skip
 
@@ -99,7 +110,12 @@ def test_megatron_takes_the_arguments_and_plans_the_job(name: str, nodes: int, t
     assert f"estimate, of {ranks} ranks:" in done.stdout
     (weights,) = re.findall(r"weights, gradients, optimizer: (\S+) GiB", done.stdout)
     assert float(weights) == pytest.approx(model.weight_bytes(ranks) / GIB, rel=5e-3)  # three digits are printed
-    (activations,) = re.findall(r"at --prefix-tree-max-tokens \(\d+ tokens\): (\S+) GiB", done.stdout)
+    ((tokens, activations),) = re.findall(r"at --prefix-tree-max-tokens \((\d+) tokens\): (\S+) GiB", done.stdout)
+    assert float(activations) == pytest.approx(model.activation_bytes(int(tokens)) / GIB, rel=5e-3)
+    assert ("with balanced routing" in done.stdout) == bool(model.experts)
+    assert float(weights) + float(activations) < 0.75 * 80e9 / GIB, (
+        "the rest is for the head, NCCL and unbalanced routing"
+    )
     if nodes == model.fewest_nodes:
         told = re.findall(r"\S+(?= GiB)", recipe.read_text())
         assert told == [weights, activations]

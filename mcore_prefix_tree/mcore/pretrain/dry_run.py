@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.training.theoretical_memory_usage import (
-    compute_activation_memory,
-    compute_activation_memory_without_sp,
-    compute_weight_and_optimizer_memory,
-)
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
+from mcore_prefix_tree.mcore.pretrain.memory import activation_bytes
 from mcore_prefix_tree.mcore.pretrain.providers import constant_size, folding_of, training_order
 from mcore_prefix_tree.mcore.pretrain.steps import check_first_epoch, plan_exactly
 
@@ -23,11 +21,12 @@ GIB = 1024**3
 def dry_run(args: argparse.Namespace) -> str:
     """What a job with these arguments would do first.
 
-    Memory is Megatron's own estimate for the most loaded rank: of weights, gradients and optimizer, and of the
-    activations of the longest micro-batch, where it counts as one sequence.
+    Memory is an estimate for the most loaded rank: Megatron's own of weights, gradients and optimizer, and that of
+    :func:`activation_bytes`, which knows experts and recomputation, of a step whose micro-batches are all as long as
+    the longest.
 
     Args:
-        args: validated.
+        args: validated, with what :func:`tree_transformer_config` changes in them.
 
     Raises:
         ArgumentError: a step of the first epoch does not fit its micro-batches.
@@ -54,13 +53,13 @@ def dry_run(args: argparse.Namespace) -> str:
         for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
     ]
     cases = {"longest micro-batch": longest, "at --prefix-tree-max-tokens": folding.max_tokens}
-    kept = "activations, if none were recomputed," if args.recompute_granularity == "full" else "activations,"
+    kept = "activations" if args.num_experts is None else "activations with balanced routing"
     lines += [
-        f"a rank's memory by Megatron's estimate, of {args.world_size} ranks:",
+        f"a rank's memory by an estimate, of {args.world_size} ranks:",
         f"  weights, gradients, optimizer: {_weights(args) / GIB:.3g} GiB",
     ]
     lines += [
-        f"  {kept} {case} ({tokens} tokens): {_activations(args, tokens, size.micro_batches) / GIB:.3g} GiB"
+        f"  {kept}, {case} ({tokens} tokens): {_activations(args, tokens, size.micro_batches) / GIB:.3g} GiB"
         for case, tokens in cases.items()
     ]
     return "\n".join(lines)
@@ -105,12 +104,7 @@ def _weights_of(args: argparse.Namespace, **changed: Any) -> float:
 
 
 def _activations(args: argparse.Namespace, tokens: int, micro_batches: int) -> float:
-    """Bytes of activations of micro-batches of so many tokens.
-
-    Megatron's formula for sequence parallelism leaves out what attention keeps of every pair of tokens, which selective
-    recomputation spares; attention along a tree keeps nothing of the kind.
-    """
-    alone = copy.deepcopy(args)
-    alone.seq_length, alone.micro_batch_size = tokens, 1
-    estimate = compute_activation_memory if args.sequence_parallel else compute_activation_memory_without_sp
-    return float(estimate(alone, micro_batches))
+    """Bytes of activations of micro-batches of so many tokens."""
+    logits_width = 0 if args.prefix_tree_fused_head else args.padded_vocab_size
+    config = core_transformer_config_from_args(args)
+    return activation_bytes(config, tokens, micro_batches=micro_batches, logits_width=logits_width)

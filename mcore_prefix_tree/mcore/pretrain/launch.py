@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import validate_args
 
 from mcore_prefix_tree.data import load_tokenizer, resolve_paths
+from mcore_prefix_tree.launchers import check_gpus
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.arguments import ArgumentError, check_arguments, check_unused
 from mcore_prefix_tree.mcore.pretrain.adapter import check_megatron_lm, parse_command_line, run_pretrain
@@ -104,7 +106,7 @@ def prepare(root: Path) -> Job:
         SampleError: there is no such data.
         MegatronCoreError: something that the package relies on has moved.
         NotImplementedError: a model that folding cannot do exactly.
-        ValueError: an attention back-end that the model or this machine cannot have.
+        ValueError: an attention back-end that the model or this machine cannot have, or fewer GPUs than ranks.
         SystemExit: for ``--help``.
     """
     args = parse_command_line()
@@ -112,10 +114,8 @@ def prepare(root: Path) -> Job:
     say_which_megatron_core(root)
     check_arguments(args)
     resolve_paths([*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())])
-    if not args.prefix_tree_dry_run and "MASTER_ADDR" not in os.environ:
-        raise ArgumentError(
-            "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that says where its ranks meet"
-        )
+    if not args.prefix_tree_dry_run:
+        _check_machine(args)
     if args.use_checkpoint_args:
         # Megatron reads the model's arguments from the checkpoint later; the model provider checks them then.
         if args.prefix_tree_dry_run:
@@ -137,6 +137,28 @@ def prepare(root: Path) -> Job:
     if not args.prefix_tree_dry_run:
         check_backend(validated, config)
     return Job(defaults=defaults, validated=validated, dry_run=args.prefix_tree_dry_run)
+
+
+def _check_machine(args: argparse.Namespace) -> None:
+    """What a job needs of where it is started, and a dry run does not.
+
+    Raises:
+        ArgumentError: nobody says where ranks meet; or Apex is missing.
+        ValueError: see :func:`check_gpus`.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        raise ArgumentError(
+            "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that says where its ranks meet"
+        )
+    # Upstream's vocabulary layer asks the same, on the last pipeline stage alone and when all models are built.
+    if args.gradient_accumulation_fusion and not getattr(tensor_parallel_layers, "_grad_accum_fusion_available", True):
+        raise ArgumentError(
+            "--no-gradient-accumulation-fusion is missing: Megatron-LM's default needs NVIDIA Apex, whose extension "
+            "fused_weight_gradient_mlp_cuda is not here; give the flag, or build https://github.com/NVIDIA/apex with "
+            "its CUDA extensions"
+        )
+    if torch.cuda.is_available():
+        check_gpus(os.environ, torch.cuda.device_count())
 
 
 def _as_config(args: argparse.Namespace) -> argparse.Namespace:

@@ -16,7 +16,16 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 
-from mcore_prefix_tree.data import LineOptions, Ranks, Skipped, StreamedGroups, iter_sample_groups, load_tokenizer
+from mcore_prefix_tree.data import (
+    LineOptions,
+    Ranks,
+    Skipped,
+    StreamedGroups,
+    check_same_samples,
+    iter_sample_groups,
+    load_tokenizer,
+    resolve_paths,
+)
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.layout import Padding, sequence_multiple
 from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args, check_arguments
@@ -178,7 +187,8 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], *, shuffle: bool)
     """The samples of the files, in the order that steps take them; says what was skipped.
 
     Raises:
-        SampleError: bad data, or a sample that is longer than the arguments allow; names file, line and argument.
+        SampleError: bad data, or a sample that is longer than the arguments allow; names file, line and argument. Or
+            ranks read different samples.
     """
     name = args.prefix_tree_tokenizer
     options = LineOptions(
@@ -195,6 +205,7 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], *, shuffle: bool)
         )
     else:
         groups = list(iter_sample_groups(paths, **vars(options), on_error=on_error, skipped=skipped))
+        check_same_samples(groups, resolve_paths(paths), _ranks())
     if skipped.count:
         print_rank_0(f"> {skipped}")
     return SampleOrder(groups, seed=args.seed, shuffle=shuffle)
