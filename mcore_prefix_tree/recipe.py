@@ -242,6 +242,8 @@ class Recipe:
             adds up in any order, and admits those that have no other.
         fused_head: score the supervised tokens a chunk of logits at a time. False keeps the logits of all tokens.
         device: ``auto`` takes the GPU where there is one; ``cpu`` runs megatron-core under emulation.
+        distributed_timeout_minutes: that ranks wait for each other before the job ends; None takes torch's and
+            Megatron's defaults, 10 minutes on GPUs for all ranks together and 30 for parts of them.
         compare: end with the table of folded against unfolded, by the loss of ``verify``.
     """
 
@@ -254,6 +256,7 @@ class Recipe:
     deterministic_attention: bool = True
     fused_head: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    distributed_timeout_minutes: PositiveInt | None = None
     compare: bool = True
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

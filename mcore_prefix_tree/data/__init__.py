@@ -4,8 +4,9 @@ from mcore_prefix_tree.data.chat import ChatError, ChatMessage, ChatTokenizer, E
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.read import iter_sample_groups, read_samples
 from mcore_prefix_tree.data.records import LineOptions
+from mcore_prefix_tree.data.same import Ranks, check_same_samples
 from mcore_prefix_tree.data.skipped import OnError, Skipped
-from mcore_prefix_tree.data.stream import Ranks, StreamedGroups
+from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Skipped",
     "StreamedGroups",
     "ToolCall",
+    "check_same_samples",
     "iter_sample_groups",
     "load_tokenizer",
     "parse_messages",

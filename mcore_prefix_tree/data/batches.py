@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -13,6 +18,10 @@ from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.sample import Sample, SampleError
 
 Int64Array = npt.NDArray[np.int64]
+
+# By which torchrun, Slurm and other schedulers tell every process of a job, workers too, that its end is near.
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_LOOK_S = 1.0
 
 
 class SampleOrder:
@@ -127,7 +136,8 @@ class SampleStream:
     """Samples in an order, one batch after another.
 
     Workers are those of a torch ``DataLoader``: each reads and encodes whole lines, a bounded number ahead. They start
-    when the stream is made and end with :meth:`close` or a ``with`` block.
+    when the stream is made and end with :meth:`close`, a ``with`` block or the process, however that ends. Signals that
+    a scheduler sends to all processes are for the main one to heed, which may have a checkpoint to save.
 
     Args:
         order: of the samples.
@@ -144,6 +154,8 @@ class SampleStream:
         )
         if num_workers and order.is_streamed:
             self._groups = iter(_loader(order, consumed, num_workers))
+            # At its exit Python would end workers by a signal that they ignore, and wait for them for ever.
+            atexit.register(self.close)
 
     def __enter__(self) -> SampleStream:
         return self
@@ -179,6 +191,7 @@ class SampleStream:
     def close(self) -> None:
         """End the workers."""
         self._groups = iter(())
+        atexit.unregister(self.close)
 
 
 def _loader(order: SampleOrder, consumed: int, num_workers: int) -> Iterable[Sequence[Sample] | SampleError]:
@@ -191,7 +204,22 @@ def _loader(order: SampleOrder, consumed: int, num_workers: int) -> Iterable[Seq
         batch_size=None,
         num_workers=num_workers,
         collate_fn=_as_it_is,
+        worker_init_fn=_live_as_long_as_the_main_process,
     )
+
+
+def _live_as_long_as_the_main_process(worker: int) -> None:
+    # Without its workers it could not go on to its checkpoint.
+    for ending in _ENDING_SIGNALS:
+        signal.signal(ending, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    # torch's worker notices too that its parent was killed, but then waits for what it read ahead to be taken.
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
 
 
 class _Lines:

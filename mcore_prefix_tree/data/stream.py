@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.files import PathLike, index_files, no_samples, resolve_paths
 from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
+from mcore_prefix_tree.data.same import ALONE, Ranks, check_same_files
 from mcore_prefix_tree.data.skipped import OnError, Skipped, check_on_error
 from mcore_prefix_tree.sample import Sample, SampleError
 
@@ -24,28 +25,6 @@ Int64Array = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
 
 _PROGRESS_BYTES = 1 << 24
-
-
-def _alone(value: Any) -> list[Any]:
-    return [value]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """Who shares the work of counting.
-
-    Attributes:
-        rank: this process.
-        size: how many there are; all see the same files.
-        gather: everyone's value, by rank.
-    """
-
-    rank: int = 0
-    size: int = 1
-    gather: Callable[[Any], list[Any]] = _alone
-
-
-ALONE = Ranks()
 
 
 class FileIndex:
@@ -124,7 +103,8 @@ class StreamedGroups(Sequence[list[Sample]]):
         fault: what ``check`` raised first, or nothing.
 
     Raises:
-        SampleError: bad data, the first in the order of the files, on every rank.
+        SampleError: bad data, the first in the order of the files, on every rank; or other files on some rank, see
+            :func:`mcore_prefix_tree.data.same.check_same_files`.
         ValueError: for another ``on_error``.
     """
 
@@ -150,6 +130,9 @@ class StreamedGroups(Sequence[list[Sample]]):
         self.repeated: int | None = None
         self.fault = ""
         index, size = self._index, ranks.size
+        check_same_files(
+            len(index), resolved, lambda record: samples_of_record(index.read(record), options, Skipped()), ranks
+        )
         borders = [*(index.record_at(index.total_bytes * rank // size) for rank in range(size)), len(index)]
         records = range(*borders[ranks.rank : ranks.rank + 2])
         own = _go_through(index, records, options, skips=self._skips, progress=progress, key=key, check=check)

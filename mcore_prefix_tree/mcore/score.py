@@ -23,6 +23,7 @@ from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.mcore.outputs import tree_logprobs, tree_logprobs_and_entropy, tree_top_logprobs, tree_values
 from mcore_prefix_tree.mcore.train.schedule import run_schedule
+from mcore_prefix_tree.mcore.train.session import everyone
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import Teacher
 
@@ -104,6 +105,8 @@ class ScoringStep:
         micro_batches: on the device.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
         all_tokens: score every token that has a predictor, not only those with a non-zero loss mask.
+        for_main_rank: give what is found to the main rank alone, and nothing to the others: on GPUs each rank would
+            hold everyone's while they are sent.
     """
 
     samples: Sequence[Sample]
@@ -111,15 +114,19 @@ class ScoringStep:
     micro_batches: list[MicroBatch]
     physical_tokens: int
     all_tokens: bool
+    for_main_rank: bool = False
 
     @classmethod
-    def plan(cls, samples: Sequence[Sample], folding: Folding, *, all_tokens: bool = False) -> ScoringStep:
+    def plan(
+        cls, samples: Sequence[Sample], folding: Folding, *, all_tokens: bool = False, for_main_rank: bool = False
+    ) -> ScoringStep:
         """Plan and fold.
 
         Args:
             samples: the same on every rank. A training step's own, in its order, are planned as that step is.
             folding: of that step; its ``output`` says whether the head is fused.
             all_tokens: as above.
+            for_main_rank: as above.
 
         Raises:
             BudgetError: see :func:`mcore_prefix_tree.plan.plan_step`.
@@ -133,6 +140,7 @@ class ScoringStep:
             micro_batches=[folding.micro_batch([samples[index] for index in indices]) for indices in mine],
             physical_tokens=sum(map(sum, plan.physical_tokens)),
             all_tokens=all_tokens,
+            for_main_rank=for_main_rank,
         )
 
     def score(self, chunks: Sequence[Any], *, entropy: bool = True) -> list[Scores]:
@@ -143,17 +151,21 @@ class ScoringStep:
             entropy: compute it too.
 
         Returns:
-            A :class:`Scores` for each sample, in the order of ``samples``, on every rank.
+            A :class:`Scores` for each sample, in the order of ``samples``, on every rank; or where ``for_main_rank``
+            says so, on others nothing.
 
         Raises:
             ScoreError: a score is NaN or infinite; names the sample. On every rank.
         """
-        of_all = self._of_samples(score_micro_batches(chunks, self.micro_batches, entropy=entropy), _of_sample)
-        for scores, sample in zip(of_all, self.samples, strict=True):
-            _check_finite("log-probability", scores.logprobs, scores.scored, sample)
-            if scores.entropy is not None:
-                _check_finite("entropy", scores.entropy, scores.scored, sample)
-        return of_all
+
+        def fault_of(scores: Scores, sample: Sample) -> str | None:
+            fault = _not_finite("log-probability", scores.logprobs, scores.scored, sample)
+            if fault is None and scores.entropy is not None:
+                fault = _not_finite("entropy", scores.entropy, scores.scored, sample)
+            return fault
+
+        found = score_micro_batches(chunks, self.micro_batches, entropy=entropy)
+        return self._of_samples(found, _of_sample, fault_of)
 
     def values(self, chunks: Sequence[Any]) -> list[Values]:
         """As :meth:`score`, of a model with a scalar head.
@@ -166,12 +178,13 @@ class ScoringStep:
             values: FloatArray = tree_values(output, batch).cpu().numpy()
             return values
 
-        of_all = self._of_samples(_forward_only(chunks, self.micro_batches, read), _values_of_sample)
-        for values, sample in zip(of_all, self.samples, strict=True):
-            _check_finite("value", values.values, values.scored, sample)
+        def fault_of(values: Values, sample: Sample) -> str | None:
             last = np.arange(len(sample)) == len(sample) - 1
-            _check_finite("value after", np.full(len(sample), values.last), last, sample)
-        return of_all
+            return _not_finite("value", values.values, values.scored, sample) or _not_finite(
+                "value after", np.full(len(sample), values.last), last, sample
+            )
+
+        return self._of_samples(_forward_only(chunks, self.micro_batches, read), _values_of_sample, fault_of)
 
     def teacher(self, chunks: Sequence[Any], k: int, *, vocab_size: int | None = None) -> list[TopTokens]:
         """The k likeliest tokens of every prediction, of a model with a vocabulary. Keeps the logits of a micro-batch.
@@ -197,17 +210,23 @@ class ScoringStep:
             flat.logprobs[batch.edges.host_row] = logprobs.float().cpu().numpy()
             return flat
 
+        def fault_of(top: TopTokens, sample: Sample) -> str | None:
+            return _not_finite("teacher's log-probability", top.teacher.logprobs.min(axis=1), top.scored, sample)
+
         asked = [replace(batch, output="logits") for batch in self.micro_batches]
-        of_all = self._of_samples(_forward_only(chunks, asked, read), _top_of_sample)
-        for top, sample in zip(of_all, self.samples, strict=True):
-            least = top.teacher.logprobs.min(axis=1)
-            _check_finite("teacher's log-probability", least, top.scored, sample)
-        return of_all
+        return self._of_samples(_forward_only(chunks, asked, read), _top_of_sample, fault_of)
 
     def _of_samples(
-        self, found: Sequence[Any], of_sample: Callable[[Any, npt.NDArray[np.int32], npt.NDArray[np.bool_]], T]
+        self,
+        found: Sequence[Any],
+        of_sample: Callable[[Any, npt.NDArray[np.int32], npt.NDArray[np.bool_]], T],
+        fault_of: Callable[[T, Sample], str | None],
     ) -> list[T]:
-        """What is found of this rank's micro-batches, sample by sample, from all ranks and on all of them."""
+        """What is found of this rank's micro-batches, sample by sample, from all ranks and on all that want it.
+
+        Raises:
+            ScoreError: what ``fault_of`` says of the first sample that it faults; on every rank.
+        """
         own: dict[int, T] = {}
         for number, flat in enumerate(found):
             layout = self.micro_batches[number].layout
@@ -217,12 +236,25 @@ class ScoringStep:
                 if not self.all_tokens:
                     scored &= self.samples[index].loss_mask != 0
                 own[index] = of_sample(flat, tokens, scored)
+        faults = ((index, fault_of(own[index], self.samples[index])) for index in sorted(own))
+        of_each = everyone(next(((index, fault) for index, fault in faults if fault is not None), None))
+        first = min((fault for fault in of_each if fault is not None), default=None)
+        if first is not None:
+            raise ScoreError(first[1])
         # Tensor-parallel ranks all know the scores of their replica; one of them speaks for it.
-        speaks = parallel_state.get_tensor_model_parallel_rank() == 0
-        of_all: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_all, own if speaks else {})
+        spoken = own if parallel_state.get_tensor_model_parallel_rank() == 0 else {}
+        of_all = _on_main_rank(spoken) if self.for_main_rank else everyone(spoken)
+        if of_all is None:
+            return []
         together: dict[int, T] = {index: one for part in of_all for index, one in part.items()}
         return [together[index] for index in range(len(self.samples))]
+
+
+def _on_main_rank(value: T) -> list[T] | None:
+    """By rank; None on other ranks than the first."""
+    of_all: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, of_all, dst=0)
+    return of_all
 
 
 def score(
@@ -304,8 +336,9 @@ def _top_of_sample(flat: _FlatTop, tokens: npt.NDArray[np.int32], scored: npt.ND
     return TopTokens(scored=scored, teacher=teacher)
 
 
-def _check_finite(name: str, values: FloatArray, scored: npt.NDArray[np.bool_], sample: Sample) -> None:
+def _not_finite(name: str, values: FloatArray, scored: npt.NDArray[np.bool_], sample: Sample) -> str | None:
     bad = scored & ~np.isfinite(values)
-    if bad.any():
-        at = int(np.argmax(bad))
-        raise ScoreError(f"{sample.source}: the {name} of token {at} is {values[at]}; the model's weights are bad")
+    if not bad.any():
+        return None
+    at = int(np.argmax(bad))
+    return f"{sample.source}: the {name} of token {at} is {values[at]}; the model's weights are bad"

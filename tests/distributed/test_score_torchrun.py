@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from folded_jobs import VOCAB as IDS
+from folded_jobs import branching_samples, tree_spec
 from torchrun_jobs import VOCAB, environment, rows, write_job
+
+from mcore_prefix_tree.testing.launcher import Layout, world
 
 RECIPE = f"""
 model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: {VOCAB}}}
@@ -84,3 +89,39 @@ def test_a_missing_checkpoint_is_one_sentence(scored: tuple[Path, list[dict[str,
         f"error: {tmp_path} holds no checkpoint; train first, or name the folder of a run that did"
     ]
     assert not list(tmp_path.iterdir())
+
+
+def score_twice(layout: Layout) -> tuple[list[Any], list[Any], str]:
+    """What a rank gets of scores for all ranks, and for the main one; and what it is told of another rank's NaN."""
+    import torch.distributed as dist
+
+    from mcore_prefix_tree.mcore.folding import Folding
+    from mcore_prefix_tree.mcore.output_layer import with_edge_head
+    from mcore_prefix_tree.mcore.score import ScoreError, ScoringStep
+    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+
+    config = tiny_gpt_config(layout=layout, dtype=torch.float64)
+    (chunk,) = (with_edge_head(one) for one in build_chunks(config, tree_spec, vocab_size=IDS))
+    folding = Folding(
+        max_tokens=60, dp_size=layout.dp(2), cost_model=None, device=torch.device("cpu"), output="weighted_sum"
+    )
+    of_all, of_main = (
+        ScoringStep.plan(branching_samples(), folding, for_main_rank=for_main_rank) for for_main_rank in (False, True)
+    )
+    found = [[(one.logprobs, one.entropy) for one in step.score([chunk])] for step in (of_all, of_main)]
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(chunk.parameters()).fill_(torch.nan)
+    with pytest.raises(ScoreError) as error:
+        of_main.score([chunk])
+    return found[0], found[1], str(error.value)
+
+
+def test_what_is_written_goes_to_the_rank_that_writes_and_bad_weights_end_all() -> None:
+    (everyone, written, told), (same, nothing, told_too) = world(2).run(score_twice, Layout(), layout=Layout())
+    assert nothing == []
+    for ours in (same, written):
+        np.testing.assert_equal(ours, everyone)
+    assert len(everyone) == len(branching_samples())
+    assert told == told_too
+    assert "is nan; the model's weights are bad" in told

@@ -145,19 +145,32 @@ def test_a_killed_run_goes_on_with_the_same_bits(job: Path, undisturbed: tuple[P
     assert_same_bits(checkpoint_content(saved, STEPS), checkpoint_content(reference_folder, STEPS))
 
 
+# The command line, where rank 1 does not see the checkpoint yet that another machine has saved.
+LATE = """
+import os
+
+from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.mcore.train import checkpoint
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "1":
+        checkpoint.latest_iteration = lambda folder: None
+    app()
+"""
+
+
 def test_all_ranks_go_on_from_the_main_rank_s_checkpoint(
     job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path
 ) -> None:
     folder, _ = undisturbed
-    for rank in ("0", "1"):
-        continue_at(folder, 3, tmp_path / rank)
-    (tmp_path / "1" / TRACKER).unlink()  # what a network folder still shows to another machine
+    saved, program = continue_at(folder, 3, tmp_path / "saved"), tmp_path / "late.py"
+    program.write_text(LATE)
     done = run(
-        2, "train", job, TP2, f"checkpoint.save={tmp_path}/${{oc.env:RANK}}", "train_iters=3", "--resume", timeout_s=120
+        2, "train", job, TP2, *saving(saved), "train_iters=3", "--resume", program=(str(program),), timeout_s=120
     )
     assert done.code == 0, done.err
     assert done.out.splitlines() == [
-        f"resumed from {tmp_path / '0' / 'iter_0000003'}",
+        f"resumed from {saved / 'iter_0000003'}",
         "nothing to train: train_iters=3 are done",
     ]
 

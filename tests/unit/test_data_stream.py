@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from itertools import chain, islice
 from threading import Barrier, Thread
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -129,7 +133,9 @@ def by_ranks(size, make):
         def gather(value):
             values[rank] = pickle.loads(pickle.dumps(value))
             barrier.wait()
-            return values
+            found = list(values)
+            barrier.wait()
+            return found
 
         try:
             outcomes[rank] = make(Ranks(rank=rank, size=size, gather=gather))
@@ -283,6 +289,62 @@ with order.stream(0, num_workers=workers) as stream:
         peak = max(peak, process.memory_info().rss)
 print(peak - before, total)
 """
+
+
+# Takes note of SIGTERM as Megatron does, trains on, and saves when told: at an exit that closes no stream.
+JOB = """
+import signal, sys
+import psutil
+from mcore_prefix_tree.data import LineOptions, StreamedGroups
+from mcore_prefix_tree.data.batches import SampleOrder
+path, workers = sys.argv[1], int(sys.argv[2])
+noted = []
+signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+order = SampleOrder(StreamedGroups(path, LineOptions()), seed=0, shuffle=False)
+stream = order.stream(0, num_workers=workers)
+taken = stream.take(4)
+print(*(worker.pid for worker in psutil.Process().children()), flush=True)
+assert sys.stdin.readline() == "go on\\n"
+taken += stream.take(60)
+print("saved", len(noted), sum(int(sample.tokens.sum()) for sample in taken))
+"""
+
+
+@contextmanager
+def job(path, num_workers):
+    """The job, leading a process group of its own, once it has begun to read; and its workers."""
+    with subprocess.Popen(
+        [sys.executable, "-c", JOB, str(path), str(num_workers)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+            assert len(workers) == num_workers
+            yield process, workers
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_job_that_is_told_to_end_saves_first(write, num_workers):
+    """torchrun and Slurm tell all of its processes; what reads ahead must not end before it."""
+    (path,) = write([tokens(number) for number in range(100)])
+    with job(path, num_workers) as (process, workers):
+        os.killpg(process.pid, signal.SIGTERM)
+        out, _ = process.communicate("go on\n", timeout=60)
+        assert out.split() == ["saved", "1", str(sum(range(64)))]
+        assert process.returncode == 0
+        assert psutil.wait_procs(workers, timeout=10)[1] == []
+
+
+def test_nothing_outlives_a_job_that_is_killed(write):
+    (path,) = write([json.dumps({"tokens": [number] * 50_000}) for number in range(70)])  # more than a pipe holds
+    with job(path, 2) as (process, workers):
+        process.kill()
+        assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
 def test_memory_stays_small_on_a_large_file(tmp_path):

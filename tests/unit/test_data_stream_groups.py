@@ -44,7 +44,9 @@ def by_ranks(size, make):
         def gather(value):
             values[rank] = pickle.loads(pickle.dumps(value))
             barrier.wait()
-            return list(values)
+            found = list(values)
+            barrier.wait()
+            return found
 
         try:
             outcomes[rank] = make(Ranks(rank=rank, size=size, gather=gather))

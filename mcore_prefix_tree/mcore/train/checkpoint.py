@@ -11,21 +11,27 @@ import errno
 import logging
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mcore_prefix_tree.data.same import name_ranks
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY
 from mcore_prefix_tree.mcore.train.session import everyone, on_main_rank
 from mcore_prefix_tree.recipe import RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+# How long a rank looks for what another machine has written, and how often.
+_PATIENCE_S, _LOOK_S = 15.0, 0.5
 _RECIPE_SETTINGS = ("max_lr", "min_lr", "betas")
 _WRITERS_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 # What a disk makes Megatron and torch raise while they write: threads of a newer writer assert that none failed, and a
@@ -81,21 +87,47 @@ def iteration_folder(folder: str | Path, iteration: int) -> Path:
 
 
 def make_folder(folder: str | Path) -> None:
-    """Make the folder that checkpoints are saved to, unless it is there; all ranks together.
+    """Make the folder that checkpoints are saved to, unless it is there, and see that all ranks share it; all together.
 
     Raises:
-        SaveError: it cannot be made, or not be written to.
+        SaveError: it cannot be made, or not be written to, or another machine has one of its own by that name.
     """
+    # Nobody has asked for this name before, so that no network file system remembers that it is not there.
+    token = Path(folder) / f".shared-{everyone(uuid4().hex)[0]}"
 
     def make() -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "it cannot be written to")
+            token.touch()
         except OSError as error:
             raise SaveError(f"checkpoint.save={folder}: {error.strerror}; name a folder to write to") from error
 
     on_main_rank(make)
+    of_all = everyone((_appears(token), socket.gethostname(), str(Path(folder).absolute())))
+    on_main_rank(lambda: token.unlink(missing_ok=True))
+    hosts = [host for _, host, _ in of_all]
+    blind = [rank for rank, (seen, _, _) in enumerate(of_all) if not seen]
+    if blind:
+        raise SaveError(
+            f"checkpoint.save={folder}: {name_ranks(blind, hosts)} cannot see in {of_all[blind[0]][2]} what "
+            f"{name_ranks([0], hosts)} wrote to {of_all[0][2]}, and each would keep a part of every checkpoint; name "
+            "a folder that all machines share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or comes within what network file systems take to notice."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+        with suppress(OSError):  # NFS asks its server again where a folder is listed
+            os.listdir(path.parent.parent)
+            os.listdir(path.parent)
+    return True
 
 
 def save(folder: str | Path, chunks: Sequence[Any], optimizer: Any, scheduler: Any, progress: Progress) -> None:
@@ -279,7 +311,17 @@ def _reason(error: BaseException) -> str:
 def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     model = _model_state(chunks)
     sharded = optimizer.sharded_state_dict(dict(model), is_loading=is_loading, metadata=_metadata())
+    _leave_out_absent(sharded)
     return {**model, "optimizer": sharded}
+
+
+def _leave_out_absent(state: dict[Any, Any]) -> None:
+    """Of a rank that gathers nothing, see :func:`_metadata`: Megatron would warn that it differs from the main rank."""
+    for key, value in list(state.items()):
+        if key == "param_state" and value is None:
+            del state[key]
+        elif isinstance(value, dict):
+            _leave_out_absent(value)
 
 
 def _model_state(chunks: Sequence[Any]) -> dict[str, Any]:
@@ -290,10 +332,14 @@ def _model_state(chunks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _metadata() -> dict[str, Any]:
-    """Megatron's defaults for torch_dist; the optimizer's shards can be read by any number of data-parallel ranks."""
+    """Of a format that any parallel layout can read, the distributed optimizer's part of it too.
+
+    That part is gathered by the first rank of each data-parallel group, over gloo: the only one that writes it here.
+    Otherwise every rank would hold all of it in its host's memory.
+    """
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
 

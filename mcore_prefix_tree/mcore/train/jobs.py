@@ -14,7 +14,16 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from mcore_prefix_tree.attention.auto import check_setting
-from mcore_prefix_tree.data import LineOptions, Ranks, Skipped, StreamedGroups, iter_sample_groups, load_tokenizer
+from mcore_prefix_tree.data import (
+    LineOptions,
+    Ranks,
+    Skipped,
+    StreamedGroups,
+    check_same_samples,
+    iter_sample_groups,
+    load_tokenizer,
+    resolve_paths,
+)
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import GroupedBy, streamed_whole_groups, whole_groups
 from mcore_prefix_tree.mcore.backend import resolve_backend
@@ -74,7 +83,7 @@ def read_data(
         progress: under ``data.streaming``, is told how far the files are gone through, in bytes done and in all.
 
     Raises:
-        SampleError: bad data; names file, line and field.
+        SampleError: bad data; names file, line and field. Or ranks that read different data; names them.
         RecipeError: the vocabulary is not known or too small, there are fewer samples than a step of whole groups
             takes, or steps are to be so many groups of an objective that has none.
     """
@@ -102,7 +111,7 @@ def read_data(
             options,
             on_error=data.on_error,
             skipped=skipped,
-            ranks=Ranks(rank=place.rank, size=dist.get_world_size(), gather=everyone),
+            ranks=_ranks(place),
             progress=progress,
             check=partial(check_samples, objective_of(recipe)) if checked else None,
         )
@@ -156,7 +165,9 @@ def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[lis
         return list(groups), skipped
 
     if "-" not in paths or dist.get_world_size() == 1:
-        return read()
+        groups, skipped = read()
+        check_same_samples(groups, resolve_paths(paths), _ranks(place))
+        return groups, skipped
     outcome: list[Any] = [None]
     if place.is_main:
         try:
@@ -168,6 +179,10 @@ def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[lis
         raise outcome[0]
     groups, skipped = outcome[0]
     return groups, skipped
+
+
+def _ranks(place: Session) -> Ranks:
+    return Ranks(rank=place.rank, size=dist.get_world_size(), gather=everyone)
 
 
 def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:

@@ -91,7 +91,7 @@ def run_score(
             written.
 
     Returns:
-        The report, and whether this is the main rank, which writes.
+        The report, of what was written, and whether this is the main rank, which writes.
 
     Raises:
         RecipeError: there is no such checkpoint or it does not fit.
@@ -133,7 +133,7 @@ def run_score(
         )
         with rows_file(output) if place.is_main else nullcontext() as writer:
             for samples in _batches(data.order, recipe.batch.per_step):
-                step = ScoringStep.plan(samples, folding, all_tokens=all_tokens)
+                step = ScoringStep.plan(samples, folding, all_tokens=all_tokens, for_main_rank=True)
                 scores: dict[str, Sequence[Found]] = {}
                 for column, chunks in models.items():
                     if column == TEACHER:
@@ -143,8 +143,8 @@ def run_score(
                         scores[column] = step.values(chunks)
                     else:
                         scores[column] = step.score(chunks, entropy=entropy and column == POLICY)
-                report = report.with_step(step, scores[main])
                 if writer is not None:
+                    report = report.with_step(step, scores[main])
                     writer.add(
                         [
                             _row(sample, {column: of_all[index] for column, of_all in scores.items()})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -59,8 +61,8 @@ def session(recipe: Recipe) -> Iterator[Session]:
 
     Raises:
         NotImplementedError: the recipe asks for what folding cannot do; see :func:`check_config`.
-        RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, or it wants a GPU and there is
-            none.
+        RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, it wants a GPU and there is
+            none, or a machine has more ranks than GPUs.
         ValueError: see :func:`adopt_ranks`.
     """
     adopt_ranks(os.environ)
@@ -72,11 +74,10 @@ def session(recipe: Recipe) -> Iterator[Session]:
             stack.enter_context(cpu_emulation(force=recipe.device == "cpu"))
         config = transformer_config(recipe, on_gpu=on_gpu)
         check_config(config)
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", _device_index()) if on_gpu else torch.device("cpu")
         if on_gpu:
-            torch.cuda.set_device(local_rank)
-        device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-        _init_process_group("nccl" if on_gpu else "gloo")
+            torch.cuda.set_device(device)
+        _init_process_group("nccl" if on_gpu else "gloo", recipe.distributed_timeout_minutes)
         stack.push(_leave_process_group)
         _init_parallel_state(recipe)
         stack.callback(parallel_state.destroy_model_parallel)
@@ -93,11 +94,25 @@ def session(recipe: Recipe) -> Iterator[Session]:
         )
 
 
-def _init_process_group(backend: str) -> None:
+def _device_index() -> int:
+    """Which of the GPUs that this process sees is its own."""
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count == 1:  # as under srun --gpus-per-task=1, which numbers ranks on a machine and shows each its own GPU
+        return 0
+    if local_rank >= count:
+        raise RecipeError(
+            f"LOCAL_RANK={local_rank} on {socket.gethostname()}, but torch sees {count} GPUs there; start no more "
+            "ranks on a machine than it has GPUs"
+        )
+    return local_rank
+
+
+def _init_process_group(backend: str, timeout_minutes: int | None) -> None:
+    timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
     if "RANK" in os.environ:  # a launcher's environment
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
 
 
 def _leave_process_group(error: type[BaseException] | None, *_: object) -> None:
@@ -121,10 +136,13 @@ def _init_parallel_state(recipe: Recipe) -> None:
             f"of {tp * pp} ranks, but this job has {dist.get_world_size()}; start it with "
             f"torchrun --nproc-per-node {tp * pp} -m mcore_prefix_tree ..."
         )
+    minutes = recipe.distributed_timeout_minutes
+    timeout = {} if minutes is None else {"distributed_timeout_minutes": minutes}
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        **timeout,
     )
 
 

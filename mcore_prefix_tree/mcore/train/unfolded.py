@@ -12,8 +12,8 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from mcore_prefix_tree.mcore.forward_step import LossOutput
-from mcore_prefix_tree.mcore.train.memory import available_bytes
 from mcore_prefix_tree.mcore.train.session import Session, everyone
+from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
 
@@ -92,26 +92,47 @@ def plan_unfolded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> 
     )
 
 
-def why_stock_does_not_fit(samples: Sequence[Sample], recipe: Recipe, place: Session) -> str | None:
-    """A sentence if Megatron's local attention cannot hold its dense scores of the longest sample, else None.
+def why_stock_does_not_fit(
+    samples: Sequence[Sample], recipe: Recipe, place: Session, *, with_reference: bool = False
+) -> str | None:
+    """A sentence if stock attention cannot hold its dense scores of the longest sample, else None.
 
-    ``DotProductAttention`` keeps the probabilities ``[heads / tp, n, n]`` of every layer of the stage for backward, and
-    the scores beside them in the layer at work.
+    Megatron's ``DotProductAttention`` keeps them, ``[heads / tp, n, n]``, of every layer of the stage for backward, and
+    works on more of them in one layer at a time. So does TransformerEngine's in float32: its attention that keeps none
+    takes half precision alone.
+
+    Args:
+        samples: the batch, the same on every rank.
+        recipe: the job's.
+        place: this rank's.
+        with_reference: the samples run once more, in float32, if the model is in half precision.
     """
-    if recipe.model.transformer_impl != "local":
+    is_local, half = recipe.model.transformer_impl == "local", place.config.bf16
+    of_model = _bytes_per_score(place.config) if is_local or not half else 0
+    bytes_per_score = max(of_model, torch.float32.itemsize if with_reference and half else 0)
+    if not bytes_per_score:
         return None
+    whose = "Megatron's local attention" if is_local else "TransformerEngine's attention in float32"
     longest = max(samples, key=len)
     layers = -(-recipe.model.num_layers // recipe.parallel.pipeline_model_parallel_size) + 2
     heads = -(-recipe.model.num_attention_heads // recipe.parallel.tensor_model_parallel_size)
-    needed = layers * heads * len(longest) ** 2 * place.config.params_dtype.itemsize
+    needed = layers * heads * len(longest) ** 2 * bytes_per_score
     # Ranks of one machine see slightly different figures; they have to come to one answer.
     available = min(everyone(available_bytes(place.device)))
     if needed <= available:
         return None
     return (
-        f"Megatron's local attention needs about {needed / 2**30:.0f} GiB for the {len(longest)} tokens of "
-        f"{longest.source} alone, and {available / 2**30:.0f} GiB are available"
+        f"{whose} needs about {needed / 2**30:.0f} GiB for the {len(longest)} tokens of {longest.source} alone, and "
+        f"{available / 2**30:.0f} GiB are available"
     )
+
+
+def _bytes_per_score(config: Any) -> int:
+    """What dense attention keeps of a score for backward."""
+    if config.bf16 and config.attention_softmax_in_fp32:
+        # The softmax's own output, and the copy of it that multiplies the values.
+        return torch.float32.itemsize + torch.bfloat16.itemsize
+    return int(config.params_dtype.itemsize)
 
 
 def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = None) -> torch.Tensor:

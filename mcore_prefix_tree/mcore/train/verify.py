@@ -143,7 +143,7 @@ def verify(
             "verify compares plain gradients, which model.transformer.gradient_accumulation_fusion=true does not give; "
             "turn it off, or set verify.enabled=false"
         )
-    obstacle = why_stock_does_not_fit(samples, recipe, place)
+    obstacle = why_stock_does_not_fit(samples, recipe, place, with_reference=True)
     if obstacle is not None:
         raise RecipeError(
             f"verify cannot run the unfolded side: {obstacle}; verify on shorter samples, or set verify.enabled=false"

@@ -1,0 +1,216 @@
+"""Whether all ranks of a job read the same samples: each reads by itself, and nothing later would notice."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain, islice
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from mcore_prefix_tree.sample import NO_SIGNALS, Sample, SampleError
+from mcore_prefix_tree.signals import Signals, Teacher
+
+_DEFAULTS = {field.name: field.default for field in fields(Signals)}
+_NAMED = 3
+_AT_ONCE = 4096
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Who reads the same data, and shares the work of counting them.
+
+    Attributes:
+        rank: this process.
+        size: how many there are; all see the same files.
+        gather: everyone's value, by rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+    gather: Callable[[Any], list[Any]] = _alone
+
+
+ALONE = Ranks()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digest:
+    """What one rank has read.
+
+    Attributes:
+        host: its machine.
+        what: how much it is, in words.
+        crc: of the content; equal where that is, but for chance.
+        files: bytes of each, by path.
+    """
+
+    host: str
+    what: str
+    crc: int
+    files: dict[str, int]
+
+
+def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str], ranks: Ranks) -> None:
+    """See that every rank holds the same samples; all ranks together, once after reading and after a resume too.
+
+    Compares tokens, masks, merge keys and signals by a checksum that takes milliseconds a million tokens. Streamed
+    files compare themselves, see :func:`check_same_files`; so does what one rank reads for all, by being sent.
+
+    Args:
+        groups: the samples of each record, in order.
+        paths: of the files, for the message.
+        ranks: of the job.
+
+    Raises:
+        SampleError: some rank holds others than the first; names ranks, machines and files. On every rank.
+    """
+    if ranks.size == 1:
+        return
+    crc = _crc_of(chain.from_iterable(groups), crc32(np.array([len(group) for group in groups]).data))
+    samples, tokens = sum(map(len, groups)), sum(map(len, chain.from_iterable(groups)))
+    what = f"{_count(samples, 'sample')} of {_count(tokens, 'token')} in {_count(len(groups), 'record')}"
+    _check_same(what, crc, paths, ranks)
+
+
+def check_same_files(
+    records: int, paths: Sequence[str], read: Callable[[int], Sequence[Sample]], ranks: Ranks, *, looks: int = 4
+) -> None:
+    """As :func:`check_same_samples`, of files that no rank reads as a whole: their sizes and a few of their records.
+
+    Args:
+        records: how many there are.
+        paths: of the files.
+        read: the samples of a record; it may raise SampleError, and then has none here.
+        ranks: of the job.
+        looks: how many records are read, the first and the last among them.
+
+    Raises:
+        SampleError: as there.
+    """
+    if ranks.size == 1:
+        return
+    crc = crc32(repr([_bytes_of(path) for path in paths]).encode())
+    for record in sorted(set(np.linspace(0, records - 1, looks).astype(int).tolist())) if records else []:
+        crc = _crc_of(_read(read, record), crc)
+    _check_same(_count(records, "record"), crc, paths, ranks)
+
+
+def _read(read: Callable[[int], Sequence[Sample]], record: int) -> Sequence[Sample]:
+    try:
+        return read(record)
+    except SampleError:  # which is told when the files are gone through
+        return ()
+
+
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Some ranks of a job by number and machine, ``ranks 8-15 on node-b and rank 16 on node-c``.
+
+    Args:
+        ranks: in order, at least one.
+        hosts: of all ranks of the job.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    named = [
+        f"{'rank' if len(own) == 1 else 'ranks'} {_spans(own)} on {host}"
+        for host, own in list(by_host.items())[:_NAMED]
+    ]
+    if len(by_host) > _NAMED:
+        named.append(f"those of {_count(len(by_host) - _NAMED, 'other machine')}")
+    return " and ".join(named)
+
+
+def _check_same(what: str, crc: int, paths: Sequence[str], ranks: Ranks) -> None:
+    files = {path: _bytes_of(path) for path in paths}
+    digests: list[Digest] = ranks.gather(Digest(host=socket.gethostname(), what=what, crc=crc, files=files))
+    first = digests[0]
+    odd = next((one for one in digests if (one.what, one.crc) != (first.what, first.crc)), None)
+    if odd is None:
+        return
+    hosts = [one.host for one in digests]
+    same_as_odd = [rank for rank, one in enumerate(digests) if (one.what, one.crc) == (odd.what, odd.crc)]
+    theirs, ours = name_ranks(same_as_odd, hosts), name_ranks([0], hosts)
+    if odd.what != first.what:
+        difference = f"{theirs} read {odd.what} where {ours} read {first.what}"
+    else:
+        difference = f"{theirs} and {ours} each read {odd.what}, but not the same ones"
+    raise SampleError(
+        f"{difference}, from {_files(odd, first)}; give all machines the same files, and the same tokenizer in the "
+        "same version"
+    )
+
+
+def _files(odd: Digest, first: Digest) -> str:
+    """Those that differ in size, or all where none does, or where their names do."""
+    sizes = [f"{path} ({odd.files.get(path, 0):,} bytes and {size:,})" for path, size in first.files.items()]
+    if odd.files.keys() != first.files.keys():
+        return f"{_listed([*odd.files])} and {_listed([*first.files])}"
+    other = [text for text, path in zip(sizes, first.files, strict=True) if odd.files[path] != first.files[path]]
+    return _listed(other) if other else _listed([*first.files])
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return ", ".join([*names[:_NAMED], *more])
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _bytes_of(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def _crc_of(samples: Iterable[Sample], crc: int) -> int:
+    rest = iter(samples)
+    while some := list(islice(rest, _AT_ONCE)):  # many are short, and a checksum's call takes its time
+        crc = crc32(np.array([len(sample) for sample in some]).data, crc)
+        crc = crc32(np.concatenate([sample.tokens for sample in some]).data, crc)
+        crc = crc32(np.concatenate([sample.loss_mask for sample in some]).data, crc)
+        for sample in some:
+            if sample.merge_key is not None:
+                crc = crc32(repr(sample.merge_key).encode(), crc)
+            if sample.signals is not NO_SIGNALS:
+                crc = _crc_of_signals(sample, crc)
+    return crc
+
+
+def _crc_of_signals(sample: Sample, crc: int) -> int:
+    for name, default in _DEFAULTS.items():
+        value = getattr(sample.signals, name)
+        # A rollout that was given no id has its line's place, and machines may keep equal files in different ones.
+        if value is not default and not (name == "rollout" and sample.source.startswith(str(value))):
+            crc = _crc_of_signal(value, crc32(name.encode(), crc))
+    return crc
+
+
+def _crc_of_signal(value: object, crc: int) -> int:
+    if isinstance(value, np.ndarray):
+        return crc32(value.tobytes(), crc)
+    if isinstance(value, Teacher):
+        return _crc_of_signal(value.logprobs, _crc_of_signal(value.token_ids, crc))
+    return crc32(repr(value).encode(), crc)

@@ -1,0 +1,89 @@
+"""Which device a rank takes, and how long ranks wait for each other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from train_jobs import world_of_one, write_job
+
+from mcore_prefix_tree.mcore.train import checkpoint
+from mcore_prefix_tree.mcore.train.session import _device_index
+from mcore_prefix_tree.recipe import RecipeError, load_recipe
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "index"),
+    [
+        (None, 1, 0),
+        ("3", 8, 3),
+        ("7", 8, 7),
+        pytest.param("3", 1, 0, id="srun --gpus-per-task=1"),
+    ],
+)
+def test_a_rank_takes_the_gpu_of_its_place_on_the_machine(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, visible: int, index: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert _device_index() == index
+
+
+def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(RecipeError) as error:
+        _device_index()
+    assert str(error.value) == (
+        f"LOCAL_RANK=4 on {socket.gethostname()}, but torch sees 4 GPUs there; start no more ranks on a machine than "
+        "it has GPUs"
+    )
+
+
+def timeouts() -> list[timedelta]:
+    """Of all ranks together, and of one of Megatron's groups."""
+    groups = (dist.group.WORLD, parallel_state.get_data_parallel_group())
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_ranks_wait_as_long_as_the_recipe_says(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    with world_of_one(load_recipe(job, ["distributed_timeout_minutes=47"])):
+        assert timeouts() == [timedelta(minutes=47)] * 2
+    with world_of_one(load_recipe(job)):
+        assert timeouts() == [timedelta(minutes=30)] * 2, "torch's for gloo, and Megatron's"
+
+
+def test_what_another_machine_wrote_may_come_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As network file systems show it."""
+    monkeypatch.setattr(checkpoint, "_LOOK_S", 0.01)
+    late = tmp_path / "runs" / "late"
+
+    def come() -> None:
+        late.parent.mkdir()
+        late.touch()
+
+    timer = threading.Timer(0.2, come)
+    timer.start()
+    assert checkpoint._appears(late)
+    timer.join()
+    monkeypatch.setattr(checkpoint, "_PATIENCE_S", 0.05)
+    started = time.monotonic()
+    assert not checkpoint._appears(tmp_path / "never")
+    assert time.monotonic() - started < 5
+
+
+def test_a_folder_that_is_shared_is_made_and_left_empty(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    with world_of_one(load_recipe(write_job(tmp_path))):
+        checkpoint.make_folder(folder)
+    assert list(folder.iterdir()) == []

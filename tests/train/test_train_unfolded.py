@@ -1,0 +1,118 @@
+"""Where the unfolded side does not fit, it says so instead of running out of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from train_jobs import batch_of, train, world_of_one, write_job
+
+from mcore_prefix_tree.mcore.train import unfolded
+from mcore_prefix_tree.mcore.train.unfolded import why_stock_does_not_fit
+from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
+
+TOKENS, HEADS, GROUPS = 128, 4, 2
+FP32_SOFTMAX, HALF_SOFTMAX = ({"attention_softmax_in_fp32": value} for value in (True, False))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path)
+
+
+def recipe_of(job: Path, dtype: str, implementation: str = "local", **transformer: Any) -> Recipe:
+    recipe = load_recipe(job)
+    model = replace(recipe.model, dtype=dtype, transformer_impl=implementation, transformer=transformer)
+    return replace(recipe, model=model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "transformer", "expected"),
+    [
+        ("float64", FP32_SOFTMAX, 8),
+        ("float32", FP32_SOFTMAX, 4),
+        ("bfloat16", FP32_SOFTMAX, 6),
+        ("bfloat16", HALF_SOFTMAX, 2),
+    ],
+)
+def test_what_a_score_takes_is_what_megatron_keeps_of_it(
+    job: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, transformer: dict[str, bool], expected: int
+) -> None:
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == HEADS * TOKENS**2:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)
+        return tensor
+
+    alive: list[torch.Tensor] = []
+    with world_of_one(recipe_of(job, dtype, **transformer)) as place:
+        attention = DotProductAttention(
+            place.config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self"
+        )
+        q, k, v = (
+            torch.randn(TOKENS, 1, heads, 8).to(place.config.params_dtype).requires_grad_()
+            for heads in (HEADS, GROUPS, GROUPS)
+        )
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            attention(q, k, v, None)
+        assert unfolded._bytes_per_score(place.config) == expected == sum(kept.values()) / (HEADS * TOKENS**2)
+
+
+# Of the job's longest sample, in its two layers and two more.
+SCORES = 4 * HEADS * 15**2
+LOCAL, ENGINE = "Megatron's local attention", "TransformerEngine's attention in float32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "implementation", "with_reference", "needed", "whose"),
+    [
+        ("float64", "local", False, 8 * SCORES, LOCAL),
+        ("float32", "local", True, 4 * SCORES, LOCAL),
+        ("bfloat16", "local", False, 6 * SCORES, LOCAL),
+        ("bfloat16", "local", True, 6 * SCORES, LOCAL),
+        ("float32", "transformer_engine", False, 4 * SCORES, ENGINE),
+        ("bfloat16", "transformer_engine", True, 4 * SCORES, ENGINE),
+        ("bfloat16", "transformer_engine", False, 0, ENGINE),
+    ],
+)
+def test_it_fits_to_the_byte(
+    job: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    implementation: str,
+    with_reference: bool,
+    needed: int,
+    whose: str,
+) -> None:
+    samples = batch_of(load_recipe(job), 1)
+    assert max(map(len, samples)) == 15
+    recipe = recipe_of(job, dtype, implementation)
+    with world_of_one(recipe_of(job, dtype)) as place:
+        for available, fits in ((needed, True), (needed - 1, False)):
+            monkeypatch.setattr(unfolded, "available_bytes", lambda device, held=available: held)
+            obstacle = why_stock_does_not_fit(samples, recipe, place, with_reference=with_reference)
+            if fits or not needed:
+                assert obstacle is None
+            else:
+                assert obstacle is not None
+                assert obstacle.startswith(f"{whose} needs about 0 GiB for the 15 tokens of {job.parent}/data.jsonl:")
+
+
+def test_verify_says_it_in_a_sentence(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfolded, "available_bytes", lambda device: 0)
+    with pytest.raises(RecipeError, match=r"^verify cannot run the unfolded side: .* alone, and 0 GiB are available; "):
+        train(job, "verify.enabled=true")
+
+
+def test_a_comparison_goes_without_it(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfolded, "available_bytes", lambda device: 0)
+    (comparison,) = train(job, "compare=true", "train_iters=2").comparisons
+    assert comparison.stock is None
+    assert comparison.stock_missing.startswith(LOCAL)

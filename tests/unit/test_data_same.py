@@ -1,0 +1,196 @@
+"""Ranks that read different data are told so, by rank, machine and file, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import time
+from threading import Barrier, Thread, local
+
+import numpy as np
+import pytest
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.data import LineOptions, Ranks, StreamedGroups, check_same_samples, iter_sample_groups
+from mcore_prefix_tree.data.same import name_ranks
+from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.signals import Signals
+
+HOSTS = ("node-a", "node-a", "node-b", "node-b")
+ROWS = [{"tokens": [1, 2, number], "loss_mask": [0, 1, 1]} for number in range(10, 19)]
+WAY_OUT = "; give all machines the same files, and the same tokenizer in the same version"
+
+
+@pytest.fixture
+def of_ranks(monkeypatch):
+    """``of_ranks(check)`` calls ``check(ranks)`` on four ranks of two machines; what each of them raised, or None."""
+    here = local()
+    monkeypatch.setattr("socket.gethostname", lambda: HOSTS[here.rank])
+
+    def run(check):
+        values, said, barrier = [None] * len(HOSTS), [None] * len(HOSTS), Barrier(len(HOSTS), timeout=60)
+
+        def of_rank(rank):
+            here.rank = rank
+
+            def gather(value):
+                values[rank] = value
+                barrier.wait()
+                found = list(values)
+                barrier.wait()
+                return found
+
+            try:
+                check(Ranks(rank=rank, size=len(HOSTS), gather=gather))
+            except SampleError as error:
+                said[rank] = str(error)
+
+        threads = [Thread(target=of_rank, args=(rank,)) for rank in range(len(HOSTS))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return said
+
+    return run
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """``copies(rows)``: the path of each rank's file. Of node-a's it holds ``ROWS``, of node-b's what is given."""
+
+    def write(theirs):
+        for host, rows in (("node-a", ROWS), ("node-b", theirs)):
+            (tmp_path / host).mkdir()
+            (tmp_path / host / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [str(tmp_path / host / "d.jsonl") for host in HOSTS]
+
+    return write
+
+
+def held(paths):
+    def check(ranks):
+        path = paths[ranks.rank]
+        check_same_samples(list(iter_sample_groups(path)), [path], ranks)
+
+    return check
+
+
+def streamed(paths):
+    return lambda ranks: StreamedGroups(paths[ranks.rank], LineOptions(), ranks=ranks)
+
+
+def changed(**fields):
+    return [*ROWS[:-1], ROWS[-1] | fields]
+
+
+@pytest.mark.parametrize("read", [held, streamed])
+def test_equal_copies_are_the_same_data_wherever_they_lie(of_ranks, copies, read):
+    assert of_ranks(read(copies(ROWS))) == [None] * 4
+
+
+def test_an_odd_machine_is_named_and_how_much_it_read(of_ranks, copies):
+    paths = copies(ROWS[:-2])
+    (sentence,) = set(of_ranks(held(paths)))
+    assert sentence == (
+        "ranks 2-3 on node-b read 7 samples of 21 tokens in 7 records where rank 0 on node-a read 9 samples of 27 "
+        f"tokens in 9 records, from {paths[2]} and {paths[0]}{WAY_OUT}"
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tokens": [1, 2, 19]},
+        {"loss_mask": [0, 1, 0.5]},
+        {"reward": 1.0},
+        {"merge_key": "adapter"},
+        {"label": False},
+        {"old_logprobs": [None, -1.0, -2.0]},
+        {"group": "a"},
+        {"teacher": {"token_ids": [[1, 2]] * 3, "logprobs": [[-1.0, -2.0]] * 3}},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_whatever_differs_is_noticed(of_ranks, copies, other):
+    (sentence,) = set(of_ranks(held(copies(changed(**other)))))
+    assert sentence.startswith(
+        "ranks 2-3 on node-b and rank 0 on node-a each read 9 samples of 27 tokens in 9 records, but not the same ones"
+    )
+
+
+def test_the_same_tokens_in_other_samples_or_records_are_noticed(of_ranks):
+    def alike(*lengths):
+        return [Sample(tokens=[5] * length, loss_mask=[0] * length) for length in lengths]
+
+    for theirs in ([alike(3), alike(2)], [alike(2, 3)], [alike(2, 3), []]):
+        said = of_ranks(
+            lambda ranks, own=theirs: check_same_samples(own if ranks.rank else [alike(2), alike(3)], [], ranks)
+        )
+        assert None not in said
+
+
+def test_an_id_that_is_the_file_s_place_is_no_difference(of_ranks, copies):
+    """What the turns of a conversation get for the id of their rollout."""
+    paths = copies(ROWS)
+
+    def check(ranks):
+        place = f"{paths[ranks.rank]}:1"
+        sample = Sample(tokens=[1, 2], source=f"{place} turn 0", signals=Signals(reward=1.0, rollout=place, turn=0))
+        check_same_samples([[sample]], paths[:1], ranks)
+
+    assert of_ranks(check) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        pytest.param(ROWS[:-1], id="fewer records"),
+        pytest.param(changed(tokens=[1, 2, 19]), id="another record"),
+        pytest.param([*ROWS[:-1], {}], id="a bad record"),
+        pytest.param(changed(comment="two"), id="another size"),
+    ],
+)
+def test_streamed_files_are_compared_before_they_are_gone_through(of_ranks, copies, monkeypatch, theirs):
+    def never(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr("mcore_prefix_tree.data.stream._go_through", never)
+    (sentence,) = set(of_ranks(streamed(copies(theirs))))
+    assert sentence.startswith("ranks 2-3 on node-b ")
+    assert "9 records" in sentence
+    assert sentence.endswith(WAY_OUT)
+
+
+def test_of_several_files_those_are_named_that_differ_in_size(of_ranks, tmp_path, monkeypatch):
+    """Here each machine has a folder of its own, and the recipe names files in it."""
+    sizes = {"a.jsonl": (10, 10), "b.jsonl": (20, 22), "c.jsonl": (30, 30)}
+    hosts = local()
+
+    def check(ranks):
+        hosts.other = ranks.rank >= 2
+        groups = [[Sample(tokens=[1 + hosts.other])]]
+        check_same_samples(groups, [*sizes], ranks)
+
+    monkeypatch.setattr("os.path.getsize", lambda path: sizes[path][hosts.other])
+    (sentence,) = set(of_ranks(check))
+    assert sentence.endswith(f", from b.jsonl (22 bytes and 20){WAY_OUT}")
+    sizes["b.jsonl"] = (20, 20)
+    (sentence,) = set(of_ranks(check))
+    assert sentence.endswith(f", from a.jsonl, b.jsonl, c.jsonl{WAY_OUT}")
+
+
+def test_ranks_are_named_in_few_words():
+    hosts = [f"node-{rank // 4}" for rank in range(24)]
+    assert name_ranks([0], hosts) == "rank 0 on node-0"
+    assert name_ranks([0, 1, 3, 4], hosts) == "ranks 0-1, 3 on node-0 and rank 4 on node-1"
+    assert name_ranks(range(1, 24), hosts) == (
+        "ranks 1-3 on node-0 and ranks 4-7 on node-1 and ranks 8-11 on node-2 and those of 3 other machines"
+    )
+
+
+def test_it_takes_no_time():
+    rng = np.random.default_rng(0)
+    groups = [[Sample(tokens=rng.integers(0, 1 << 17, size=3_400))] for _ in range(2_400)]  # 8 M tokens
+    started = time.process_time()
+    check_same_samples(groups, ["d.jsonl"], Ranks(size=2, gather=lambda digest: [digest, digest]))
+    assert time.process_time() - started < 2  # 0.3 here; walking over tokens in Python would take 10
