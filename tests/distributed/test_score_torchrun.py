@@ -60,8 +60,10 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
         pytest.param(
             ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"), id="tensor and sequence"
         ),
-        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline"),
-        pytest.param(("fused_head=false", "parallel.tensor_model_parallel_size=2"), id="tensor, logits"),
+        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline", marks=pytest.mark.slow),
+        pytest.param(
+            ("fused_head=false", "parallel.tensor_model_parallel_size=2"), id="tensor, logits", marks=pytest.mark.slow
+        ),
         pytest.param((), id="data"),
     ],
 )

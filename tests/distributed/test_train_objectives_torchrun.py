@@ -105,11 +105,22 @@ LAYOUTS = {
 }
 # What an objective computes in each layout is told by test_objective_layouts; that its head is saved and read in each,
 # by a critic's.
+# A job takes half a minute where there are two cores: each layout once, the rest where slow tests run.
 CASES = [
-    *((name, layout) for name in ("grpo", "dpo") for layout in LAYOUTS),
-    ("critic", "tensor and sequence"),
+    ("grpo", "tensor and sequence"),
     ("critic", "pipeline"),
-    ("reward_model", "data"),
+    ("dpo", "data"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("grpo", "pipeline"),
+            ("grpo", "data"),
+            ("dpo", "tensor and sequence"),
+            ("dpo", "pipeline"),
+            ("critic", "tensor and sequence"),
+            ("reward_model", "data"),
+        )
+    ),
 ]
 
 

@@ -78,8 +78,8 @@ def continue_at(folder: Path, iteration: int, target: Path) -> Path:
     "layout",
     [
         pytest.param((TP2, "parallel.sequence_parallel=true"), id="tensor and sequence parallel"),
-        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline parallel"),
-        pytest.param((), id="data parallel"),
+        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline parallel", marks=pytest.mark.slow),
+        pytest.param((), id="data parallel", marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_of_one_process_goes_on_in_two(
@@ -198,9 +198,10 @@ def test_bad_standard_input_is_told_once(job: Path) -> None:
     [
         ("train_iters=never", "recipe.yaml: train_iters: input should be a valid integer"),  # before megatron is there
         ("data.path=nope.jsonl", "error: nope.jsonl: no such file in "),  # after the ranks have met
-        (
+        pytest.param(
             "parallel.tensor_model_parallel_size=4",
             "need a multiple of 4 ranks, but this job has 2; start it with torchrun",
+            marks=pytest.mark.slow,
         ),
     ],
 )
