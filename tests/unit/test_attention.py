@@ -121,8 +121,10 @@ def test_padding_alone(backend):
     inputs, grad_out = random_inputs(5)
     out, grad_query, grad_key, grad_value = run(backend, inputs, grad_out, metadata)
     assert torch.equal(out, inputs[2].repeat_interleave(2, dim=1))
-    assert not grad_query.any()
-    assert not grad_key.any()
+    # The difference of two equal sums, which some processors add up in different orders.
+    zero = torch.zeros_like(grad_query)
+    torch.testing.assert_close(grad_query, zero, rtol=0, atol=1e-15)
+    torch.testing.assert_close(grad_key, zero[:, : grad_key.shape[1]], rtol=0, atol=1e-15)
     torch.testing.assert_close(grad_value, grad_out.unflatten(1, (2, 2)).sum(2), rtol=1e-14, atol=1e-14)
 
 
