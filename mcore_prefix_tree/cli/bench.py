@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.errors import FAILED, leave
 
 if TYPE_CHECKING:
@@ -179,6 +180,5 @@ def _tables(result: AttentionResult) -> list[object]:
 def _write(path: Path, content: object) -> None:
     """At once, so that whoever stops the command, or reads meanwhile, finds a whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.unfinished")
-    beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    beside.replace(path)
+    with whole_file(path) as unfinished:
+        unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")

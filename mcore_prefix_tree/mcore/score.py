@@ -22,8 +22,8 @@ from mcore_prefix_tree.mcore.forward_step import tree_forward
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.mcore.outputs import tree_logprobs, tree_logprobs_and_entropy, tree_top_logprobs, tree_values
+from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.train.schedule import run_schedule
-from mcore_prefix_tree.mcore.train.session import everyone
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import Teacher
 

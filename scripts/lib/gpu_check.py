@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from mcore_prefix_tree.bench.machine import describe_machine
+from mcore_prefix_tree.data.write import whole_file
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -127,9 +127,8 @@ class ResultFile:
         """Put a part into the file. Whoever reads it meanwhile, or stops this, finds a whole one."""
         self.content[part] = value
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.target.with_suffix(".unfinished")
-        beside.write_text(json.dumps(self.content, indent=2) + "\n")
-        os.replace(beside, self.target)
+        with whole_file(self.target) as unfinished:
+            unfinished.write_text(json.dumps(self.content, indent=2) + "\n")
 
 
 def run_parts(parts: Sequence[str], for_attention: Sequence[str], results: ResultFile, folder: Path) -> bool:

@@ -18,7 +18,6 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from mcore_prefix_tree.data import (
     LineOptions,
-    Ranks,
     Skipped,
     StreamedGroups,
     check_same_samples,
@@ -36,6 +35,7 @@ from mcore_prefix_tree.mcore.pretrain.adapter import model_arguments
 from mcore_prefix_tree.mcore.pretrain.backend import device_of_this_rank, with_backend
 from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
 from mcore_prefix_tree.mcore.pretrain.steps import StepDealer, StepIterator, StepSize, check_first_epoch
+from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.validation import check_config, check_model
 from mcore_prefix_tree.plan import CostModel
 from mcore_prefix_tree.sample import Sample
@@ -201,11 +201,11 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], *, shuffle: bool)
     groups: Sequence[Sequence[Sample]]
     if args.prefix_tree_streaming:
         groups = StreamedGroups(
-            paths, options, on_error=on_error, skipped=skipped, ranks=_ranks(), progress=_ReadingProgress()
+            paths, options, on_error=on_error, skipped=skipped, ranks=all_ranks(), progress=_ReadingProgress()
         )
     else:
         groups = list(iter_sample_groups(paths, **vars(options), on_error=on_error, skipped=skipped))
-        check_same_samples(groups, resolve_paths(paths), _ranks())
+        check_same_samples(groups, resolve_paths(paths), all_ranks())
     if skipped.count:
         print_rank_0(f"> {skipped}")
     return SampleOrder(groups, seed=args.seed, shuffle=shuffle)
@@ -214,20 +214,6 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], *, shuffle: bool)
 def training_order(args: argparse.Namespace) -> SampleOrder:
     """The training samples, in the order that steps take them."""
     return read_order(args, args.prefix_tree_data_path, shuffle=args.prefix_tree_shuffle)
-
-
-def _ranks() -> Ranks:
-    """All of the job; a dry run has none."""
-    if not torch.distributed.is_initialized():
-        return Ranks()
-    size = torch.distributed.get_world_size()
-
-    def gather(value: Any) -> list[Any]:
-        values: list[Any] = [None] * size
-        torch.distributed.all_gather_object(values, value)
-        return values
-
-    return Ranks(rank=torch.distributed.get_rank(), size=size, gather=gather)
 
 
 class _ReadingProgress:

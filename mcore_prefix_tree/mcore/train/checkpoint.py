@@ -25,8 +25,9 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_prefix_tree.data.same import name_ranks
+from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY
-from mcore_prefix_tree.mcore.train.session import everyone, on_main_rank
+from mcore_prefix_tree.mcore.train.session import on_main_rank
 from mcore_prefix_tree.recipe import RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"

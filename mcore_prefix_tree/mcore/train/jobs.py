@@ -16,7 +16,6 @@ from torch.nn import Module
 from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.data import (
     LineOptions,
-    Ranks,
     Skipped,
     StreamedGroups,
     check_same_samples,
@@ -27,12 +26,13 @@ from mcore_prefix_tree.data import (
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import GroupedBy, streamed_whole_groups, whole_groups
 from mcore_prefix_tree.mcore.backend import resolve_backend
+from mcore_prefix_tree.mcore.ranks import all_ranks, everyone
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration
 from mcore_prefix_tree.mcore.train.compare import Comparison
 from mcore_prefix_tree.mcore.train.model import build_chunks, padded_vocab_size
 from mcore_prefix_tree.mcore.train.objective import check_samples, grouped_by, objective_of, reads_values
-from mcore_prefix_tree.mcore.train.session import Session, everyone, session
+from mcore_prefix_tree.mcore.train.session import Session, session
 from mcore_prefix_tree.mcore.train.trainer import Reporter, Trainer
 from mcore_prefix_tree.mcore.train.verify import VerifyReport, verify
 from mcore_prefix_tree.recipe import Recipe, RecipeError
@@ -111,7 +111,7 @@ def read_data(
             options,
             on_error=data.on_error,
             skipped=skipped,
-            ranks=_ranks(place),
+            ranks=all_ranks(),
             progress=progress,
             check=partial(check_samples, objective_of(recipe)) if checked else None,
         )
@@ -166,7 +166,7 @@ def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[lis
 
     if "-" not in paths or dist.get_world_size() == 1:
         groups, skipped = read()
-        check_same_samples(groups, resolve_paths(paths), _ranks(place))
+        check_same_samples(groups, resolve_paths(paths), all_ranks())
         return groups, skipped
     outcome: list[Any] = [None]
     if place.is_main:
@@ -179,10 +179,6 @@ def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[lis
         raise outcome[0]
     groups, skipped = outcome[0]
     return groups, skipped
-
-
-def _ranks(place: Session) -> Ranks:
-    return Ranks(rank=place.rank, size=dist.get_world_size(), gather=everyone)
 
 
 def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:

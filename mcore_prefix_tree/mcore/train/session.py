@@ -146,13 +146,6 @@ def _init_parallel_state(recipe: Recipe) -> None:
     )
 
 
-def everyone(value: Any) -> list[Any]:
-    """The value of every rank of the job."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def on_main_rank(action: Callable[[], None]) -> None:
     """Let the main rank do something for all; every rank goes on once it is done.
 

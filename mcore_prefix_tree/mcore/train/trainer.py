@@ -16,12 +16,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
 from mcore_prefix_tree.mcore.forward_step import sft_forward_step
+from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration, calibrate
 from mcore_prefix_tree.mcore.train.compare import Comparison, compare
 from mcore_prefix_tree.mcore.train.objective import forward_step_of, is_weighted_sum, objective_of
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
-from mcore_prefix_tree.mcore.train.session import Session, everyone
+from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.verify import VerifyReport
 from mcore_prefix_tree.objectives import add_means
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE, not_finite

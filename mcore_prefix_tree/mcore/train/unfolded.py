@@ -12,7 +12,8 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from mcore_prefix_tree.mcore.forward_step import LossOutput
-from mcore_prefix_tree.mcore.train.session import Session, everyone
+from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample

@@ -20,12 +20,13 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.forward_step import ValueObjective, objective_output, tree_forward, tree_sft_loss
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.score import score, score_values
 from mcore_prefix_tree.mcore.train.compare import physical_tokens
 from mcore_prefix_tree.mcore.train.model import build_chunks
 from mcore_prefix_tree.mcore.train.objective import objective_of, plain, reads_values
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, folding_of, plan_folded, run_schedule
-from mcore_prefix_tree.mcore.train.session import Session, everyone
+from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.unfolded import (
     StockBatch,
     plan_unfolded,
