@@ -14,15 +14,13 @@ from hypothesis import Phase, settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-torch.set_num_threads(1)
-# Shrinking runs a failing example hundreds of times, and the interpreter takes a second for one.
-settings.register_profile(
-    "kernels", deadline=None, derandomize=True, phases=[phase for phase in Phase if phase is not Phase.shrink]
-)
-settings.load_profile("kernels")
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
+    # Shrinking runs a failing example hundreds of times, and the interpreter takes a second for one.
+    settings.register_profile(
+        "kernels", deadline=None, derandomize=True, phases=[phase for phase in Phase if phase is not Phase.shrink]
+    )
+    settings.load_profile("kernels")
     collect_ignore = ["test_compile.py", "test_specialization.py"]
 elif not torch.cuda.is_available():
     collect_ignore = ["test_triton.py", "test_operator.py"]

@@ -70,6 +70,19 @@ def test_every_step_is_the_stock_model_s_step(job: Path) -> None:
     assert notes.losses[-1] < notes.losses[0]
 
 
+def test_rope_scaling_reaches_the_model(job: Path) -> None:
+    scalings = ("model.rope_scaling=true", "model.rope_scaling_factor=2")
+    frequencies = []
+    for given in ((), scalings[:1], scalings):
+        recipe = load_recipe(job, [*FLOAT64, *given])
+        with world_of_one(recipe) as place:
+            frequencies.append(built(recipe, place).rotary_pos_emb.inv_freq)
+    # The slowest of 4 pairs turns once in 6,283 tokens, between those that scaling divides and those that it keeps.
+    plain, by_8, by_2 = (row.tolist() for row in frequencies)
+    assert plain[:3] == by_8[:3] == by_2[:3]
+    assert by_8[3] < by_2[3] < plain[3]
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
 def test_the_first_loss_is_the_stock_model_s(job: Path, dtype: str, tolerance: float) -> None:
     recipe = load_recipe(job, [f"model.dtype={dtype}", "optimizer.clip_grad=0", "train_iters=2"])

@@ -56,6 +56,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.transformer.calculate_per_token_loss=false", "model.transformer.calculate_per_token_loss: other keys"),
         ("model.transformer.fp16=true", "model.transformer.fp16: other keys of the recipe, or folding, decide this"),
         ("model.num_query_groups=3", "model.num_attention_heads=4 is not a multiple of model.num_query_groups=3"),
+        ("model.kv_channels=7", "of the 7 of each head model.rotary_percent=1 takes 7; change it, model.kv_"),
+        ("model.rotary_percent=0.4", "of the 8 of each head model.rotary_percent=0.4 takes 3; change it, model.kv_"),
+        ("model.rotary_percent=0.1", "of the 8 of each head model.rotary_percent=0.1 takes 0; change it, model.kv_"),
+        ("model.rotary_percent=2", "model.rotary_percent: input should be less than or equal to 1 (given 2)"),
         ("model.position_embedding_type=mrope", "model.position_embedding_type: input should be 'rope', "),
         (
             "model.position_embedding_type=learned_absolute model.max_position_embeddings=14",

@@ -74,12 +74,24 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Break], None]:
         ("float32", ("model.transformer.num_moe_experts=4",), 1e-5),
         ("float64", ("model.untie_embeddings_and_output_weights=false", "model.qk_layernorm=true"), 1e-12),
         ("float64", ("model.position_embedding_type=learned_absolute", "model.swiglu=false"), 1e-12),
+        ("float64", ("model.rope_scaling=true", "model.rotary_percent=0.5"), 1e-12),
         ("float64", ("fused_head=false",), 1e-12),
         ("float64", ("batch.share=prompt",), 1e-12),
         ("float64", ("batch.min_shared_tokens=7",), 1e-12),
         ("float64", ("batch.length_buckets=[17,29,64]",), 1e-12),
     ],
-    ids=["float64", "float32", "experts", "tied", "learned positions", "logits", "prompts", "long prefixes", "buckets"],
+    ids=[
+        "float64",
+        "float32",
+        "experts",
+        "tied",
+        "learned positions",
+        "scaled positions",
+        "logits",
+        "prompts",
+        "long prefixes",
+        "buckets",
+    ],
 )
 def test_folding_changes_nothing(
     job: Path, dtype: str, overrides: tuple[str, ...], tolerance: float, backend: str

@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from megatron_lm import (
     CPU,
     FIRST,
@@ -15,8 +14,6 @@ from megatron_lm import (
     trained,
     write_samples,
 )
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

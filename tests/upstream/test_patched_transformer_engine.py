@@ -11,6 +11,7 @@ import ast
 import re
 import shutil
 import typing
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,9 +104,9 @@ def tree_attention_method(cls: ast.ClassDef) -> Any:
     return namespace["_tree_attention"]
 
 
+@dataclass(frozen=True)
 class Group:
-    def __init__(self, size: int) -> None:
-        self.size = size
+    size: int
 
 
 SCALE = 0.3

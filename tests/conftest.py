@@ -5,5 +5,5 @@ from hypothesis import settings
 torch.set_num_threads(1)
 
 # Machines that run tests are busy; a slow example is not a failure. Time limits are in the tests that are about time.
-settings.register_profile("unit", deadline=None, print_blob=True)
-settings.load_profile("unit")
+settings.register_profile("tests", deadline=None, print_blob=True)
+settings.load_profile("tests")
