@@ -75,6 +75,7 @@ class ModelConfig:
 
     Attributes:
         vocab_size: before padding to a multiple of the tensor-parallel size; None takes the tokenizer's.
+        rope_scaling: Llama 3.1's of the rotary frequencies, by ``rope_scaling_factor``.
         dtype: of parameters and activations.
         transformer_impl: megatron-core's own layers or TransformerEngine's.
         transformer: further fields of ``megatron.core.transformer.TransformerConfig``.
@@ -90,7 +91,9 @@ class ModelConfig:
     max_position_embeddings: PositiveInt = 4096
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
     rotary_base: PositiveInt = 10000
-    rotary_percent: PositiveFloat = 1.0
+    rotary_percent: Annotated[float, _Number] = Field(default=1.0, gt=0, le=1)
+    rope_scaling: bool = False
+    rope_scaling_factor: PositiveFloat = 8.0
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     swiglu: bool = True
     add_bias_linear: bool = False

@@ -143,7 +143,7 @@ TRAINING = (
         "megatron.core.models.gpt:GPTModel",
         "config transformer_layer_spec",
         "vocab_size max_sequence_length pre_process post_process share_embeddings_and_output_weights "
-        "position_embedding_type rotary_base rotary_percent vp_stage",
+        "position_embedding_type rotary_base rotary_percent rope_scaling rope_scaling_factor vp_stage",
     ),
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",

@@ -42,6 +42,7 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
             f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
             f"model.num_query_groups={model.num_query_groups}"
         )
+    _check_rotary_channels(model)
     fixed: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -88,6 +89,16 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
         return TransformerConfig(**(fixed | defaults | model.transformer))
     except (AssertionError, TypeError, ValueError) as error:
         raise RecipeError(f"megatron-core refuses this model or parallel layout: {error}") from error
+
+
+def _check_rotary_channels(model: ModelConfig) -> None:
+    head = model.kv_channels or model.hidden_size // model.num_attention_heads
+    rotated = int(head * model.rotary_percent)
+    if model.position_embedding_type == "rope" and (rotated == 0 or rotated % 2):
+        raise RecipeError(
+            f"rotary embeddings turn pairs of channels, but of the {head} of each head model.rotary_percent="
+            f"{model.rotary_percent:g} takes {rotated}; change it, model.kv_channels or model.position_embedding_type"
+        )
 
 
 def padded_vocab_size(model: ModelConfig, tokenizer_size: int | None, tp_size: int) -> int:
@@ -139,6 +150,8 @@ def build_chunks(
             position_embedding_type=recipe.model.position_embedding_type,
             rotary_base=recipe.model.rotary_base,
             rotary_percent=recipe.model.rotary_percent,
+            rope_scaling=recipe.model.rope_scaling,
+            rope_scaling_factor=recipe.model.rope_scaling_factor,
             vp_stage=vp_stage,
         )
         check_model(model)
