@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from folded_jobs import VOCAB, Job, branching_samples, folded_gradients, unfolded_gradients
+from layouts import in_layouts
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.testing.launcher import Layout, world
@@ -70,21 +71,7 @@ def test_the_batch_is_a_hard_one() -> None:
     assert max(sample.tokens.max() for sample in SAMPLES) < VOCAB
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [
-        pytest.param(1, Layout(), id="single"),
-        pytest.param(2, Layout(tp=2), id="tp2"),
-        pytest.param(2, Layout(tp=2, sequence_parallel=True), id="tp2-sp"),
-        pytest.param(2, Layout(pp=2), id="pp2"),
-        pytest.param(2, Layout(pp=2, vpp=2), id="pp2-vpp2"),
-        pytest.param(2, Layout(), id="dp2"),
-        pytest.param(4, Layout(tp=2, pp=2), id="tp2-pp2"),
-        pytest.param(4, Layout(tp=2), id="tp2-dp2"),
-        pytest.param(4, Layout(tp=2, pp=2, vpp=2, sequence_parallel=True), id="tp2-sp-pp2-vpp2"),
-        pytest.param(4, Layout(), id="dp4"),
-    ],
-)
+@in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-pp2", "tp2-dp2", "tp2-sp-pp2-vpp2", "dp4")
 def test_every_layout(size: int, layout: Layout) -> None:
     job = Job(max_tokens=LONGEST + 10)
     check(folded(size, layout, job), oracle(Job()), FP64)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import LAYOUTS
 
 from mcore_prefix_tree.testing.launcher import Layout, world
 
@@ -96,25 +97,18 @@ def whole(results: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
     return assemble(part for result in results for part in result[key])
 
 
-LAYOUTS = {
-    "tp2": (2, Layout(tp=2), "dense"),
-    "tp2-sp": (2, Layout(tp=2, sequence_parallel=True), "dense"),
-    "pp2": (2, Layout(pp=2), "dense"),
-    "tp2-pp2": (4, Layout(tp=2, pp=2), "dense"),
-    "pp2-vpp2": (2, Layout(pp=2, vpp=2), "dense"),
-    "tp2-sp-pp2-vpp2": (4, Layout(tp=2, pp=2, vpp=2, sequence_parallel=True), "dense"),
-    "dp2": (2, Layout(), "dense"),
-    "dp2-tp2": (4, Layout(tp=2), "dense"),
-    "tied-tp2-pp2": (4, Layout(tp=2, pp=2), "tied"),
-    "qk-layernorm-tp2-sp": (2, Layout(tp=2, sequence_parallel=True), "qk-layernorm"),
-    "moe-tp2-sp": (2, Layout(tp=2, sequence_parallel=True), "moe"),
-    "moe-ep2": (2, Layout(ep=2), "moe"),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_float64_layouts_train_the_same_model(name: str) -> None:
-    size, layout, kind = LAYOUTS[name]
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "dense") for name in LAYOUTS if name not in ("single", "ep2", "dp4")),
+        ("tp2-pp2", "tied"),
+        ("tp2-sp", "qk-layernorm"),
+        ("tp2-sp", "moe"),
+        ("ep2", "moe"),
+    ],
+)
+def test_float64_layouts_train_the_same_model(name: str, kind: str) -> None:
+    size, layout = LAYOUTS[name]
     results = world(size).run(train, layout, kind, torch.float64, False, layout=layout)
     expected = single(kind, torch.float64)
 

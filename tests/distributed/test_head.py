@@ -10,6 +10,7 @@ import pytest
 import torch
 from folded_jobs import Job, branching_samples, folded_gradients, unfolded_gradients
 from head_jobs import COLUMNS, ScoringJob, scores_and_first_ratios, stock_scores, uneven_head
+from layouts import in_layouts
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.sample import Tempered
@@ -56,18 +57,7 @@ def oracle(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("output", ["logprobs", "weighted_sum"])
 @pytest.mark.parametrize("share_embeddings", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [
-        pytest.param(2, Layout(tp=2), id="tp2"),
-        pytest.param(2, Layout(tp=2, sequence_parallel=True), id="tp2-sp"),
-        pytest.param(2, Layout(pp=2), id="pp2"),
-        pytest.param(2, Layout(pp=2, vpp=2), id="pp2-vpp2"),
-        pytest.param(2, Layout(), id="dp2"),
-        pytest.param(4, Layout(tp=2, pp=2, vpp=2, sequence_parallel=True), id="tp2-sp-pp2-vpp2"),
-        pytest.param(4, Layout(tp=2), id="tp2-dp2"),
-    ],
-)
+@in_layouts("tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-sp-pp2-vpp2", "tp2-dp2")
 def test_every_parameters_gradient(size: int, layout: Layout, share_embeddings: bool, output: str) -> None:
     job = Job(max_tokens=LONGEST + 10, share_embeddings=share_embeddings, output=output)
     results = world(size).run(folded_gradients, layout, job, SAMPLES, layout=layout)
@@ -79,15 +69,7 @@ def test_every_parameters_gradient(size: int, layout: Layout, share_embeddings: 
         assert error(actual[name], tensor) <= 1e-12, name
 
 
-LAYOUTS = [
-    pytest.param(1, Layout(), id="single"),
-    pytest.param(2, Layout(tp=2), id="tp2"),
-    pytest.param(2, Layout(tp=2, sequence_parallel=True), id="tp2-sp"),
-    pytest.param(2, Layout(pp=2), id="pp2"),
-    pytest.param(2, Layout(pp=2, vpp=2), id="pp2-vpp2"),
-    pytest.param(2, Layout(), id="dp2"),
-    pytest.param(4, Layout(tp=2, pp=2), id="tp2-pp2"),
-]
+EVERY_LAYOUT = in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-pp2")
 
 
 @functools.cache
@@ -96,7 +78,7 @@ def stock() -> list[tuple[np.ndarray, np.ndarray]]:
     return rows
 
 
-@pytest.mark.parametrize(("size", "layout"), LAYOUTS)
+@EVERY_LAYOUT
 @pytest.mark.parametrize("output", ["weighted_sum", "logits"])
 def test_scores_are_those_of_each_sample_alone(size: int, layout: Layout, output: str) -> None:
     """On every rank, in the order of the samples, at each sample's temperature."""
@@ -112,7 +94,7 @@ def test_scores_are_those_of_each_sample_alone(size: int, layout: Layout, output
                 assert error(torch.from_numpy(row.entropy[1:]), torch.from_numpy(entropy)) < 1e-12
 
 
-@pytest.mark.parametrize(("size", "layout"), LAYOUTS)
+@EVERY_LAYOUT
 @pytest.mark.parametrize("output", ["weighted_sum", "logits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_importance_ratios_are_one_to_the_bit(

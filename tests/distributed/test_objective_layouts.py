@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from layouts import in_layouts
 from objective_jobs import (
     Job,
     Outcome,
@@ -118,17 +119,7 @@ def test_the_batch_is_a_hard_one() -> None:
 
 
 @pytest.mark.parametrize("job", [*OBJECTIVES, pytest.param(GSPO, id="gspo"), pytest.param(KTO, id="kto")])
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [
-        pytest.param(1, Layout(), id="single"),
-        pytest.param(2, Layout(tp=2), id="tp2"),
-        pytest.param(2, Layout(tp=2, sequence_parallel=True), id="tp2-sp"),
-        pytest.param(2, Layout(pp=2), id="pp2"),
-        pytest.param(2, Layout(pp=2, vpp=2), id="pp2-vpp2"),
-        pytest.param(2, Layout(), id="dp2"),
-    ],
-)
+@in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2")
 def test_every_layout(size: int, layout: Layout, job: Job) -> None:
     outcomes = check(size, layout, replace(job, max_tokens=max(LONGEST, PAIR) + 10))
     assert outcomes[0].micro_batches > 1
@@ -194,14 +185,7 @@ def test_bfloat16_is_about_as_close_to_the_truth_as_unfolded(job: Job) -> None:
     assert of_loss[1] <= max(HALF_FACTOR * of_loss[0], 2**-8)
 
 
-SCORED = pytest.mark.parametrize(
-    ("size", "layout"),
-    [
-        pytest.param(2, Layout(tp=2, sequence_parallel=True), id="tp2-sp"),
-        pytest.param(2, Layout(pp=2), id="pp2"),
-        pytest.param(2, Layout(), id="dp2"),
-    ],
-)
+SCORED = in_layouts("tp2-sp", "pp2", "dp2")
 
 
 @SCORED

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from folded_jobs import VOCAB
+from layouts import in_layouts
 from objective_jobs import Job, folded_step, unfolded_step
 
 from mcore_prefix_tree.testing.launcher import Layout, world
@@ -39,15 +40,7 @@ def expected(name: str, normalise: str) -> tuple[float, Mapping[str, torch.Tenso
 
 
 @pytest.mark.parametrize(("name", "whole", "by_turn"), [("grpo", "sample", "rollout"), ("dapo", "token", "token")])
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [
-        pytest.param(1, Layout(), id="single"),
-        pytest.param(2, Layout(), id="dp2"),
-        pytest.param(2, Layout(pp=2), id="pp2"),
-        pytest.param(2, Layout(tp=2, sequence_parallel=True), id="tp2-sp"),
-    ],
-)
+@in_layouts("single", "dp2", "pp2", "tp2-sp")
 def test_every_layout(size: int, layout: Layout, name: str, whole: str, by_turn: str) -> None:
     job = Job(name=name, options=(*OPTIONS, ("normalise", by_turn)), max_tokens=LONGEST + 6)
     results = world(size).run(folded_step, layout, job, TURNS, layout=layout)
