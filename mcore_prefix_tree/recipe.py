@@ -183,6 +183,11 @@ class ObjectiveConfig:
     name: str = "sft"
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_scalar_head(self) -> bool:
+        """Whether the model says a value of each token instead of a distribution."""
+        return self.name in ("critic", "reward_model")
+
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class OptimizerConfig:

@@ -80,7 +80,12 @@ def plan(
     sharing: _Sharing = {"share": "all", "min_shared_tokens": 0}
     if recipe is not None:
         vocab_size = None if recipe.model.vocab_size else on_demand.vocab_size
-        cost_model = CostModel.from_model(recipe.model, vocab_size=vocab_size, fused_head=recipe.fused_head)
+        cost_model = CostModel.from_model(
+            recipe.model,
+            vocab_size=vocab_size,
+            fused_head=recipe.fused_head,
+            scalar_head=recipe.objective.has_scalar_head,
+        )
         padding, multiple, bubble = recipe.padding, recipe.parallel.micro_batch_multiple, recipe.parallel.bubble
         sharing = {"share": recipe.batch.share, "min_shared_tokens": recipe.batch.min_shared_tokens}
         calibration = calibration or recipe.batch.calibration

@@ -156,18 +156,21 @@ class CostModel:
         )
 
     @classmethod
-    def from_model(cls, model: ModelShape, *, vocab_size: int | None = None, fused_head: bool = False) -> CostModel:
+    def from_model(
+        cls, model: ModelShape, *, vocab_size: int | None = None, fused_head: bool = False, scalar_head: bool = False
+    ) -> CostModel:
         """Training FLOPs of a recipe's model.
 
         Args:
             model: ``recipe.model``.
             vocab_size: where the recipe leaves it to the tokenizer.
             fused_head: ``recipe.fused_head``.
+            scalar_head: of a critic or reward model, instead of the vocabulary's; it costs next to nothing.
 
         Raises:
             ValueError: if neither gives a vocabulary size.
         """
-        vocabulary = model.vocab_size or vocab_size
+        vocabulary = 0 if scalar_head else model.vocab_size or vocab_size
         if vocabulary is None:
             raise ValueError("the cost of the output layer needs model.vocab_size; give it in the recipe")
         width = model.ffn_hidden_size or 4 * model.hidden_size

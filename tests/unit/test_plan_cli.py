@@ -60,6 +60,17 @@ def test_a_recipe_gives_flops_and_padding(rows, tmp_path):
     assert report["cost_unit"] == "FLOPs"
 
 
+def test_a_critic_has_no_vocabulary_to_pay_for(rows, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE + "objective: {name: critic}\n")
+    result = plan(rows, "--max-tokens", "64", "--model", str(recipe), "--json")
+    assert result.exit_code == 0, result.output
+    (batch,) = json.loads(result.stdout)["ranks"][0]
+    model = CostModel.from_model(load_recipe(recipe).model, scalar_head=True)
+    assert model.scored == 0
+    assert batch["cost"] == model.of_micro_batch(batch["tokens"], batch["pairs"], batch["scored"])
+
+
 def test_the_table_names_what_matters(rows):
     result = plan(rows, "--max-tokens", "14", "--dp", "20", "--micro-batches", "1")
     assert result.exit_code == 0, result.output

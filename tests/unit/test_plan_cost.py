@@ -43,6 +43,9 @@ def test_a_recipe_s_model():
     with pytest.raises(ValueError, match=r"model\.vocab_size"):
         CostModel.from_model(unknown)
     assert CostModel.from_model(unknown, vocab_size=100) == CostModel.from_dimensions(**SMALL, ffn_hidden_size=16)
+    no_head = CostModel.from_dimensions(**SMALL | {"vocab_size": 0}, ffn_hidden_size=16)
+    for fused_head in (False, True):
+        assert CostModel.from_model(unknown, fused_head=fused_head, scalar_head=True) == no_head
 
 
 @pytest.mark.parametrize(

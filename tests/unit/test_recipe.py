@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from mcore_prefix_tree.objectives import OBJECTIVES
+from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
 from mcore_prefix_tree.recipe import (
     BatchConfig,
     CheckpointConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     ParallelConfig,
     Recipe,
@@ -189,6 +192,11 @@ def test_files_that_cannot_be_opened(tmp_path, recipe):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match=r"binary\.yaml cannot be read: .*utf-8"):
         load_recipe(tmp_path / "binary.yaml")
+
+
+def test_the_objectives_that_end_in_a_scalar_head():
+    named = {name for name in OBJECTIVES if ObjectiveConfig(name=name).has_scalar_head}
+    assert named == {name for name, (made, _) in OBJECTIVES.items() if made in (Critic, RewardModel)}
 
 
 def test_a_recipe_is_frozen(recipe):

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.forward_step import ForwardStep
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.train.objective import forward_step_of, objective_of, plain, reads_values
+from mcore_prefix_tree.mcore.train.objective import forward_step_of, objective_of, plain
 from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.unfolded import (
@@ -142,7 +142,7 @@ def compare(
                 name="unfolded, stock",
                 tokens=logical,
                 make=lambda: plan_unfolded(samples, recipe, place).micro_batches,
-                step=stock_value_step if reads_values(recipe) else stock_forward_step,
+                step=stock_value_step if recipe.objective.has_scalar_head else stock_forward_step,
             )
         )
     peaks = []

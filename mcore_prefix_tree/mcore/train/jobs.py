@@ -31,7 +31,7 @@ from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration
 from mcore_prefix_tree.mcore.train.compare import Comparison
 from mcore_prefix_tree.mcore.train.model import build_chunks, padded_vocab_size
-from mcore_prefix_tree.mcore.train.objective import check_samples, grouped_by, objective_of, reads_values
+from mcore_prefix_tree.mcore.train.objective import check_samples, grouped_by, objective_of
 from mcore_prefix_tree.mcore.train.session import Session, session
 from mcore_prefix_tree.mcore.train.trainer import Reporter, Trainer
 from mcore_prefix_tree.mcore.train.verify import VerifyReport, verify
@@ -296,7 +296,7 @@ def _starting_model(
     if iteration is None:
         raise RecipeError(f"checkpoint.pretrained_checkpoint={folder} holds no checkpoint; name the folder of a run")
     has_head = checkpoint.load_pretrained(folder, iteration, chunks)
-    new = ", with a new scalar head" if reads_values(recipe) and not has_head else ""
+    new = ", with a new scalar head" if recipe.objective.has_scalar_head and not has_head else ""
     say(f"the weights start from {checkpoint.iteration_folder(folder, iteration)}{new}")
     return chunks
 

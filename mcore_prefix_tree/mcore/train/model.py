@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
-from mcore_prefix_tree.mcore.train.objective import reads_values
 from mcore_prefix_tree.mcore.validation import check_model
 from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
 from mcore_prefix_tree.testing.norms import sequence_parallel_block_spec
@@ -136,7 +135,7 @@ def build_chunks(
         RecipeError: the recipe wants TransformerEngine and it is not installed.
     """
     vpp = config.virtual_pipeline_model_parallel_size
-    scalar = reads_values(recipe)
+    scalar = recipe.objective.has_scalar_head
     chunks: list[torch.nn.Module] = []
     for vp_stage in [None] if vpp is None else range(vpp):
         model = GPTModel(

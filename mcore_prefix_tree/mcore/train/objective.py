@@ -109,18 +109,13 @@ def watches_entropy(objective: ForwardObjective) -> bool:
     return isinstance(objective, PolicyGradient)
 
 
-def reads_values(recipe: Recipe) -> bool:
-    """Whether the recipe's model ends in a scalar head: a critic or a reward model."""
-    return isinstance(objective_of(recipe), ValueObjective)
-
-
 def plain(recipe: Recipe, samples: Sequence[Sample]) -> tuple[Recipe, list[Sample]]:
     """What stands for the recipe's objective where it is verified, compared and calibrated.
 
     It asks nothing of the samples, and compares none with another: of a model with a vocabulary the supervised loss, of
     one with a scalar head half the mean square of the values, a critic whose returns are all 0.
     """
-    if not reads_values(recipe):
+    if not recipe.objective.has_scalar_head:
         return replace(recipe, objective=ObjectiveConfig()), list(samples)
     zero = ObjectiveConfig(name="critic", options={"returns": "given", "clip_eps": None})
     regressed = [replace(sample, signals=Signals(returns=np.zeros(len(sample)))) for sample in samples]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -76,11 +76,9 @@ def folding_of(recipe: Recipe, place: Session) -> Folding:
             of something else.
         RecipeError: the length buckets fit neither the budget nor the parallel layout.
     """
-    output = output_of(objective_of(recipe), fused_head=recipe.fused_head)
-    is_scalar = output == "values"
-    cost_model = CostModel.from_model(recipe.model, fused_head=recipe.fused_head or is_scalar)
-    if is_scalar:
-        cost_model = replace(cost_model, scored=0.0)  # a head of one output costs next to nothing
+    cost_model = CostModel.from_model(
+        recipe.model, fused_head=recipe.fused_head, scalar_head=recipe.objective.has_scalar_head
+    )
     if recipe.batch.calibration is not None:
         cost_model = cost_model.calibrated(read_measured(recipe.batch.calibration))
     return Folding(
@@ -95,7 +93,7 @@ def folding_of(recipe: Recipe, place: Session) -> Folding:
         padding=recipe.padding,
         attention_backend=recipe.attention_backend,
         deterministic_attention=recipe.deterministic_attention,
-        output=output,
+        output=output_of(objective_of(recipe), fused_head=recipe.fused_head),
         only_supervised=recipe.fused_head,
     )
 

@@ -24,7 +24,7 @@ from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.score import score, score_values
 from mcore_prefix_tree.mcore.train.compare import physical_tokens
 from mcore_prefix_tree.mcore.train.model import build_chunks
-from mcore_prefix_tree.mcore.train.objective import objective_of, plain, reads_values
+from mcore_prefix_tree.mcore.train.objective import objective_of, plain
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, folding_of, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.unfolded import (
@@ -198,7 +198,7 @@ def _folded_rows(
     chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
 ) -> list[_Rows]:
     folding = folding_of(recipe, place)
-    if reads_values(recipe):
+    if recipe.objective.has_scalar_head:
         return [
             {"value": np.append(one.values[1:], one.last).astype(np.float64)}
             for one in score_values(chunks, samples, folding, all_tokens=True)
@@ -219,7 +219,7 @@ def _run_unfolded(
     chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
 ) -> _Outcome:
     step = plan_unfolded(samples, recipe, place)
-    of_values = reads_values(recipe)
+    of_values = recipe.objective.has_scalar_head
 
     def score(batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
         if of_values:
