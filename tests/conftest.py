@@ -1,5 +1,10 @@
+import signal
+
 import torch
 from hypothesis import settings
+
+# Shells start background jobs with Ctrl-C ignored, which the commands under test would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tensors here are small, and more threads than free cores make them slower by an order of magnitude.
 torch.set_num_threads(1)
