@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -27,8 +27,15 @@ app = typer.Typer(
 def _show_versions(wanted: bool) -> None:
     if wanted:
         for package in ("mcore-prefix-tree", "megatron-core", "torch"):
-            typer.echo(f"{package} {version(package)}")
+            typer.echo(f"{package} {_version(package)}")
         raise typer.Exit
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # as where PYTHONPATH names a checkout
+        return "(not installed)"
 
 
 @app.callback()

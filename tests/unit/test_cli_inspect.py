@@ -13,7 +13,7 @@ from oracles import comb
 from typer.testing import CliRunner
 
 import mcore_prefix_tree.data
-from mcore_prefix_tree.cli import drawing
+from mcore_prefix_tree.cli import drawing, main
 from mcore_prefix_tree.cli.main import app
 
 CHAT = [
@@ -274,3 +274,13 @@ def test_the_versions_that_a_report_needs():
     assert result.exit_code == 0
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["mcore-prefix-tree", "megatron-core", "torch"]
     assert f"torch {importlib.metadata.version('torch')}" in result.stdout
+
+
+def test_a_checkout_on_the_path_has_no_version(monkeypatch):
+    def version(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(main, "version", version)
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("mcore-prefix-tree (not installed)\n")
