@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.testing.launcher import Layout, WorkerError, world
+from mcore_prefix_tree.testing.launcher import LEFT_BEHIND, Layout, WorkerError, World, world
 
 
 def ranks(offset: int) -> tuple[int, int, int, int, float, int]:
@@ -56,12 +59,41 @@ def receive() -> float:
     return message.item()
 
 
+def start_threads(number: int) -> int:
+    for _ in range(number):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    return os.getpid()
+
+
+def keep_a_group_in_a_cycle() -> int:
+    gc.disable()  # or Python might collect it by itself
+    cycle: list[object] = [dist.new_group()]
+    cycle.append(cycle)
+    return psutil.Process().num_threads()
+
+
 def raw_weights() -> dict[str, torch.Tensor]:
     from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
 
     layout = Layout(tp=dist.get_world_size())
     (chunk,) = build_chunks(tiny_gpt_config(layout=layout, num_layers=1))
     return {name: parameter.detach() for name, parameter in chunk.named_parameters()}
+
+
+def test_a_call_s_groups_end_with_it() -> None:
+    alone = World(1)
+    try:
+        threads = {alone.run(keep_a_group_in_a_cycle, layout=Layout())[0] for _ in range(4)}
+    finally:
+        alone.close()
+    assert len(threads) == 1
+
+
+def test_a_world_that_keeps_threads_starts_anew() -> None:
+    pids = [set(world(2).run(start_threads, number, layout=Layout(tp=2))) for number in (0, LEFT_BEHIND, 0, 0)]
+    assert pids[0] == pids[1]
+    assert not pids[1] & pids[2]
+    assert pids[2] == pids[3]
 
 
 def test_layouts_follow_each_other_in_the_same_processes() -> None:
