@@ -41,7 +41,7 @@ SEED = 1234
 # Threads of gloo that calls may leave behind in a process before its world starts anew. Each wakes a hundred times a
 # second for as long as its group lives, which is forever where a mixture of experts keeps it in an autograd graph that
 # refers to itself, and 32 calls where only Megatron's cache of rotary tables does.
-LEFT_BEHIND = 60
+LEFT_BEHIND = 30
 T = TypeVar("T")
 
 

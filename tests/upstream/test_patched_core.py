@@ -29,7 +29,7 @@ class Copies:
     patched: Path
 
 
-@pytest.fixture(scope="module", params=["installed", "0.19.2"])
+@pytest.fixture(scope="module", params=["installed", pytest.param("0.19.2", marks=pytest.mark.slow)])
 def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Copies:
     version = MEGATRON[request.param]
     if version is not None:
