@@ -8,10 +8,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+from mcore_prefix_tree.versions import version_of
 
 # Packages whose version can move a figure.
 _PACKAGES = (
@@ -48,14 +49,7 @@ def describe_machine() -> dict[str, object]:
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
     }
-    return found | {package: installed for package in _PACKAGES if (installed := _version(package)) is not None}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return found | {package: installed for package in _PACKAGES if (installed := version_of(package)) is not None}
 
 
 def _lines(path: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -15,6 +14,7 @@ from mcore_prefix_tree.cli.plan import plan
 from mcore_prefix_tree.cli.score import score
 from mcore_prefix_tree.cli.train import train
 from mcore_prefix_tree.cli.verify import verify
+from mcore_prefix_tree.versions import version_of
 
 app = typer.Typer(
     cls=Commands,
@@ -27,15 +27,8 @@ app = typer.Typer(
 def _show_versions(wanted: bool) -> None:
     if wanted:
         for package in ("mcore-prefix-tree", "megatron-core", "torch"):
-            typer.echo(f"{package} {_version(package)}")
+            typer.echo(f"{package} {version_of(package) or '(not installed)'}")
         raise typer.Exit
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # as where PYTHONPATH names a checkout
-        return "(not installed)"
 
 
 @app.callback()

@@ -13,7 +13,8 @@ from oracles import comb
 from typer.testing import CliRunner
 
 import mcore_prefix_tree.data
-from mcore_prefix_tree.cli import drawing, main
+from mcore_prefix_tree import versions
+from mcore_prefix_tree.cli import drawing
 from mcore_prefix_tree.cli.main import app
 
 CHAT = [
@@ -280,7 +281,7 @@ def test_a_checkout_on_the_path_has_no_version(monkeypatch):
     def version(package):
         raise importlib.metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr(main, "version", version)
+    monkeypatch.setattr(versions, "version", version)
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0
     assert result.stdout.startswith("mcore-prefix-tree (not installed)\n")

@@ -19,6 +19,7 @@ ALLOWED = {
     "errors": set(),
     "launchers": set(),
     "memory": set(),
+    "versions": set(),
     "signals": set(),
     "sample": {"signals"},
     "data": {"sample", "signals"},
@@ -37,7 +38,7 @@ ALLOWED = {
         # Where there is no GPU, training runs under the emulation, and its norms stand in for the missing kernels.
         "testing",
     },
-    "bench": {"memory", "sample", "trie", "layout", "plan", "metadata", "attention", "recipe", "mcore"},
+    "bench": {"memory", "versions", "sample", "trie", "layout", "plan", "metadata", "attention", "recipe", "mcore"},
     "pretrain_gpt": {
         "errors", "launchers", "sample", "data", "layout", "plan", "metadata", "attention", "logprob", "objectives",
         "mcore",
