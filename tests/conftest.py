@@ -1,5 +1,8 @@
+import os
 import signal
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -12,3 +15,13 @@ torch.set_num_threads(1)
 # Machines that run tests are busy; a slow example is not a failure. Time limits are in the tests that are about time.
 settings.register_profile("tests", deadline=None, print_blob=True)
 settings.load_profile("tests")
+
+# Tests are of the CPU, on every machine, but for those of these folders when they are named, as scripts/gpu_check does.
+_ON_GPU = [Path(__file__).with_name(name) for name in ("gpu", "kernels")]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide this machine's GPUs, before anything asks for them: where there is one, Megatron on the CPU is refused."""
+    named = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
+    if not all(any(path.resolve().is_relative_to(folder) for folder in _ON_GPU) for path in named):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

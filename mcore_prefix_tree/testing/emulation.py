@@ -3,10 +3,10 @@
 Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its source, even where the code itself
 would run anywhere. This file answers those calls with the CPU. Megatron's files are not touched: what changes, while
 the emulation is on, is a short list of ``torch`` functions (and one name that megatron-core forgot to define), each
-below with the megatron call site that needs it, and each put back on exit. ``torch.cuda.is_available()`` stays false,
-so that code which asks takes its CPU path by itself.
+below with the megatron call site that needs it, and each put back on exit. ``torch.cuda.is_available()`` is false, so
+that code which asks takes its CPU path by itself.
 
-This is a tool for tests and for the quickstart. It refuses to start where there is a GPU.
+This is a tool for tests and for the quickstart. Where there is a GPU it refuses to start, or if forced hides it.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ def _replacements() -> list[tuple[object, str, object]]:
     stream = _Stream()
     return [
         *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
+        # Where there is a GPU all the same: dist_checkpointing and fine_grained_activation_offload.py ask.
+        (torch.cuda, "is_available", _returns(False)),
         # `device=torch.cuda.current_device()` in tensor_parallel/{layers,mappings}.py, p2p_communication.py,
         # param_and_grad_buffer.py, rotary_pos_embedding.py, ... An index, as upstream: the factories map it to the CPU.
         (torch.cuda, "current_device", _returns(0)),

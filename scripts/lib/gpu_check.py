@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ USAGE_ERROR = 2
 
 
 def run_tests(folder: Path) -> dict[str, Any]:
-    """Counts of tests/gpu and tests/kernels, and the name and first line of each that failed.
+    """Counts of tests/gpu and tests/kernels, the name and first line of each that failed, and what tests measured.
 
     ``failed`` says so if pytest died, of a crash in a kernel for example, before it wrote its report.
     """
@@ -45,12 +46,23 @@ def run_tests(folder: Path) -> dict[str, Any]:
         return {"failed": f"pytest ended with exit code {done.returncode} and wrote no report", "seconds": seconds}
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     faults = [
-        {"test": f"{case.attrib['classname']}::{case.attrib['name']}", "message": fault.attrib.get("message", "")}
+        {"test": _name_of(case), "message": fault.attrib.get("message", "")}
         for case in suite.iter("testcase")
         for fault in case
         if fault.tag in ("failure", "error")
     ]
-    return {**counts, "seconds": seconds, "faults": faults}
+    figures = {
+        _name_of(case): {one.attrib["name"]: float(one.attrib["value"]) for one in case.iter("property")}
+        for case in suite.iter("testcase")
+        if case.find("properties") is not None
+    }
+    # A skipped test says why: what was missing is part of what is known.
+    skips = Counter(fault.attrib.get("message", "") for fault in suite.iter("skipped"))
+    return {**counts, "seconds": seconds, "faults": faults, "skips": dict(skips), "figures": figures}
+
+
+def _name_of(case: ElementTree.Element) -> str:
+    return f"{case.attrib['classname']}::{case.attrib['name']}"
 
 
 def run_bench(

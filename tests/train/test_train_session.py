@@ -32,20 +32,24 @@ def test_a_rank_takes_the_gpu_of_its_place_on_the_machine(
     monkeypatch: pytest.MonkeyPatch, local_rank: str | None, visible: int, index: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for variable in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(variable, raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert _device_index() == index
 
 
-def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setenv("LOCAL_RANK", "4")
+@pytest.mark.parametrize("gpus", [4, pytest.param(1, id="torchrun with one GPU")])
+def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(gpus))
+    if gpus == 1:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(RecipeError) as error:
         _device_index()
     assert str(error.value) == (
-        f"LOCAL_RANK=4 on {socket.gethostname()}, but torch sees 4 GPUs there; start no more ranks on a machine than "
-        "it has GPUs"
+        f"LOCAL_RANK={gpus} on {socket.gethostname()}, but torch sees {gpus} of its GPUs; start no more ranks on a "
+        "machine than it has GPUs, or set device=cpu"
     )
 
 

@@ -656,7 +656,10 @@ def test_gpu_check_reads_what_pytest_writes(tmp_path, monkeypatch, gpu_check):
         suite = ElementTree.Element("testsuite", tests="3", failures="1", errors="0", skipped="1")
         for name, fault in (("good", None), ("bad", "failure"), ("left_out", "skipped")):
             case = ElementTree.SubElement(suite, "testcase", classname="tests.gpu", name=name)
-            if fault is not None:
+            if fault is None:
+                measured = ElementTree.SubElement(case, "properties")
+                ElementTree.SubElement(measured, "property", name="folded loss error", value="5.1e-05")
+            else:
                 ElementTree.SubElement(case, fault, message=f"{name}!")
         root = ElementTree.Element("testsuites")
         root.append(suite)
@@ -671,6 +674,8 @@ def test_gpu_check_reads_what_pytest_writes(tmp_path, monkeypatch, gpu_check):
         "skipped": 1,
     }
     assert tests["faults"] == [{"test": "tests.gpu::bad", "message": "bad!"}]
+    assert tests["skips"] == {"left_out!": 1}
+    assert tests["figures"] == {"tests.gpu::good": {"folded loss error": 5.1e-05}}
 
 
 @pytest.mark.parametrize("report", [None, "", "<testsuites><testsuite tests="])

@@ -52,6 +52,8 @@ def test_refuses_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.zeros is original
     with cpu_emulation(force=True):
         assert torch.zeros is not original
+        assert not torch.cuda.is_available(), "Megatron would take its GPU paths"
+    assert torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0), 0])

@@ -45,6 +45,7 @@ TRAIN = (
     "--ckpt-format torch_dist"
 )
 FOLDED = "--prefix-tree --prefix-tree-max-tokens 400 --micro-batch-size 4"
+WEIGHTS_ONLY = "--finetune --no-load-optim --no-load-rng"
 UNFOLDED = "--calculate-per-token-loss --dataloader-type external --tokenizer-type NullTokenizer --micro-batch-size 1"
 
 
@@ -150,7 +151,11 @@ def saved_tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
     )
     with tempfile.NamedTemporaryFile() as file:
         source = str(folder / f"iter_{iteration:07d}")
-        subprocess.run([sys.executable, "-c", script, source, file.name], check=True, capture_output=True)
+        # On the CPU, also where there is a GPU.
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        subprocess.run(
+            [sys.executable, "-c", script, source, file.name], check=True, capture_output=True, env=environment
+        )
         loaded: dict[str, torch.Tensor] = torch.load(file.name)
     return loaded
 
@@ -188,12 +193,18 @@ class Stock:
         return CPU, MODEL, TRAIN, FOLDED, self.data, f"--save {tmp_path}"
 
 
-def write_samples(path: Path, count: int = 200) -> None:
-    """Trees that branch twice, with duplicates, strict prefixes and samples of one token."""
+def write_samples(path: Path, count: int = 200, scale: int = 1) -> None:
+    """Trees that branch twice, with duplicates, strict prefixes and samples of one token.
+
+    Args:
+        path: of the file.
+        count: of samples.
+        scale: their longest has 43 times as many tokens.
+    """
     rng = np.random.default_rng(0)
 
     def tokens(low: int, high: int) -> list[int]:
-        return rng.integers(0, VOCAB, size=rng.integers(low, high)).tolist()
+        return rng.integers(0, VOCAB, size=scale * rng.integers(low, high)).tolist()
 
     rows: list[dict[str, object]] = []
     while len(rows) < count:

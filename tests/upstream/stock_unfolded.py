@@ -21,12 +21,13 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.arguments import add_prefix_tree_args
 from mcore_prefix_tree.testing.emulation import enable_training
 
-enable_training()
+if not torch.cuda.is_available():
+    enable_training()
 
-from gpt_builders import gpt_builder  # noqa: E402
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.training import get_args, pretrain  # noqa: E402
-from model_provider import model_provider  # noqa: E402
+from gpt_builders import gpt_builder
+from megatron.core.enums import ModelType
+from megatron.training import get_args, pretrain
+from model_provider import model_provider
 
 
 def samples_alone(order: SampleOrder, consumed: int) -> Any:
@@ -54,11 +55,12 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 def forward_step(data_iterator: Any, model: Any) -> Any:
     sample = next(data_iterator)
-    tokens = torch.from_numpy(sample.tokens.copy()).long()
-    mask = torch.from_numpy(sample.loss_mask[1:].copy())
+    device = next(model.parameters()).device
+    tokens = torch.from_numpy(sample.tokens.copy()).long().to(device)
+    mask = torch.from_numpy(sample.loss_mask[1:].copy()).to(device)
     # One token more than is scored, so that a sample of one token is a forward pass too.
     labels = torch.cat([tokens[1:], tokens[:1]])
-    losses = model(tokens[None], torch.arange(len(tokens))[None], None, labels=labels[None])
+    losses = model(tokens[None], torch.arange(len(tokens), device=device)[None], None, labels=labels[None])
 
     def loss_func(losses: torch.Tensor) -> Any:
         loss = torch.dot(losses[0, :-1].float(), mask)

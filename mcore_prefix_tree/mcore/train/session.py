@@ -97,12 +97,14 @@ def session(recipe: Recipe) -> Iterator[Session]:
 def _device_index() -> int:
     """Which of the GPUs that this process sees is its own."""
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if count == 1:  # as under srun --gpus-per-task=1, which numbers ranks on a machine and shows each its own GPU
+    # As under srun --gpus-per-task=1, which numbers ranks on a machine and shows each its own GPU. The workers of
+    # torchrun all see the same ones.
+    if count == 1 and not dist.is_torchelastic_launched():
         return 0
     if local_rank >= count:
         raise RecipeError(
-            f"LOCAL_RANK={local_rank} on {socket.gethostname()}, but torch sees {count} GPUs there; start no more "
-            "ranks on a machine than it has GPUs"
+            f"LOCAL_RANK={local_rank} on {socket.gethostname()}, but torch sees {count} of its GPUs; start no "
+            "more ranks on a machine than it has GPUs, or set device=cpu"
         )
     return local_rank
 

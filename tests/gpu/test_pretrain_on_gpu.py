@@ -1,0 +1,76 @@
+"""Megatron-LM's own training loop on a GPU, folded: equal in fp32, in bf16 no further from it than its stock run is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
+
+from bf16 import assert_no_further, bf16_errors
+from megatron_lm import (
+    ENTRY,
+    ITERATIONS,
+    LOSS,
+    STOCK,
+    TRAIN,
+    UNFOLDED,
+    VARIABLE,
+    VOCAB,
+    assert_same_tensors,
+    trained,
+    write_samples,
+)
+
+if VARIABLE not in os.environ:
+    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+
+# Heads of a size that every back-end takes, samples over several of their tiles.
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--seq-length 512 --max-position-embeddings 512 --swiglu --normalization RMSNorm --position-embedding-type rope "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    f"--padded-vocab-size {VOCAB} --vocab-size {VOCAB} --no-gradient-accumulation-fusion"
+)
+SCALE = 8
+IMPLEMENTATIONS = {
+    # What its fusions need is in Apex or in Megatron-LM's own extensions.
+    "local": "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion",
+    "transformer_engine": "--transformer-impl transformer_engine",
+}
+
+
+FOLDED = f"--prefix-tree --prefix-tree-max-tokens {400 * SCALE} --micro-batch-size 4"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    """The arguments that name the samples."""
+    samples = tmp_path / "samples.jsonl"
+    write_samples(samples, scale=SCALE)
+    return f"--prefix-tree-data-path {samples} --prefix-tree-no-shuffle"
+
+
+def test_fp32_equals_the_stock_run(data, tmp_path):
+    """With local layers: those of TransformerEngine multiply matrices in TF32."""
+    common = (MODEL, IMPLEMENTATIONS["local"], TRAIN, data)
+    alone = trained(STOCK, *common, UNFOLDED, f"--save {tmp_path / 'alone'}")
+    folded = trained(ENTRY, *common, FOLDED, f"--save {tmp_path / 'folded'}")
+    assert sorted(alone.losses) == list(range(1, ITERATIONS + 1))
+    assert folded.losses == pytest.approx(alone.losses, rel=LOSS)
+    assert_same_tensors(tmp_path / "folded", tmp_path / "alone", ITERATIONS)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bf16_goes_no_further_from_fp32_than_the_stock_run_does(implementation, data, tmp_path, record_property):
+    if implementation == "transformer_engine":
+        pytest.importorskip("transformer_engine.pytorch")
+    errors = bf16_errors(data, FOLDED, f"{MODEL} {IMPLEMENTATIONS[implementation]}", tmp_path)
+    for way, found in errors.items():
+        for what, error in vars(found).items():
+            record_property(f"{way} {what} error", error)
+    assert_no_further(errors)
