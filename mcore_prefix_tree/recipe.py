@@ -178,10 +178,13 @@ class ObjectiveConfig:
         name: of ``mcore_prefix_tree.objectives.OBJECTIVES``, such as ``sft``, ``grpo`` or ``dpo``. With ``critic`` and
             ``reward_model`` the model ends in a scalar head instead of the vocabulary's.
         options: of its class there, for example ``{kl_coef: 0.01}``.
+        teacher_recipe: of the model that ``distill`` with ``teacher: full`` learns from: ``model``, of the same
+            vocabulary, ``checkpoint.save``, where its weights are, and ``attention_backend`` are read of it.
     """
 
     name: str = "sft"
     options: dict[str, Any] = field(default_factory=dict)
+    teacher_recipe: str | None = None
 
     @property
     def has_scalar_head(self) -> bool:

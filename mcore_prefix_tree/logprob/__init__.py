@@ -1,10 +1,12 @@
 """From logits to the log-probability of every edge, and back to the samples."""
 
-from mcore_prefix_tree.logprob.chunks import Head
+from mcore_prefix_tree.logprob.chunks import Chunks, Head
 from mcore_prefix_tree.logprob.edges import Edges, candidate_logprobs, edge_logprobs, edge_logprobs_and_entropy
 from mcore_prefix_tree.logprob.head import (
+    LogitLoss,
     RowLoss,
     head_candidate_logprobs,
+    head_logit_losses,
     head_logprobs,
     head_row_losses,
     head_weighted_sum,
@@ -14,14 +16,17 @@ from mcore_prefix_tree.logprob.rows import LogitShape
 from mcore_prefix_tree.logprob.top import top_logprobs
 
 __all__ = [
+    "Chunks",
     "Edges",
     "Head",
+    "LogitLoss",
     "LogitShape",
     "RowLoss",
     "candidate_logprobs",
     "edge_logprobs",
     "edge_logprobs_and_entropy",
     "head_candidate_logprobs",
+    "head_logit_losses",
     "head_logprobs",
     "head_row_losses",
     "head_weighted_sum",

@@ -83,15 +83,19 @@ class Chunks:
     def __iter__(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Rows, their edges, and their logits ``[C, Vl]`` in fp32 or wider, to be overwritten."""
         for rows in slices(len(self.hidden), self.rows_at_a_time):
-            product = self._product[: rows.stop - rows.start]
-            logits = self._logits[: rows.stop - rows.start]
-            torch.mm(self.hidden[rows], self.weight.t(), out=product)
-            if logits is not product:
-                logits.copy_(product)
-            self.head.shape.apply_(logits)
-            if self.temperature is not None:
-                logits.div_(self.temperature[rows, None])
-            yield rows, self.head.edges.of_rows(rows), logits
+            yield rows, self.head.edges.of_rows(rows), self.logits(rows)
+
+    def logits(self, rows: slice) -> torch.Tensor:
+        """``[C, Vl]`` of at most ``rows_at_a_time`` rows, in fp32 or wider, in memory that the next ones will be in."""
+        product = self._product[: rows.stop - rows.start]
+        logits = self._logits[: rows.stop - rows.start]
+        torch.mm(self.hidden[rows], self.weight.t(), out=product)
+        if logits is not product:
+            logits.copy_(product)
+        self.head.shape.apply_(logits)
+        if self.temperature is not None:
+            logits.div_(self.temperature[rows, None])
+        return logits
 
     def scratch(self, rows: slice) -> torch.Tensor:
         """Memory of the size of some rows' logits, the same for every chunk."""

@@ -2,12 +2,13 @@
 
 Only predictors that have an edge are projected. What a logit's gradient will be multiplied with is not known before the
 loss is, so :func:`head_logprobs` computes the logits of a chunk again in backward: four products of ``[R, h]`` and
-``[Vl, h]`` instead of three. Two kinds of loss do not need that, and form the gradients while the logits are there, in
-three products as with stored logits:
+``[Vl, h]`` instead of three. Three kinds of loss do not need that, and form the gradients while the logits are there,
+in three products as with stored logits:
 
 - :func:`head_weighted_sum`, linear in the log-probabilities with known weights, such as supervised training;
 - :func:`head_row_losses`, a sum of terms that each read the edges and the entropy of one row, such as a policy gradient
-  with a ratio per token: the gradients of a chunk's rows follow from the chunk.
+  with a ratio per token: the gradients of a chunk's rows follow from the chunk;
+- :func:`head_logit_losses`, a sum of terms that each read all logits of one row, such as a divergence from a teacher's.
 
 The gradients of both outputs are in :mod:`mcore_prefix_tree.logprob.edges`; those of hidden states and weight follow
 from ``logits = hidden @ weight.T``.
@@ -32,7 +33,10 @@ from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_backward
 # Of the log-probabilities [E] of all edges and the entropies [R] of all rows, if asked for: a scalar.
 RowLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
-# Of the same, the gradients [E] and [R]; None of entropies that the loss does not read.
+# Of a chunk's rows and their logits [C, Vl]: the values [C]. It turns the logits into the gradient of the loss at them.
+LogitLoss = Callable[[slice, torch.Tensor], torch.Tensor]
+
+# Of what a RowLoss reads, the gradients [E] and [R]; None of entropies that the loss does not read.
 _RowGrads = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -131,17 +135,50 @@ def head_row_losses(
     return _with_gradient(hidden, weight, head, row_grads, with_entropy=with_entropy)
 
 
+def head_logit_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, loss: LogitLoss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of a loss that is a sum over rows, each of which it reads whole.
+
+    Memory and use are as of :func:`head_weighted_sum`.
+
+    Args:
+        hidden: as of :func:`head_logprobs`.
+        weight: as there.
+        head: as there; of its edges the rows alone are read.
+        loss: is called once a chunk, with and without gradients. The logits are in fp32 or wider and divided by the
+            temperature; each rank of the group has its columns, and ranks call it together.
+
+    Returns:
+        A scalar 0 whose gradients are those of the loss, to be added to its value; and the values ``[R]``, without
+        gradients.
+
+    Raises:
+        ValueError: as of :func:`head_weighted_sum`.
+    """
+    with_grad = _forms_gradient(hidden, weight, head)
+    found: tuple[torch.Tensor, torch.Tensor] = _HeadLogitLosses.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, head, loss, with_grad
+    )
+    return found
+
+
 def _with_gradient(
     hidden: torch.Tensor, weight: torch.Tensor, head: Head, row_grads: _RowGrads, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    _check(hidden, weight, head)
-    if hidden.dtype == torch.float16:
-        raise ValueError("gradients that are formed before the loss is scaled vanish in float16; use bfloat16")
-    with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    with_grad = _forms_gradient(hidden, weight, head)
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _HeadRowLosses.apply(  # type: ignore[no-untyped-call]
         hidden, weight, head, row_grads, with_entropy, with_grad
     )
     return found
+
+
+def _forms_gradient(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> bool:
+    """Whether forward forms a gradient; checks that it can."""
+    _check(hidden, weight, head)
+    if hidden.dtype == torch.float16:
+        raise ValueError("gradients that are formed before the loss is scaled vanish in float16; use bfloat16")
+    return torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
 
 
 def _check(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> None:
@@ -250,8 +287,7 @@ class _HeadRowLosses(torch.autograd.Function):
                     edges=edge_grads,
                 )
             grads.add_(rows, grad, slope)
-        ctx.save_for_backward(grads.hidden, grads.weight)
-        ctx.head, ctx.weight_dtype = head, weight.dtype
+        _keep(ctx, grads, head, weight.dtype)
         if entropy is None:
             ctx.mark_non_differentiable(logprob)
         else:
@@ -260,13 +296,47 @@ class _HeadRowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        head: Head = ctx.head
-        if grad_hidden is not None:
-            grad_hidden = (grad_hidden * grad_outputs[0]).to(grad_hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad_outputs[0])
-            if head.weight_grad is not None:
-                head.weight_grad.buffer().add_(grad_weight)
-                grad_weight = head.weight_grad.placeholder()
-        return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.weight_dtype), None, None, None, None
+        return *_kept(ctx, grad_outputs[0]), None, None, None, None
+
+
+class _HeadLogitLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, head: Head, loss: LogitLoss, with_grad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chunks = Chunks(hidden, weight, head)
+        of_hidden, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
+        grads = Grads(chunks, of_hidden=of_hidden, of_weight=of_weight)
+        values = hidden.new_empty(len(hidden), dtype=chunks.dtype)
+        for rows, _, logits in chunks:
+            slope = chunks.slope(rows, logits) if with_grad else None
+            values[rows] = loss(rows, logits)
+            if with_grad:
+                grads.add_(rows, logits, slope)
+        _keep(ctx, grads, head, weight.dtype)
+        ctx.mark_non_differentiable(values)
+        return values.new_zeros(()), values
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *_kept(ctx, grad_outputs[0]), None, None, None
+
+
+def _keep(ctx: Any, grads: Grads, head: Head, weight_dtype: torch.dtype) -> None:
+    """Gradients that forward has formed, for backward."""
+    ctx.save_for_backward(grads.hidden, grads.weight)
+    ctx.head, ctx.weight_dtype = head, weight_dtype
+
+
+def _kept(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Those of hidden states and weight, times the gradient of the loss."""
+    grad_hidden, grad_weight = ctx.saved_tensors
+    head: Head = ctx.head
+    if grad_hidden is not None:
+        grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
+    if grad_weight is not None:
+        grad_weight = grad_weight.mul_(scale)
+        if head.weight_grad is not None:
+            head.weight_grad.buffer().add_(grad_weight)
+            grad_weight = head.weight_grad.placeholder()
+    return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.weight_dtype)

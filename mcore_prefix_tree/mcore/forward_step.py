@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-from mcore_prefix_tree.logprob import RowLoss
+from mcore_prefix_tree.logprob import Chunks, LogitLoss, RowLoss
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import ROW_LOSSES, EdgeHeadMixin, HeadRequest, request_arguments
 from mcore_prefix_tree.mcore.outputs import (
     tree_candidates,
+    tree_logit_losses,
     tree_logprobs,
     tree_logprobs_and_entropy,
     tree_row_losses,
@@ -37,6 +38,7 @@ from mcore_prefix_tree.objectives import (
     sft_loss,
 )
 from mcore_prefix_tree.objectives import LossOutput as ObjectiveOutput
+from mcore_prefix_tree.objectives.divergence import ROWS
 
 LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 LogprobObjective = SupervisedFineTuning | PolicyGradient | Preference | KTO
@@ -45,7 +47,9 @@ ForwardObjective = LogprobObjective | ValueObjective | Distillation
 ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 
-def tree_forward(model: Any, batch: MicroBatch, *, row_loss: RowLoss | None = None) -> torch.Tensor:
+def tree_forward(
+    model: Any, batch: MicroBatch, *, row_loss: RowLoss | None = None, logit_loss: LogitLoss | None = None
+) -> torch.Tensor:
     """Run one pipeline stage of a model built from a :func:`with_prefix_tree` spec.
 
     Args:
@@ -54,6 +58,7 @@ def tree_forward(model: Any, batch: MicroBatch, *, row_loss: RowLoss | None = No
         row_loss: what the micro-batch's ``row_losses`` are to have the gradient of: a scalar of what
             :func:`~mcore_prefix_tree.mcore.outputs.tree_row_losses` reads of them; see
             :func:`~mcore_prefix_tree.logprob.head_row_losses`.
+        logit_loss: what its ``logit_losses`` are; see :func:`~mcore_prefix_tree.logprob.head_logit_losses`.
 
     Returns:
         The stage's output: on the last stage what ``batch.output`` says, hidden states before. Local logits are
@@ -65,7 +70,7 @@ def tree_forward(model: Any, batch: MicroBatch, *, row_loss: RowLoss | None = No
     """
     gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
     check_positions(gpt_model, batch.layout.max_path_len)
-    arguments = _head_arguments(gpt_model.output_layer, batch, row_loss) if gpt_model.post_process else {}
+    arguments = _head_arguments(gpt_model.output_layer, batch, row_loss, logit_loss) if gpt_model.post_process else {}
     output: torch.Tensor = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -76,7 +81,9 @@ def tree_forward(model: Any, batch: MicroBatch, *, row_loss: RowLoss | None = No
     return output
 
 
-def _head_arguments(layer: Any, batch: MicroBatch, row_loss: RowLoss | None) -> dict[str, Any]:
+def _head_arguments(
+    layer: Any, batch: MicroBatch, row_loss: RowLoss | None, logit_loss: LogitLoss | None
+) -> dict[str, Any]:
     """Keywords of ``GPTModel.forward`` that ask its output layer for what the micro-batch wants."""
     if isinstance(layer, ScalarHead) != (batch.output == "values"):
         has, way_out = (
@@ -96,12 +103,15 @@ def _head_arguments(layer: Any, batch: MicroBatch, row_loss: RowLoss | None) -> 
         )
     if batch.output in ROW_LOSSES and row_loss is None:
         raise ValueError(f"the micro-batch asks for {batch.output}; give tree_forward the row_loss")
+    if batch.output == "logit_losses" and logit_loss is None:
+        raise ValueError("the micro-batch asks for logit_losses; give tree_forward the logit_loss")
     request = HeadRequest(
         output=batch.output,
         edges=batch.edges,
         temperature=batch.temperature,
         token_weight=batch.loss_weight,
         row_loss=row_loss,
+        logit_loss=logit_loss,
     )
     return request_arguments(request)
 
@@ -169,8 +179,29 @@ def objective_forward_step(
     def row_loss(scores: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
         return _loss_of(objective, batch, scores, entropy).loss
 
-    output = tree_forward(model, batch, row_loss=row_loss if batch.output in ROW_LOSSES else None)
+    logit_loss = None
+    if batch.teacher is not None:
+        assert isinstance(objective, Distillation)
+        logit_loss = _from_teacher(objective, batch)
+    row_losses = row_loss if batch.output in ROW_LOSSES else None
+    output = tree_forward(model, batch, row_loss=row_losses, logit_loss=logit_loss)
     return output, partial(_objective_loss, batch, objective, with_entropy)
+
+
+def _from_teacher(objective: Distillation, batch: MicroBatch) -> LogitLoss:
+    """The divergence of a chunk's rows from the teacher's, whose logits are made a few rows at a time."""
+    taught, rows = batch.teacher, batch.rows
+    assert taught is not None
+    assert isinstance(rows, TeacherRows)
+    teacher = Chunks(taught.hidden, taught.weight, replace(taught.head, rows_at_a_time=ROWS))
+
+    def logit_loss(chunk: slice, logits: torch.Tensor) -> torch.Tensor:
+        def of_teacher(block: slice) -> torch.Tensor:
+            return teacher.logits(slice(chunk.start + block.start, chunk.start + block.stop))
+
+        return objective.of_logits_(logits, of_teacher, rows.weight[chunk], group=taught.head.group)
+
+    return logit_loss
 
 
 def _objective_loss(
@@ -200,6 +231,11 @@ def objective_output(
         value = _loss_of(objective, batch, scores, entropy)
         return replace(value, loss=value.loss + gradient)
     if isinstance(objective, Distillation):
+        if batch.output == "logit_losses":
+            assert isinstance(batch.rows, TeacherRows)
+            gradient, of_row = tree_logit_losses(output, batch)
+            value = objective.weighed(of_row, batch.rows)
+            return replace(value, loss=value.loss + gradient)
         return _loss_of(objective, batch, tree_candidates(output, batch, in_place=True), None)
     if isinstance(objective, ValueObjective):
         return _loss_of(objective, batch, tree_values(output, batch), None)

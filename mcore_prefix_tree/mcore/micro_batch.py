@@ -9,11 +9,26 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.logprob import Edges
+from mcore_prefix_tree.logprob import Edges, Head
 from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.objectives import Rows, TeacherRows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TeacherHidden:
+    """What a teacher's logits of a micro-batch's predictors are made of, without a gradient.
+
+    Attributes:
+        hidden: ``[R, h]``, the teacher's last hidden states.
+        weight: ``[Vl, h]``, this rank's part of its output weight.
+        head: the rest.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    head: Head
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +47,7 @@ class MicroBatch:
             :func:`~mcore_prefix_tree.mcore.scalar_head.with_scalar_head`, anything else but logits one with
             :func:`~mcore_prefix_tree.mcore.output_layer.with_edge_head`.
         rows: what the loss of the step's objective reads, where that is not a weighted sum of log-probabilities.
+        teacher: on the last pipeline stage, what a distillation by whole vocabularies reads besides.
     """
 
     layout: FlatLayout
@@ -43,6 +59,7 @@ class MicroBatch:
     packed_seq_params: TreePackedSeqParams
     output: Output = "logits"
     rows: Rows | TeacherRows | None = None
+    teacher: TeacherHidden | None = None
 
     @classmethod
     def from_layout(

@@ -24,9 +24,11 @@ from megatron.core.tensor_parallel import (
 from mcore_prefix_tree.logprob import (
     Edges,
     Head,
+    LogitLoss,
     LogitShape,
     RowLoss,
     head_candidate_logprobs,
+    head_logit_losses,
     head_logprobs,
     head_row_losses,
     head_weighted_sum,
@@ -35,7 +37,8 @@ from mcore_prefix_tree.mcore.attention import tree_class
 
 # What the last pipeline stage gives for a micro-batch; mcore/outputs.py reads it. Values come from a scalar head, all
 # others from the vocabulary's. A watched entropy has no gradient, and backward costs no more than without it. The
-# weighted sum and losses by rows form their gradients in forward.
+# weighted sum, losses by rows and losses of logits form their gradients in forward. Hidden states are what a teacher is
+# asked for, whose logits are made beside the student's.
 Output = Literal[
     "logits",
     "logprobs",
@@ -44,7 +47,9 @@ Output = Literal[
     "weighted_sum",
     "row_losses",
     "row_losses_and_entropy",
+    "logit_losses",
     "candidates",
+    "hidden",
     "values",
 ]
 ROW_LOSSES = ("row_losses", "row_losses_and_entropy")
@@ -65,6 +70,7 @@ class HeadRequest:
         token_weight: ``[P]``, for ``weighted_sum``.
         row_loss: for ``row_losses``: of the log-probabilities ``[P]`` (``[E]`` of a teacher's tokens) and entropies
             ``[P]``.
+        logit_loss: for ``logit_losses``.
     """
 
     output: Output
@@ -72,6 +78,7 @@ class HeadRequest:
     temperature: torch.Tensor | None
     token_weight: torch.Tensor
     row_loss: RowLoss | None = None
+    logit_loss: LogitLoss | None = None
 
     def __bool__(self) -> bool:
         """Never mistaken for ``runtime_gather_output=True``."""
@@ -125,8 +132,8 @@ class EdgeHeadMixin:
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the base class, or for a request no bias and scores: ``[P, 1, 1]``, ``[P, 1, 2]``, of candidates
-        ``[E, 1, 1]``; before those of a weighted sum and of losses by rows stands a scalar: ``[1 + P, 1, 1]``, ``[1 +
-        2 P, 1, 1]`` or ``[1 + E, 1, 1]``.
+        ``[E, 1, 1]``; before those of a weighted sum and of losses by rows or of logits stands a scalar: ``[1 + P, 1,
+        1]``, ``[1 + 2 P, 1, 1]``, ``[1 + E, 1, 1]`` or ``[1 + R, 1, 1]``. Hidden states are ``[R, 1, h]``.
         """
         if not isinstance(runtime_gather_output, HeadRequest):
             out: tuple[torch.Tensor, torch.Tensor | None] = super().forward(  # type: ignore[misc]
@@ -140,24 +147,23 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
     if weight is None:
         weight = layer.weight
     assert weight is not None, "GPTModel gives the weight that it shares with the embedding"
-    group = layer.tp_group if layer.tp_group.size() > 1 else None
     edges = request.edges
+    rows: torch.Tensor
     if layer.sequence_parallel:
         # As in ColumnParallelLinear: each rank's gradient is of its columns only, so backward reduces and scatters.
         whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group)
         rows = whole.squeeze(1).index_select(0, edges.row)
     else:
         rows = hidden.squeeze(1).index_select(0, edges.row)
-        if group is not None:
+        if layer.tp_group.size() > 1:
             rows = copy_to_tensor_model_parallel_region(rows, group=layer.tp_group)
-    head = Head(
-        edges=edges,
-        shape=_logit_shape(layer.config),
-        temperature=request.temperature,
-        vocab_start=layer.tp_group.rank() * len(weight),
-        group=group,
-        weight_grad=_MainGrad(weight) if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") else None,
-    )
+    if request.output == "hidden":
+        return rows[:, None]
+    head = _head(layer, weight, edges, request.temperature)
+    if request.output == "logit_losses":
+        assert request.logit_loss is not None, "tree_forward asks for no losses of logits without it"
+        gradient, values = head_logit_losses(rows, weight, head, loss=request.logit_loss)
+        return torch.cat([gradient[None], values])[:, None, None]
     if request.output == "candidates":
         return head_candidate_logprobs(rows, weight, head)[:, None, None]
     if request.output == "weighted_sum":
@@ -171,6 +177,30 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
     if entropy is not None:
         scores.append(entropy.detach() if request.output == "logprobs_and_watched_entropy" else entropy)
     return torch.stack(scores, dim=1)[:, None]
+
+
+def _head(layer: Any, weight: torch.Tensor, edges: Edges, temperature: torch.Tensor | None) -> Head:
+    return Head(
+        edges=edges,
+        shape=_logit_shape(layer.config),
+        temperature=temperature,
+        vocab_start=layer.tp_group.rank() * len(weight),
+        group=layer.tp_group if layer.tp_group.size() > 1 else None,
+        weight_grad=_MainGrad(weight) if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") else None,
+    )
+
+
+def output_weight_and_head(model: Any, edges: Edges, temperature: torch.Tensor | None) -> tuple[torch.Tensor, Head]:
+    """What the last stage of a ``GPTModel`` makes logits of hidden states with: ``[V / tp, h]``, and the rest.
+
+    Args:
+        model: bare, with an edge head.
+        edges: that are scored.
+        temperature: ``[P]``, None is 1.
+    """
+    tied = model.share_embeddings_and_output_weights
+    weight: torch.Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    return weight, _head(model.output_layer, weight, edges, temperature)
 
 
 def _row_losses(rows: torch.Tensor, weight: torch.Tensor, head: Head, request: HeadRequest) -> torch.Tensor:

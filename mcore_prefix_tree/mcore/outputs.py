@@ -1,6 +1,6 @@
 """Reading what the last pipeline stage gave for a folded micro-batch, by what it was asked for.
 
-Legend: P padded tokens, E edges.
+Legend: P padded tokens, E edges, R rows (predictors with an edge, or with a row of a teacher's).
 """
 
 from __future__ import annotations
@@ -79,6 +79,29 @@ def tree_row_losses(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tens
     return gradient.squeeze(0), logprob, entropy
 
 
+def tree_logit_losses(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """A 0 with the gradient of a loss of logits, and its rows' values ``[R]``; see :func:`head_logit_losses`.
+
+    Raises:
+        ValueError: the micro-batch asks for something else than ``logit_losses``.
+    """
+    if batch.output != "logit_losses":
+        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='logit_losses'")
+    gradient, values = output.flatten().tensor_split((1,))
+    return gradient.squeeze(0), values.detach()
+
+
+def tree_hidden(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """The last hidden states of the predictors, ``[R, h]``.
+
+    Raises:
+        ValueError: the micro-batch asks for something else than ``hidden``.
+    """
+    if batch.output != "hidden":
+        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='hidden'")
+    return output.squeeze(0)
+
+
 def tree_candidates(output: torch.Tensor, batch: MicroBatch, *, in_place: bool = False) -> torch.Tensor:
     """Log-probability of every edge of ``batch.edges`` by itself, ``[E]``; as :func:`tree_logprobs`.
 
@@ -117,7 +140,7 @@ def tree_values(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 def _scores(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    if batch.output in ("weighted_sum", "candidates", "values", *ROW_LOSSES):
+    if batch.output in ("weighted_sum", "candidates", "values", "hidden", "logit_losses", *ROW_LOSSES):
         reader = "row_losses" if batch.output in ROW_LOSSES else batch.output
         raise ValueError(f"the micro-batch asks for {batch.output}, which tree_{reader} reads")
     return output.squeeze(0).unbind(dim=1)

@@ -7,7 +7,7 @@ on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,12 +18,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.forward_step import tree_forward
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.mcore.outputs import tree_logprobs, tree_logprobs_and_entropy, tree_top_logprobs, tree_values
 from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.mcore.train.schedule import run_schedule
+from mcore_prefix_tree.mcore.train.schedule import forward_only
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import Teacher
 
@@ -184,7 +183,7 @@ class ScoringStep:
                 "value after", np.full(len(sample), values.last), last, sample
             )
 
-        return self._of_samples(_forward_only(chunks, self.micro_batches, read), _values_of_sample, fault_of)
+        return self._of_samples(forward_only(chunks, self.micro_batches, read), _values_of_sample, fault_of)
 
     def teacher(self, chunks: Sequence[Any], k: int, *, vocab_size: int | None = None) -> list[TopTokens]:
         """The k likeliest tokens of every prediction, of a model with a vocabulary. Keeps the logits of a micro-batch.
@@ -214,7 +213,7 @@ class ScoringStep:
             return _not_finite("teacher's log-probability", top.teacher.logprobs.min(axis=1), top.scored, sample)
 
         asked = [replace(batch, output="logits") for batch in self.micro_batches]
-        return self._of_samples(_forward_only(chunks, asked, read), _top_of_sample, fault_of)
+        return self._of_samples(forward_only(chunks, asked, read), _top_of_sample, fault_of)
 
     def _of_samples(
         self,
@@ -284,23 +283,7 @@ def score_micro_batches(chunks: Sequence[Any], batches: Sequence[MicroBatch], *,
     """
     output: Output = "logprobs_and_entropy" if entropy else "logprobs"
     asked = [batch if batch.output == "logits" else replace(batch, output=output) for batch in batches]
-    return _forward_only(chunks, asked, lambda output, batch: _read(output, batch, entropy))
-
-
-def _forward_only(
-    chunks: Sequence[Any], batches: Sequence[MicroBatch], read: Callable[[torch.Tensor, MicroBatch], T]
-) -> list[T]:
-    def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., T]]:
-        batch = next(data_iterator)
-
-        def collect(output: torch.Tensor, *, non_loss_data: bool) -> T:
-            assert non_loss_data
-            return read(output, batch)
-
-        return tree_forward(model, batch), collect
-
-    with torch.no_grad():
-        return run_schedule(chunks, batches, forward_step, forward_only=True, collect_non_loss_data=True)
+    return forward_only(chunks, asked, lambda output, batch: _read(output, batch, entropy))
 
 
 def _read(output: torch.Tensor, batch: MicroBatch, entropy: bool) -> FlatScores:

@@ -15,7 +15,7 @@ distribution and q the student's,
 one more outcome, "any other token", whose probability both sides have as what is left of 1. By the data-processing
 inequality this D is never above that of the whole vocabulary; with k = V it is that one.
 
-``full`` reads the teacher's logits of the same micro-batch, vocabulary-parallel as the student's.
+``full`` reads the teacher's logits of the same predictors, vocabulary-parallel as the student's.
 
 Legend: P padded tokens, K' scored tokens of a micro-batch, R unique predictors with a scored token (and answers of the
 teacher), k teacher's tokens, Vl vocabulary on this rank.
@@ -23,18 +23,19 @@ teacher), k teacher's tokens, Vl vocabulary on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass as plain_dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges
-from mcore_prefix_tree.objectives.divergence import Divergence, divergence, log1mexp
+from mcore_prefix_tree.objectives.divergence import Divergence, divergence, divergence_gradient_, log1mexp
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.rows import Targets
@@ -148,6 +149,26 @@ class Distillation:
     def of_rows(self, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
         """``[R]`` divergences of ``top_k``, from both sides' log-probabilities of the same tokens, ``[R, k]``."""
         return divergence(_with_rest(teacher), _with_rest(student), self.divergence, self.jsd_beta)
+
+    def of_logits_(
+        self,
+        student: torch.Tensor,
+        teacher: Callable[[slice], torch.Tensor],
+        weight: torch.Tensor,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> torch.Tensor:
+        """``[C]`` divergences of ``full``; turns the student's logits into the gradient of their weighted sum.
+
+        Args:
+            student: ``[C, Vl]``; see :func:`~mcore_prefix_tree.objectives.divergence.divergence_gradient_`.
+            teacher: see there.
+            weight: ``[C]`` of the rows.
+            group: see there.
+        """
+        of_row = divergence_gradient_(student, teacher, self.divergence, jsd_beta=self.jsd_beta, group=group)
+        student.mul_(weight.to(student.dtype)[:, None])
+        return of_row
 
     def weighed(self, of_row: torch.Tensor, rows: TeacherRows) -> LossOutput:
         """The weighted sum of ``[R]`` divergences."""

@@ -6,6 +6,7 @@ Legend: R rows, C outcomes, V vocabulary, Vl its part on this tensor-parallel ra
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -86,8 +87,8 @@ class _VocabularyDivergence(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
-def _blocks(row: torch.Tensor) -> list[slice]:
-    return [slice(start, start + ROWS) for start in range(0, len(row), ROWS)]
+def _blocks(rows: torch.Tensor) -> list[slice]:
+    return [slice(start, min(start + ROWS, len(rows))) for start in range(0, len(rows), ROWS)]
 
 
 def _log_probabilities(
@@ -143,6 +144,42 @@ def vocabulary_divergence(
         student, teacher.detach(), row, kind, jsd_beta, group
     )
     return result
+
+
+def divergence_gradient_(
+    student: torch.Tensor,
+    teacher: Callable[[slice], torch.Tensor],
+    kind: Divergence,
+    *,
+    jsd_beta: float = 0.5,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """The divergence of every row; turns the student's logits into the gradient of each row's divergence at them.
+
+    Args:
+        student: ``[R, Vl]`` logits, this rank's columns, in fp32 or wider.
+        teacher: gives the teacher's logits, alike, of a slice of at most :data:`ROWS` of these rows.
+        kind: see ``distill``.
+        jsd_beta: of ``jsd``.
+        group: as of :func:`vocabulary_divergence`.
+
+    Returns:
+        ``[R]`` in nats, equal on all ranks of the group.
+    """
+    found = student.new_empty(len(student))
+    for block in _blocks(student):
+        own = student[block]
+        other = teacher(block).to(own.dtype)
+        normaliser = torch.stack([torch.logsumexp(logits, dim=1) for logits in (other, own)])
+        _logsumexp_over_ranks(normaliser, group)
+        p, q = other - normaliser[0, :, None], own - normaliser[1, :, None]
+        slope = _slope(p, q, kind, jsd_beta)
+        sums = torch.stack([_terms(p, q, kind, jsd_beta).sum(dim=1), slope.sum(dim=1)])
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        found[block] = sums[0]
+        own.copy_(slope.sub_(q.exp_().mul_(sums[1, :, None])))
+    return found
 
 
 def log1mexp(values: torch.Tensor) -> torch.Tensor:

@@ -24,11 +24,12 @@ from mcore_prefix_tree.testing.launcher import Layout
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from objective_oracles import Alone, ValuesAlone, policy_loss, token_weights, with_teachers
-from test_objectives_distill import top_k_loss
+from test_objectives_distill import naive, top_k_loss
 from test_objectives_preference import kto_loss, pair_loss
 from test_objectives_scalar_head import critic_loss, reward_model_loss
 
 Options = tuple[tuple[str, Any], ...]
+TEACHER_SEED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Job:
     fused_head: bool = True
     dtype: torch.dtype = torch.float64
     config: Options = ()
+    teacher_config: Options = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,8 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     mine = folding.plan(samples, together=kept).micro_batches[parallel_state.get_data_parallel_rank()]
     targets = targets_of(objective, samples)
     batches = fold_micro_batches(samples, mine, folding, objective, targets)
+    if job.teacher_config:
+        batches = teacher_of(job, layout).teach(batches)
     with mock.patch.object(head_chunks, "_CPU", (1, 3)):  # rows of the head: several chunks even here
         reported = trainer.backward(forward_step_of(objective), batches, seq_length=1)
     parts: list[Any] = [None] * dist.get_world_size()
@@ -144,6 +148,31 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         groups_here=frozenset(samples[index].signals.group for indices in mine for index in indices),
     )
     return outcome, local_parts(trainer.chunks, lambda parameter: parameter.main_grad)
+
+
+def teacher_of(job: Job, layout: Layout) -> Any:
+    """A model of another size and other weights."""
+    from mcore_prefix_tree.mcore.output_layer import with_edge_head
+    from mcore_prefix_tree.mcore.train.teacher import TeacherModel
+    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+    from mcore_prefix_tree.testing.weights import fill
+
+    config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.teacher_config))
+    chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
+    fill(chunks, seed=TEACHER_SEED)
+    return TeacherModel(chunks=chunks, attention_backend="reference")
+
+
+def full_loss(objective: Any, world: Any, teacher: Any) -> torch.Tensor:
+    """The weighted divergence of every sample's distributions from the teacher's, token by token."""
+    weights, divisor = token_weights(world.samples, objective.normalise, None)
+    total = world.logits.sum() * 0
+    for index in range(len(world.samples)):
+        student, taught = world.distributions(index), teacher.distributions(index)
+        for t in [t for of, t in weights if of == index]:
+            p, q = taught[t].detach().exp(), student[t].exp()
+            total = total + weights[index, t] * naive(p, q, objective.divergence, objective.jsd_beta)
+    return total / divisor
 
 
 def sft_loss(objective: Any, world: Any) -> torch.Tensor:
@@ -253,6 +282,11 @@ def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[f
     else:
         oracle = ORACLES.get(job.name, policy_loss)
         world = Alone(alone.logits, samples)
+        if job.teacher_config:
+            of_teacher = tiny_gpt_config(layout=Layout(), dtype=job.dtype, **dict(job.teacher_config))
+            (teacher,) = build_chunks(of_teacher, stock_spec, vocab_size=VOCAB)
+            fill([teacher], seed=TEACHER_SEED)
+            oracle = functools.partial(full_loss, teacher=Alone(OneByOne(teacher).logits, samples))
     loss = oracle(objective, world)
     # Megatron's own division is by a reciprocal in fp32, which is no more than a scale that all gradients have.
     divisor = torch.tensor(objective.targets(samples).divisor)

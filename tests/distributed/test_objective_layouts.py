@@ -50,6 +50,11 @@ BY_GROUP = [
 CRITIC = Job(name="critic", options=(("gamma", 0.9), ("lam", 0.8), ("normalise", "sample")))
 REWARD_MODEL = Job(name="reward_model", options=(("center_coef", 0.01),))
 DISTILL = Job(name="distill", options=(("divergence", "jsd"), ("jsd_beta", 0.3), ("normalise", "sample")))
+TAUGHT = Job(
+    name="distill",
+    options=(("divergence", "jsd"), ("jsd_beta", 0.3), ("normalise", "sample"), ("teacher", "full")),
+    teacher_config=(("hidden_size", 48), ("ffn_hidden_size", 64), ("num_layers", 8)),
+)
 OBJECTIVES = [pytest.param(job, id=job.name) for job in (GRPO, DPO, CRITIC, REWARD_MODEL, DISTILL)]
 MOE = (
     ("num_moe_experts", 4),
@@ -118,7 +123,15 @@ def test_the_batch_is_a_hard_one() -> None:
     assert len({sample.signals.group for sample in SAMPLES}) >= 3
 
 
-@pytest.mark.parametrize("job", [*OBJECTIVES, pytest.param(GSPO, id="gspo"), pytest.param(KTO, id="kto")])
+@pytest.mark.parametrize(
+    "job",
+    [
+        *OBJECTIVES,
+        pytest.param(GSPO, id="gspo"),
+        pytest.param(KTO, id="kto"),
+        pytest.param(TAUGHT, id="distill from a model"),
+    ],
+)
 @in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2")
 def test_every_layout(size: int, layout: Layout, job: Job) -> None:
     outcomes = check(size, layout, replace(job, max_tokens=max(LONGEST, PAIR) + 10))
@@ -156,8 +169,8 @@ def test_the_cut_and_the_order_change_neither_gradient_nor_metrics(job: Job) -> 
 
 @pytest.mark.parametrize(
     "job",
-    [DPO, Job(name="grpo", options=(("advantage", "reward"),)), CRITIC, REWARD_MODEL, DISTILL],
-    ids=["dpo", "policy", "critic", "reward_model", "distill"],
+    [DPO, Job(name="grpo", options=(("advantage", "reward"),)), CRITIC, REWARD_MODEL, DISTILL, TAUGHT],
+    ids=["dpo", "policy", "critic", "reward_model", "distill", "distill from a model"],
 )
 def test_a_rank_without_samples(job: Job) -> None:
     """Two replicas, and one pair or one sample: the other computes padding."""

@@ -1,9 +1,12 @@
-"""Distillation from a teacher's likeliest tokens in one process, against stock Megatron."""
+"""Distillation from a teacher's likeliest tokens, or from a second model, in one process, against stock Megatron."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from train_jobs import (
     BATCH,
     FLOAT64,
     VOCAB,
+    Notes,
     batch_of,
     built,
     command,
@@ -28,12 +33,13 @@ from train_jobs import (
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.mcore.train import checkpoint
+from mcore_prefix_tree.mcore.train.model import transformer_config
 from mcore_prefix_tree.objectives import make_objective
-from mcore_prefix_tree.recipe import RecipeError, load_recipe
+from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from objective_oracles import Alone
-from test_objectives_distill import top_k_loss
+from objective_oracles import Alone, token_weights
+from test_objectives_distill import naive, top_k_loss
 
 K = 4
 OPTIONS = {"divergence": "jsd", "jsd_beta": 0.3, "normalise": "sample"}
@@ -71,6 +77,11 @@ def test_every_step_is_the_stock_model_s_step(job: Path, divergence: str, fused_
     """Losses, gradient norms and weights of six steps in fp64 equal AdamW on each sample alone."""
     options = OPTIONS | {"divergence": divergence}
     recipe = load_recipe(job, [*FLOAT64, *overrides_of(options), f"fused_head={str(fused_head).lower()}"])
+    check_steps(recipe, divergence, lambda world, place: top_k_loss(make_objective("distill", options), world))
+
+
+def check_steps(recipe: Recipe, divergence: str, loss_of: Callable[[Any, Any], torch.Tensor]) -> Notes:
+    """Train, and take the same steps with the stock model, each sample alone."""
     notes = train(recipe)
     assert len(notes.reports) == 6
     with world_of_one(recipe) as place:
@@ -89,13 +100,14 @@ def test_every_step_is_the_stock_model_s_step(job: Path, divergence: str, fused_
                 group["lr"] = report.lr
             optimizer.zero_grad()
             world: Any = Alone(partial(logits_of, model), batch_of(recipe, report.iteration))
-            loss = top_k_loss(make_objective("distill", options), world)
+            loss = loss_of(world, place)
             assert report.loss == pytest.approx(loss.item(), rel=1e-9, abs=1e-12)
             assert divergence in report.metrics
             loss.backward()
             norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
             assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)  # Megatron's is in fp32
             optimizer.step()
+    return notes
 
 
 def test_a_teacher_is_learnt(job: Path) -> None:
@@ -178,9 +190,114 @@ def test_what_a_teacher_cannot_be_asked(job: Path, tmp_path: Path) -> None:
     assert "this model gives teacher alone" in refused("--teacher-top-k", "2", "--reference", str(tmp_path))
 
 
-def test_a_second_model_is_refused(job: Path) -> None:
-    with pytest.raises(RecipeError, match=r"^objective.options.teacher: full reads the logits of a second model"):
+LARGER = {
+    "hidden_size": 48,
+    "num_layers": 3,
+    "ffn_hidden_size": 64,
+    "dtype": "float64",
+    "transformer": "{init_method_std: 0.3}",  # surer of its predictions than a new student is
+}
+
+
+def recipe_of_teacher(folder: Path, job: Path, **model: Any) -> Path:
+    """A recipe of its own, with a checkpoint of two steps: a model of another size."""
+    path = folder / "teacher.yaml"
+    text = job.read_text().replace("  hidden_size: 32\n", "").replace("  num_layers: 2\n", "")
+    text = text.replace("  ffn_hidden_size: 48\n", "")
+    settings = "".join(f"  {name}: {value}\n" for name, value in (LARGER | model).items())
+    text = text.replace("model:\n", f"model:\n{settings}") + f"checkpoint: {{save: {folder / 'teacher'}}}\n"
+    path.write_text(text)
+    train(path, "train_iters=2", "optimizer.clip_grad=0", "seed=5")
+    return path
+
+
+def from_model(teacher: Path, divergence: str = "reverse_kl") -> list[str]:
+    options = OPTIONS | {"divergence": divergence, "teacher": "full"}
+    return [*FLOAT64, *overrides_of(options), f"objective.teacher_recipe={teacher}"]
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_every_step_from_a_second_model_is_the_stock_models_step(tmp_path: Path, divergence: str) -> None:
+    job = write_job(tmp_path)
+    teacher = recipe_of_teacher(tmp_path, job)
+    stock: list[torch.nn.Module] = []
+
+    def loss_of(world: Any, place: Any) -> torch.Tensor:
+        if not stock:
+            recipe = load_recipe(teacher)
+            stock.append(stock_model(recipe, replace(place, config=transformer_config(recipe, on_gpu=False))))
+            checkpoint.load_weights(tmp_path / "teacher", 2, stock)
+        taught_by: Any = Alone(partial(logits_of, stock[0]), world.samples)
+        weights, divisor = token_weights(world.samples, "sample", None)
+        total = world.logits.sum() * 0
+        for (index, t), weight in weights.items():
+            p, q = taught_by.distributions(index)[t].detach().exp(), world.distributions(index)[t].exp()
+            total = total + weight * naive(p, q, divergence, 0.3)
+        return total / divisor
+
+    notes = check_steps(load_recipe(job, from_model(teacher, divergence)), divergence, loss_of)
+    assert f"the teacher's weights are {tmp_path / 'teacher' / 'iter_0000002'}" in notes.messages
+
+
+def test_a_model_has_nothing_to_learn_from_itself(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    teacher = recipe_of_teacher(tmp_path, job)
+    start = f"checkpoint.pretrained_checkpoint={tmp_path / 'teacher'}"
+    notes = train(teacher, *from_model(teacher), start, "checkpoint.save=null", "train_iters=2")
+    assert abs(notes.losses[0]) < 1e-15
+    assert notes.reports[0].grad_norm < 1e-15
+
+
+def test_a_second_model_is_asked_again_after_a_resume(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    settings = [*from_model(recipe_of_teacher(tmp_path, job)), "checkpoint.save_interval=2"]
+    whole = train(job, *settings, f"checkpoint.save={tmp_path / 'whole'}")
+    saving = f"checkpoint.save={tmp_path / 'stopped'}"
+    train(job, *settings, saving, stop_after=3)
+    assert train(job, *settings, saving, resume=True).losses == whole.losses[2:]
+
+
+def test_verification_goes_with_a_second_model(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    taught_by = from_model(recipe_of_teacher(tmp_path, job))
+    assert train(job, *taught_by, "train_iters=2", "verify.enabled=true").verifications[0].passed
+    assert command("verify", job, *taught_by).exit_code == 0
+
+
+def test_a_second_model_is_named_and_only_where_it_is_asked(job: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^objective.options.teacher: full asks a second model in every step; name"):
         train(job, *overrides_of({"teacher": "full"}))
+    with pytest.raises(RecipeError, match=r"^objective.teacher_recipe=x.yaml: only objective.name=distill with"):
+        train(job, *overrides_of({}), "objective.teacher_recipe=x.yaml")
+    with pytest.raises(RecipeError, match=r"^fused_head=false keeps all logits"):
+        train(job, *from_model(job), "fused_head=false")
+    with pytest.raises(RecipeError, match=r"^recipe x.yaml does not exist"):
+        train(job, *from_model(Path("x.yaml")))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("checkpoint: {save: null}", "set its checkpoint.save, the folder of the teacher's checkpoints"),
+        ("checkpoint: {save: nowhere}", "the teacher's checkpoint.save=nowhere holds no checkpoint"),
+        ("objective: {name: critic}", "its objective.name=critic has no vocabulary to learn from"),
+        ("vocab_size: 80", "its model.vocab_size=80, but the student's is 64"),
+        (
+            "position_embedding_type: learned_absolute, max_position_embeddings: 30",
+            "end at model.max_position_embeddings=30, but the student's samples may have batch.max_tokens=40 tokens",
+        ),
+        ("num_layers: 5", "does not fit this recipe's model"),
+    ],
+)
+def test_a_second_model_that_cannot_teach(tmp_path: Path, change: str, says: str) -> None:
+    job = write_job(tmp_path)
+    teacher = recipe_of_teacher(tmp_path, job)
+    content = OmegaConf.load(teacher)
+    of_recipe = change.startswith(("checkpoint", "objective"))
+    content = OmegaConf.merge(content, OmegaConf.create(change if of_recipe else f"model: {{{change}}}"))
+    OmegaConf.save(content, teacher)
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        train(job, *from_model(teacher))
 
 
 def without_teacher() -> list[dict[str, Any]]:

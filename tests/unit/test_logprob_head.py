@@ -21,6 +21,7 @@ from mcore_prefix_tree.logprob import (
     LogitShape,
     edge_logprobs,
     edge_logprobs_and_entropy,
+    head_logit_losses,
     head_logprobs,
     head_row_losses,
     head_weighted_sum,
@@ -238,6 +239,47 @@ def test_losses_by_rows_and_their_gradients(samples, seed, rows, shape, tempered
         assert not any(grad.any() for grad in grads)
         return
     for one, other in zip(grads, torch.autograd.grad(-0.3 * expected, (hidden, weight)), strict=True):
+        assert worst(one, other) < 1e-12
+
+
+def square_entropy(logits):
+    """Of every row: not linear, and of all its logits."""
+    logprob = torch.log_softmax(logits, dim=1)
+    return (logprob.exp() * logprob).sum(dim=1).square()
+
+
+def turned_into_gradients(weight):
+    """The same as the head asks for it: by autograd, a chunk at a time."""
+
+    def loss(rows, logits):
+        leaf = logits.clone().requires_grad_()
+        with torch.enable_grad():
+            values = square_entropy(leaf)
+            (grad,) = torch.autograd.grad(torch.dot(values, weight[rows].to(values.dtype)), leaf)
+        logits.copy_(grad)
+        return values.detach()
+
+    return loss
+
+
+@settings(max_examples=40)
+@given(sample_lists(), st.integers(0, 3), st.sampled_from([1, 2, 3, 5, None]), st.sampled_from(SHAPES), st.booleans())
+def test_losses_of_logits_and_their_gradients(samples, seed, rows, shape, tempered):
+    layout = fold(samples, pad_to_multiple_of=3)
+    needed = np.random.default_rng(seed).random(layout.padded_size) < 0.7
+    hidden, weight = parameters(layout, seed=seed)
+    temperature = temperatures(layout) if tempered else None
+    edges = Edges.from_layout(layout, needed=needed)
+    head = Head(edges=edges, shape=shape, temperature=temperature, rows_at_a_time=rows)
+    of_rows = torch.linspace(-1, 2, len(edges.row), dtype=torch.float64)
+    gradient, values = head_logit_losses(hidden[edges.row], weight, head, loss=turned_into_gradients(of_rows))
+    expected = square_entropy(logits_of(hidden, weight, shape, temperature)[edges.row])
+    assert gradient == 0
+    assert not values.requires_grad
+    assert worst(values, expected) < 1e-12
+    grads = torch.autograd.grad(-0.3 * gradient, (hidden, weight))
+    wanted = torch.autograd.grad(-0.3 * torch.dot(expected, of_rows), (hidden, weight))
+    for one, other in zip(grads, wanted, strict=True):
         assert worst(one, other) < 1e-12
 
 
@@ -462,6 +504,7 @@ def test_no_temporary_is_larger_than_a_chunk_of_logits():
         for of_entropy in (False, True):
             loss = row_loss_of(edges, of_entropy=of_entropy)
             head_row_losses(hidden[edges.row], weight, head, loss=loss, with_entropy=True)[0].backward()
+        head_logit_losses(hidden[edges.row], weight, head, loss=turned_into_gradients(weight[:, 0]))[0].backward()
     assert largest == rows * vocab
     assert layout.padded_size * vocab > 20 * largest
 
@@ -487,11 +530,20 @@ def test_the_weights_gradient_may_go_elsewhere(dtype):
     edges = Edges.from_layout(layout)
     ones = torch.ones(len(edges.token))
     head = Head(edges=edges, rows_at_a_time=2)
+
+    def sum_of_edges(rows, logits):
+        own = edges.of_rows(rows)
+        targets = torch.zeros_like(logits)
+        targets.index_put_((edges.row_of_edge[own] - rows.start, edges.token_id[own]), ones[own], accumulate=True)
+        logits.copy_(targets - targets.sum(dim=1, keepdim=True) * logits.softmax(dim=1))
+        return ones.new_zeros(len(logits))
+
     (expected,) = torch.autograd.grad(3 * fused(hidden, weight, head)[0].sum(), weight)
     for score in (
         lambda head: fused(hidden, weight, head)[0].sum(),
         lambda head: head_weighted_sum(hidden[edges.row], weight, head, edge_weight=ones)[0],
         lambda head: head_row_losses(hidden[edges.row], weight, head, loss=lambda logprob, _: logprob.sum())[0],
+        lambda head: head_logit_losses(hidden[edges.row], weight, head, loss=sum_of_edges)[0],
     ):
         sink = Buffer(weight)
         (3 * score(replace(head, weight_grad=sink))).backward()
@@ -522,6 +574,7 @@ def test_gradients_in_forward_are_not_formed_where_none_is_wanted():
     with torch.no_grad(), Watch():
         head_weighted_sum(rows, weight, Head(edges=edges), edge_weight=ones)
         head_row_losses(rows, weight, Head(edges=edges), loss=lambda *_: pytest.fail("nobody wants gradients"))
+        head_logit_losses(rows, weight, Head(edges=edges), loss=lambda _, logits: logits[:, 0])
     assert largest == 0
 
 
@@ -533,6 +586,8 @@ def test_float16_is_refused_where_gradients_come_before_loss_scaling():
         head_weighted_sum(hidden[edges.row], weight, Head(edges=edges), edge_weight=torch.ones(len(edges.token)))
     with pytest.raises(ValueError, match="vanish in float16; use bfloat16"):
         head_row_losses(hidden[edges.row], weight, Head(edges=edges), loss=lambda logprob, _: logprob.sum())
+    with pytest.raises(ValueError, match="vanish in float16; use bfloat16"):
+        head_logit_losses(hidden[edges.row], weight, Head(edges=edges), loss=lambda _, logits: logits[:, 0])
     assert head_logprobs(hidden[edges.row], weight, Head(edges=edges))[0].dtype == torch.float32
 
 

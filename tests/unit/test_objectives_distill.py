@@ -146,6 +146,30 @@ def test_whole_vocabularies_equal_each_sample_alone_whatever_the_cut(kind, sampl
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", [1, 2, 3, 256])
+def test_logits_turn_into_the_gradients_of_their_divergences(kind, block):
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = 3 * torch.randn(2, 7, VOCAB, generator=generator, dtype=torch.float64)
+    weight = torch.linspace(0.1, 3, 7, dtype=torch.float64)
+    leaf = student.clone().requires_grad_()
+    expected = vocabulary_divergence(leaf, teacher, torch.arange(7), kind, jsd_beta=0.3)
+    (wanted,) = torch.autograd.grad(torch.dot(expected, weight), leaf)
+    asked = []
+
+    def of_teacher(rows):
+        asked.append(rows)
+        return teacher[rows].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(divergence, "ROWS", block)
+        objective = Distillation(divergence=kind, jsd_beta=0.3, teacher="full")
+        found = objective.of_logits_(student, of_teacher, weight)
+    assert worst(found, expected) < 1e-13
+    assert (student - wanted).norm() <= 1e-13 * wanted.norm()
+    assert [rows.stop - rows.start for rows in asked] == [min(block, 7 - start) for start in range(0, 7, block)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck_of_whole_vocabularies(kind):
     generator = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)

@@ -33,6 +33,7 @@ from mcore_prefix_tree.mcore.train.compare import Comparison
 from mcore_prefix_tree.mcore.train.model import build_chunks, padded_vocab_size
 from mcore_prefix_tree.mcore.train.objective import check_samples, grouped_by, objective_of
 from mcore_prefix_tree.mcore.train.session import Session, session
+from mcore_prefix_tree.mcore.train.teacher import load_teacher, read_teacher_recipe
 from mcore_prefix_tree.mcore.train.trainer import Reporter, Trainer
 from mcore_prefix_tree.mcore.train.verify import VerifyReport, verify
 from mcore_prefix_tree.recipe import Recipe, RecipeError
@@ -235,6 +236,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
     check_setting(recipe.attention_backend)
     objective_of(recipe)
     _check_trainable(recipe)
+    teacher_recipe = read_teacher_recipe(recipe)
     saved = None if recipe.checkpoint.save is None else checkpoint.latest_iteration(recipe.checkpoint.save)
     if resume and recipe.checkpoint.save is None:
         raise RecipeError("--resume needs checkpoint.save, the folder to resume from")
@@ -266,6 +268,15 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
             if saved is None
             else build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
         )
+        teacher = None
+        if teacher_recipe is not None:
+            teacher = load_teacher(
+                teacher_recipe,
+                place,
+                vocab_size=data.vocab_size,
+                first_step=lambda: data.order.take(0, recipe.batch.per_step),
+                say=say,
+            )
         if recipe.verify.enabled and saved is None:
             report = verify(chunks, data.order.take(0, recipe.batch.per_step), recipe, place)
             if place.is_main:
@@ -275,7 +286,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
                     "folded and unfolded runs differ by more than rounding, of the gradients most in "
                     f"{report.worst_parameter}; nothing was trained"
                 )
-        Trainer(recipe, place, data.order, chunks).train(saved, reporter)
+        Trainer(recipe, place, data.order, chunks, teacher=teacher).train(saved, reporter)
         if data.skipped.count and place.is_main:
             reporter.message(f"not trained on: {data.skipped}")
 

@@ -40,7 +40,7 @@ def objective_of(recipe: Recipe) -> ForwardObjective:
 
     Raises:
         RecipeError: there is no such objective or option, an option is out of range, or the objective wants a second
-            model.
+            model and the recipe names none, or the reverse.
     """
     name, options = recipe.objective.name, recipe.objective.options
     try:
@@ -49,11 +49,21 @@ def objective_of(recipe: Recipe) -> ForwardObjective:
         raise RecipeError("; ".join(_faults(name, error))) from None
     except ValueError as error:
         raise RecipeError(f"objective.name: {error}") from None
-    if isinstance(objective, Distillation) and objective.teacher == "full":
+    has_model = isinstance(objective, Distillation) and objective.teacher == "full"
+    if has_model and recipe.objective.teacher_recipe is None:
         raise RecipeError(
-            "objective.options.teacher: full reads the logits of a second model, and train has one; put the teacher's "
-            "likeliest tokens into the data (field 'teacher') and set top_k, or call "
-            "mcore_prefix_tree.objectives.vocabulary_divergence from a trainer of your own"
+            "objective.options.teacher: full asks a second model in every step; name its recipe with "
+            "objective.teacher_recipe, or put the teacher's likeliest tokens into the data and set top_k"
+        )
+    if has_model and not recipe.fused_head:
+        raise RecipeError(
+            "fused_head=false keeps all logits of the student, and objective.options.teacher: full would keep the "
+            "teacher's too; leave fused_head out"
+        )
+    if recipe.objective.teacher_recipe is not None and not has_model:
+        raise RecipeError(
+            f"objective.teacher_recipe={recipe.objective.teacher_recipe}: only objective.name=distill with "
+            "objective.options.teacher=full asks a second model; leave it out"
         )
     return objective
 
@@ -140,7 +150,7 @@ def output_of(objective: ForwardObjective, *, fused_head: bool) -> Output:
     if objective.by_rows:
         return "row_losses_and_entropy" if watches_entropy(objective) else "row_losses"
     if isinstance(objective, Distillation):
-        return "candidates"
+        return "logit_losses"
     if objective.needs_entropy:
         return "logprobs_and_entropy"
     return "logprobs_and_watched_entropy" if watches_entropy(objective) else "logprobs"

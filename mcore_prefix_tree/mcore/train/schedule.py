@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.forward_step import ForwardObjective, ForwardStep, with_rows
+from mcore_prefix_tree.mcore.forward_step import ForwardObjective, ForwardStep, tree_forward, with_rows
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.train.objective import grouped_by, is_weighted_sum, objective_of, output_of
 from mcore_prefix_tree.mcore.train.session import Session
@@ -18,6 +18,8 @@ from mcore_prefix_tree.objectives import Targets, together
 from mcore_prefix_tree.plan import CostModel, read_measured
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
+
+T = TypeVar("T")
 
 
 def run_schedule(
@@ -51,6 +53,26 @@ def run_schedule(
         collect_non_loss_data=collect_non_loss_data,
     )
     return reported
+
+
+def forward_only(
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[MicroBatch],
+    read: Callable[[torch.Tensor, MicroBatch], T],
+) -> list[T]:
+    """What ``read`` makes of the last stage's output for each folded micro-batch; nothing on other stages."""
+
+    def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., T]]:
+        batch = next(data_iterator)
+
+        def collect(output: torch.Tensor, *, non_loss_data: bool) -> T:
+            assert non_loss_data
+            return read(output, batch)
+
+        return tree_forward(model, batch), collect
+
+    with torch.no_grad():
+        return run_schedule(chunks, batches, forward_step, forward_only=True, collect_non_loss_data=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

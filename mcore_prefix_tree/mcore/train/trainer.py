@@ -23,6 +23,7 @@ from mcore_prefix_tree.mcore.train.compare import Comparison, compare
 from mcore_prefix_tree.mcore.train.objective import forward_step_of, is_weighted_sum, objective_of
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
+from mcore_prefix_tree.mcore.train.teacher import TeacherModel
 from mcore_prefix_tree.mcore.train.verify import VerifyReport
 from mcore_prefix_tree.objectives import add_means
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE, not_finite
@@ -106,10 +107,19 @@ class Trainer:
         place: this rank's.
         order: of the samples.
         chunks: bare model chunks; they are wrapped in Megatron's DDP.
+        teacher: the second model of an objective that has one.
     """
 
-    def __init__(self, recipe: Recipe, place: Session, order: SampleOrder, chunks: list[torch.nn.Module]) -> None:
-        self._recipe, self._place, self._order = recipe, place, order
+    def __init__(
+        self,
+        recipe: Recipe,
+        place: Session,
+        order: SampleOrder,
+        chunks: list[torch.nn.Module],
+        *,
+        teacher: TeacherModel | None = None,
+    ) -> None:
+        self._recipe, self._place, self._order, self._teacher = recipe, place, order, teacher
         objective = objective_of(recipe)
         self._forward_step = forward_step_of(objective)
         # Names of the objective's metrics, which only the last pipeline stage sees; known after the first step.
@@ -250,6 +260,8 @@ class Trainer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._teacher is not None:
+            folded = self._teacher.teach(folded)
         reported = run_schedule(self._chunks, folded, self._forward_step)
         self._check_finite(reported, planned)
         lr = self._optimizer.param_groups[0]["lr"]
