@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -25,13 +26,17 @@ from rich.table import Table
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.bench.machine import describe_machine
+from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs, head_row_losses, head_weighted_sum
+from mcore_prefix_tree.logprob.edges import slices
 from mcore_prefix_tree.memory import PeakMemory
 
 # (rows, hidden size, vocabulary)
 CPU_CASES = [(2048, 128, 32768), (1024, 512, 32768), (512, 512, 131072)]
 GPU_CASES = [(16384, 2048, 32768), (16384, 4096, 131072), (32768, 4096, 131072)]
 SUPERVISED = (1.0, 0.4)
+# Of the exact gradients at a time: in float64 the logits of a whole case would not fit a GPU.
+EXACT_ROWS = 2048
 
 
 class Case:
@@ -147,40 +152,69 @@ def error(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Te
 
 def exact_gradients(case: Case) -> tuple[torch.Tensor, ...]:
     """In float64, in torch's two steps."""
-    leaves = [leaf.detach().double().requires_grad_() for leaf in (case.hidden, case.weight)]
-    loss = F.cross_entropy(F.linear(leaves[0][:-1], leaves[1]), case.labels, reduction="sum")
-    return torch.autograd.grad(loss, leaves)
+    hidden, weight = (leaf.detach().double().requires_grad_() for leaf in (case.hidden, case.weight))
+    for rows in slices(len(case.labels), EXACT_ROWS):
+        F.cross_entropy(F.linear(hidden[rows], weight), case.labels[rows], reduction="sum").backward()
+    return hidden.grad, weight.grad
 
 
-def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
-    runs, _ = ways(case.hidden.device)
-    exact = exact_gradients(case)
-    results: dict[str, dict[str, Any]] = {}
-    for name, way in runs.items():
+def tried(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """The error and the peak memory of a way, or why it fails."""
+    try:
         found = error(way, case, exact)
         case.hidden.grad = case.weight.grad = None
         peak = PeakMemory(case.hidden.device)
         seconds(way, case)
-        results[name] = {"gradient_error": found, "peak_bytes": peak.bytes(), "seconds": []}
+    except Exception as failure:  # out of memory, or a peer's kernel that this GPU does not have
+        return {"failed": f"{type(failure).__name__}: {failure}".splitlines()[0]}
+    return {"gradient_error": found, "peak_bytes": peak.bytes(), "seconds": []}
+
+
+def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
+    """Of each way its figures; or, of one that fails, under ``failed`` what it says: the others go on."""
+    runs, _ = ways(case.hidden.device)
+    exact = exact_gradients(case)
+    results = {name: tried(way, case, exact) for name, way in runs.items()}
     del exact
+    timed = [name for name, result in results.items() if "failed" not in result]
     for _ in range(repeats):
-        for name, way in runs.items():
-            results[name]["seconds"].append(seconds(way, case))
-    for result in results.values():
-        result["median_seconds"] = statistics.median(result["seconds"])
+        for name in timed:
+            results[name]["seconds"].append(seconds(runs[name], case))
+    for name in timed:
+        results[name]["median_seconds"] = statistics.median(results[name]["seconds"])
     return results
 
 
 def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
     shown = Table("way", "seconds", "of unfused", "peak memory", "gradient error", title=title)
-    unfused = results["unfused"]["seconds"]
+    unfused = results["unfused"].get("seconds", [])
     for name, result in results.items():
+        if "failed" in result or not unfused:
+            shown.add_row(name, result.get("failed", "the unfused way, which it is compared with, failed"))
+            continue
         ratio = statistics.median(own / other for own, other in zip(result["seconds"], unfused, strict=True))
         memory = "unknown" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 2**20:,.0f} MiB"
         shown.add_row(
             name, f"{result['median_seconds']:.3f}", f"{ratio:.2f}", memory, f"{result['gradient_error']:.1e}"
         )
     return shown
+
+
+def write(
+    output: Path, cases: list[dict[str, Any]], missing: dict[str, str], dtype: torch.dtype, device: torch.device
+) -> None:
+    """What there is so far."""
+    result = {
+        "machine": describe_machine(),
+        "device": device.type,
+        "dtype": str(dtype),
+        "clock": "the process's own processor time" if device.type == "cpu" else "wall clock",
+        "missing": missing,
+        "cases": cases,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(output) as unfinished:
+        unfinished.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def main() -> None:
@@ -200,19 +234,12 @@ def main() -> None:
             rows, hidden, vocab = sizes
             console.print(table(f"{rows} rows, hidden {hidden}, vocabulary {vocab}, {supervised:.0%} scored", results))
             cases.append({"rows": rows, "hidden": hidden, "vocab": vocab, "supervised": supervised, "ways": results})
-    clock = "the process's own processor time" if device.type == "cpu" else "wall clock"
+            if arguments.output is not None:
+                write(arguments.output, cases, missing, dtype, device)
     for name, reason in missing.items():
         console.print(f"{name}: {reason}")
-    if arguments.output is not None:
-        result = {
-            "machine": describe_machine(),
-            "dtype": str(dtype),
-            "clock": clock,
-            "missing": missing,
-            "cases": cases,
-        }
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    if any("failed" in way for case in cases for way in case["ways"].values()):
+        sys.exit("some ways failed; the tables say why")
 
 
 if __name__ == "__main__":

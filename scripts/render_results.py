@@ -28,8 +28,7 @@ def bench_step_table(result: dict[str, Any]) -> str:
     lines.append("")
     lines.append(
         f"{result['speedup']:.2f}x the faster unfolded way, at a fold ratio of {comparison['fold_ratio']:.2f} "
-        f"({machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}, torch {machine['torch']}, "
-        f"megatron-core {machine['megatron-core']})."
+        f"({device_of(machine)}, torch {machine['torch']}, megatron-core {machine['megatron-core']})."
     )
     return "\n".join(lines)
 
@@ -87,14 +86,16 @@ def cost_table(result: dict[str, Any]) -> str:
 
 def bench_head_tables(result: dict[str, Any]) -> str:
     """Markdown for a result of scripts/bench_head.py: a table a case."""
-    machine = result["machine"]
-    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
-    paragraphs = [f"{machine['cpu']}, {threads}, torch {machine['torch']}, {result['dtype'].removeprefix('torch.')}."]
+    dtype = result["dtype"].removeprefix("torch.")
+    paragraphs = [f"{device_of(result['machine'])}, torch {result['machine']['torch']}, {dtype}."]
     for case in result["cases"]:
         heading = f"{case['rows']:,} rows, hidden {case['hidden']}, vocabulary {case['vocab']:,}"
         lines = ["| way | seconds | of unfused | peak memory | gradient error |", "|---|---:|---:|---:|---:|"]
-        unfused = case["ways"]["unfused"]["seconds"]
+        unfused = case["ways"]["unfused"].get("seconds", [])
         for name, way in case["ways"].items():
+            if "failed" in way or not unfused:
+                lines.append(f"| {name} | failed: {way.get('failed', 'unfused')} | | | |")
+                continue
             ratio = statistics.median(own / other for own, other in zip(way["seconds"], unfused, strict=True))
             lines.append(
                 f"| {name} | {way['median_seconds']:.2f} | {ratio:.2f} | {way['peak_bytes'] / 2**20:,.0f} MiB "
@@ -119,6 +120,30 @@ def attention_tables(result: dict[str, Any]) -> str:
         lines += [f"| {' | '.join(cells(line, result))} |" for line in lines_of(workload, result)]
         paragraphs += [f"**{headline(workload)}**", "\n".join(lines)]
     return "\n\n".join(paragraphs)
+
+
+def device_of(machine: dict[str, Any]) -> str:
+    """What a benchmark ran on: the GPU where there was one, else the processor and how many threads it had."""
+    if machine["device"] != "cpu":
+        return str(machine["device"])
+    return f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+
+
+def head_on_gpus(results: list[dict[str, Any]]) -> str:
+    """Markdown for the heads of all results of scripts/gpu_check."""
+    found = [bench_head_tables(result["head"]) for result in results if "cases" in result.get("head", {})]
+    return "\n\n".join(found) or "On a GPU, and beside Liger-Kernel: not yet measured."
+
+
+def steps_on_gpus(results: list[dict[str, Any]]) -> str:
+    """Markdown for the steps of all results of scripts/gpu_check."""
+    found = [
+        f"`recipes/{name}.yaml`, {device_of(step['machine'])}:\n\n{bench_step_table(step)}"
+        for result in results
+        for name, step in result.get("steps", {}).items()
+        if "comparison" in step
+    ]
+    return "\n\n".join(found) or "On a GPU: not yet measured."
 
 
 def gpu_tables(results: list[dict[str, Any]]) -> str:
@@ -154,7 +179,9 @@ TABLES = {
     "bench_step": ("step_quickstart_cpu.json", bench_step_table),
     "bench_trie": ("trie.json", bench_trie_table),
     "bench_plan": ("plan.json", bench_plan_table),
+    "bench_step_gpu": ("gpu_*.json", steps_on_gpus),
     "bench_head": ("head_cpu.json", bench_head_tables),
+    "bench_head_gpu": ("gpu_*.json", head_on_gpus),
     "cost": ("cost_quickstart_cpu.json", cost_table),
     "attention_cpu": ("attention_cpu.json", attention_tables),
     "attention_gpu": ("gpu_*.json", gpu_tables),

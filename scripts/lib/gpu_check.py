@@ -1,4 +1,4 @@
-"""Run the tests that need a GPU and both benchmarks, and write one JSON after each part: see scripts/gpu_check."""
+"""Run the tests that need a GPU and the benchmarks, and write one JSON after each part: see scripts/gpu_check."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from mcore_prefix_tree.data.write import whole_file
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 RECIPES = (ROOT / "recipes" / "quickstart.yaml", ROOT / "recipes" / "one_gpu.yaml")
-PARTS = ("tests", "attention", "steps")
+PARTS = ("tests", "attention", "steps", "head")
+BENCH = ("-m", "mcore_prefix_tree", "bench")
+BENCH_HEAD = (str(ROOT / "scripts" / "bench_head.py"),)
 # Between looks at what a benchmark has written so far.
 POLL_SECONDS = 5.0
 USAGE_ERROR = 2
+UNFINISHED = "it did not come to its end"
 
 
 def run_tests(folder: Path) -> dict[str, Any]:
@@ -68,16 +71,16 @@ def _name_of(case: ElementTree.Element) -> str:
 def run_bench(
     folder: Path, name: str, *arguments: str, on_written: Callable[[dict[str, Any]], None] = lambda written: None
 ) -> dict[str, Any]:
-    """The JSON that ``mcore-prefix-tree bench`` writes; under ``failed`` what it said on standard error if it failed.
+    """The JSON that a benchmark writes; under ``failed`` what it said on standard error if it failed.
 
     Args:
         folder: for its file.
         name: of its file.
-        arguments: of ``bench``.
+        arguments: of Python: the benchmark and its own.
         on_written: is given what it has written, whenever it has written more and goes on.
     """
     output = folder / f"{name}.json"
-    command = [sys.executable, "-m", "mcore_prefix_tree", "bench", *arguments, "--output", str(output)]
+    command = [sys.executable, *arguments, "--output", str(output)]
     seen: dict[str, Any] | None = None
     with tempfile.TemporaryFile("w+") as said:
         with subprocess.Popen(command, cwd=ROOT, stderr=said) as process:
@@ -154,8 +157,8 @@ def run_parts(parts: Sequence[str], for_attention: Sequence[str], results: Resul
         attention = run_bench(
             folder,
             "attention",
-            *("attention", *for_attention),
-            on_written=lambda written: results.set("attention", {**written, "failed": "it did not come to its end"}),
+            *(*BENCH, "attention", *for_attention),
+            on_written=lambda written: results.set("attention", {**written, "failed": UNFINISHED}),
         )
         results.set("attention", attention)
         well &= "failed" not in attention
@@ -163,9 +166,18 @@ def run_parts(parts: Sequence[str], for_attention: Sequence[str], results: Resul
         steps: dict[str, Any] = {}
         for recipe in RECIPES:
             options = ("model.dtype=bfloat16", "verify.enabled=false")
-            steps[recipe.stem] = run_bench(folder, recipe.stem, "step", str(recipe), *options)
+            steps[recipe.stem] = run_bench(folder, recipe.stem, *BENCH, "step", str(recipe), *options)
             results.set("steps", steps)
         well &= not any("failed" in step for step in steps.values())
+    if "head" in parts:
+        head = run_bench(
+            folder,
+            "head",
+            *BENCH_HEAD,
+            on_written=lambda written: results.set("head", {**written, "failed": UNFINISHED}),
+        )
+        results.set("head", head)
+        well &= "failed" not in head
     return well
 
 

@@ -696,6 +696,78 @@ def test_gpu_check_goes_on_after_tests_that_died(gpu_check, gpu_parts):
     assert result["tests"]["failed"] == "pytest ended"
     assert result["attention"] == {"kind": "attention"}
     assert set(result["steps"]) == {"quickstart", "one_gpu"}
+    assert result["head"] == {"kind": "head"}
+
+
+def test_gpu_check_measures_the_head(gpu_check, gpu_parts):
+    assert gpu_check.main(["--only", "head"]) == 0
+    assert set(gpu_result(gpu_check)) == {"kind", "machine", "head"}
+    name, (script,) = gpu_parts["tests"]["asked"][0]
+    assert (name, Path(script)) == ("head", ROOT / "scripts" / "bench_head.py")
+    gpu_parts["head"] = {"kind": "head", "failed": "out of memory"}
+    assert gpu_check.main(["--only", "head"]) == 1
+
+
+@pytest.fixture
+def bench_head(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import bench_head
+
+    monkeypatch.setattr(bench_head, "EXACT_ROWS", 5)
+    return bench_head
+
+
+def run_bench_head(bench_head, monkeypatch, tmp_path):
+    output = tmp_path / "head.json"
+    cases = ["--case", "16", "4", "50", "--case", "7", "3", "20"]
+    monkeypatch.setattr(sys, "argv", ["bench_head.py", "--repeats", "2", *cases, "--output", str(output)])
+    bench_head.main()
+    return json.loads(output.read_text())
+
+
+def test_the_heads_benchmark(bench_head, monkeypatch, tmp_path):
+    result = run_bench_head(bench_head, monkeypatch, tmp_path)
+    assert [(case["rows"], case["supervised"]) for case in result["cases"]] == [
+        (16, 1.0),
+        (16, 0.4),
+        (7, 1.0),
+        (7, 0.4),
+    ]
+    assert result["missing"]["Liger-Kernel"] == "its kernels need a GPU"
+    for case in result["cases"]:
+        for name, way in case["ways"].items():
+            assert way["gradient_error"] < 1e-5, name
+            assert len(way["seconds"]) == 2
+    render = runpy.run_path(str(ROOT / "scripts" / "render_results.py"))
+    tables = render["head_on_gpus"]([{"steps": {}}, {"head": result}])
+    assert "**16 rows, hidden 4, vocabulary 50, 40% of them scored**" in tables
+    assert "| fused, any loss |" in tables
+
+
+def test_a_way_that_fails_loses_its_row_alone(bench_head, monkeypatch, tmp_path):
+    def broken(case):
+        raise torch.OutOfMemoryError("CUDA out of memory\nwith details")
+
+    monkeypatch.setattr(bench_head.Case, "torch_two_steps", broken)
+    with pytest.raises(SystemExit, match="some ways failed"):
+        run_bench_head(bench_head, monkeypatch, tmp_path)
+    result = json.loads((tmp_path / "head.json").read_text())
+    ways = result["cases"][0]["ways"]
+    assert ways["torch: linear, cross_entropy"] == {"failed": "OutOfMemoryError: CUDA out of memory"}
+    assert ways["unfused"]["seconds"]
+    render = runpy.run_path(str(ROOT / "scripts" / "render_results.py"))
+    failed = "| torch: linear, cross_entropy | failed: OutOfMemoryError: CUDA out of memory | | | |"
+    assert failed in render["bench_head_tables"](result)
+
+
+def test_steps_of_a_gpu_are_rendered():
+    render = runpy.run_path(str(ROOT / "scripts" / "render_results.py"))
+    step = json.loads((ROOT / "benchmarks" / "results" / "step_quickstart_cpu.json").read_text())
+    step["machine"]["device"] = "NVIDIA H200"
+    shown = render["steps_on_gpus"]([{"steps": {"one_gpu": step, "quickstart": {"failed": "no memory"}}}])
+    assert shown.startswith("`recipes/one_gpu.yaml`, NVIDIA H200:\n\n| | tokens |")
+    assert "quickstart" not in shown
+    assert render["steps_on_gpus"]([]) == "On a GPU: not yet measured."
 
 
 def test_gpu_check_writes_after_every_part(gpu_check, gpu_parts, monkeypatch):
@@ -729,7 +801,8 @@ def test_gpu_check_adds_parts_to_what_there_is(gpu_check, gpu_parts, monkeypatch
     assert set(result) == {"kind", "machine", "tests", "attention", "steps"}
     assert result["attention"]["kind"] == "new"
     name, arguments = gpu_parts["tests"]["asked"][0]
-    assert (name, arguments) == ("attention", ("attention", "--scale", "2", "--only", "P4096"))
+    of_bench = ("-m", "mcore_prefix_tree", "bench", "attention")
+    assert (name, arguments) == ("attention", (*of_bench, "--scale", "2", "--only", "P4096"))
 
     monkeypatch.setattr(gpu_check, "describe_machine", lambda: {"device": "NVIDIA H200", "torch": "2.14.0"})
     assert gpu_check.main(["--only", "tests"]) == 2
@@ -764,7 +837,7 @@ def test_gpu_check_passes_on_what_a_benchmark_has_written_so_far(gpu_check, monk
     popen = subprocess.Popen
 
     def start(command, **more):
-        return popen([sys.executable, "-c", BENCH, str(code), *command[4:]], **more)
+        return popen([sys.executable, "-c", BENCH, str(code), *command[1:]], **more)
 
     monkeypatch.setattr(gpu_check.subprocess, "Popen", start)
     found = []
