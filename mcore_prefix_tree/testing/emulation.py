@@ -2,8 +2,9 @@
 
 Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its source, even where the code itself
 would run anywhere. This file answers those calls with the CPU. Megatron's files are not touched: what changes, while
-the emulation is on, is a short list of ``torch`` functions (and one name that megatron-core forgot to define), each
-below with the megatron call site that needs it, and each put back on exit. ``torch.cuda.is_available()`` is false, so
+the emulation is on, is a short list of ``torch`` functions (one name that megatron-core forgot to define, and which
+optimizers it found when it was imported), each below with the megatron call site that needs it, and each put back on
+exit. ``torch.cuda.is_available()`` is false, so
 that code which asks takes its CPU path by itself.
 
 This is a tool for tests and for the quickstart. Where there is a GPU it refuses to start, or if forced hides it.
@@ -160,6 +161,36 @@ def _replacements() -> list[tuple[object, str, object]]:
     ]
 
 
+def _torch_optimizers() -> list[tuple[object, str, object]]:
+    """Megatron's own stand-ins for the optimizers of TransformerEngine or Apex, whose kernels want a GPU.
+
+    It takes them by itself where neither is installed; a container for Megatron has both.
+    """
+    if not any(map(importlib.util.find_spec, ("transformer_engine", "apex"))):
+        return []  # and megatron.core.optimizer need not be imported to see it
+    optimizer = importlib.import_module("megatron.core.optimizer")
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        return []
+    clip_grads, mixed_precision, distributed = (
+        importlib.import_module(f"megatron.core.optimizer.{name}")
+        for name in ("clip_grads", "optimizer", "distrib_optimizer")
+    )
+    utils = importlib.import_module("megatron.core.utils")
+    found: list[tuple[object, str, object]] = [
+        (optimizer, "Adam", torch.optim.AdamW),
+        (optimizer, "SGD", torch.optim.SGD),
+        (optimizer, "USING_PYTORCH_OPTIMIZER", True),
+        (distributed, "HAVE_APEX_OR_TE", False),
+        (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
+    ]
+    for module in (clip_grads, mixed_precision):
+        found.append((module, "multi_tensor_applier", utils.local_multi_tensor_applier))
+        found.append((module, "multi_tensor_scale_impl", utils.local_multi_tensor_scale))
+    if hasattr(clip_grads, "multi_tensor_scale_tensor_impl"):  # since 0.19
+        found.append((clip_grads, "multi_tensor_scale_tensor_impl", None))
+    return found
+
+
 @contextmanager
 def cpu_emulation(*, force: bool = False) -> Iterator[None]:
     """Answer megatron-core's CUDA calls with the CPU inside the ``with`` block, and put everything back after it.
@@ -188,7 +219,7 @@ def cpu_emulation(*, force: bool = False) -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Dynamo files every torch function by identity when something is first decorated; make it forget ours.
         stack.callback(torch._dynamo.trace_rules.clear_lru_cache)
-        for owner, name, replacement in _replacements():
+        for owner, name, replacement in [*_torch_optimizers(), *_replacements()]:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         if not hasattr(moe_utils, "te_general_gemm"):

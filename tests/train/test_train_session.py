@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import threading
 import time
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from train_jobs import world_of_one, write_job
+from megatron.core import optimizer, parallel_state
+from train_jobs import train, world_of_one, write_job
 
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.session import _device_index
@@ -51,6 +52,40 @@ def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch, gpus: in
         f"LOCAL_RANK={gpus} on {socket.gethostname()}, but torch sees {gpus} of its GPUs; start no more ranks on a "
         "machine than it has GPUs, or set device=cpu"
     )
+
+
+@pytest.fixture
+def fused_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if megatron-core had been imported beside TransformerEngine: its optimizers are kernels that want a GPU."""
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+    from megatron.core.optimizer import optimizer as mixed_precision
+
+    def kernel(*args: object, **more: object) -> None:
+        pytest.fail("a kernel of a GPU on the CPU")
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "transformer_engine" or find_spec(name))
+    monkeypatch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+    for module, names in (
+        (optimizer, ("Adam", "SGD")),
+        (clip_grads, ("multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_impl")),
+        (mixed_precision, ("multi_tensor_applier", "multi_tensor_scale_impl")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, kernel)
+
+
+@pytest.mark.parametrize("setting", ["model.dtype=float32", "model.dtype=bfloat16"])
+def test_training_on_the_cpu_leaves_a_gpus_optimizers_alone(
+    tmp_path: Path, setting: str, request: pytest.FixtureRequest
+) -> None:
+    job = write_job(tmp_path)
+    bare = train(job, setting, "device=cpu")
+    request.getfixturevalue("fused_optimizers")
+    fused = optimizer.Adam
+    assert train(job, setting, "device=cpu").losses == bare.losses
+    assert optimizer.Adam is fused, "put back"
 
 
 def timeouts() -> list[timedelta]:
