@@ -4,8 +4,7 @@ Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into 
 would run anywhere. This file answers those calls with the CPU. Megatron's files are not touched: what changes, while
 the emulation is on, is a short list of ``torch`` functions (one name that megatron-core forgot to define, and which
 optimizers it found when it was imported), each below with the megatron call site that needs it, and each put back on
-exit. ``torch.cuda.is_available()`` is false, so
-that code which asks takes its CPU path by itself.
+exit. ``torch.cuda.is_available()`` is false, so that code which asks takes its CPU path by itself.
 
 This is a tool for tests and for the quickstart. Where there is a GPU it refuses to start, or if forced hides it.
 """
