@@ -132,12 +132,15 @@ def load_teacher(
         say: is told which weights they are, on every rank.
 
     Raises:
-        RecipeError: there is no checkpoint, or it does not fit.
+        RecipeError: there is no such model in the student's parallel layout, no checkpoint, or it does not fit.
         NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
         ValueError: see :func:`resolve_backend`.
     """
-    config = transformer_config(recipe, on_gpu=place.device.type == "cuda")
-    check_config(config)
+    try:
+        config = transformer_config(recipe, on_gpu=place.device.type == "cuda")
+        check_config(config)
+    except (RecipeError, NotImplementedError) as error:
+        raise type(error)(f"of the teacher: {error}") from error
     backend = resolve_backend(
         recipe.attention_backend,
         config,
