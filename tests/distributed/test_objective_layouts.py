@@ -178,7 +178,7 @@ def test_a_rank_without_samples(job: Job) -> None:
     assert min(outcome.samples_here for outcome in outcomes) == 0
 
 
-@pytest.mark.parametrize("job", OBJECTIVES)
+@pytest.mark.parametrize("job", [*OBJECTIVES, pytest.param(TAUGHT, id="distill from a model")])
 def test_a_mixture_of_experts(job: Job) -> None:
     layout = Layout(tp=2, sequence_parallel=True)
     check(2, layout, replace(job, max_tokens=2 * LONGEST, config=MOE), limit=FP32_INSIDE)

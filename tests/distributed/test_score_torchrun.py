@@ -64,7 +64,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
         pytest.param(
             ("fused_head=false", "parallel.tensor_model_parallel_size=2"), id="tensor, logits", marks=pytest.mark.slow
         ),
-        pytest.param((), id="data"),
+        pytest.param((), id="data", marks=pytest.mark.slow),
     ],
 )
 def test_every_layout_writes_the_same(

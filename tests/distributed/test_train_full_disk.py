@@ -89,7 +89,7 @@ def assert_told_once(done: Ended, saved: Path, *, steps: list[int]) -> None:
 @pytest.mark.parametrize(
     ("rank", "limit"),
     [
-        pytest.param(0, 1000, id="the main rank's first file"),
+        pytest.param(0, 1000, id="the main rank's first file", marks=pytest.mark.slow),
         pytest.param(0, 100_000, id="the main rank's shard", marks=pytest.mark.slow),
         pytest.param(1, 100_000, id="another rank's shard"),
     ],

@@ -137,6 +137,7 @@ def test_two_ranks_report_and_train_as_one_process(job: Path, tmp_path: Path, na
         assert one == pytest.approx(other, rel=2e-3, abs=1e-5)  # as many digits as are printed
 
 
+@pytest.mark.slow
 def test_a_critic_starts_from_a_language_model_in_a_pipeline(job: Path, tmp_path: Path) -> None:
     """Only the last stage has the head that the checkpoint lacks; all verify what they start from."""
     reported(run(1, job, "objective={name: sft}", "train_iters=2", f"checkpoint.save={tmp_path}"))
