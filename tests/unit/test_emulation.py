@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 
 import pytest
 import torch
@@ -40,6 +41,11 @@ def test_everything_is_put_back_after_an_error() -> None:
         raise KeyError
     assert torch.zeros is original
     assert not emulation._active
+
+
+def test_tests_that_are_not_of_a_gpu_see_none() -> None:
+    """tests/conftest.py hides it, or the emulation would refuse them all."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_refuses_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
