@@ -53,10 +53,7 @@ def tree_weighted_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Te
     Raises:
         ValueError: the micro-batch asks for something else than ``weighted_sum``.
     """
-    if batch.output != "weighted_sum":
-        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='weighted_sum'")
-    total, logprob = output.flatten().tensor_split((1,))
-    return total.squeeze(0), logprob.detach()
+    return _scalar_and_rest(output, batch, "weighted_sum")
 
 
 def tree_row_losses(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -69,14 +66,11 @@ def tree_row_losses(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tens
     Raises:
         ValueError: the micro-batch asks for something else than ``row_losses`` or ``row_losses_and_entropy``.
     """
-    if batch.output not in ROW_LOSSES:
-        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='row_losses'")
-    gradient, scores = output.flatten().tensor_split((1,))
-    scores = scores.detach()
+    gradient, scores = _scalar_and_rest(output, batch, *ROW_LOSSES)
     if batch.output == "row_losses":
-        return gradient.squeeze(0), scores, None
+        return gradient, scores, None
     logprob, entropy = scores.chunk(2)
-    return gradient.squeeze(0), logprob, entropy
+    return gradient, logprob, entropy
 
 
 def tree_logit_losses(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,10 +79,7 @@ def tree_logit_losses(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Te
     Raises:
         ValueError: the micro-batch asks for something else than ``logit_losses``.
     """
-    if batch.output != "logit_losses":
-        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='logit_losses'")
-    gradient, values = output.flatten().tensor_split((1,))
-    return gradient.squeeze(0), values.detach()
+    return _scalar_and_rest(output, batch, "logit_losses")
 
 
 def tree_hidden(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -137,6 +128,18 @@ def tree_values(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     if batch.output != "values":
         raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='values'")
     return output.flatten()
+
+
+def _scalar_and_rest(output: torch.Tensor, batch: MicroBatch, *asked: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What stands first has the gradient, and the rest none.
+
+    Raises:
+        ValueError: the micro-batch does not ask for one of these.
+    """
+    if batch.output not in asked:
+        raise ValueError(f"the micro-batch asks for {batch.output}; make it with output='{asked[0]}'")
+    scalar, rest = output.flatten().tensor_split((1,))
+    return scalar.squeeze(0), rest.detach()
 
 
 def _scores(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:

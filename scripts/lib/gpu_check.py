@@ -146,6 +146,18 @@ class ResultFile:
             unfinished.write_text(json.dumps(self.content, indent=2) + "\n")
 
 
+def run_part(part: str, benchmark: Sequence[str], results: ResultFile, folder: Path) -> bool:
+    """Run a benchmark that is a part, into the file as it goes on, and say whether it is well."""
+    found = run_bench(
+        folder,
+        part,
+        *benchmark,
+        on_written=lambda written: results.set(part, {**written, "failed": UNFINISHED}),
+    )
+    results.set(part, found)
+    return "failed" not in found
+
+
 def run_parts(parts: Sequence[str], for_attention: Sequence[str], results: ResultFile, folder: Path) -> bool:
     """Run parts, and say whether all of them are well."""
     well = True
@@ -154,14 +166,7 @@ def run_parts(parts: Sequence[str], for_attention: Sequence[str], results: Resul
         results.set("tests", tests)
         well &= "failed" not in tests and not tests["failures"] + tests["errors"]
     if "attention" in parts:
-        attention = run_bench(
-            folder,
-            "attention",
-            *(*BENCH, "attention", *for_attention),
-            on_written=lambda written: results.set("attention", {**written, "failed": UNFINISHED}),
-        )
-        results.set("attention", attention)
-        well &= "failed" not in attention
+        well &= run_part("attention", (*BENCH, "attention", *for_attention), results, folder)
     if "steps" in parts:
         steps: dict[str, Any] = {}
         for recipe in RECIPES:
@@ -170,14 +175,7 @@ def run_parts(parts: Sequence[str], for_attention: Sequence[str], results: Resul
             results.set("steps", steps)
         well &= not any("failed" in step for step in steps.values())
     if "head" in parts:
-        head = run_bench(
-            folder,
-            "head",
-            *BENCH_HEAD,
-            on_written=lambda written: results.set("head", {**written, "failed": UNFINISHED}),
-        )
-        results.set("head", head)
-        well &= "failed" not in head
+        well &= run_part("head", BENCH_HEAD, results, folder)
     return well
 
 

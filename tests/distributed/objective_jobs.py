@@ -24,7 +24,7 @@ from mcore_prefix_tree.testing.launcher import Layout
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from objective_oracles import Alone, ValuesAlone, policy_loss, token_weights, with_teachers
-from test_objectives_distill import naive, top_k_loss
+from test_objectives_distill import full_loss, top_k_loss
 from test_objectives_preference import kto_loss, pair_loss
 from test_objectives_scalar_head import critic_loss, reward_model_loss
 
@@ -161,18 +161,6 @@ def teacher_of(job: Job, layout: Layout) -> Any:
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
     fill(chunks, seed=TEACHER_SEED)
     return TeacherModel(chunks=chunks, attention_backend="reference")
-
-
-def full_loss(objective: Any, world: Any, teacher: Any) -> torch.Tensor:
-    """The weighted divergence of every sample's distributions from the teacher's, token by token."""
-    weights, divisor = token_weights(world.samples, objective.normalise, None)
-    total = world.logits.sum() * 0
-    for index in range(len(world.samples)):
-        student, taught = world.distributions(index), teacher.distributions(index)
-        for t in [t for of, t in weights if of == index]:
-            p, q = taught[t].detach().exp(), student[t].exp()
-            total = total + weights[index, t] * naive(p, q, objective.divergence, objective.jsd_beta)
-    return total / divisor
 
 
 def sft_loss(objective: Any, world: Any) -> torch.Tensor:

@@ -38,8 +38,8 @@ from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from objective_oracles import Alone, token_weights
-from test_objectives_distill import naive, top_k_loss
+from objective_oracles import Alone
+from test_objectives_distill import full_loss, top_k_loss
 
 K = 4
 OPTIONS = {"divergence": "jsd", "jsd_beta": 0.3, "normalise": "sample"}
@@ -228,12 +228,7 @@ def test_every_step_from_a_second_model_is_the_stock_models_step(tmp_path: Path,
             stock.append(stock_model(recipe, replace(place, config=transformer_config(recipe, on_gpu=False))))
             checkpoint.load_weights(tmp_path / "teacher", 2, stock)
         taught_by: Any = Alone(partial(logits_of, stock[0]), world.samples)
-        weights, divisor = token_weights(world.samples, "sample", None)
-        total = world.logits.sum() * 0
-        for (index, t), weight in weights.items():
-            p, q = taught_by.distributions(index)[t].detach().exp(), world.distributions(index)[t].exp()
-            total = total + weight * naive(p, q, divergence, 0.3)
-        return total / divisor
+        return full_loss(make_objective("distill", OPTIONS | {"divergence": divergence}), world, taught_by)
 
     notes = check_steps(load_recipe(job, from_model(teacher, divergence)), divergence, loss_of)
     assert f"the teacher's weights are {tmp_path / 'teacher' / 'iter_0000002'}" in notes.messages
