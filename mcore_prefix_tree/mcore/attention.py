@@ -1,11 +1,12 @@
 """Subclasses of Megatron-Core's attention that follow the tree when a micro-batch carries one.
 
-Both are mixed into whatever class a layer spec names. Without tree metadata they only call that class.
+All are mixed into whatever class a layer spec names. Without tree metadata they only call that class.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -54,16 +55,111 @@ def _gather_rotary(table: Any, metadata: TreeMetadata) -> Any:
         return table
     gathered = metadata.cache.get("rotary")
     if gathered is None or gathered[0] is not table:
-        for one in tables:
-            if one.shape[0] < metadata.max_path_len:
-                raise ValueError(
-                    f"the rotary table has {one.shape[0]} positions but the longest path has {metadata.max_path_len} "
-                    "tokens; build packed_seq_params with TreePackedSeqParams.from_metadata"
-                )
-        rows = tuple(one.index_select(0, metadata.tree_position_ids) for one in tables)
+        rows = tuple(_rows_by_position(one, metadata) for one in tables)
         # The table is kept beside its rows, so that the comparison above can never meet a recycled object.
         gathered = metadata.cache["rotary"] = (table, rows if isinstance(table, tuple) else rows[0])
     return gathered[1]
+
+
+def _rows_by_position(table: torch.Tensor, metadata: TreeMetadata) -> torch.Tensor:
+    if table.shape[0] < metadata.max_path_len:
+        raise ValueError(
+            f"the rotary table has {table.shape[0]} positions but the longest path has {metadata.max_path_len} "
+            "tokens; build packed_seq_params with TreePackedSeqParams.from_metadata"
+        )
+    return table.index_select(0, metadata.tree_position_ids)
+
+
+class TreeLatentAttentionMixin:
+    """The same for multi-latent attention, which makes its rotary embeddings itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As the base class, whose rotary embedding is exchanged for one that knows trees.
+
+        Raises:
+            NotImplementedError: upstream's gradient of this layer is wrong; see :func:`_check_rotary_keys`.
+        """
+        super().__init__(*args, **kwargs)
+        _check_rotary_keys(self)
+        base: Any = self.rotary_pos_emb  # type: ignore[has-type]
+        self.rotary_pos_emb = PathRotaryEmbedding(base)
+
+
+def _check_rotary_keys(attention: Any) -> None:
+    """Refuse tensor parallelism where upstream loses gradients of the rotary keys, which all heads share.
+
+    Each rank has those of its own heads. Where keys come from a projection that all ranks hold whole, the backward pass
+    of gathering them under sequence parallelism adds the ranks' up; where they come from one that is split, nothing
+    does (https://github.com/NVIDIA/Megatron-LM/issues/1699).
+    """
+    config = attention.config
+    name = "linear_kv_down_proj" if hasattr(attention, "linear_kv_down_proj") else "linear_qkv_down_proj"
+    width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+    if name == "linear_qkv_down_proj":
+        width += config.q_lora_rank
+    if getattr(attention, name).weight.shape[0] < width:
+        raise NotImplementedError(
+            f"prefix-tree training does not support multi_latent_attention with tensor_model_parallel_size="
+            f"{config.tensor_model_parallel_size} where {name} is split over the ranks: Megatron-Core's own gradient "
+            "of the rotary keys lacks the other ranks' heads (NVIDIA/Megatron-LM issue 1699); use TransformerEngine's "
+            "layers, or tensor_model_parallel_size=1"
+        )
+
+
+@dataclass(frozen=True)
+class _RowsOf:
+    """What :class:`PathRotaryEmbedding` answers itself through its caller: how long a table, and whose rows of it.
+
+    Not a number on purpose. A caller that computed with it would be one that this class does not know.
+    """
+
+    length: int
+    metadata: TreeMetadata
+
+
+class PathRotaryEmbedding(torch.nn.Module):
+    """Stands before the rotary embedding that an attention owns, and gives each token of a tree its position's row.
+
+    Such an attention (``MultiLatentAttention.get_query_key_value_tensors``) has its rotary embedding say how many
+    positions the micro-batch needs, and hands the answer back to it for the table. So the answer carries the tree.
+    """
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        """Of ``base``, a ``RotaryEmbedding`` or ``YarnRotaryEmbedding``, which has no state that is saved."""
+        super().__init__()
+        self.base: Any = base
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: torch.Tensor,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """What :meth:`forward` takes for this micro-batch; without a tree the base class's number."""
+        length = self.base.get_rotary_seq_len(
+            inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **kwargs
+        )
+        tree = tree_params_of(packed_seq_params)
+        if tree is None:
+            return length
+        assert tree.tree_metadata is not None
+        return _RowsOf(length, tree.tree_metadata)
+
+    def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Any:
+        """The base class's table ``[max_seq_len, 1, 1, dim]``, or of a tree ``[P, 1, dim]``; YaRN's with its factor.
+
+        A tree's rows lack a dimension because Megatron takes the batch's from queries and keys wherever there are
+        ``packed_seq_params``.
+        """
+        if not isinstance(max_seq_len, _RowsOf):
+            return self.base(max_seq_len, *args, **kwargs)
+        answer = self.base(max_seq_len.length, *args, **kwargs)
+        table, *factor = answer if isinstance(answer, tuple) else (answer,)
+        rows = _rows_by_position(table, max_seq_len.metadata).squeeze(1)
+        return (rows, *factor) if factor else rows
 
 
 class TreeCoreAttentionMixin:
@@ -156,7 +252,7 @@ def attend(
 
     Args:
         tree: of the micro-batch.
-        query: ``[P, 1, H, D]``.
+        query: ``[P, 1, H, D]``; multi-latent attention leaves out the batch's dimension, here and below.
         key: ``[P, 1, K, D]``.
         value: ``[P, 1, K, W]``.
         attention_mask: must be None.
@@ -174,13 +270,15 @@ def attend(
     if attention_mask is not None or attention_bias is not None:
         name = "attention_bias" if attention_mask is None else "attention_mask"
         raise ValueError(f"{name} must be None with a folded micro-batch: the tree says who sees whom")
-    if query.shape[1] != 1:
-        raise ValueError(f"a folded micro-batch has batch size 1, not {query.shape[1]}; set micro_batch_size=1")
+    if query.ndim == 4:
+        if query.shape[1] != 1:
+            raise ValueError(f"a folded micro-batch has batch size 1, not {query.shape[1]}; set micro_batch_size=1")
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
     assert tree.tree_metadata is not None
     folded = tree_attention(
-        query.squeeze(1),
-        key.squeeze(1),
-        value.squeeze(1),
+        query,
+        key,
+        value,
         tree.tree_metadata,
         softmax_scale=softmax_scale,
         backend=tree.attention_backend,

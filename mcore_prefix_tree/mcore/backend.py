@@ -21,6 +21,13 @@ ANY_ORDER = "deterministic_attention=false"
 logger = logging.getLogger(__name__)
 
 
+def head_dims(config: Any) -> tuple[int, int]:
+    """Of queries and keys, and of values, in a model with this ``TransformerConfig``."""
+    if config.multi_latent_attention:
+        return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    return config.kv_channels, config.kv_channels
+
+
 def case_of(config: Any, *, device: torch.device, deterministic: bool = True) -> Case:
     """The attention calls of a model's layers on one tensor-parallel rank.
 
@@ -31,17 +38,18 @@ def case_of(config: Any, *, device: torch.device, deterministic: bool = True) ->
     """
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     groups = config.num_query_groups or config.num_attention_heads
+    head_dim, value_dim = head_dims(config)
     return Case(
         device=device,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         dtype=config.params_dtype,
         heads=heads,
         kv_heads=max(1, groups // config.tensor_model_parallel_size),
-        head_dim=config.kv_channels,
-        value_dim=config.kv_channels,
+        head_dim=head_dim,
+        value_dim=value_dim,
         needs_grad=True,
         options=AttentionOptions(
-            softmax_scale=config.softmax_scale or config.kv_channels**-0.5,
+            softmax_scale=config.softmax_scale or head_dim**-0.5,
             # Of the layers that have a window; the others have less to be refused.
             window=None if config.window_size is None else config.window_size[0] + 1,
             sinks=None if config.softmax_type == "vanilla" else torch.empty(heads, device="meta"),

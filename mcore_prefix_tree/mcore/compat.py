@@ -42,6 +42,7 @@ class Uses:
 
 
 _ATTENTION = "megatron.core.transformer.attention"
+_LATENT = "megatron.core.transformer.multi_latent_attention"
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _STATE = "megatron.core.parallel_state"
 
@@ -52,10 +53,12 @@ SEAM = (
         "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
         keywords="packed_seq_params",
     ),
-    # TreeSelfAttentionMixin and TreeCoreAttentionMixin, which stand before these classes.
+    # TreeSelfAttentionMixin, TreeLatentAttentionMixin and TreeCoreAttentionMixin, which stand before these classes.
     Uses(f"{_ATTENTION}:SelfAttention", keywords="config submodules layer_number"),
     Uses(f"{_ATTENTION}:SelfAttention.forward", "hidden_states attention_mask", "rotary_pos_emb packed_seq_params"),
-    Uses("megatron.core.transformer.multi_latent_attention:MultiLatentAttention"),
+    Uses(f"{_LATENT}:MultiLatentAttention"),
+    Uses(f"{_LATENT}:MLASelfAttention", keywords="config submodules layer_number"),
+    Uses(f"{_LATENT}:MLASelfAttentionSubmodules", keywords="core_attention"),
     Uses(
         "megatron.core.transformer.dot_product_attention:DotProductAttention",
         "config layer_number",
@@ -113,12 +116,16 @@ SEAM = (
     # What check_config refuses is asked by name.
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",
-        keywords="attention_dropout attention_output_gate context_parallel_size cuda_graph_impl "
-        "defer_embedding_wgrad_compute fp4 fp8 fused_single_qkv_rope hidden_dropout kv_channels "
-        "log_max_attention_logit moe_aux_loss_coeff moe_expert_capacity_factor moe_input_jitter_eps "
-        "moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_load_balancing_type "
-        "moe_z_loss_coeff mtp_num_layers multi_latent_attention num_moe_experts overlap_moe_expert_parallel_comm "
-        "qk_clip softmax_type window_attn_skip_freq window_size",
+        keywords="apply_rope_fusion attention_dropout attention_output_gate context_parallel_size cuda_graph_impl "
+        "defer_embedding_wgrad_compute experimental_attention_variant fp4 fp8 fused_single_qkv_rope hidden_dropout "
+        "kv_channels log_max_attention_logit moe_aux_loss_coeff moe_expert_capacity_factor moe_input_jitter_eps "
+        "moe_router_bias_update_rate moe_router_enable_expert_bias moe_router_force_load_balancing "
+        "moe_router_load_balancing_type moe_z_loss_coeff mtp_num_layers multi_latent_attention num_moe_experts "
+        "overlap_moe_expert_parallel_comm qk_clip softmax_type window_attn_skip_freq window_size",
+    ),
+    Uses(
+        "megatron.core.transformer.transformer_config:MLATransformerConfig",
+        keywords="kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
     ),
     # Which layers have a window.
     Uses("megatron.core.transformer.utils:is_layer_window_attention", "window_size window_attn_skip_freq layer_number"),

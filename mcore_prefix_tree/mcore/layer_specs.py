@@ -15,14 +15,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
 
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+from mcore_prefix_tree.mcore.attention import (
+    TreeCoreAttentionMixin,
+    TreeLatentAttentionMixin,
+    TreeSelfAttentionMixin,
+    tree_class,
+)
 
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
 
@@ -32,13 +37,13 @@ def with_prefix_tree(spec: Spec) -> Spec:
 
     Args:
         spec: a ``ModuleSpec`` of a transformer layer or block, or ``TransformerBlockSubmodules``; local,
-            TransformerEngine, MoE or heterogeneous. It is not modified.
+            TransformerEngine, MoE, multi-latent attention or heterogeneous. It is not modified.
 
     Returns:
         A spec of the same kind. Models built from it have the state-dict keys of models built from ``spec``.
 
     Raises:
-        NotImplementedError: for layers whose tokens mix in other ways than self-attention (MLA, cross-attention, Mamba,
+        NotImplementedError: for layers whose tokens mix in other ways than self-attention (cross-attention, Mamba,
             multi-token prediction); names the module.
         TypeError: if ``spec`` is not such a spec.
     """
@@ -72,20 +77,16 @@ def _layer(spec: ModuleSpec) -> ModuleSpec:
 
 def _self_attention(spec: Any) -> Any:
     module = get_module(spec)
-    if isinstance(module, type) and issubclass(module, MultiLatentAttention):
-        raise NotImplementedError(
-            f"prefix-tree training does not support multi-latent attention ({_name(module)}) yet: it applies rotary "
-            "embeddings inside its own projection; use multi_latent_attention=False"
-        )
-    if isinstance(module, type) and issubclass(module, SelfAttention):
-        submodules = dataclasses.replace(
-            spec.submodules, core_attention=_core_attention(spec.submodules.core_attention)
-        )
-        return dataclasses.replace(spec, module=tree_class(TreeSelfAttentionMixin, module), submodules=submodules)
+    for known, mixin in ((SelfAttention, TreeSelfAttentionMixin), (MLASelfAttention, TreeLatentAttentionMixin)):
+        if isinstance(module, type) and issubclass(module, known):
+            core_attention = _core_attention(spec.submodules.core_attention)
+            submodules = dataclasses.replace(spec.submodules, core_attention=core_attention)
+            return dataclasses.replace(spec, module=tree_class(mixin, module), submodules=submodules)
     if module is IdentityOp or getattr(spec, "params", {}).get("tp_comm_buffer_name") == "linear_attn":
         return spec  # a heterogeneous layer without attention works on each token by itself
     raise NotImplementedError(
-        f"prefix-tree training does not support {_name(module)} as self-attention: it is not a SelfAttention"
+        f"prefix-tree training does not support {_name(module)} as self-attention: it is neither a SelfAttention nor a "
+        "MLASelfAttention"
     )
 
 

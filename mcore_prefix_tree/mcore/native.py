@@ -14,10 +14,17 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, attend, sinks_of, window_of
+from mcore_prefix_tree.mcore.attention import (
+    TreeCoreAttentionMixin,
+    TreeLatentAttentionMixin,
+    attend,
+    sinks_of,
+    window_of,
+)
 from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams, tree_params_of
 from mcore_prefix_tree.mcore.validation import check_config, check_model
@@ -47,7 +54,12 @@ def check_gpt_model(model: Any) -> None:
     """
     check_model(model)
     with_prefix_tree(model.transformer_layer_spec)
-    for module in _core_attentions(model.transformer_layer_spec):
+    for attention, module in _attentions(model.transformer_layer_spec):
+        if issubclass(attention, MultiLatentAttention) and not issubclass(attention, TreeLatentAttentionMixin):
+            raise NotImplementedError(
+                f"attention_backend=AttnBackend.tree does not support {attention.__name__}, whose rotary embeddings "
+                "are not patched; build the model from with_prefix_tree(spec), which needs no patch"
+            )
         if not issubclass(module, _classes_that_follow_trees()):
             raise NotImplementedError(
                 f"attention_backend=AttnBackend.tree does not support {module.__name__} as core_attention: the patched "
@@ -56,15 +68,15 @@ def check_gpt_model(model: Any) -> None:
             )
 
 
-def _core_attentions(spec: Any) -> Iterator[type]:
-    """Of every layer of a layer or block spec that ``with_prefix_tree`` takes."""
+def _attentions(spec: Any) -> Iterator[tuple[type, type]]:
+    """Self-attention and its core of every layer of a layer or block spec that ``with_prefix_tree`` takes."""
     block = getattr(spec, "submodules", None) if isinstance(spec, ModuleSpec) else spec
     layers = block.layer_specs if isinstance(block, TransformerBlockSubmodules) else [spec]
     for layer in layers:
         submodules = getattr(layer.submodules.self_attention, "submodules", None)
         core = getattr(submodules, "core_attention", None)
         if core is not None:
-            yield get_module(core)
+            yield get_module(layer.submodules.self_attention), get_module(core)
 
 
 @cache

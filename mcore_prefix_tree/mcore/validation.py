@@ -28,9 +28,20 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "set hidden_dropout=0",
         ),
         (
-            config.multi_latent_attention,
-            "multi_latent_attention=True: MLA applies rotary embeddings inside its own projection, which is not "
-            "gathered by position yet; use multi_latent_attention=False",
+            config.multi_latent_attention and config.apply_rope_fusion,
+            "apply_rope_fusion=True with multi_latent_attention: that kernel counts positions along the flat layout; "
+            "set apply_rope_fusion=False",
+        ),
+        (
+            config.multi_latent_attention and config.tensor_model_parallel_size > 1 and not config.sequence_parallel,
+            f"multi_latent_attention with tensor_model_parallel_size={config.tensor_model_parallel_size} and without "
+            "sequence_parallel: Megatron-Core's own gradient of the rotary keys lacks the other ranks' heads "
+            "(NVIDIA/Megatron-LM issue 1699); set sequence_parallel=True",
+        ),
+        (
+            config.experimental_attention_variant is not None,
+            f"experimental_attention_variant={config.experimental_attention_variant!r}: its tokens mix in other ways "
+            "than attention along a path; set experimental_attention_variant=None",
         ),
         (
             bool(config.mtp_num_layers),
@@ -105,9 +116,10 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "set moe_input_jitter_eps=None",
         ),
         (
-            moe and config.moe_router_enable_expert_bias,
-            "moe_router_enable_expert_bias=True: the bias update would count a shared token once instead of once per "
-            "sample; set moe_router_enable_expert_bias=False",
+            moe and config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate != 0,
+            f"moe_router_bias_update_rate={config.moe_router_bias_update_rate} with moe_router_enable_expert_bias: the "
+            "update of the experts' biases would count a shared token once instead of once per sample; set "
+            "moe_router_bias_update_rate=0, which routes with the biases of the checkpoint",
         ),
     ]
 

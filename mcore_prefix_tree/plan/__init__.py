@@ -2,7 +2,7 @@
 
 from mcore_prefix_tree.plan.ahead import Ahead
 from mcore_prefix_tree.plan.bound import makespan_bound
-from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
+from mcore_prefix_tree.plan.cost import CostModel, LatentAttention, Measured, read_measured
 from mcore_prefix_tree.plan.plan import BudgetError, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.plan.report import MicroBatchReport, PlanReport, report_plan
 
@@ -11,6 +11,7 @@ __all__ = [
     "BudgetError",
     "CostModel",
     "ForestPlan",
+    "LatentAttention",
     "Measured",
     "MicroBatchReport",
     "PlanReport",

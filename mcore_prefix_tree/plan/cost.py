@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import combinations
 from typing import Any, NamedTuple, Protocol
 
@@ -21,8 +21,6 @@ UNITS_PER_TOKEN = 1024
 
 # Forward and backward of a matrix product: the backward makes two gradients, each as expensive as the forward.
 _MATMUL_PASSES = 3.0
-# A flash attention backward recomputes the scores: 2.5 times its forward (Dao, FlashAttention-2, section 4.1).
-_ATTENTION_PASSES = 3.5
 
 
 class ModelShape(Protocol):
@@ -89,6 +87,45 @@ def read_measured(path: str) -> list[Measured]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Sizes of multi-latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
+
+    Names and defaults are those of Megatron's ``MLATransformerConfig``.
+
+    Attributes:
+        q_lora_rank: of the queries' latent; None projects them from hidden states.
+        kv_lora_rank: of the latent of keys and values.
+        qk_head_dim: of a head's queries and keys, without the part that has a position.
+        qk_pos_emb_head_dim: of that part; of keys, all heads share it.
+        v_head_dim: of a head's values.
+    """
+
+    q_lora_rank: int | None = 512
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> LatentAttention | None:
+        """Of a recipe's ``model.transformer`` or of Megatron-LM's arguments; None if they do not ask for it."""
+        if not settings.get("multi_latent_attention"):
+            return None
+        return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
+
+    def weights(self, hidden_size: int, heads: int) -> int:
+        """Of a layer's projections."""
+        query = self.qk_head_dim + self.qk_pos_emb_head_dim
+        if self.q_lora_rank is None:
+            queries = hidden_size * heads * query
+        else:
+            queries = self.q_lora_rank * (hidden_size + heads * query)
+        keys_values = hidden_size * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
+        keys_values += self.kv_lora_rank * heads * (self.qk_head_dim + self.v_head_dim)
+        return queries + keys_values + heads * self.v_head_dim * hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Cost of a micro-batch: ``token * tokens + pair * visible_pairs + scored * scored_tokens + micro_batch``.
 
@@ -125,13 +162,16 @@ class CostModel:
         vocab_size: int,
         num_query_groups: int | None = None,
         kv_channels: int | None = None,
+        latent: LatentAttention | None = None,
         swiglu: bool = True,
         fused_head: bool = False,
     ) -> CostModel:
         """Training FLOPs of a GPT: two a weight, token and forward, and three times that with the backward.
 
         The convention of Narayanan et al. (SC 2021, appendix), with attention by visible pairs:
-        ``4 * heads * head_dim`` a pair, layer and forward.
+        ``2 * heads * (Dqk + Dv)`` a pair, layer and forward, where ``Dqk`` is the head size of queries and keys and
+        ``Dv`` that of values, and ``2 * heads * (3 * Dqk + 2 * Dv)`` for the backward, which recomputes the scores:
+        2.5 times as many where sizes are equal (Dao, FlashAttention-2, section 4.1).
 
         Args:
             num_layers: transformer layers.
@@ -141,18 +181,23 @@ class CostModel:
             vocab_size: of the output layer. The embedding is a look-up and counts nothing.
             num_query_groups: key and value heads; as many as query heads by default.
             kv_channels: head size; ``hidden_size / num_attention_heads`` by default.
+            latent: multi-latent attention, which has neither of the two above.
             swiglu: the feed-forward part has a gate.
             fused_head: the output layer computes scored tokens alone.
         """
-        head_dim = kv_channels or hidden_size // num_attention_heads
-        groups = num_query_groups or num_attention_heads
-        attention = 2 * hidden_size * head_dim * (num_attention_heads + groups)  # q and out; k and v
+        if latent is None:
+            query = value = kv_channels or hidden_size // num_attention_heads
+            groups = num_query_groups or num_attention_heads
+            attention = 2 * hidden_size * value * (num_attention_heads + groups)  # q and out; k and v
+        else:
+            query, value = latent.qk_head_dim + latent.qk_pos_emb_head_dim, latent.v_head_dim
+            attention = latent.weights(hidden_size, num_attention_heads)
         feed_forward = (3 if swiglu else 2) * hidden_size * ffn_hidden_size
         layers, head = num_layers * (attention + feed_forward), hidden_size * vocab_size
         return cls(
             token=_MATMUL_PASSES * 2 * (layers if fused_head else layers + head),
             scored=_MATMUL_PASSES * 2 * head if fused_head else 0.0,
-            pair=_ATTENTION_PASSES * 4 * num_layers * num_attention_heads * head_dim,
+            pair=2.0 * num_layers * num_attention_heads * (4 * query + 3 * value),
         )
 
     @classmethod
@@ -187,6 +232,7 @@ class CostModel:
             vocab_size=vocabulary,
             num_query_groups=model.num_query_groups,
             kv_channels=model.kv_channels,
+            latent=LatentAttention.from_settings(more),
             swiglu=model.swiglu,
             fused_head=fused_head,
         )

@@ -2,9 +2,9 @@
 
 Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its source, even where the code itself
 would run anywhere. This file answers those calls with the CPU. Megatron's files are not touched: what changes, while
-the emulation is on, is a short list of ``torch`` functions (one name that megatron-core forgot to define, and which
-optimizers it found when it was imported), each below with the megatron call site that needs it, and each put back on
-exit. ``torch.cuda.is_available()`` is false, so that code which asks takes its CPU path by itself.
+the emulation is on, is a short list of ``torch`` functions (and of megatron-core, two names that it gets wrong without
+TransformerEngine and which optimizers it found), each below with the megatron call site that needs it, and each put
+back on exit. ``torch.cuda.is_available()`` is false, so that code which asks takes its CPU path by itself.
 
 This is a tool for tests and for the quickstart. Where there is a GPU it refuses to start, or if forced hides it.
 """
@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -124,8 +125,9 @@ def _replacements() -> list[tuple[object, str, object]]:
         # Where there is a GPU all the same: dist_checkpointing and fine_grained_activation_offload.py ask.
         (torch.cuda, "is_available", _returns(False)),
         # `device=torch.cuda.current_device()` in tensor_parallel/{layers,mappings}.py, p2p_communication.py,
-        # param_and_grad_buffer.py, rotary_pos_embedding.py, ... An index, as upstream: the factories map it to the CPU.
-        (torch.cuda, "current_device", _returns(0)),
+        # param_and_grad_buffer.py, rotary_pos_embedding.py, ..., and `with torch.device(device)` in
+        # yarn_rotary_pos_embedding.py, which takes no index where there is no GPU.
+        (torch.cuda, "current_device", _returns(torch.device("cpu"))),
         # tensor_parallel/random.py sets the RNG state inside `torch.cuda._lazy_call(cb)`, which only queues `cb` until
         # CUDA is initialised.
         (torch.cuda, "_initialized", True),
@@ -134,7 +136,7 @@ def _replacements() -> list[tuple[object, str, object]]:
         (torch.cuda, "get_rng_state", _get_rng_state),
         (torch.cuda.random, "get_rng_state", _get_rng_state),
         (torch.cuda, "manual_seed", _manual_seed),
-        (torch.cuda, "default_generators", (torch.default_generator,)),
+        (torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator)),
         # After messages in p2p_communication.py; before a checkpoint is written in filesystem_async.py.
         (torch.cuda, "synchronize", _returns(None)),
         # moe/token_dispatcher.py copies token counts to the host on a stream of its own.
@@ -190,6 +192,22 @@ def _torch_optimizers() -> list[tuple[object, str, object]]:
     return found
 
 
+def _without_transformer_engine() -> list[tuple[object, str, object]]:
+    """What megatron-core 0.16.1 does not notice where TransformerEngine is missing; as in :func:`_replacements`."""
+    moe_utils, latent, extension = (
+        importlib.import_module(f"megatron.core.{name}")
+        for name in ("transformer.moe.moe_utils", "transformer.multi_latent_attention", "extensions.transformer_engine")
+    )
+    found: list[tuple[object, str, object]] = []
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # The router asks whether it `is not None`, but nobody has said so.
+        found.append((moe_utils, "te_general_gemm", None))
+    if latent.HAVE_TE and not extension.HAVE_TE:
+        # MultiLatentAttention asks whether its projection is a TELinear, of which only a stand-in was imported.
+        found.append((latent, "HAVE_TE", False))
+    return found
+
+
 @contextmanager
 def cpu_emulation(*, force: bool = False) -> Iterator[None]:
     """Answer megatron-core's CUDA calls with the CPU inside the ``with`` block, and put everything back after it.
@@ -220,11 +238,8 @@ def cpu_emulation(*, force: bool = False) -> Iterator[None]:
         stack.callback(torch._dynamo.trace_rules.clear_lru_cache)
         for owner, name, replacement in [*_torch_optimizers(), *_replacements()]:
             stack.enter_context(mock.patch.object(owner, name, replacement))
-        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-        if not hasattr(moe_utils, "te_general_gemm"):
-            # The router asks whether it `is not None`, and megatron-core 0.16.1 forgets the name where
-            # TransformerEngine is missing.
-            stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        for owner, name, replacement in _without_transformer_engine():
+            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
         logger = logging.getLogger("megatron.core.tensor_parallel.random")
         logger.addFilter(_is_not_about_rng)
         stack.callback(logger.removeFilter, _is_not_about_rng)

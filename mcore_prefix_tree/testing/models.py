@@ -20,10 +20,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mcore_prefix_tree.testing.launcher import Layout
-from mcore_prefix_tree.testing.norms import sequence_parallel_block_spec
+from mcore_prefix_tree.testing.specs import cpu_spec
 from mcore_prefix_tree.testing.weights import fill
 
 Spec: TypeAlias = "ModuleSpec | TransformerBlockSubmodules"
@@ -38,7 +38,8 @@ def tiny_gpt_config(*, layout: Layout, dtype: torch.dtype = torch.float64, **cha
     Args:
         layout: degrees of parallelism; they must be those of ``parallel_state``.
         dtype: of parameters, activations and pipeline messages. float64 stays float64 all the way through.
-        **changes: fields of ``TransformerConfig`` to set otherwise.
+        **changes: fields of ``TransformerConfig`` to set otherwise; of ``MLATransformerConfig`` with
+            ``multi_latent_attention=True`` among them.
     """
     settings: dict[str, Any] = {
         "num_layers": 4,
@@ -72,7 +73,8 @@ def tiny_gpt_config(*, layout: Layout, dtype: torch.dtype = torch.float64, **cha
         "overlap_p2p_comm": layout.vpp is not None,
         "batch_p2p_comm": layout.vpp is None,
     }
-    return TransformerConfig(**(settings | changes))
+    kind = MLATransformerConfig if changes.get("multi_latent_attention") else TransformerConfig
+    return kind(**(settings | changes))
 
 
 def build_chunks(
@@ -89,7 +91,7 @@ def build_chunks(
     Args:
         config: its parallel degrees must be those of ``parallel_state``.
         spec: a layer's spec, a block's, or a function of the configuration and the virtual stage that makes one;
-            Megatron's local layer by default. Under sequence parallelism its norms are exchanged for ours.
+            Megatron's local layer by default, with what it lacks on a CPU (:func:`cpu_spec`).
         vocab_size: the padded one, divisible by the tensor-parallel degree.
         max_sequence_length: as in ``GPTModel``.
         share_embeddings: tie the output layer to the word embeddings.
@@ -101,14 +103,16 @@ def build_chunks(
     stages: list[int | None] = [None] if vpp is None else list(range(vpp))
     chunks = []
     for stage in stages:
-        chosen = spec if spec is not None else get_gpt_layer_local_spec(normalization=config.normalization)
+        chosen = spec
+        if chosen is None:
+            chosen = get_gpt_layer_local_spec(
+                normalization=config.normalization, multi_latent_attention=config.multi_latent_attention
+            )
         if not isinstance(chosen, ModuleSpec | TransformerBlockSubmodules):
             chosen = chosen(config, stage)
-        if config.sequence_parallel:
-            chosen = sequence_parallel_block_spec(chosen, config, stage)
         chunk = GPTModel(
             config,
-            chosen,
+            cpu_spec(chosen, config, stage),
             vocab_size=vocab_size,
             max_sequence_length=max_sequence_length,
             pre_process=pp_rank == 0 and stage in (None, 0),

@@ -110,12 +110,21 @@ def tree_spec(config: Any, vp_stage: int | None) -> Any:
 
 
 def stock_spec(config: Any, vp_stage: int | None) -> Any:
-    """Megatron's local block for this stage, untouched."""
+    """Megatron's local block for this stage, with what that lacks on a CPU."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.post_training.modelopt.layers import Linear
 
-    return get_gpt_decoder_block_spec(
+    from mcore_prefix_tree.testing.specs import cpu_spec
+
+    block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
+    if config.multi_latent_attention and config.sequence_parallel:
+        for layer in block.layer_specs:
+            # As in TransformerEngine's layers, all ranks hold these whole.
+            attention = layer.submodules.self_attention.submodules
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    return cpu_spec(block, config, vp_stage)
 
 
 def _loss(reported: Sequence[dict[str, torch.Tensor]]) -> float:

@@ -47,7 +47,26 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "deterministic_attention=false model.transformer.deterministic_mode=true",
             "deterministic_attention=false contradicts deterministic_mode=True of the model; leave one of them out",
         ),
-        ("model.transformer.multi_latent_attention=true", "does not support multi_latent_attention=True"),
+        (
+            "model.transformer.multi_latent_attention=true",
+            "model.num_query_groups has no meaning with model.transformer.multi_latent_attention: its heads are ",
+        ),
+        (
+            "model.transformer.multi_latent_attention=true model.num_query_groups=null model.kv_channels=8",
+            "model.kv_channels has no meaning with model.transformer.multi_latent_attention: its heads are ",
+        ),
+        (
+            "model.transformer.multi_latent_attention=true model.num_query_groups=null model.rope_scaling=true",
+            "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling and ",
+        ),
+        (
+            "model.transformer.multi_latent_attention=true model.num_query_groups=null model.transformer.nope=1",
+            "model.transformer.nope: megatron-core's MLATransformerConfig has no such field",
+        ),
+        (
+            "model.transformer.multi_latent_attention=true model.num_query_groups=null model.transformer.rope_type=x",
+            "and set model.transformer.rope_type, to rope or yarn",
+        ),
         ("model.transformer.nope=1", "model.transformer.nope: megatron-core's TransformerConfig has no such field"),
         (
             "model.transformer.num_layers=4",

@@ -65,6 +65,18 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Break], None]:
     return apply
 
 
+LATENT = (
+    "model.num_query_groups=null",
+    "model.transformer.multi_latent_attention=true",
+    "model.transformer.q_lora_rank=12",
+    "model.transformer.kv_lora_rank=10",
+    "model.transformer.qk_head_dim=8",
+    "model.transformer.qk_pos_emb_head_dim=4",
+    "model.transformer.v_head_dim=6",
+    "model.transformer.original_max_position_embeddings=8",
+)
+
+
 @pytest.mark.parametrize("backend", ["path", "reference"])
 @pytest.mark.parametrize(
     ("dtype", "overrides", "tolerance"),
@@ -75,6 +87,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Break], None]:
         ("float64", ("model.untie_embeddings_and_output_weights=false", "model.qk_layernorm=true"), 1e-12),
         ("float64", ("model.position_embedding_type=learned_absolute", "model.swiglu=false"), 1e-12),
         ("float64", ("model.rope_scaling=true", "model.rotary_percent=0.5"), 1e-12),
+        ("float64", LATENT, 1e-12),
         ("float64", ("fused_head=false",), 1e-12),
         ("float64", ("batch.share=prompt",), 1e-12),
         ("float64", ("batch.min_shared_tokens=7",), 1e-12),
@@ -87,6 +100,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Break], None]:
         "tied",
         "learned positions",
         "scaled positions",
+        "latent attention",
         "logits",
         "prompts",
         "long prefixes",

@@ -12,10 +12,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.mcore import with_prefix_tree
+from mcore_prefix_tree.testing.specs import cpu_spec
 
 VOCAB = 61
 LAYERS = 3
@@ -41,23 +42,29 @@ def tiny_config(dtype: torch.dtype = torch.float64, **changes: Any) -> Transform
         "attention_softmax_in_fp32": False,
     } | changes
     attributes = {name: settings.pop(name) for name in list(settings) if name.startswith("yarn_")}
-    heterogeneous = "heterogeneous_layers_config_encoded_json" in settings
-    config = (HeterogeneousTransformerConfig if heterogeneous else TransformerConfig)(**settings)
+    kind = TransformerConfig
+    if "heterogeneous_layers_config_encoded_json" in settings:
+        kind = HeterogeneousTransformerConfig
+    elif settings.get("multi_latent_attention"):
+        kind = MLATransformerConfig
+    config = kind(**settings)
     for name, value in attributes.items():
         setattr(config, name, value)
     return config
 
 
 def local_spec(config: TransformerConfig, **options: Any) -> Any:
-    """Megatron's own spec for the configuration."""
+    """Megatron's own spec for the configuration, with what that lacks on a CPU."""
     if isinstance(config, HeterogeneousTransformerConfig):
         return get_gpt_heterogeneous_layer_spec(config)
-    return get_gpt_layer_local_spec(
+    spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
         **options,
     )
+    return cpu_spec(spec, config)
 
 
 def build(config: TransformerConfig, spec: Any, **model: Any) -> GPTModel:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -28,6 +27,7 @@ from mcore_prefix_tree.mcore.outputs import tree_logprobs_and_entropy
 from mcore_prefix_tree.objectives import sft_loss
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import single_process
+from mcore_prefix_tree.testing.models import Trainer
 
 # Megatron warns about its own deprecations and about what is not installed, thousands of times.
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
@@ -150,6 +150,24 @@ MOE = {
     "moe_router_dtype": "fp64",
 }
 
+LATENT = {
+    "multi_latent_attention": True,
+    "num_query_groups": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "rope_type": "rope",
+}
+LATENT_YARN = LATENT | {
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+
 # name: (fields of the config, arguments of GPTModel)
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rope": ({}, {}),
@@ -182,6 +200,19 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "selective recompute, yarn": (
         YARN | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
         {"position_embedding_type": "yarn"},
+    ),
+    "latent attention": (LATENT, {}),
+    "latent attention, yarn": (LATENT_YARN, {}),
+    "latent attention, queries without a latent": (LATENT | {"q_lora_rank": None}, {}),
+    "latent attention, qk_layernorm": (LATENT | {"qk_layernorm": True}, {}),
+    "latent attention, one head": (LATENT | {"num_attention_heads": 1, "num_query_groups": 1}, {}),
+    "latent attention, full recompute": (
+        LATENT | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {},
+    ),
+    "latent attention, yarn, selective recompute": (
+        LATENT_YARN | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
+        {},
     ),
     "heterogeneous": ({"heterogeneous_layers_config_encoded_json": heterogeneous_json()}, {}),
 }
@@ -319,11 +350,54 @@ def test_l2_norm_of_queries_and_keys():
 
 
 @pytest.mark.parametrize("recompute", [{}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}])
-def test_mixture_of_experts(recompute, monkeypatch):
-    # megatron-core 0.16.1 asks whether this is None, but without TransformerEngine forgets to say so.
-    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+def test_mixture_of_experts(recompute):
     stock, tree = twins(tiny_config(**MOE, **recompute))
     assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=FP32_INSIDE)
+
+
+# As DeepSeek-V3 chooses its experts; a bias is added to the scores that choose, not to those that weigh.
+BIASED_EXPERTS = MOE | {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,
+    "moe_shared_expert_intermediate_size": 16,
+}
+
+
+def with_expert_biases(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Biases that change which experts are chosen."""
+    found = [buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
+    assert len(found) == LAYERS
+    generator = torch.Generator().manual_seed(0)
+    for bias in found:
+        bias.copy_(0.1 * torch.randn(bias.shape, generator=generator))
+    return found
+
+
+def test_latent_attention_and_experts_with_the_biases_of_a_checkpoint():
+    stock, tree = twins(tiny_config(**LATENT | BIASED_EXPERTS))
+    unbiased = unfolded(stock).loss
+    for model in (stock, tree):
+        model.zero_grad()
+        with_expert_biases(model)
+    expected = unfolded(stock)
+    assert worst(expected.loss, unbiased) > 1e-3
+    assert_equal(folded(tree, folded_batch()), expected, limit=FP32_INSIDE)
+
+
+def test_a_step_leaves_the_biases_of_experts_as_they_are():
+    """With an update rate of zero, which is all that is not refused."""
+    _, tree = twins(tiny_config(**BIASED_EXPERTS))
+    before = [bias.clone() for bias in with_expert_biases(tree)]
+    trainer = Trainer.of([tree])
+
+    def biases_after_a_step():
+        trainer.backward(sft_forward_step, [folded_batch()], seq_length=64)
+        return [buffer for name, buffer in tree.named_buffers() if name.endswith("expert_bias")]
+
+    assert all(map(torch.equal, biases_after_a_step(), before))
+    tree.config.moe_router_bias_update_rate = 1e-3  # else the above would hold for a step that never came to them
+    assert not all(map(torch.equal, biases_after_a_step(), before))
 
 
 def block_submodules(config):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from oracles import sample_lists
 
 from mcore_prefix_tree import fold
-from mcore_prefix_tree.plan import CostModel, Measured
+from mcore_prefix_tree.plan import CostModel, LatentAttention, Measured
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN
 from mcore_prefix_tree.recipe import ModelConfig
 from mcore_prefix_tree.trie import build_trie
@@ -26,6 +27,26 @@ def test_flops_by_hand():
     assert model.micro_batch == model.scored == 0
     fused = CostModel.from_dimensions(**SMALL, num_query_groups=2, ffn_hidden_size=16, fused_head=True)
     assert (fused.token, fused.scored, fused.pair) == (model.token - 3 * 2 * 800, 3 * 2 * 800, model.pair)
+
+
+def test_flops_of_latent_attention_by_hand():
+    """Four heads, whose queries and keys have 3 channels without a position and 2 with one, and whose values have 5."""
+    latent = LatentAttention(q_lora_rank=6, kv_lora_rank=7, qk_head_dim=3, qk_pos_emb_head_dim=2, v_head_dim=5)
+    queries = 8 * 6 + 6 * (4 * (3 + 2))
+    keys_values = 8 * (7 + 2) + 7 * (4 * (3 + 5))
+    layer = queries + keys_values + (4 * 5) * 8 + 3 * 8 * 16
+    model = CostModel.from_dimensions(**SMALL, ffn_hidden_size=16, latent=latent)
+    assert model.token == 3 * 2 * (2 * layer + 800)
+    # Scores of 5 channels three times in the backward, and those of values twice.
+    assert model.pair == 2 * 2 * 4 * ((5 + 5) + (3 * 5 + 2 * 5))
+    whole = replace(latent, q_lora_rank=None)
+    assert whole.weights(8, 4) == latent.weights(8, 4) - queries + 8 * (4 * 5)
+
+    settings = {"multi_latent_attention": True, **vars(latent), "rope_type": "rope"}
+    recipe = ModelConfig(**SMALL, ffn_hidden_size=16, transformer=settings)
+    assert CostModel.from_model(recipe) == model
+    assert LatentAttention.from_settings({"multi_latent_attention": True}) == LatentAttention()
+    assert LatentAttention.from_settings(settings | {"multi_latent_attention": False}) is None
 
 
 def test_a_recipe_s_model():

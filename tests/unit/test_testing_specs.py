@@ -8,7 +8,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.testing.launcher import single_process
-from mcore_prefix_tree.testing.norms import Norm, sequence_parallel_block_spec, with_sequence_parallel_norms
+from mcore_prefix_tree.testing.norms import Norm
+from mcore_prefix_tree.testing.specs import cpu_spec, exchanged
 
 
 def config(**changes: object) -> TransformerConfig:
@@ -44,7 +45,7 @@ def test_norms_refuse_what_they_cannot_do() -> None:
 def test_a_spec_is_copied_with_every_norm_exchanged() -> None:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
     before = repr(spec)
-    changed = with_sequence_parallel_norms(spec)
+    changed = exchanged(spec, {WrappedTorchNorm: Norm})
     assert repr(spec) == before
     layer, attention = changed.submodules, changed.submodules.self_attention.submodules
     assert layer.input_layernorm is layer.pre_mlp_layernorm is Norm
@@ -59,11 +60,16 @@ def test_a_block_has_its_final_norm_exchanged() -> None:
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
         block = get_gpt_decoder_block_spec(config(normalization="RMSNorm"), use_transformer_engine=False)
         before = repr(block)
-        from_layer = sequence_parallel_block_spec(layer, config())
-        from_block = sequence_parallel_block_spec(block, config())
+        parallel = config(sequence_parallel=True, tensor_model_parallel_size=2)
+        from_layer, from_block = cpu_spec(layer, parallel), cpu_spec(block, parallel)
     assert repr(block) == before
     for made in (from_layer, from_block):
         assert isinstance(made, TransformerBlockSubmodules)
         assert made.layer_norm is Norm
         assert len(made.layer_specs) == 3
         assert "WrappedTorchNorm" not in repr(made)
+
+
+def test_layers_that_run_anyway_stay_as_they_are() -> None:
+    layer = get_gpt_layer_local_spec()
+    assert cpu_spec(layer, config()) is layer

@@ -22,7 +22,7 @@ from unittest import mock
 from mcore_prefix_tree.errors import USER_ERRORS, sentence_of
 from mcore_prefix_tree.pretrain_gpt import use_megatron_lm
 
-TWO_RANKS = {"--context-parallel-size", "--expert-model-parallel-size"}
+TWO_RANKS = {"--context-parallel-size", "--expert-model-parallel-size", "--tensor-model-parallel-size"}
 
 
 def main(cases: Path, answers: Path) -> None:

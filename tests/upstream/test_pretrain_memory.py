@@ -17,6 +17,7 @@ from mcore_prefix_tree.mcore.pretrain.memory import activation_bytes
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import Layout, single_process
 from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+from mcore_prefix_tree.testing.specs import cpu_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 
@@ -25,6 +26,16 @@ EXPERTS = {
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 128,
     "moe_router_load_balancing_type": "none",
+}
+LATENT = {
+    "multi_latent_attention": True,
+    "num_query_groups": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 64,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 48,
+    "rope_type": "rope",
 }
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 CORE_ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -43,8 +54,13 @@ def config_of(**changes: Any) -> TransformerConfig:
 
 def kept_by_autograd(config: TransformerConfig) -> int:
     """Bytes of all tensors that the forward pass of a micro-batch leaves, but for weights and tables of angles."""
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
-    (model,) = build_chunks(config, with_prefix_tree(layer))
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+    (model,) = build_chunks(config, with_prefix_tree(cpu_spec(layer, config)))
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -68,8 +84,11 @@ def kept_by_autograd(config: TransformerConfig) -> int:
         FULL,
         EXPERTS,
         EXPERTS | MOE,
+        LATENT,
+        LATENT | {"qk_layernorm": True},
+        LATENT | {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
     ],
-    ids=["dense", "no gate", "core_attn", "full", "experts", "moe"],
+    ids=["dense", "no gate", "core_attn", "full", "experts", "moe", "latent", "latent norms", "mla_up_proj"],
 )
 def test_a_layer_keeps_what_is_estimated(changes: dict[str, Any]) -> None:
     """By the difference of four layers to two, so that embedding and head do not count."""

@@ -20,13 +20,19 @@ pytest.importorskip("triton", reason="megatron.training imports triton")
 SCRIPT = Path(__file__).with_name("refusals.py")
 COMMON = f"{CPU} {MODEL} {TRAIN} {FOLDED} --prefix-tree-data-path /dev/null"
 MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall"
+BIASED = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+LATENT = "without --group-query-attention --no-rope-fusion -- --multi-latent-attention"
 
 # Arguments, and how what is said of them begins after "prefix-tree training does not support ".
 SPINE = [
     ("--context-parallel-size 2", "context_parallel_size=2"),
     ("--attention-dropout 0.1", "attention_dropout=0.1"),
     ("--hidden-dropout 0.1", "hidden_dropout=0.1"),
-    ("--multi-latent-attention", "multi_latent_attention=True"),
+    (f"{LATENT} --rope-type yarn", "apply_rope_fusion=True with multi_latent_attention"),
+    (
+        f"{LATENT} --no-rope-fusion --tensor-model-parallel-size 2",
+        "multi_latent_attention with tensor_model_parallel_size=2 and without sequence_parallel",
+    ),
     ("--mtp-num-layers 1", "mtp_num_layers=1"),
     ("--window-size 16,1", "window_size=(16, 1)"),
     ("--window-size=-1,0", "window_size=(-1, 0)"),
@@ -42,7 +48,7 @@ SPINE = [
     (f"{MOE} --moe-expert-capacity-factor 1.5", "moe_expert_capacity_factor=1.5"),
     (f"{MOE} --moe-router-force-load-balancing", "moe_router_force_load_balancing or moe_router_force_biased"),
     (f"{MOE} --moe-input-jitter-eps 0.1", "moe_input_jitter_eps=0.1"),
-    (f"{MOE} --moe-router-enable-expert-bias", "moe_router_enable_expert_bias=True"),
+    (f"{MOE} {BIASED}", "moe_router_bias_update_rate=0.001 with moe_router_enable_expert_bias"),
 ]
 # Arguments that core_v0.16.1 lacks.
 NEWER = [
@@ -50,8 +56,8 @@ NEWER = [
     (f"{MOE} --moe-router-force-biased 0.1", "moe_router_force_load_balancing or moe_router_force_biased"),
     (f"{MOE} --moe-expert-rank-capacity-factor 1.5", "moe_expert_rank_capacity_factor"),
 ]
-# No argument of Megatron-LM sets it: it is for those who write a TransformerConfig.
-WITHOUT_ARGUMENT = {"fused_single_qkv_rope"}
+# For those who write a TransformerConfig: no argument of Megatron-LM sets the first, and that of the other is refused.
+WITHOUT_ARGUMENT = {"fused_single_qkv_rope", "experimental_attention_variant"}
 # What is said from the start.
 OTHER = [
     ("--position-embedding-type mrope", "prefix-tree training does not support --position-embedding-type mrope: "),
@@ -72,7 +78,7 @@ OTHER = [
     ("--log-throughput", "prefix-tree training does not support --log-throughput: it counts --seq-length tokens a"),
     ("--log-progress", "prefix-tree training does not support --log-progress: it counts --seq-length tokens a s"),
     (
-        "without --no-gradient-accumulation-fusion",
+        "without --no-gradient-accumulation-fusion --",
         "--no-gradient-accumulation-fusion is missing: Megatron-LM's default needs NVIDIA Apex, ",
     ),
     (
@@ -89,7 +95,9 @@ ACCEPTED = [
     "",
     MOE,
     f"{MOE} --recompute-granularity selective --recompute-modules moe",
-    "without --no-gradient-accumulation-fusion --prefix-tree-dry-run",
+    "without --no-gradient-accumulation-fusion -- --prefix-tree-dry-run",
+    f"{LATENT} --no-rope-fusion",
+    f"{MOE} {BIASED} --moe-router-bias-update-rate 0",
     "LOCAL_RANK=3 LOCAL_WORLD_SIZE=8",
     "--window-size 16,0 --prefix-tree-attention-backend reference",
 ]
@@ -101,11 +109,12 @@ def is_newer() -> bool:
 
 
 def words_of(case: str) -> list[str]:
-    """The case's own, after those of all; "without --flag" takes one of those away."""
-    own = case.split()
+    """The case's own, after those of all; "without --flag ... --" takes some of those away."""
+    own, without = case.split(), []
     if own[:1] == ["without"]:
-        return [word for word in COMMON.split() if word != own[1]] + own[2:]
-    return COMMON.split() + own
+        end = own.index("--")
+        own, without = own[end + 1 :], own[1:end]
+    return [word for word in COMMON.split() if word not in without] + own
 
 
 @pytest.fixture(scope="module")

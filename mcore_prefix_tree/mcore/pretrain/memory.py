@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_prefix_tree.mcore.backend import head_dims
+
 # In the formulas below: h hidden size, q and kv widths of all queries and of all keys, f of an MLP, k experts a token.
 
 
@@ -36,6 +38,8 @@ def activation_bytes(config: Any, tokens: int, *, micro_batches: int, logits_wid
     - ``3q + 3kv``: rotated queries and keys, the output of attention, and all of the projection, ``q + 2kv``, because
       values are a view of it; with QK layernorm also the inputs of that, ``q + kv``, which are copies. Attention along
       a tree keeps nothing of pairs of tokens: recomputing ``core_attn`` spares nothing.
+    - multi-latent attention instead: queries, keys, values and the output of attention, each a copy, and both latents,
+      with QK layernorm twice. Recomputing ``mla_up_proj`` drops the first three.
     - an MLP: ``f`` for the input of its second matrix and ``2f`` for the output of its first with a gate, ``f``
       without.
     - experts: ``k * (h + f + 2f)``, what ``TEGroupedMLP.forward`` (megatron/core/transformer/moe/experts.py) keeps of
@@ -93,24 +97,34 @@ def _layer(config: Any, tokens: int, has_experts: bool) -> _Layer:
     recomputed = set(config.recompute_modules) if config.recompute_granularity == "selective" else set()
     sharded = tokens * config.params_dtype.itemsize / config.tensor_model_parallel_size
 
-    query = config.num_attention_heads * config.kv_channels
-    key = config.num_query_groups * config.kv_channels
-    attention = 4 * _hidden(config, tokens) + sharded * (4 if config.qk_layernorm else 3) * (query + key)
+    attention = 4 * _hidden(config, tokens)
+    parts = {}
+    if config.multi_latent_attention:
+        query, value = (config.num_attention_heads * dim for dim in head_dims(config))
+        latent = (2 if config.qk_layernorm else 1) * ((config.q_lora_rank or 0) + config.kv_lora_rank)
+        attention += _hidden(config, tokens) / config.hidden_size * (latent + config.qk_pos_emb_head_dim)
+        attention += sharded * value
+        parts["mla_up_proj"] = sharded * (2 * query + value)
+    else:
+        query = config.num_attention_heads * config.kv_channels
+        key = config.num_query_groups * config.kv_channels
+        attention += sharded * (4 if config.qk_layernorm else 3) * (query + key)
 
     outputs = 2 if config.gated_linear_unit else 1  # widths of an MLP that its first matrix puts out
     if not has_experts:
-        parts = {"mlp": sharded * (1 + outputs) * config.ffn_hidden_size}
+        parts["mlp"] = sharded * (1 + outputs) * config.ffn_hidden_size
     else:
         per_expert = sharded * config.moe_router_topk
         shared = config.moe_shared_expert_intermediate_size or 0
         gathered = config.expert_tensor_parallel_size * (config.moe_latent_size or config.hidden_size)
-        parts = {
+        experts = {
             "moe_experts": per_expert * (gathered + outputs * config.moe_ffn_hidden_size),
             "moe_act": per_expert * config.moe_ffn_hidden_size,
             "shared_experts": sharded * (1 + outputs) * shared,
         }
         if "moe" in recomputed:
-            recomputed |= parts.keys()
+            recomputed |= experts.keys()
+        parts |= experts
     again = sum(size for name, size in parts.items() if name in recomputed)
     return _Layer(kept=attention + sum(parts.values()) - again, again=again)
 

@@ -37,9 +37,9 @@ from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
 from mcore_prefix_tree.mcore.pretrain.steps import StepDealer, StepIterator, StepSize, check_first_epoch
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.validation import check_config, check_model
-from mcore_prefix_tree.plan import CostModel
+from mcore_prefix_tree.plan import CostModel, LatentAttention
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.testing.norms import sequence_parallel_block_spec
+from mcore_prefix_tree.testing.specs import cpu_spec
 
 __all__ = ["add_prefix_tree_args", "prefix_tree_providers"]
 
@@ -119,9 +119,14 @@ def _stock_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
             qk_l2_norm=args.qk_l2_norm,
             vp_stage=vp_stage,
         )
-    if config.sequence_parallel and not use_te and not torch.cuda.is_available():
-        # The emulation is for trying things out; upstream's own norm for the CPU refuses sequence parallelism.
-        spec = sequence_parallel_block_spec(spec, config, vp_stage)
+    if config.multi_latent_attention and not use_te and args.spec is None and torch.cuda.is_available():
+        raise ArgumentError(
+            "--multi-latent-attention needs --transformer-impl transformer_engine: megatron-core's own attention has "
+            "one size for queries and values"
+        )
+    if not use_te and not torch.cuda.is_available():
+        # The emulation is for trying things out, also what upstream's own layers lack on a CPU.
+        spec = cpu_spec(spec, config, vp_stage)
     return spec
 
 
@@ -178,6 +183,7 @@ def cost_model_of(args: argparse.Namespace) -> CostModel:
         vocab_size=args.padded_vocab_size,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         kv_channels=args.kv_channels,
+        latent=LatentAttention.from_settings(vars(args)),
         swiglu=args.swiglu,
         fused_head=args.prefix_tree_fused_head,
     )

@@ -10,30 +10,32 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
 from mcore_prefix_tree.mcore.validation import check_model
 from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
-from mcore_prefix_tree.testing.norms import sequence_parallel_block_spec
+from mcore_prefix_tree.testing.specs import cpu_spec
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
-    """The ``TransformerConfig`` of a recipe.
+    """The ``TransformerConfig`` of a recipe; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
 
     Raises:
         RecipeError: ``model.transformer`` has a key that the class lacks or that is not its to set, or megatron-core
             refuses the combination.
     """
     model, parallel = recipe.model, recipe.parallel
-    known = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
+    latent = bool(model.transformer.get("multi_latent_attention"))
+    kind = MLATransformerConfig if latent else TransformerConfig
+    known = {field.name for field in dataclasses.fields(kind) if field.init}
     unknown = sorted(set(model.transformer) - known)
     if unknown:
-        raise RecipeError(f"model.transformer.{unknown[0]}: megatron-core's TransformerConfig has no such field")
+        raise RecipeError(f"model.transformer.{unknown[0]}: megatron-core's {kind.__name__} has no such field")
     dtype = DTYPES[model.dtype]
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     if model.num_query_groups is not None and model.num_attention_heads % model.num_query_groups:
@@ -42,6 +44,8 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
             f"model.num_query_groups={model.num_query_groups}"
         )
     _check_rotary_channels(model)
+    if latent:
+        _check_latent_attention(model, on_gpu=on_gpu)
     fixed: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -69,6 +73,8 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
         "variable_seq_lengths": True,
         "use_cpu_initialization": not on_gpu,
     }
+    if latent:
+        fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
     taken = sorted(set(model.transformer) & set(fixed))
     if taken:
         raise RecipeError(
@@ -85,12 +91,35 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
         "masked_softmax_fusion": False,
     }
     try:
-        return TransformerConfig(**(fixed | defaults | model.transformer))
+        return kind(**(fixed | defaults | model.transformer))
     except (AssertionError, TypeError, ValueError) as error:
         raise RecipeError(f"megatron-core refuses this model or parallel layout: {error}") from error
 
 
+def _check_latent_attention(model: ModelConfig, *, on_gpu: bool) -> None:
+    """What multi-latent attention would take no notice of, or upstream's layers cannot do."""
+    for name in ("num_query_groups", "kv_channels"):
+        if getattr(model, name) is not None:
+            raise RecipeError(
+                f"model.{name} has no meaning with model.transformer.multi_latent_attention: its heads are "
+                "model.num_attention_heads, of qk_head_dim, qk_pos_emb_head_dim and v_head_dim; leave it out"
+            )
+    rope_type = model.transformer.get("rope_type", "yarn")
+    if model.position_embedding_type != "rope" or model.rope_scaling or rope_type not in ("rope", "yarn"):
+        raise RecipeError(
+            "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling and "
+            "model.position_embedding_type out and set model.transformer.rope_type, to rope or yarn"
+        )
+    if on_gpu and model.transformer_impl == "local":
+        raise RecipeError(
+            "model.transformer.multi_latent_attention needs model.transformer_impl=transformer_engine on a GPU: "
+            "megatron-core's own attention has one size for queries and values"
+        )
+
+
 def _check_rotary_channels(model: ModelConfig) -> None:
+    if model.transformer.get("multi_latent_attention"):
+        return  # its rotated channels are a setting of their own
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     rotated = int(head * model.rotary_percent)
     if model.position_embedding_type == "rope" and (rotated == 0 or rotated % 2):
@@ -177,7 +206,7 @@ def _block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | N
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_te, normalization=config.normalization, vp_stage=vp_stage
     )
-    if config.sequence_parallel and not use_te and config.use_cpu_initialization:
-        # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism; testing has.
-        block = sequence_parallel_block_spec(block, config, vp_stage)
+    if not use_te and config.use_cpu_initialization:
+        # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism, say; testing has.
+        block = cpu_spec(block, config, vp_stage)
     return with_prefix_tree(block)
