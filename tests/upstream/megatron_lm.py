@@ -128,7 +128,10 @@ def _words(arguments: tuple[str, ...]) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PATH": search_path()}
+    # For --spec: modules of this folder.
+    modules = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PATH": search_path(), "PYTHONPATH": modules}
+    return os.environ | settings
 
 
 def trained(program: tuple[str, ...], *arguments: str, ranks: int = 1) -> Run:

@@ -40,7 +40,7 @@ LAST = 5
 
 
 def test_latent_attention_and_biased_experts(stock: Stock, tmp_path: Path) -> None:
-    alone = (*STOCK, "--spec", "latent_spec", "layer")
+    alone = (*STOCK, "--spec", "latent_spec", "expert_layer")
     arguments = (CPU, LATENT, TRAIN, UNFOLDED, stock.data, f"--save {tmp_path / 'alone'}")
     trained(alone, *arguments, "--moe-router-bias-update-rate 0.1 --exit-interval 1")  # biases that are not zero
     rest = f"--load {tmp_path / 'alone'} --exit-interval {LAST}"
