@@ -70,12 +70,36 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class YarnConfig:
+    """YaRN's rotary embeddings (https://arxiv.org/abs/2309.00071), with Megatron's names for its settings.
+
+    Attributes:
+        rotary_scaling_factor: how many times longer than in pre-training a path may be.
+        original_max_position_embeddings: the longest in pre-training.
+        beta_fast: rotations within that length above which a frequency is kept.
+        beta_slow: rotations below which it is divided by the factor; in between, something of both.
+        mscale: weight of the logarithm of the factor in the scale of queries and keys.
+        mscale_all_dim: the same of what that scale is divided by; 0 divides by nothing.
+        correction_range_round_to_int: from a whole frequency to a whole frequency.
+    """
+
+    rotary_scaling_factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    mscale: NonNegativeFloat = 1.0
+    mscale_all_dim: NonNegativeFloat = 0.0
+    correction_range_round_to_int: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ModelConfig:
     """A GPT, as megatron-core builds it.
 
     Attributes:
         vocab_size: before padding to a multiple of the tensor-parallel size; None takes the tokenizer's.
         rope_scaling: Llama 3.1's of the rotary frequencies, by ``rope_scaling_factor``.
+        yarn: of ``position_embedding_type: yarn``, which needs it.
         dtype: of parameters and activations.
         transformer_impl: megatron-core's own layers or TransformerEngine's.
         transformer: further fields of ``megatron.core.transformer.TransformerConfig``.
@@ -89,11 +113,12 @@ class ModelConfig:
     kv_channels: PositiveInt | None = None
     vocab_size: PositiveInt | None = None
     max_position_embeddings: PositiveInt = 4096
-    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
     rotary_base: PositiveInt = 10000
     rotary_percent: Annotated[float, _Number] = Field(default=1.0, gt=0, le=1)
     rope_scaling: bool = False
     rope_scaling_factor: PositiveFloat = 8.0
+    yarn: YarnConfig | None = None
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     swiglu: bool = True
     add_bias_linear: bool = False

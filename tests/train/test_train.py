@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -81,6 +82,22 @@ def test_rope_scaling_reaches_the_model(job: Path) -> None:
     plain, by_8, by_2 = (row.tolist() for row in frequencies)
     assert plain[:3] == by_8[:3] == by_2[:3]
     assert by_8[3] < by_2[3] < plain[3]
+
+
+def test_yarn_reaches_the_model(job: Path) -> None:
+    given = ("model.position_embedding_type=yarn", "model.yarn.original_max_position_embeddings=8")
+    tables = []
+    for factor in (1, 4):
+        recipe = load_recipe(job, [*FLOAT64, *given, f"model.yarn.rotary_scaling_factor={factor}"])
+        with world_of_one(recipe) as place:
+            model = built(recipe, place)
+            assert model.config.yarn_beta_fast == 32
+            tables.append(model.rotary_pos_emb(9))
+    (plain, scale), (stretched, larger) = tables
+    assert scale == 1
+    assert larger == pytest.approx(0.1 * math.log(4) + 1)
+    # Of 4 pairs the fastest turns once in 6 tokens; the others not in 8, and are divided by the whole factor.
+    torch.testing.assert_close(stretched, plain / torch.tensor([1, 4, 4, 4] * 2))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])

@@ -8,6 +8,10 @@ import pytest
 import torch
 from train_jobs import command, rows, write_job
 
+YARN = (
+    "model.position_embedding_type=yarn model.yarn.rotary_scaling_factor=4 "
+    "model.yarn.original_max_position_embeddings=8"
+)
 DROPOUT = "samples that share a token would share its dropout"
 
 
@@ -57,7 +61,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             "model.transformer.multi_latent_attention=true model.num_query_groups=null model.rope_scaling=true",
-            "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling and ",
+            "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling, ",
         ),
         (
             "model.transformer.multi_latent_attention=true model.num_query_groups=null model.transformer.nope=1",
@@ -78,6 +82,17 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.kv_channels=7", "of the 7 of each head model.rotary_percent=1 takes 7; change it, model.kv_"),
         ("model.rotary_percent=0.4", "of the 8 of each head model.rotary_percent=0.4 takes 3; change it, model.kv_"),
         ("model.rotary_percent=0.1", "of the 8 of each head model.rotary_percent=0.1 takes 0; change it, model.kv_"),
+        ("model.position_embedding_type=yarn", "model.position_embedding_type=yarn and model.yarn, which has its "),
+        (
+            "model.yarn.rotary_scaling_factor=4 model.yarn.original_max_position_embeddings=8",
+            "model.position_embedding_type=yarn and model.yarn, which has its settings, come together; set ",
+        ),
+        (
+            "model.position_embedding_type=yarn model.yarn.rotary_scaling_factor=4",
+            "model.yarn.original_max_position_embeddings: field required",
+        ),
+        (f"{YARN} model.rotary_percent=0.5", "model.position_embedding_type=yarn turns all channels of a head and "),
+        (f"{YARN} model.kv_channels=7", "of the 7 of each head model.rotary_percent=1 takes 7; change it, model.kv_"),
         ("model.rotary_percent=2", "model.rotary_percent: input should be less than or equal to 1 (given 2)"),
         ("model.position_embedding_type=mrope", "model.position_embedding_type: input should be 'rope', "),
         (

@@ -65,6 +65,12 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Break], None]:
     return apply
 
 
+YARN = (
+    "model.position_embedding_type=yarn",
+    "model.yarn.rotary_scaling_factor=4",
+    "model.yarn.original_max_position_embeddings=8",
+    "model.yarn.mscale_all_dim=0.5",
+)
 LATENT = (
     "model.num_query_groups=null",
     "model.transformer.multi_latent_attention=true",
@@ -74,6 +80,8 @@ LATENT = (
     "model.transformer.qk_pos_emb_head_dim=4",
     "model.transformer.v_head_dim=6",
     "model.transformer.original_max_position_embeddings=8",
+    # Its queries and keys are products of two matrices: 0.3 would leave of bf16 one digit.
+    "model.transformer.init_method_std=0.2",
 )
 
 
@@ -87,6 +95,7 @@ LATENT = (
         ("float64", ("model.untie_embeddings_and_output_weights=false", "model.qk_layernorm=true"), 1e-12),
         ("float64", ("model.position_embedding_type=learned_absolute", "model.swiglu=false"), 1e-12),
         ("float64", ("model.rope_scaling=true", "model.rotary_percent=0.5"), 1e-12),
+        ("float64", YARN, 1e-12),
         ("float64", LATENT, 1e-12),
         ("float64", ("fused_head=false",), 1e-12),
         ("float64", ("batch.share=prompt",), 1e-12),
@@ -100,6 +109,7 @@ LATENT = (
         "tied",
         "learned positions",
         "scaled positions",
+        "yarn",
         "latent attention",
         "logits",
         "prompts",
@@ -149,8 +159,9 @@ def test_the_recipe_says_whether_attention_is_deterministic(
     assert asked == {deterministic}
 
 
-def test_half_precision_is_judged_by_the_unfolded_run_s_own_rounding(job: Path) -> None:
-    report, _ = run_verify(load_recipe(job, ["model.dtype=bfloat16"]))
+@pytest.mark.parametrize("model", [(), YARN, LATENT], ids=["rope", "yarn", "latent attention"])
+def test_half_precision_is_judged_by_the_unfolded_run_s_own_rounding(job: Path, model: tuple[str, ...]) -> None:
+    report, _ = run_verify(load_recipe(job, ["model.dtype=bfloat16", *model]))
     assert report.passed
     assert report.reference == "the same weights in float32, unfolded"
     assert report.unfolded_errors is not None

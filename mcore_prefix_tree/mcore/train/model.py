@@ -91,9 +91,14 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
         "masked_softmax_fusion": False,
     }
     try:
-        return kind(**(fixed | defaults | model.transformer))
+        config = kind(**(fixed | defaults | model.transformer))
     except (AssertionError, TypeError, ValueError) as error:
         raise RecipeError(f"megatron-core refuses this model or parallel layout: {error}") from error
+    if model.yarn is not None:
+        # No fields: GPTModel looks for attributes, as Megatron-LM's arguments leave them.
+        for name, value in vars(model.yarn).items():
+            setattr(config, f"yarn_{name}", value)
+    return config
 
 
 def _check_latent_attention(model: ModelConfig, *, on_gpu: bool) -> None:
@@ -104,11 +109,11 @@ def _check_latent_attention(model: ModelConfig, *, on_gpu: bool) -> None:
                 f"model.{name} has no meaning with model.transformer.multi_latent_attention: its heads are "
                 "model.num_attention_heads, of qk_head_dim, qk_pos_emb_head_dim and v_head_dim; leave it out"
             )
-    rope_type = model.transformer.get("rope_type", "yarn")
-    if model.position_embedding_type != "rope" or model.rope_scaling or rope_type not in ("rope", "yarn"):
+    others = (model.position_embedding_type != "rope", model.rope_scaling, model.yarn is not None)
+    if any(others) or model.transformer.get("rope_type", "yarn") not in ("rope", "yarn"):
         raise RecipeError(
-            "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling and "
-            "model.position_embedding_type out and set model.transformer.rope_type, to rope or yarn"
+            "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling, "
+            "model.yarn and model.position_embedding_type out and set model.transformer.rope_type, to rope or yarn"
         )
     if on_gpu and model.transformer_impl == "local":
         raise RecipeError(
@@ -120,9 +125,19 @@ def _check_latent_attention(model: ModelConfig, *, on_gpu: bool) -> None:
 def _check_rotary_channels(model: ModelConfig) -> None:
     if model.transformer.get("multi_latent_attention"):
         return  # its rotated channels are a setting of their own
+    if (model.position_embedding_type == "yarn") != (model.yarn is not None):
+        raise RecipeError(
+            "model.position_embedding_type=yarn and model.yarn, which has its settings, come together; set "
+            "model.yarn.rotary_scaling_factor and model.yarn.original_max_position_embeddings, or leave both out"
+        )
+    if model.yarn is not None and (model.rotary_percent != 1 or model.rope_scaling):
+        raise RecipeError(
+            "model.position_embedding_type=yarn turns all channels of a head and scales them in its own way: leave "
+            "model.rotary_percent and model.rope_scaling out"
+        )
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     rotated = int(head * model.rotary_percent)
-    if model.position_embedding_type == "rope" and (rotated == 0 or rotated % 2):
+    if model.position_embedding_type in ("rope", "yarn") and (rotated == 0 or rotated % 2):
         raise RecipeError(
             f"rotary embeddings turn pairs of channels, but of the {head} of each head model.rotary_percent="
             f"{model.rotary_percent:g} takes {rotated}; change it, model.kv_channels or model.position_embedding_type"

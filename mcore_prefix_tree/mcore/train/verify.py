@@ -23,7 +23,7 @@ from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.score import score, score_values
 from mcore_prefix_tree.mcore.train.compare import physical_tokens
-from mcore_prefix_tree.mcore.train.model import build_chunks
+from mcore_prefix_tree.mcore.train.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.train.objective import objective_of, plain
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, folding_of, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
@@ -237,9 +237,8 @@ def _run_reference(
     chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
 ) -> _Outcome:
     """The unfolded run of the same weights in float32."""
-    config = replace(
-        place.config, bf16=False, params_dtype=torch.float32, pipeline_dtype=torch.float32, autocast_dtype=torch.float32
-    )
+    in_float32 = replace(recipe, model=replace(recipe.model, dtype="float32"))
+    config = transformer_config(in_float32, on_gpu=place.device.type == "cuda")
     embedding = next((weight for name, weight in chunks[0].named_parameters() if "word_embeddings" in name), None)
     sizes = [0] if embedding is None else [embedding.shape[0] * place.config.tensor_model_parallel_size]
     sizes = everyone(sizes)
