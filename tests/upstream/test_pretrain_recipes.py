@@ -30,61 +30,123 @@ def environment(**variables: object) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupedQueries:
+    """Elements of a layer."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    qk_layernorm: bool = False
+
+    def weights(self, hidden: int) -> int:
+        return hidden * self.head_dim * (2 * self.heads + 2 * self.groups)
+
+    def kept(self) -> int:
+        return (3 + self.qk_layernorm) * self.head_dim * (self.heads + self.groups)
+
+    def again(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Elements of a layer of multi-latent attention with QK layernorm and no latent of queries; its up-projection is
+    recomputed."""
+
+    heads: int
+    rank: int
+    no_position: int
+    rotary: int
+    value: int
+
+    def weights(self, hidden: int) -> int:
+        queries = hidden * self.heads * (self.no_position + self.rotary)
+        keys_values = hidden * (self.rank + self.rotary) + self.rank * self.heads * (self.no_position + self.value)
+        return queries + keys_values + self.heads * self.value * hidden + self.rank
+
+    def kept(self) -> int:
+        return 2 * self.rank + self.rotary + self.heads * self.value
+
+    def again(self) -> int:
+        return self.heads * (2 * (self.no_position + self.rotary) + self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """A model and how it is cut, in the numbers of its publisher."""
 
     layers: int
     hidden: int
-    heads: int
-    groups: int
-    head_dim: int
+    attention: GroupedQueries | Latent
     ffn: int
     vocab: int
     tp: int
     pp: int
     fewest_nodes: int = 1
-    qk_layernorm: bool = False
     experts: int = 0
     top_k: int = 0
     ep: int = 1
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    shared_ffn: int = 0
 
     def weight_bytes(self, ranks: int) -> float:
         """Of the first stage: bf16 weights, fp32 gradients, and 12 bytes of optimizer over the replicas.
 
         Without the routers, less than a thousandth, which Megatron's estimate leaves out too.
         """
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.groups)
         mlp = 3 * self.hidden * self.ffn
         norms = 2 * self.hidden
-        blocks = self.layers * (attention + norms + (0 if self.experts else mlp)) + self.hidden
-        dense = (blocks / self.pp + self.vocab * self.hidden) / self.tp
-        routed = self.layers * mlp * self.experts / self.pp / self.ep
+        blocks = (
+            self.layers * (self.attention.weights(self.hidden) + norms + (0 if self.experts else mlp)) + self.hidden
+        )
+        with_experts = (self.layers - self.dense_layers) if self.experts else 0
+        blocks += 3 * self.hidden * (self.dense_layers * self.dense_ffn + with_experts * self.shared_ffn)
+        ends = 1 if self.pp > 1 else 2  # embedding and head
+        dense = (blocks / self.pp + ends * self.vocab * self.hidden) / self.tp
+        routed = with_experts * mlp * self.experts / self.pp / self.ep
         replicas, expert_replicas = ranks / (self.tp * self.pp), ranks / (self.pp * self.ep)
         return dense * (6 + 12 / replicas) + routed * (6 + 12 / expert_replicas)
 
     def activation_bytes(self, tokens: int) -> float:
         """Of the first stage, in bf16: experts are recomputed, so that one layer's are there at a time."""
-        attention = 4 * self.hidden + (3 + self.qk_layernorm) * self.head_dim * (self.heads + self.groups)
+        elements = self.layers * (4 * self.hidden + self.attention.kept()) + self.attention.again()
         if self.experts:
-            elements = self.layers * attention + self.top_k * (self.hidden + 3 * self.ffn)
+            elements += 3 * self.dense_layers * self.dense_ffn
+            elements += self.top_k * (self.hidden + 3 * self.ffn) + 3 * self.shared_ffn
         else:
-            elements = self.layers * (attention + 3 * self.ffn)
+            elements += self.layers * 3 * self.ffn
+        if self.pp == 1:
+            elements += 2 * self.hidden  # the last norm's and the head's inputs
         return 2 * elements * tokens / self.tp
 
 
 MODELS = {
     "llama3_8b": Model(
-        layers=32, hidden=4096, heads=32, groups=8, head_dim=128, ffn=14336, vocab=128256, tp=4, pp=2
+        layers=32, hidden=4096, attention=GroupedQueries(heads=32, groups=8, head_dim=128), ffn=14336, vocab=128256,
+        tp=4, pp=2,
+    ),
+    "moonlight_16b_a3b": Model(
+        layers=27, hidden=2048, attention=Latent(heads=16, rank=512, no_position=128, rotary=64, value=128), ffn=1408,
+        vocab=163840, tp=1, pp=1, experts=64, top_k=6, ep=8, dense_layers=1, dense_ffn=11264, shared_ffn=2 * 1408,
     ),
     "qwen3_30b_a3b": Model(
-        layers=48, hidden=2048, heads=32, groups=4, head_dim=128, ffn=768, vocab=151936, tp=2, pp=2,
-        fewest_nodes=2, qk_layernorm=True, experts=128, top_k=8, ep=8,
+        layers=48, hidden=2048, attention=GroupedQueries(heads=32, groups=4, head_dim=128, qk_layernorm=True), ffn=768,
+        vocab=151936, tp=2, pp=2, fewest_nodes=2, experts=128, top_k=8, ep=8,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes"), [("llama3_8b", 1), ("llama3_8b", 4), ("qwen3_30b_a3b", 2), ("qwen3_30b_a3b", 4)]
+    ("name", "nodes"),
+    [
+        ("llama3_8b", 1),
+        ("llama3_8b", 4),
+        ("moonlight_16b_a3b", 1),
+        ("moonlight_16b_a3b", 2),
+        ("qwen3_30b_a3b", 2),
+        ("qwen3_30b_a3b", 4),
+    ],
 )
 def test_megatron_takes_the_arguments_and_plans_the_job(name: str, nodes: int, tmp_path: Path) -> None:
     """Refused by Megatron's parser or validation, or by ours, there is no plan."""

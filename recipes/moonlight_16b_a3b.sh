@@ -1,0 +1,66 @@
+# shellcheck shell=bash disable=SC2034
+# Moonlight 16B A3B, built like DeepSeek-V3: multi-latent attention, 64 experts and two that all tokens share. EP=8.
+#
+# Hardware  1, 2, 4, ... nodes of 8 GPUs with 80 GB. TransformerEngine, for the attention and the grouped GEMM.
+# Expect    on one node, by the dry run's estimate, 41.1 GiB of weights, gradients and optimizer on a rank and 12.1 GiB of
+#           activations in a micro-batch of MAX_TOKENS with balanced routing, logits aside. Speed: not yet measured.
+# Start     recipes/launch/{dry_run.sh,torchrun.sh} recipes/moonlight_16b_a3b.sh
+#           sbatch --nodes=1 recipes/launch/slurm.sbatch recipes/moonlight_16b_a3b.sh
+# Edit      the numbers below, or export them; what is yours is in recipes/launch/site.sh.
+
+: "${MAX_TOKENS:=16384}"      # unique tokens of a micro-batch, and the longest sample; what memory depends on
+: "${MICRO_BATCH_SIZE:=8}"    # samples folded into one micro-batch on average
+: "${GLOBAL_BATCH_SIZE:=256}" # samples of a step
+: "${TRAIN_ITERS:=500}"
+: "${LR:=1e-5}"
+
+MODEL_ARGS=(
+    --num-layers 27
+    --hidden-size 2048
+    --ffn-hidden-size 11264
+    --num-attention-heads 16
+    --multi-latent-attention
+    --kv-lora-rank 512
+    --qk-head-dim 128
+    --qk-pos-emb-head-dim 64
+    --v-head-dim 128
+    --qk-layernorm
+    --rope-type rope
+    --rotary-base 50000
+    --no-rope-fusion # it counts positions along the micro-batch: folding refuses it
+    --vocab-size 163840
+    --max-position-embeddings 16384
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --norm-epsilon 1e-5
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0
+    --hidden-dropout 0
+    --num-experts 64
+    --moe-layer-freq "[0]*1+[1]*26"
+    --moe-ffn-hidden-size 1408
+    --moe-shared-expert-intermediate-size 2816
+    --moe-router-topk 6
+    --moe-router-score-function sigmoid
+    --moe-router-topk-scaling-factor 2.446
+    --moe-router-dtype fp32
+    # The biases of the checkpoint choose the experts. Their update, like a balancing loss, would count a shared token
+    # once instead of once per sample: folding refuses both.
+    --moe-router-enable-expert-bias
+    --moe-router-bias-update-rate 0
+    --moe-router-load-balancing-type none
+    --moe-token-dispatcher-type alltoall
+    --moe-grouped-gemm
+    # So routing is not balanced, and experts would keep most of all activations: they compute again instead.
+    --recompute-granularity selective
+    --recompute-modules moe mla_up_proj
+)
+
+LAYOUT_ARGS=(
+    --tensor-model-parallel-size 1 # more needs --sequence-parallel
+    --pipeline-model-parallel-size 1
+    --expert-model-parallel-size 8
+    --expert-tensor-parallel-size 1
+)
