@@ -20,6 +20,8 @@ Numbers = Sequence[float] | npt.NDArray[np.floating]
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "returns")
 # A teacher's top entries may add up to a little more than 1 where they were rounded.
 _MASS_TOLERANCE = 1e-3
+# Above 0, of a log-probability: what an engine's rounding may leave.
+_LOGPROB_TOLERANCE = 1e-3
 
 
 class SampleError(ValueError):
@@ -114,6 +116,8 @@ def check_signals(signals: Signals, loss_mask: npt.NDArray[np.float32], source: 
         if value is not None:
             array = _numbers(value, name, source)
             _check_per_token(array, name, scored, source)
+            if name.endswith("logprobs"):
+                _check_not_probabilities(array, name, scored, source)
             is_double = isinstance(value, np.ndarray) and value.dtype == np.float64
             checked[name] = _frozen(array.astype(np.float64 if is_double else np.float32))
     if signals.teacher is not None:
@@ -133,7 +137,8 @@ def _check_roles(signals: Signals, source: str) -> None:
         value = getattr(signals, name)
         if value is not None and not isinstance(value, (bool, np.bool_)):
             raise SampleError(f"{source}: field '{name}' must be true or false, not {value!r}")
-    if signals.turn is not None and (not isinstance(signals.turn, int) or signals.turn < 0):
+    turn = signals.turn
+    if turn is not None and (not isinstance(turn, int) or isinstance(turn, bool) or turn < 0):
         raise SampleError(f"{source}: field 'turn' must be an integer from 0, not {signals.turn!r}")
 
 
@@ -174,10 +179,12 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
             f"{source}: field 'teacher' has {len(token_ids)} rows of {token_ids.shape[1]} but 'tokens' has {length} "
             "entries; there must be a row of at least one token for each"
         )
+    too_large = token_ids > np.iinfo(np.int32).max
     ordered = np.sort(token_ids, axis=1)
     mass = np.exp(logprobs.astype(np.float64)).sum(axis=1)
     faults = {
         "token ids that are not different and >= 0": (np.diff(ordered, axis=1) == 0).any(axis=1) | (ordered[:, 0] < 0),
+        "token ids that no vocabulary has": too_large.any(axis=1),
         "log-probabilities that are not finite": ~np.isfinite(logprobs).all(axis=1),
         "more probability than 1": mass > 1 + _MASS_TOLERANCE,
     }
@@ -193,7 +200,7 @@ def _numbers(value: object, name: str, source: str) -> npt.NDArray[Any]:
         array = np.asarray(value)
         if array.dtype == object:
             array = array.astype(np.float64)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):  # the last: an integer of hundreds of digits
         array = np.empty(0, dtype=np.str_)
     if array.dtype.kind not in "iuf":
         raise SampleError(f"{source}: field '{name}' must be numbers")
@@ -220,6 +227,16 @@ def _check_per_token(
         at = int(np.argmax(bad))
         raise SampleError(
             f"{source}: field '{name}' has {array[at]} at index {at}, which 'loss_mask' scores; it must be finite there"
+        )
+
+
+def _check_not_probabilities(array: npt.NDArray[Any], name: str, scored: npt.NDArray[np.bool_], source: str) -> None:
+    bad = (array > _LOGPROB_TOLERANCE) & scored
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise SampleError(
+            f"{source}: field '{name}' has {array[at]} at index {at}; a log-probability is never above 0: give the "
+            "natural logarithms of probabilities"
         )
 
 

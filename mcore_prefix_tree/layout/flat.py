@@ -32,7 +32,7 @@ class FlatLayout:
         subtree_end: int32 ``[P]``, exclusive flat end of the subtree under the token's node.
         predictor: int32 ``[P]``, flat index of the token's predecessor on its path; -1 where nothing predicts the
             token (first in a root, padding).
-        loss_weight: float32 ``[P]``, the loss masks of all samples through a token, summed; 0 without a predictor.
+        loss_weight: float64 ``[P]``, the loss masks of all samples through a token, summed; 0 without a predictor.
         cu_node_lens: int32 ``[N + 1]``, node n holds flat tokens ``cu_node_lens[n]:cu_node_lens[n + 1]``.
         node_parent: int32 ``[N]``, -1 for a root.
         node_depth: int32 ``[N]``, position of the node's first token on its path.
@@ -48,7 +48,7 @@ class FlatLayout:
     position_ids: Int32Array
     subtree_end: Int32Array
     predictor: Int32Array
-    loss_weight: npt.NDArray[np.float32]
+    loss_weight: npt.NDArray[np.float64]
     cu_node_lens: Int32Array
     node_parent: Int32Array
     node_depth: Int32Array
@@ -242,12 +242,12 @@ def _paths(shared: Int64Array, lengths: Int64Array) -> Iterator[Int32Array]:
 
 def _loss_weights(
     samples: Sequence[Sample], trie: Trie, lengths: Int64Array, padded_size: int
-) -> tuple[npt.NDArray[np.float32], int]:
+) -> tuple[npt.NDArray[np.float64], int]:
     """The masks of all samples through each token, summed, and how many logical tokens are scored.
 
     Sums along the current path, and writes a token's sum once the walk leaves it: memory for one path, not for all.
     """
-    loss_weight = np.zeros(padded_size, dtype=np.float32)
+    loss_weight = np.zeros(padded_size)  # float64: in it a sum of masks is what a loss in float64 adds up
     num_supervised = 0
     on_path = np.zeros(int(lengths.max(initial=0)), dtype=np.float64)
     ordered = lengths[trie.order]

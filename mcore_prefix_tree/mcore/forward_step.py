@@ -136,7 +136,7 @@ def sft_forward_step(
 
 def _sft_loss(batch: MicroBatch, output: torch.Tensor) -> LossOutput:
     loss = tree_sft_loss(output, batch)
-    num_tokens = torch.tensor(batch.layout.num_supervised, dtype=torch.int, device=output.device)
+    num_tokens = torch.full((), batch.layout.num_supervised, dtype=torch.int, device=output.device)
     return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
 
 
@@ -209,7 +209,7 @@ def _objective_loss(
 ) -> LossOutput:
     assert batch.rows is not None, "the step's targets make the rows of every micro-batch"
     of_batch = objective_output(output, batch, objective, with_entropy=with_entropy)
-    num_tokens = torch.tensor(batch.rows.count, dtype=torch.int, device=output.device)
+    num_tokens = torch.full((), batch.rows.count, dtype=torch.int, device=output.device)
     return (
         of_batch.loss,
         num_tokens,

@@ -39,7 +39,7 @@ class MicroBatch:
         layout: on the host.
         input_ids: int64 ``[1, P]``.
         position_ids: int64 ``[1, P]``.
-        loss_weight: float32 ``[P]``; of each token's log-probability, where the last stage is asked for their sum.
+        loss_weight: float64 ``[P]``; of each token's log-probability, where the last stage is asked for their sum.
         edges: what is scored: the layout's own, or a teacher's tokens.
         temperature: float64 ``[P]``, what the logits at each token are divided by; None is 1.
         packed_seq_params: with the tree metadata.

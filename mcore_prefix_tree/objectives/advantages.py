@@ -156,21 +156,22 @@ def _check_not_alone(scored: ScoredTokens, rewards: Rewards, baseline: Baseline)
 
 def _within_groups(rewards: Rewards, value: Float64Array, baseline: Baseline, eps: float) -> Float64Array:
     group = rewards.group[rewards.rollout]
-    number, total = np.bincount(group), np.bincount(group, weights=value)
+    groups = int(rewards.group.max(initial=-1)) + 1
+    number, total = (np.bincount(group, weights=weights, minlength=groups) for weights in (None, value))
     centred: Float64Array
     if baseline == "leave_one_out":
         own = np.bincount(rewards.rollout, weights=value)[rewards.rollout]
         others = number[group] - np.diff(rewards.cu_turns)[rewards.rollout]
         centred = value - (total[group] - own) / np.maximum(others, 1)
     else:
-        centred = value - (total / number)[group]
+        centred = value - total[group] / number[group]
     low, high = np.full(len(number), np.inf), np.full(len(number), -np.inf)
     np.minimum.at(low, group, value)
     np.maximum.at(high, group, value)
-    is_alone = np.bincount(rewards.group) == 1
+    is_alone = np.bincount(rewards.group, minlength=groups) == 1
     centred[((low == high) | is_alone)[group]] = 0.0  # not what rounding leaves of it
     if baseline == "group_mean_std":
-        variance = np.bincount(group, weights=np.square(centred)) / np.maximum(number - 1, 1)
+        variance = np.bincount(group, weights=np.square(centred), minlength=groups) / np.maximum(number - 1, 1)
         centred /= (np.sqrt(variance) + eps)[group]
     return centred
 

@@ -14,9 +14,12 @@ from an older policy (DeepSeek-V3.2, 2025, section 3.1).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -25,10 +28,33 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def kl_estimate(logprob: torch.Tensor, ref_logprob: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
-    """Elementwise, in nats; differentiable in ``logprob``. k3 grows no further once d is below -LOG_RATIO_LIMIT."""
+    """Elementwise, in nats; differentiable in ``logprob``. k3 is constant once d is below -LOG_RATIO_LIMIT."""
     difference = logprob - ref_logprob
     if estimator == "k1":
         return difference
     if estimator == "k2":
         return difference.square() / 2
-    return torch.expm1((-difference).clamp(max=LOG_RATIO_LIMIT)) + difference
+    difference = difference.clamp(min=-LOG_RATIO_LIMIT)
+    return torch.expm1(-difference) + difference
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KLPenalty:
+    """What is taken off the rewards: the divergence of the old policy from the reference, before a step runs.
+
+    Attributes:
+        of_token: float64 ``[K]``, times its coefficient.
+        metrics: the divergence that people watch, as a sum and its weight.
+    """
+
+    of_token: Float64Array
+    metrics: dict[str, tuple[float, float]]
+
+    @classmethod
+    def of(cls, scored: ScoredTokens, coef: float, estimator: KLEstimator, setting: str) -> KLPenalty:
+        """Of a step; raises SampleError if a sample lacks ``old_logprobs`` or ``ref_logprobs``."""
+        old, ref = (torch.from_numpy(scored.column(f"{name}_logprobs", setting)).double() for name in ("old", "ref"))
+        return cls(
+            of_token=coef * kl_estimate(old, ref, estimator).numpy(),
+            metrics={"kl": (float(kl_estimate(old, ref, "k3").sum()), float(len(old)))},
+        )

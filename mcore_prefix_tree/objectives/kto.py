@@ -54,11 +54,13 @@ class KTO:
         """Labels and the reference point of a step, on the host.
 
         Raises:
-            SampleError: a sample lacks ``label`` or ``ref_logprobs``; with ``reference_point=mismatched``, a mismatched
-                one lacks ``old_logprobs``, or there is none.
+            SampleError: a sample lacks ``label`` or ``ref_logprobs``, or none of its tokens is scored; with
+                ``reference_point=mismatched``, a mismatched one lacks ``old_logprobs``, or there is none.
         """
         scored = ScoredTokens.of(samples)
         counts = np.array([not sample.signals.mismatched for sample in samples], dtype=np.int64)
+        for index in np.flatnonzero((scored.lens == 0) & (counts > 0)).tolist():
+            raise SampleError(f"{samples[index].source}: no token is scored, and kto scores completions")
         labels = [
             0.0 if sample.signals.mismatched else 1.0 if scored.required(index, "label", "kto") else -1.0
             for index, sample in enumerate(samples)
@@ -111,12 +113,12 @@ class KTO:
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """Each sample's prompt with the next one's completion, to measure KTO's reference point with.
+    """Each sample's prompt with the completion of the next other prompt, to measure KTO's reference point with.
 
     The prompt is what comes before the first scored token. They share it with the samples they were made from.
 
     Raises:
-        SampleError: a sample without a prompt or without a scored token.
+        SampleError: a sample without a prompt or without a scored token, or all samples have one prompt.
     """
     begins = []
     for sample in samples:
@@ -125,9 +127,15 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
             missing = "prompt before its first scored token" if len(scored) else "scored token"
             raise SampleError(f"{sample.source}: has no {missing}, and kto exchanges completions between prompts")
         begins.append(int(scored[0]))
+    prompts = [
+        (sample.merge_key, sample.tokens[:begin].tobytes()) for sample, begin in zip(samples, begins, strict=True)
+    ]
     made = []
     for index, sample in enumerate(samples):
-        other = (index + 1) % len(samples)
+        others = (at % len(samples) for at in range(index + 1, index + len(samples)))
+        other = next((at for at in others if prompts[at] != prompts[index]), None)
+        if other is None:
+            raise SampleError(f"{sample.source}: all samples have its prompt, and kto exchanges completions of several")
         completion = slice(begins[other], None)
         made.append(
             Sample(

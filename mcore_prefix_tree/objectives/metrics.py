@@ -35,7 +35,9 @@ class LossOutput:
 def mean_of(values: torch.Tensor, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
     """``[2]``: the weighted sum of values and the sum of the weights; a number weighs all the same."""
     values = values.detach().double()
-    weights = torch.as_tensor(weight, dtype=torch.float64, device=values.device).expand_as(values)
+    # A number that was copied from the host would wait for the device.
+    weights = weight.double() if isinstance(weight, torch.Tensor) else torch.full_like(values, weight)
+    weights = weights.expand_as(values)
     return torch.stack([(values * weights).sum(), weights.sum()])
 
 

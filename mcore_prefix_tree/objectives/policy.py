@@ -33,7 +33,7 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.advantages import Alone, Rewards, baseline_advantages, whiten
 from mcore_prefix_tree.objectives.gae import gae, token_rewards
-from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, kl_estimate
+from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, KLPenalty, kl_estimate
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.rows import Rows, Targets
@@ -168,8 +168,12 @@ class PolicyGradient:
         scored = ScoredTokens.of(samples)
         normalised = normalise(scored, self.normalise, length=self.normalise_length)
         columns = {name: scored.column(name, setting) for name, setting in self._needed().items()}
-        advantage = self._advantages(scored)
-        metrics = {
+        kl = None
+        if self.kl_coef and self.kl_in == "reward":
+            kl = KLPenalty.of(scored, self.kl_coef, self.kl_estimator, "kl_in=reward")
+        advantage = self._advantages(scored, kl)
+        metrics = {} if kl is None else kl.metrics
+        metrics |= {
             "advantage": (float(advantage.sum()), float(len(advantage))),
             "zero_advantage": (float(np.count_nonzero(advantage == 0)), float(len(advantage))),
         }
@@ -202,12 +206,9 @@ class PolicyGradient:
             needed["rollout_logprobs"] = f"tis_cap={self.tis_cap}"
         return needed
 
-    def _advantages(self, scored: ScoredTokens) -> Float64Array:
+    def _advantages(self, scored: ScoredTokens, kl: KLPenalty | None) -> Float64Array:
         setting = f"advantage={self.advantage}"
-        penalty = None
-        if self.kl_coef and self.kl_in == "reward":
-            old, ref = (torch.from_numpy(scored.column(f"{name}_logprobs", "kl_in=reward")) for name in ("old", "ref"))
-            penalty = self.kl_coef * kl_estimate(old.double(), ref.double(), self.kl_estimator).numpy()
+        penalty = None if kl is None else kl.of_token
         if self.advantage == "given":
             advantage = scored.column("advantage", setting).astype(np.float64)
         elif self.advantage == "gae":
@@ -265,6 +266,7 @@ class PolicyGradient:
         if self.surrogate == "reinforce":
             return -advantage * logprob, {}
         log_of_ratio = log_ratio(logprob, old, rows, self.ratio_level)
+        of_token = log_ratio(logprob.detach(), old, rows, "token")
         ratio = log_of_ratio.exp()
         if self.surrogate == "clip":
             loss, clipped = clipped_surrogate(ratio, advantage, self.clip_eps_low, self.clip_eps_high, self.dual_clip)
@@ -274,8 +276,9 @@ class PolicyGradient:
         return loss, {
             "ratio": mean_of(ratio),
             "clip_fraction": mean_of(clipped),
-            # Schulman's k3 of KL(old || pi), from tokens drawn from old: how far the policy has moved.
-            "kl_old": mean_of(torch.expm1(log_of_ratio) - log_of_ratio),
+            # k3 of KL(old || pi), from tokens drawn from old: how far the policy has moved. Of each token, also where
+            # the ratio is of a sequence: in that the tokens' moves cancel.
+            "kl_old": mean_of(torch.expm1(of_token) - of_token),
         }
 
 

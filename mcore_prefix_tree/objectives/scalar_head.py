@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.gae import gae, token_rewards
+from mcore_prefix_tree.objectives.kl import KLEstimator, KLPenalty
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.preference import pairs_of, reward_means
@@ -41,6 +42,9 @@ class Critic:
         returns: ``given`` by the samples, or ``gae`` from their rewards and old values.
         gamma: discount, for ``gae``.
         lam: lambda, for ``gae``.
+        kl_coef: of the divergence from the reference policy that is taken off the rewards, for ``gae``: that of the
+            policy which this critic advises, where it has ``kl_in=reward``.
+        kl_estimator: likewise; see :mod:`mcore_prefix_tree.objectives.kl`.
         normalise: what the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
     """
 
@@ -48,9 +52,16 @@ class Critic:
     returns: Literal["given", "gae"] = "gae"
     gamma: float = Field(default=1.0, ge=0, le=1)
     lam: float = Field(default=1.0, ge=0, le=1)
+    kl_coef: NonNegativeFloat = 0.0
+    kl_estimator: KLEstimator = "k3"
     normalise: By = "token"
     reads: ClassVar[str] = "values"
     needs_entropy: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other."""
+        if self.kl_coef and self.returns == "given":
+            raise ValueError("kl_coef changes rewards, but returns=given does not read them; set returns=gae")
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Returns, old values and weights of a step, on the host; raises SampleError for a field that is missing."""
@@ -60,7 +71,8 @@ class Critic:
         if self.returns == "gae" or self.clip_eps is not None:
             columns["values"] = scored.column("values", "a critic")
         if self.returns == "gae":
-            rewards = token_rewards(scored, "returns=gae")
+            kl = KLPenalty.of(scored, self.kl_coef, self.kl_estimator, "kl_coef") if self.kl_coef else None
+            rewards = token_rewards(scored, "returns=gae", penalty=None if kl is None else kl.of_token)
             values = columns["values"].astype(np.float64)
             _, columns["returns"] = gae(scored, rewards, values, gamma=self.gamma, lam=self.lam)
         else:

@@ -13,6 +13,7 @@ import torch
 from train_jobs import (
     BATCH,
     FLOAT64,
+    Notes,
     batch_of,
     built,
     rows,
@@ -24,6 +25,8 @@ from train_jobs import (
 )
 
 from mcore_prefix_tree import fold
+from mcore_prefix_tree.mcore.train.jobs import run_train
+from mcore_prefix_tree.mcore.train.trainer import DivergedError
 from mcore_prefix_tree.plan import CostModel, plan_step
 from mcore_prefix_tree.recipe import load_recipe
 
@@ -69,6 +72,22 @@ def test_every_step_is_the_stock_model_s_step(job: Path) -> None:
             assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)  # Megatron's is in fp32
             optimizer.step()
     assert notes.losses[-1] < notes.losses[0]
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(job: Path, tmp_path: Path) -> None:
+    """Before a step of it: what is saved is of the steps before."""
+    wild = (
+        "optimizer.lr=1e30",
+        "optimizer.min_lr=1e30",
+        "optimizer.lr_warmup_steps=0",
+        "optimizer.lr_decay_style=constant",
+    )
+    notes = Notes()
+    with pytest.raises(DivergedError, match=r"^step [23]: a gradient is NaN or infinite; the weights have diverged"):
+        run_train(load_recipe(job, [*wild, f"checkpoint.save={tmp_path}", "checkpoint.save_interval=1"]), notes)
+    assert 1 <= len(notes.reports) < 3
+    assert all(math.isfinite(report.grad_norm) for report in notes.reports)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(len(notes.reports))
 
 
 def test_rope_scaling_reaches_the_model(job: Path) -> None:

@@ -301,4 +301,4 @@ def test_a_sample_without_what_the_objective_reads(tmp_path: Path) -> None:
 def test_a_model_that_has_diverged(tmp_path: Path) -> None:
     job, overrides = job_of(tmp_path, "grpo")
     with pytest.raises(SampleError, match=r"data.jsonl:\d+: the model's output for this sample is NaN or infinite"):
-        train(job, *overrides, "optimizer.lr=1e30", "optimizer.min_lr=1e30")
+        train(job, *overrides, "model.transformer.init_method_std=1e38")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_jobs import BATCH, VOCAB, batch_of, built, command, train, world_of_one, write_job
+from train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, command, train, world_of_one, write_job
 
 from mcore_prefix_tree import FlatLayout, fold
 from mcore_prefix_tree.attention import path
@@ -22,6 +22,7 @@ from mcore_prefix_tree.mcore.train.jobs import VerificationError, run_compare, r
 from mcore_prefix_tree.mcore.train.verify import HALF_FACTOR, VerifyReport, verify
 from mcore_prefix_tree.plan import CostModel, plan_step
 from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.sample import SampleError
 
 ERRORS = ("logprob_error", "entropy_error", "loss_error", "gradient_error")
 
@@ -139,6 +140,21 @@ def test_folding_changes_nothing(
     assert (report.samples, report.logical_tokens) == (BATCH, sum(map(len, samples)))
     assert report.physical_tokens == sum(plan.physical_tokens[0]) < report.logical_tokens
     assert (report.dtype, report.reference, report.unfolded_errors) == (dtype, "unfolded", None)
+
+
+def test_masks_that_float32_cannot_add_up(tmp_path: Path) -> None:
+    """A sum over the samples of a shared token, rounded to float32, would be 1e-8 off."""
+    masks = (0.1, 0.7, 0.3, 0.6)
+    shared = [{"tokens": [1, 2, 3, 4, token], "loss_mask": [mask] * 5} for token, mask in enumerate(masks, start=5)]
+    report, _ = run_verify(load_recipe(write_job(tmp_path, shared), [*FLOAT64, "batch.global_batch_size=4"]))
+    assert report.passed
+    assert report.tolerance == 1e-12
+
+
+def test_a_batch_in_which_nothing_is_scored_proves_nothing(tmp_path: Path) -> None:
+    unscored = [{"tokens": [1, 2, token], "loss_mask": [1, 0, 0]} for token in range(3, 3 + BATCH)]
+    with pytest.raises(SampleError, match=r"data.jsonl:\d+: neither this nor another sample of the first step has a "):
+        run_verify(load_recipe(write_job(tmp_path, unscored)))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -131,6 +131,9 @@ def with_signals(samples: Sequence[Sample], seed: int, *, table_seed: int) -> li
             values = own + scale * rng.standard_normal(n)
             return np.where(mask != 0, values, np.nan)
 
+        def near_logprobs(own: np.ndarray, scale: float) -> np.ndarray:
+            return np.minimum(near(own, scale), 0.0)
+
         turns = np.count_nonzero(np.diff([0, *(t in scored_positions(sample) for t in range(n))]) == 1)
         reward = float(rng.choice([0.0, 1.0, 0.1])) if index % 3 else rng.choice([0.0, 1.0, 0.3], size=turns)
         made.append(
@@ -140,9 +143,9 @@ def with_signals(samples: Sequence[Sample], seed: int, *, table_seed: int) -> li
                     reward=reward,
                     group=int(index // 2 % max(1, len(samples) // 4)),
                     advantage=near(np.zeros(n), 1.0),
-                    old_logprobs=near(own, 0.3),
-                    ref_logprobs=near(own, 0.5),
-                    rollout_logprobs=near(own, 0.5),
+                    old_logprobs=near_logprobs(own, 0.3),
+                    ref_logprobs=near_logprobs(own, 0.5),
+                    rollout_logprobs=near_logprobs(own, 0.5),
                     values=near(np.zeros(n), 1.0),
                     returns=near(np.zeros(n), 1.0),
                     pair=index // 2,

@@ -57,9 +57,9 @@ class Fake(FakeTensorMode):
 
 
 def tensor_on_device(data: Any, *, device: Any = None, _tensor: Any = torch.tensor, **options: Any) -> torch.Tensor:
-    """``torch.tensor``, which makes the real one first, where it cannot."""
-    made = _tensor(data, **options)
-    return made if device is None else made.to(device)
+    """``torch.tensor``, which may not copy Python's numbers to the device: it would wait for the copy."""
+    assert device is None, f"{data!r} is copied from the host; torch.full writes it on the device"
+    return _tensor(data, **options)
 
 
 def as_tensor_on_device(data: Any, **options: Any) -> torch.Tensor:
@@ -110,7 +110,7 @@ def forward_backward(
         batch = MicroBatch.from_layout(layout, device=DEVICE, attention_backend=backend, output=output)
         if objective is None and output == "logprobs_and_entropy":
             logprob, entropy = tree_logprobs_and_entropy(tree_forward(model, batch), batch)
-            loss = torch.dot(logprob, batch.loss_weight) + entropy.sum()
+            loss = torch.dot(logprob, batch.loss_weight.to(logprob.dtype)) + entropy.sum()
         elif objective is None or is_weighted_sum(objective):
             given, loss_of = sft_forward_step(iter([batch]), model)
             loss = loss_of(given)[0]

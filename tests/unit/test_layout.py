@@ -185,7 +185,7 @@ def test_dtypes_are_those_of_the_docstring():
     layout = fold([Sample(tokens=[1, 2]), Sample(tokens=[1, 3])], padded_size=4)
     kinds = {
         np.int64: ("cu_sample_lens",),
-        np.float32: ("loss_weight",),
+        np.float64: ("loss_weight",),
         np.int32: (
             "input_ids", "position_ids", "subtree_end", "predictor", "cu_node_lens", "node_parent", "node_depth",
             "sample_map", "sample_node",

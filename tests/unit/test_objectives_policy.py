@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -12,6 +13,7 @@ from oracles import sample_lists, worst
 
 from mcore_prefix_tree import Sample, SampleError, Signals, fold
 from mcore_prefix_tree.objectives import OBJECTIVES, PolicyGradient, check_outputs, divided, make_objective
+from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, kl_estimate
 from mcore_prefix_tree.objectives.metrics import add_means
 
 LIMIT = 1e-12
@@ -139,13 +141,54 @@ def test_ratios_of_an_unchanged_policy_are_one_to_the_bit():
     samples = pairs_of_rollouts()
     layout = fold(samples)
     rng = np.random.default_rng(0)
-    logprob = torch.from_numpy(rng.standard_normal(layout.padded_size).astype(np.float32))
+    logprob = torch.from_numpy(-rng.exponential(size=layout.padded_size).astype(np.float32))
     scored = [changed(s, old_logprobs=logprob[layout.sample_tokens(i)].numpy()) for i, s in enumerate(samples)]
     for name in ("grpo", "gspo", "cispo"):
         objective = make_objective(name)
         output = objective.loss(logprob, None, objective.targets(scored).rows(layout, [0, 1]))
         assert output.metrics["ratio"].tolist() == [5.0, 5.0]
         assert output.metrics["clip_fraction"][0] == output.metrics["kl_old"][0] == 0
+
+
+def test_k3_is_constant_where_it_would_overflow():
+    difference = torch.tensor([-19.0, -LOG_RATIO_LIMIT, -20.1, -40.0, -1000.0, 3.0], requires_grad=True)
+    value = kl_estimate(difference, torch.zeros(()), "k3")
+    (slope,) = torch.autograd.grad(value.sum(), difference)
+    assert value[1] == value[2] == value[3] == value[4]
+    assert value[0] < value[1]
+    assert slope[0] < -1e8
+    assert slope[2:5].tolist() == [0, 0, 0], "no loss is smaller further away from the reference"
+    assert slope[5] == pytest.approx(1 - math.exp(-3))
+
+
+def test_how_far_a_policy_has_moved_does_not_cancel_within_a_sequence():
+    samples = pairs_of_rollouts()
+    layout = fold(samples)
+    old = np.zeros(layout.padded_size)
+    for index, sample in enumerate(samples):
+        old[layout.sample_tokens(index)] = np.nan_to_num(sample.signals.old_logprobs)
+    moved = torch.from_numpy(old)
+    own = layout.sample_tokens(0)[3:]  # its own two tokens
+    moved[own] += torch.tensor([0.8, -0.8], dtype=torch.float64)
+    objective = make_objective("gspo")
+    metrics = divided(objective.loss(moved, None, objective.targets(samples).rows(layout, [0, 1])).metrics)
+    assert metrics["ratio"] == pytest.approx(1)
+    assert metrics["kl_old"] == pytest.approx((math.exp(0.8) - 1.8 + math.exp(-0.8) - 0.2) / 5)
+
+
+def test_the_divergence_that_is_taken_off_the_rewards_is_reported():
+    samples = [changed(sample, ref_logprobs=sample.signals.old_logprobs - 0.5) for sample in pairs_of_rollouts()]
+    targets = make_objective("grpo", {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}).targets(samples)
+    total, weight = targets.metrics["kl"]
+    assert weight == 5
+    assert total / weight == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+
+
+def test_a_rollout_without_turns_earns_nothing():
+    alone = Sample(tokens=[5, 6], loss_mask=[0, 0], signals=Signals(reward=[], group="q"))
+    targets = PolicyGradient(on_policy=True, alone="zero").targets([*pairs_of_rollouts(), alone])
+    assert len(targets.columns["advantage"]) == 5
+    assert targets.metrics["reward"] == (1.0, 3.0)
 
 
 def test_a_group_of_equal_rewards_has_no_advantage_at_all():

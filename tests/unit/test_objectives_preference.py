@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from objective_oracles import World, changed, random_cut, run_logprobs, scored_positions, with_signals
 from oracles import sample_lists
@@ -113,6 +113,8 @@ def kto_loss(objective: KTO, world: World) -> torch.Tensor:
 @settings(max_examples=25)
 @given(samples=sample_lists(max_samples=7, min_samples=2), seed=st.integers(0, 99))
 def test_kto_equals_each_sample_alone_whatever_the_cut(point, samples, seed):
+    samples = [sample for sample in samples if scored_positions(sample)]
+    assume(samples)
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
     objective = KTO(reference_point=point, desirable_weight=1.3, undesirable_weight=0.7, beta=0.4)
     expected = kto_loss(objective, world)
@@ -166,6 +168,8 @@ def test_a_completion_without_a_scored_token_is_named():
     samples = with_signals([Sample(tokens=[1, 2]), Sample(tokens=[1, 2], loss_mask=[1, 0])], 0, table_seed=0)
     with pytest.raises(SampleError, match=r"^file:1: no token is scored"):
         make_objective("simpo").targets(samples)
+    with pytest.raises(SampleError, match=r"^file:1: no token is scored, and kto scores completions"):
+        KTO(reference_point="zero").targets(samples)
 
 
 def test_a_pair_cut_in_two_is_refused():
@@ -212,6 +216,11 @@ def test_mismatched_samples_exchange_completions():
     assert [sample.loss_mask.tolist() for sample in made] == [[0, 0, 0.5, 0], [0, 1, 1]]
     assert all(sample.signals.mismatched for sample in made)
     assert made[0].source == "a with the completion of b"
+    again = Sample(tokens=[1, 2, 9], loss_mask=[0, 0, 1], source="a again")
+    made = mismatched([samples[0], again, samples[1]])
+    assert [sample.tokens.tolist() for sample in made] == [[1, 2, 5, 6], [1, 2, 5, 6], [1, 3, 4]]
+    with pytest.raises(SampleError, match="a: all samples have its prompt"):
+        mismatched([samples[0], again])
     for mask, says in [([0, 0], "c: has no scored token"), ([1, 1], "c: has no prompt")]:
         with pytest.raises(SampleError, match=says):
             mismatched([Sample(tokens=[1, 2], loss_mask=mask, source="c")])

@@ -22,7 +22,14 @@ def critic_loss(objective: Critic, world: World) -> torch.Tensor:
     total = world.scalar.sum() * 0
     estimated = {}
     if objective.returns == "gae":
-        config = PolicyGradient(advantage="gae", gamma=objective.gamma, lam=objective.lam)
+        config = PolicyGradient(
+            advantage="gae",
+            gamma=objective.gamma,
+            lam=objective.lam,
+            kl_in="reward",
+            kl_coef=objective.kl_coef,
+            kl_estimator=objective.kl_estimator,
+        )
         estimated = advantages(config, world.samples)
     for index, sample in enumerate(world.samples):
         values = world.values(index)
@@ -62,8 +69,9 @@ def run_values(objective, world, cut):
         Critic(),
         Critic(clip_eps=None, gamma=0.9, lam=0.8, normalise="sample"),
         Critic(clip_eps=0.5, returns="given"),
+        Critic(kl_coef=0.3, kl_estimator="k1", lam=0.9),
     ],
-    ids=["clip", "plain", "given"],
+    ids=["clip", "plain", "given", "KL in reward"],
 )
 @settings(max_examples=25)
 @given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99))

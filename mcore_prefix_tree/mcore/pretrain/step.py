@@ -30,7 +30,7 @@ def tree_forward_step(
 def _loss(micro_batch: StepMicroBatch, output: torch.Tensor) -> LossOutput:
     batch = micro_batch.batch
     loss = tree_sft_loss(output, batch)
-    num_tokens = torch.tensor(batch.layout.num_supervised, dtype=torch.int, device=output.device)
+    num_tokens = torch.full((), batch.layout.num_supervised, dtype=torch.int, device=output.device)
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(
             result=loss,

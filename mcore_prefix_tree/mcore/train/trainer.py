@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,10 @@ from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
 
 _CALIBRATION_STEPS = 4
+
+
+class DivergedError(ValueError):
+    """A gradient that no optimizer should see. The message names the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +269,7 @@ class Trainer:
             folded = self._teacher.teach(folded)
         reported = run_schedule(self._chunks, folded, self._forward_step)
         self._check_finite(reported, planned)
+        self._check_gradients(planned)
         lr = self._optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, "only loss scaling skips steps, and there is none"
@@ -299,6 +305,23 @@ class Trainer:
         dist.all_reduce(of_all, op=dist.ReduceOp.MIN)
         if int(of_all) < len(planned.samples):
             raise not_finite(planned.samples[int(of_all)])
+
+    def _check_gradients(self, planned: _PlannedStep) -> None:
+        """Let all ranks refuse a step with a gradient that is not finite, before the optimizer sees it.
+
+        Raises:
+            DivergedError: some rank's is not.
+        """
+        grads = [weight.main_grad for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad]
+        largest = torch.nn.utils.get_total_norm(grads, norm_type=math.inf)
+        bad = (~torch.isfinite(largest)).to(device=self._place.device, dtype=torch.int)
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        if int(bad):
+            raise DivergedError(
+                f"step {planned.iteration}: a gradient is NaN or infinite; the weights have diverged, or a loss is "
+                "larger than the model's dtype can hold. Nothing of this step was applied or saved; lower optimizer.lr "
+                "or set optimizer.clip_grad"
+            )
 
     def _totals(self, reported: list[Any], folded: FoldedStep) -> tuple[float, int, dict[str, float]]:
         """The step's mean loss, physical tokens and metrics, known to every rank after one collective."""

@@ -37,6 +37,7 @@ from mcore_prefix_tree.mcore.train.unfolded import (
 )
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import SampleError
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 # In bfloat16 both runs are off by rounding, and one batch is one draw of it. Over 60 sets of weights the folded error
@@ -138,7 +139,13 @@ def verify(
     Raises:
         RecipeError: ``gradient_accumulation_fusion`` is on, whose kernel writes only into DDP's buffers; or a sample is
             too long for the stock attention.
+        SampleError: no token of the batch is scored, so that there would be nothing to compare.
     """
+    if not recipe.objective.has_scalar_head and not any(sample.loss_mask[1:].any() for sample in samples):
+        raise SampleError(
+            f"{samples[0].source}: neither this nor another sample of the first step has a token to train on after its "
+            "first: 'loss_mask' is 0 in all of them"
+        )
     if place.config.gradient_accumulation_fusion:
         raise RecipeError(
             "verify compares plain gradients, which model.transformer.gradient_accumulation_fusion=true does not give; "
