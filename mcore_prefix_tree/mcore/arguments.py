@@ -224,6 +224,20 @@ def check_arguments(args: argparse.Namespace) -> None:
         found.append("--transformer-impl inference_optimized: use local or transformer_engine")
     if getattr(args, "position_embedding_type", None) == "mrope":
         found.append("--position-embedding-type mrope: its positions are three-dimensional; use rope")
+    if getattr(args, "multi_latent_attention", False) and args.tensor_model_parallel_size > 1 and args.spec is None:
+        split = [
+            option
+            for option, is_given in (
+                ("--transformer-impl local", args.transformer_impl == "local"),
+                ("--mla-down-proj-fusion", getattr(args, "mla_down_proj_fusion", False)),
+            )
+            if is_given
+        ]
+        found += [
+            f"{option} with --multi-latent-attention and --tensor-model-parallel-size above 1: of layers that split "
+            "the down projection, Megatron-Core's own gradient is wrong (NVIDIA/Megatron-LM issue 1699); leave it out"
+            for option in split
+        ]
     if args.num_experts is not None and args.moe_token_dispatcher_type == "allgather":
         found.append(
             "--moe-token-dispatcher-type allgather: it wants equal lengths on all ranks; "

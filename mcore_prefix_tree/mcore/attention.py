@@ -22,6 +22,20 @@ from mcore_prefix_tree.metadata import TreeMetadata
 class TreeSelfAttentionMixin:
     """Gives every token the rotary embedding of its position on its own path."""
 
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        """As the base class.
+
+        Raises:
+            NotImplementedError: ``config`` is of multi-latent attention, which this is not: a model of upstream's would
+                have no positions.
+        """
+        if config.multi_latent_attention:
+            raise NotImplementedError(
+                "multi_latent_attention=True, but the layer spec names another attention, whose model would have no "
+                "positions: take a spec made with multi_latent_attention=True"
+            )
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -102,7 +116,7 @@ def _check_rotary_keys(attention: Any) -> None:
             f"prefix-tree training does not support multi_latent_attention with tensor_model_parallel_size="
             f"{config.tensor_model_parallel_size} where {name} is split over the ranks: Megatron-Core's own gradient "
             "of the rotary keys lacks the other ranks' heads (NVIDIA/Megatron-LM issue 1699); use TransformerEngine's "
-            "layers, or tensor_model_parallel_size=1"
+            "layers, with mla_down_proj_fusion=False, or tensor_model_parallel_size=1"
         )
 
 
@@ -147,6 +161,11 @@ class PathRotaryEmbedding(torch.nn.Module):
             return length
         assert tree.tree_metadata is not None
         return _RowsOf(length, tree.tree_metadata)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # As the base class does with its own prefix: checkpoints of old have a table that nobody reads.
+        state_dict.pop(f"{prefix}inv_freq", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Any:
         """The base class's table ``[max_seq_len, 1, 1, dim]``, or of a tree ``[P, 1, dim]``; YaRN's with its factor.

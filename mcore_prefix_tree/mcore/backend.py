@@ -37,7 +37,8 @@ def case_of(config: Any, *, device: torch.device, deterministic: bool = True) ->
         deterministic: whether they have to give the same bits twice.
     """
     heads = config.num_attention_heads // config.tensor_model_parallel_size
-    groups = config.num_query_groups or config.num_attention_heads
+    latent = config.multi_latent_attention  # in which each head has keys and values of its own
+    groups = config.num_attention_heads if latent else config.num_query_groups or config.num_attention_heads
     head_dim, value_dim = head_dims(config)
     return Case(
         device=device,

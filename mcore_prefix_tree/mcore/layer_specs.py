@@ -1,7 +1,8 @@
 """Any GPT layer or block spec in, a tree-capable one out; and ready specs for Megatron-LM's ``--spec``.
 
 ``--spec mcore_prefix_tree.mcore.layer_specs gpt_layer_local`` (Megatron-LM reads the name from this module) takes one
-of ``gpt_layer_local``, ``gpt_layer_local_qk_layernorm``, ``gpt_layer_te``, ``gpt_layer_te_qk_layernorm``.
+of ``gpt_layer_local``, ``gpt_layer_local_qk_layernorm``, ``gpt_layer_te``, ``gpt_layer_te_qk_layernorm``. None of them
+has multi-latent attention: for that, leave ``--spec`` out.
 """
 
 from __future__ import annotations

@@ -39,6 +39,10 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "(NVIDIA/Megatron-LM issue 1699); set sequence_parallel=True",
         ),
         (
+            config.multi_latent_attention and getattr(config, "cache_mla_latents", False),
+            "cache_mla_latents=True: it is for inference alone; set cache_mla_latents=False",
+        ),
+        (
             config.experimental_attention_variant is not None,
             f"experimental_attention_variant={config.experimental_attention_variant!r}: its tokens mix in other ways "
             "than attention along a path; set experimental_attention_variant=None",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from train_jobs import command, rows, write_job
 
+LATENT = "model.transformer.multi_latent_attention=true model.num_query_groups=null"
 YARN = (
     "model.position_embedding_type=yarn model.yarn.rotary_scaling_factor=4 "
     "model.yarn.original_max_position_embeddings=8"
@@ -56,19 +57,31 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "model.num_query_groups has no meaning with model.transformer.multi_latent_attention: its heads are ",
         ),
         (
-            "model.transformer.multi_latent_attention=true model.num_query_groups=null model.kv_channels=8",
+            f"{LATENT} model.kv_channels=8",
             "model.kv_channels has no meaning with model.transformer.multi_latent_attention: its heads are ",
         ),
         (
-            "model.transformer.multi_latent_attention=true model.num_query_groups=null model.rope_scaling=true",
+            f"{LATENT} model.rope_scaling=true",
             "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling, ",
         ),
         (
-            "model.transformer.multi_latent_attention=true model.num_query_groups=null model.transformer.nope=1",
+            f"{LATENT} model.rotary_percent=0.5",
+            "model.rotary_percent: YaRN turns all channels that have a position, which is what model.transformer.",
+        ),
+        (
+            f"{LATENT} model.transformer.qk_pos_emb_head_dim=7",
+            "model.transformer.qk_pos_emb_head_dim and model.rotary_percent leave 7; change one of them",
+        ),
+        (
+            f"{LATENT} parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=true",
+            "parallel.tensor_model_parallel_size above 1 needs model.transformer_impl=transformer_engine, without ",
+        ),
+        (
+            f"{LATENT} model.transformer.nope=1",
             "model.transformer.nope: megatron-core's MLATransformerConfig has no such field",
         ),
         (
-            "model.transformer.multi_latent_attention=true model.num_query_groups=null model.transformer.rope_type=x",
+            f"{LATENT} model.transformer.rope_type=x",
             "and set model.transformer.rope_type, to rope or yarn",
         ),
         ("model.transformer.nope=1", "model.transformer.nope: megatron-core's TransformerConfig has no such field"),

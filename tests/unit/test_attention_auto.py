@@ -272,7 +272,7 @@ def test_heads_are_those_of_a_tensor_parallel_rank():
 
 def test_heads_of_latent_attention_have_two_sizes():
     sizes = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-    latent = config(multi_latent_attention=True, num_query_groups=8, **sizes)
+    latent = config(multi_latent_attention=True, num_query_groups=2, **sizes)
     case = case_of_config(latent, device=torch.device("cpu"))
     assert (case.heads, case.kv_heads, case.head_dim, case.value_dim) == (8, 8, 192, 128)
     assert case.options.softmax_scale == 192**-0.5

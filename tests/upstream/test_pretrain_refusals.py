@@ -30,7 +30,7 @@ SPINE = [
     ("--hidden-dropout 0.1", "hidden_dropout=0.1"),
     (f"{LATENT} --rope-type yarn", "apply_rope_fusion=True with multi_latent_attention"),
     (
-        f"{LATENT} --no-rope-fusion --tensor-model-parallel-size 2",
+        f"{LATENT} --no-rope-fusion --tensor-model-parallel-size 2 --transformer-impl transformer_engine",
         "multi_latent_attention with tensor_model_parallel_size=2 and without sequence_parallel",
     ),
     ("--mtp-num-layers 1", "mtp_num_layers=1"),
@@ -48,6 +48,7 @@ SPINE = [
     (f"{MOE} --moe-expert-capacity-factor 1.5", "moe_expert_capacity_factor=1.5"),
     (f"{MOE} --moe-router-force-load-balancing", "moe_router_force_load_balancing or moe_router_force_biased"),
     (f"{MOE} --moe-input-jitter-eps 0.1", "moe_input_jitter_eps=0.1"),
+    (f"{LATENT} --no-rope-fusion --cache-mla-latents", "cache_mla_latents=True"),
     (f"{MOE} {BIASED}", "moe_router_bias_update_rate=0.001 with moe_router_enable_expert_bias"),
 ]
 # Arguments that core_v0.16.1 lacks.
@@ -88,6 +89,14 @@ OTHER = [
     (
         "GPUS=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=8",
         "this machine has 8 ranks, each of which takes the GPU numbered LOCAL_RANK, and this one sees 4: ",
+    ),
+    (
+        f"{LATENT} --no-rope-fusion --tensor-model-parallel-size 2 --sequence-parallel",
+        "prefix-tree training does not support --transformer-impl local with --multi-latent-attention and --tensor-",
+    ),
+    (
+        f"{LATENT} --no-rope-fusion GPUS=1",
+        "--multi-latent-attention needs --transformer-impl transformer_engine: megatron-core's own attention has one ",
     ),
     ("--prefix-tree-length-buckets 8", "--prefix-tree-length-buckets: the largest, 8, cannot hold a micro-batch"),
 ]

@@ -80,6 +80,22 @@ def _weights(args: argparse.Namespace) -> float:
     The estimate of core_v0.16.1 cuts experts like everything else. So they are counted apart: what the experts of one
     rank add to a model in the layout of experts.
     """
+    return _weights_in_layout(args) + _whole_projections(args)
+
+
+def _whole_projections(args: argparse.Namespace) -> float:
+    """Of latent attention's down projections, which tensor-parallel ranks hold whole, what the estimate cuts off."""
+    if not args.multi_latent_attention:
+        return 0.0
+    tensor = args.tensor_model_parallel_size
+    width = (args.q_lora_rank or 0) + args.kv_lora_rank + args.qk_pos_emb_head_dim
+    cut_off: float = args.num_layers / args.pipeline_model_parallel_size * args.hidden_size * width * (1 - 1 / tensor)
+    # As compute_weight_and_optimizer_memory counts a parameter.
+    bytes_each = 6 + 12 / args.data_parallel_size if args.use_distributed_optimizer else 18
+    return cut_off * bytes_each
+
+
+def _weights_in_layout(args: argparse.Namespace) -> float:
     if args.num_experts is None:
         return _weights_of(args)
     experts, tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size

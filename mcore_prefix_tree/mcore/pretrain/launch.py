@@ -143,7 +143,7 @@ def _check_machine(args: argparse.Namespace) -> None:
     """What a job needs of where it is started, and a dry run does not.
 
     Raises:
-        ArgumentError: nobody says where ranks meet; or Apex is missing.
+        ArgumentError: nobody says where ranks meet; or Apex is missing, or TransformerEngine's attention.
         ValueError: see :func:`check_gpus`.
     """
     if "MASTER_ADDR" not in os.environ:
@@ -158,6 +158,11 @@ def _check_machine(args: argparse.Namespace) -> None:
             "its CUDA extensions"
         )
     if torch.cuda.is_available():
+        if args.multi_latent_attention and args.transformer_impl == "local" and args.spec is None:
+            raise ArgumentError(
+                "--multi-latent-attention needs --transformer-impl transformer_engine: megatron-core's own attention "
+                "has one size for queries and values"
+            )
         check_gpus(os.environ, torch.cuda.device_count())
 
 

@@ -119,11 +119,6 @@ def _stock_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
             qk_l2_norm=args.qk_l2_norm,
             vp_stage=vp_stage,
         )
-    if config.multi_latent_attention and not use_te and args.spec is None and torch.cuda.is_available():
-        raise ArgumentError(
-            "--multi-latent-attention needs --transformer-impl transformer_engine: megatron-core's own attention has "
-            "one size for queries and values"
-        )
     if not use_te and not torch.cuda.is_available():
         # The emulation is for trying things out, also what upstream's own layers lack on a CPU.
         spec = cpu_spec(spec, config, vp_stage)

@@ -45,7 +45,7 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
         )
     _check_rotary_channels(model)
     if latent:
-        _check_latent_attention(model, on_gpu=on_gpu)
+        _check_latent_attention(model, on_gpu=on_gpu, tensor_parallel=parallel.tensor_model_parallel_size > 1)
     fixed: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -101,7 +101,7 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
     return config
 
 
-def _check_latent_attention(model: ModelConfig, *, on_gpu: bool) -> None:
+def _check_latent_attention(model: ModelConfig, *, on_gpu: bool, tensor_parallel: bool) -> None:
     """What multi-latent attention would take no notice of, or upstream's layers cannot do."""
     for name in ("num_query_groups", "kv_channels"):
         if getattr(model, name) is not None:
@@ -115,10 +115,27 @@ def _check_latent_attention(model: ModelConfig, *, on_gpu: bool) -> None:
             "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling, "
             "model.yarn and model.position_embedding_type out and set model.transformer.rope_type, to rope or yarn"
         )
+    if model.transformer.get("rope_type", "yarn") == "yarn" and model.rotary_percent != 1:
+        raise RecipeError(
+            "model.rotary_percent: YaRN turns all channels that have a position, which is what "
+            "model.transformer.rope_type is by default; leave it out, or set model.transformer.rope_type=rope"
+        )
+    rotated = int(model.transformer.get("qk_pos_emb_head_dim", 64) * model.rotary_percent)
+    if rotated == 0 or rotated % 2:
+        raise RecipeError(
+            f"rotary embeddings turn pairs of channels, but model.transformer.qk_pos_emb_head_dim and "
+            f"model.rotary_percent leave {rotated}; change one of them"
+        )
     if on_gpu and model.transformer_impl == "local":
         raise RecipeError(
             "model.transformer.multi_latent_attention needs model.transformer_impl=transformer_engine on a GPU: "
             "megatron-core's own attention has one size for queries and values"
+        )
+    if tensor_parallel and (model.transformer_impl == "local" or model.transformer.get("mla_down_proj_fusion")):
+        raise RecipeError(
+            "model.transformer.multi_latent_attention with parallel.tensor_model_parallel_size above 1 needs "
+            "model.transformer_impl=transformer_engine, without mla_down_proj_fusion: of layers that split the down "
+            "projection, megatron-core's own gradient is wrong (NVIDIA/Megatron-LM issue 1699)"
         )
 
 
