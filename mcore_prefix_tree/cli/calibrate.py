@@ -24,9 +24,15 @@ def calibrate(
 
     Under torchrun for the layout of the job; nothing is trained.
     """
+    from mcore_prefix_tree.data.write import check_output, whole_file
     from mcore_prefix_tree.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    if output is not None:
+        try:
+            check_output(output)
+        except ValueError as error:
+            raise ValueError(f"--output {error}") from None
     quiet_upstream()
     from mcore_prefix_tree.bench.machine import describe_machine
     from mcore_prefix_tree.mcore.train.jobs import run_calibrate
@@ -35,8 +41,9 @@ def calibrate(
     if not is_main:
         return
     if output is not None:
-        with open(output, "w", encoding="utf-8") as stream:
-            stream.write(json.dumps({"machine": describe_machine(), **found.to_json()}, indent=2) + "\n")
+        # Whole or not at all: jobs that start now read it.
+        with whole_file(output) as unfinished:
+            unfinished.write_text(json.dumps({"machine": describe_machine(), **found.to_json()}, indent=2) + "\n")
 
     from rich.console import Console
     from rich.table import Table

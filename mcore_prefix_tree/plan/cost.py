@@ -243,7 +243,8 @@ class CostModel:
         Measurements of as many different shapes as there are costs (four, or three where the head computes all tokens)
         give all of them: the non-negative ones with the smallest squared *relative* error, so that small micro-batches
         count as much as large ones. From fewer, or from shapes that are multiples of each other, the costs keep their
-        proportions and are scaled to the measured total.
+        proportions and are scaled to the measured total. All have six digits: the last ones of a fit are another
+        machine's, and ranks on unlike machines have to make the same plan.
 
         Raises:
             ValueError: without a measurement, or if one is not positive.
@@ -265,7 +266,7 @@ class CostModel:
         if np.linalg.matrix_rank(scaled / norms, tol=1e-6) < len(amounts):
             predicted = design @ np.array([getattr(self, name) for name in amounts])
             factor = float(seconds.sum() / predicted.sum())
-            return CostModel(**{name: cost * factor for name, cost in vars(self).items()})
+            return _rounded({name: cost * factor for name, cost in vars(self).items()})
         # So few unknowns have few faces: the constrained optimum is the best feasible optimum of one of them.
         best, best_error = np.zeros(len(amounts)), math.inf
         columns = range(len(amounts))
@@ -276,7 +277,7 @@ class CostModel:
             error = float(np.square(scaled @ costs - 1).sum())
             if costs.min() >= 0 and costs[0] > 0 and error < best_error:
                 best, best_error = costs, error
-        return CostModel(**dict(zip(amounts, best.tolist(), strict=True)))
+        return _rounded(dict(zip(amounts, best.tolist(), strict=True)))
 
     def of_path(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """``[...]``: cost of the first ``length`` tokens of a path, for every entry."""
@@ -304,3 +305,7 @@ class CostModel:
     def of_micro_batch(self, tokens: float, pairs: float, scored: float = 0.0) -> float:
         """Cost of a micro-batch of ``tokens`` physical tokens, some of them scored, and ``pairs`` visible pairs."""
         return self.token * tokens + self.pair * pairs + self.scored * scored + self.micro_batch
+
+
+def _rounded(costs: Mapping[str, float]) -> CostModel:
+    return CostModel(**{name: float(f"{cost:.6g}") for name, cost in costs.items()})

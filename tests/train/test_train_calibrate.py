@@ -70,7 +70,9 @@ def test_the_command_writes_what_plans_read(job: Path, tmp_path: Path) -> None:
 
     recipe = load_recipe(job, [f"batch.calibration={path}"])
     with world_of_one(recipe) as place:
-        assert vars(folding_of(recipe, place).cost_model) == pytest.approx(content["cost"])
+        path.rename(tmp_path / "elsewhere")  # which a running job takes no notice of
+        assert vars(folding_of(recipe, place).cost_model) == content["cost"]
+        (tmp_path / "elsewhere").rename(path)
     # Balance changes nothing but who computes what.
     assert train(recipe).losses == pytest.approx(train(job).losses, rel=1e-4)
 
@@ -83,6 +85,15 @@ def test_the_command_writes_what_plans_read(job: Path, tmp_path: Path) -> None:
     assert [one["cost"] for one in rank] == pytest.approx(
         [cost.of_micro_batch(one["tokens"], one["pairs"], one["scored"]) for one in rank]
     )
+
+
+def test_where_nothing_can_be_written_nothing_is_measured(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "calibrate", None)
+    result = command("calibrate", job, "--output", str(tmp_path / "nowhere" / "measured.json"))
+    assert result.exit_code == 2
+    assert result.stderr.endswith("nowhere/measured.json: its folder does not exist; create it\n")
 
 
 def test_nothing_is_trained_and_the_schedule_is_left_as_it_was(job: Path) -> None:

@@ -15,7 +15,7 @@ from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.train.objective import grouped_by, is_weighted_sum, objective_of, output_of
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.objectives import Targets, together
-from mcore_prefix_tree.plan import CostModel, read_measured
+from mcore_prefix_tree.plan import CostModel
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
 
@@ -94,15 +94,14 @@ def folding_of(recipe: Recipe, place: Session) -> Folding:
     """How the job folds: its ranks are balanced by what the recipe's model costs.
 
     Raises:
-        ValueError: ``model.vocab_size`` is not known, which the cost depends on, or ``batch.calibration`` names a file
-            of something else.
+        ValueError: ``model.vocab_size`` is not known, which the cost depends on.
         RecipeError: the length buckets fit neither the budget nor the parallel layout.
     """
     cost_model = CostModel.from_model(
         recipe.model, fused_head=recipe.fused_head, scalar_head=recipe.objective.has_scalar_head
     )
-    if recipe.batch.calibration is not None:
-        cost_model = cost_model.calibrated(read_measured(recipe.batch.calibration))
+    if place.measured:
+        cost_model = cost_model.calibrated(place.measured)
     return Folding(
         max_tokens=recipe.batch.max_tokens,
         dp_size=place.dp_size,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from mcore_prefix_tree.launchers import adopt_ranks
 from mcore_prefix_tree.mcore.train.model import transformer_config
 from mcore_prefix_tree.mcore.validation import check_config
+from mcore_prefix_tree.plan import Measured, read_measured
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.testing.emulation import cpu_emulation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,8 @@ class Session:
         rank: of the world.
         dp_rank: data-parallel rank.
         dp_size: data-parallel size.
+        measured: what ``batch.calibration`` names, as the main rank read it when the job started: plans depend on it,
+            and the file may change, or not be the same on another machine.
     """
 
     config: Any
@@ -40,6 +46,7 @@ class Session:
     rank: int
     dp_rank: int
     dp_size: int
+    measured: tuple[Measured, ...] = ()
 
     @property
     def is_main(self) -> bool:
@@ -63,7 +70,8 @@ def session(recipe: Recipe) -> Iterator[Session]:
         NotImplementedError: the recipe asks for what folding cannot do; see :func:`check_config`.
         RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, it wants a GPU and there is
             none, or a machine has more ranks than GPUs.
-        ValueError: see :func:`adopt_ranks`.
+        ValueError: see :func:`adopt_ranks`; or ``batch.calibration`` names a file of something else.
+        OSError: that file cannot be read.
     """
     adopt_ranks(os.environ)
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available()
@@ -85,12 +93,15 @@ def session(recipe: Recipe) -> Iterator[Session]:
         seed = recipe.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        calibration = recipe.batch.calibration
+        measured = [] if calibration is None else on_main_rank(partial(read_measured, calibration))
         yield Session(
             config=config,
             device=device,
             rank=dist.get_rank(),
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
+            measured=tuple(measured),
         )
 
 
@@ -148,18 +159,20 @@ def _init_parallel_state(recipe: Recipe) -> None:
     )
 
 
-def on_main_rank(action: Callable[[], None]) -> None:
-    """Let the main rank do something for all; every rank goes on once it is done.
+def on_main_rank(action: Callable[[], T]) -> T:
+    """Let the main rank do something for all; every rank goes on once it is done, with what it gave.
 
     Raises:
-        OSError: it could not; on every rank.
+        OSError, ValueError: it could not; on every rank.
     """
-    outcome: list[OSError | None] = [None]
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            action()
-        except OSError as error:
-            outcome = [error]
+            outcome[0] = action()
+        except (OSError, ValueError) as error:
+            outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise outcome[0]
+    result, failure = outcome
+    if failure is not None:
+        raise failure
+    return cast("T", result)
