@@ -6,11 +6,13 @@ name of the key.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
@@ -359,12 +361,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def _with_override(recipe: Any, override: str) -> Any:
     if "=" not in override:
         raise RecipeError(f"{override!r} is not an override; write key=value, for example train_iters=10")
-    if override.endswith("=-"):
-        override = override[:-1] + "'-'"  # standard input; YAML reads a lone dash as a list of nothing
+    key, _, value = override.partition("=")
     try:
+        # Standard input, which YAML reads as a list of nothing; and globs, which it takes for a name or a mapping.
+        if value == "-" or (value.startswith(("*", "{")) and not _is_yaml(value)):
+            override = f"{key}={json.dumps(value)}"
         return OmegaConf.merge(recipe, OmegaConf.from_dotlist([override]))
     except (OmegaConfBaseException, YAMLError, TypeError) as error:  # TypeError: a list where the recipe has a mapping
         raise RecipeError(f"override {override!r}: {_one_line(error)}") from error
+
+
+def _is_yaml(value: str) -> bool:
+    try:
+        yaml.safe_load(value)
+    except YAMLError:
+        return False
+    return True
 
 
 def _one_line(error: Exception) -> str:

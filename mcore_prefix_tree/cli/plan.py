@@ -41,7 +41,10 @@ def plan(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="RECIPE", help="Predict cost by this recipe's model; without it a token costs 1."),
+        typer.Option(
+            metavar="RECIPE",
+            help="Read and plan as this recipe does, at the cost of its model; else a token costs 1.",
+        ),
     ] = None,
     calibration: Annotated[
         str | None,
@@ -70,8 +73,8 @@ def plan(
     recipe = None if model is None else load_recipe(model)
     samples, on_demand, skipped = read_files(
         files,
-        tokenizer=tokenizer,
-        expand_turns=expand_turns,
+        tokenizer=tokenizer if tokenizer is not None or recipe is None else recipe.data.tokenizer,
+        expand_turns=expand_turns or (recipe is not None and recipe.data.expand_turns),
         on_error=on_error,
         limits={"--max-tokens": max_tokens},
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped
+    from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
     from mcore_prefix_tree.sample import Sample
 
 Files = Annotated[
@@ -86,9 +86,9 @@ class TokenizerOnDemand:
         """Text of tokens."""
         return self.load().decode(tokens)
 
-    def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
+    def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """See ``ChatTokenizer``."""
-        return self.load().encode_turns(messages)
+        return self.load().encode_turns(messages, tools)
 
 
 def read_files(

@@ -1,6 +1,15 @@
 """Samples from JSONL, Parquet and Arrow files: tokens as they are, chat messages through a tokenizer's chat format."""
 
-from mcore_prefix_tree.data.chat import ChatError, ChatMessage, ChatTokenizer, EncodedTurn, ToolCall, parse_messages
+from mcore_prefix_tree.data.chat import (
+    ChatError,
+    ChatMessage,
+    ChatTokenizer,
+    EncodedTurn,
+    Tool,
+    ToolCall,
+    parse_messages,
+    parse_tools,
+)
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.read import iter_sample_groups, read_samples
 from mcore_prefix_tree.data.records import LineOptions
@@ -20,11 +29,13 @@ __all__ = [
     "Ranks",
     "Skipped",
     "StreamedGroups",
+    "Tool",
     "ToolCall",
     "check_same_samples",
     "iter_sample_groups",
     "load_tokenizer",
     "parse_messages",
+    "parse_tools",
     "read_samples",
     "resolve_paths",
 ]

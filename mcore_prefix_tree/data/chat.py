@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+# Keys of other formats that must not be dropped in silence, and what to give instead.
+_UNKNOWN_TO_FORMATS = {
+    "function_call": "give it as tool_calls",
+    "reasoning_content": "write it into content, as the model did",
+    "reasoning": "write it into content, as the model did",
+    "thinking": "write it into content, as the model did",
+    "weight": "give 'tokens' with a 'loss_mask'",
+}
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -30,6 +38,21 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A function that the model was told of.
+
+    Attributes:
+        name: of the function.
+        description: what it does; may be empty.
+        parameters: JSON schema of its arguments.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +102,7 @@ class ChatTokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, control tokens included; for people to read."""
 
-    def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
+    def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """Encode every assistant turn, in order; messages after the last one are not encoded.
 
         The turns of one conversation usually are prefixes of each other, but need not be: some chat formats rewrite
@@ -87,6 +110,7 @@ class ChatTokenizer(Protocol):
 
         Args:
             messages: a conversation with at least one assistant message, as ``parse_messages`` returns it.
+            tools: that the model was told of, as ``parse_tools`` returns them.
 
         Raises:
             ChatError: if the chat format cannot express the conversation.
@@ -100,7 +124,7 @@ def parse_messages(value: object) -> list[ChatMessage]:
     "arguments"}}``; arguments as JSON text or as an object. A call without an id gets its ordinal in the conversation
     as the id (``call00001``, nine alphanumerics, which is what Mistral's formats want), so that rollouts which begin
     alike keep beginning alike. A tool result without ``tool_call_id`` answers the oldest open call (of its name, where
-    it has one). Unknown keys are ignored.
+    it has one). Unknown keys are ignored, but for those that say what the model saw or what is trained on.
 
     Raises:
         ChatError: names the field, such as ``messages[3].tool_calls[0].name``.
@@ -117,6 +141,9 @@ def parse_messages(value: object) -> list[ChatMessage]:
         role = entry.get("role")
         if role not in ROLES:
             raise ChatError(f"field '{field}.role' is {json.dumps(role, default=repr)}; roles are {', '.join(ROLES)}")
+        for name, way_out in _UNKNOWN_TO_FORMATS.items():
+            if entry.get(name) is not None:
+                raise ChatError(f"field '{field}.{name}' changes what is trained on, and is not supported: {way_out}")
         tool_calls = _tool_calls(entry.get("tool_calls"), f"{field}.tool_calls", calls_seen)
         if tool_calls and role != "assistant":
             raise ChatError(f"field '{field}.tool_calls' belongs to an assistant message, not to role '{role}'")
@@ -139,6 +166,61 @@ def parse_messages(value: object) -> list[ChatMessage]:
     return messages
 
 
+def parse_tools(value: object) -> list[Tool]:
+    """Check the ``tools`` of a record: what the model was told it may call.
+
+    Each is ``{"name", "description", "parameters"}`` or in OpenAI's shape ``{"type", "function": {...}}``; parameters
+    are a JSON schema, as an object or its JSON text, and none if they are left out.
+
+    Raises:
+        ChatError: names the field, such as ``tools[3].name``.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ChatError(f"field 'tools' must be a list, not {_kind(value)}")
+    tools = []
+    for index, entry in enumerate(value):
+        field = f"tools[{index}]"
+        function = (entry.get("function") or entry) if isinstance(entry, dict) else None
+        if not isinstance(function, dict):
+            raise ChatError(f"field '{field}' must be an object with 'name', 'description' and 'parameters'")
+        description = function.get("description")
+        tools.append(
+            Tool(
+                name=_text(function.get("name"), f"{field}.name"),
+                description="" if description is None else _text(description, f"{field}.description"),
+                parameters=_schema(function.get("parameters"), f"{field}.parameters"),
+            )
+        )
+    return tools
+
+
+def _schema(value: object, field: str) -> dict[str, Any]:
+    if value is None:
+        return {"type": "object", "properties": {}}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ChatError(f"field '{field}' is not valid JSON; give a JSON schema") from None
+    if not isinstance(value, dict):
+        raise ChatError(f"field '{field}' must be an object or its JSON text, not {_kind(value)}")
+    try:
+        _text(json.dumps(value, ensure_ascii=False), field)
+    except TypeError as error:  # from a table: bytes, dates
+        raise ChatError(f"field '{field}' cannot be written as JSON: {error}") from None
+    schema: dict[str, Any] = _without_nulls(value)
+    return schema
+
+
+def _without_nulls(value: Any) -> Any:
+    """A table has every key in every row, null where it is missing."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
 def _tool_calls(value: object, field: str, calls_seen: int) -> tuple[ToolCall, ...]:
     if value is None:
         return ()
@@ -157,6 +239,7 @@ def _tool_calls(value: object, field: str, calls_seen: int) -> tuple[ToolCall, .
             except TypeError as error:  # from a table: bytes, dates
                 raise ChatError(f"field '{field}[{index}].arguments' cannot be written as JSON: {error}") from None
         arguments = _text(arguments, f"{field}[{index}].arguments", expected="an object or its JSON text")
+        _check_escapes(arguments, f"{field}[{index}].arguments")
         call_id = entry.get("id")
         call_id = f"call{calls_seen + index + 1:05d}" if call_id is None else _text(call_id, f"{field}[{index}].id")
         calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
@@ -186,6 +269,17 @@ def _text(value: object, field: str, expected: str = "a string") -> str:
             f"field '{field}' has half of a surrogate pair at character {error.start}, which is no text; remove it"
         ) from None
     return value
+
+
+def _check_escapes(arguments: str, field: str) -> None:
+    """Refuse what is only text until somebody decodes the JSON, as chat formats do."""
+    if "\\u" not in arguments:
+        return
+    try:
+        decoded = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return  # it stays text
+    _text(json.dumps(decoded, ensure_ascii=False), field)
 
 
 def _kind(value: object) -> str:

@@ -11,7 +11,7 @@ import jinja2
 import numpy as np
 from transformers import AutoTokenizer
 
-from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn
+from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool
 
 
 class HuggingFaceChatTokenizer:
@@ -56,15 +56,21 @@ class HuggingFaceChatTokenizer:
         """See ``ChatTokenizer.decode``."""
         return str(self._tokenizer.decode(list(tokens)))
 
-    def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
+    def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """See ``ChatTokenizer.encode_turns``."""
+        told = [{"type": "function", "function": vars(tool)} for tool in tools] or None
         converted = [_convert(message) for message in messages]
         turn_indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        prompts = [self._render(converted[:index], add_generation_prompt=True) for index in turn_indices]
-        answered = [self._render(converted[: index + 1], add_generation_prompt=False) for index in turn_indices]
+        prompts = [self._render(converted[:index], told, add_generation_prompt=True) for index in turn_indices]
+        answered = [self._render(converted[: index + 1], told, add_generation_prompt=False) for index in turn_indices]
         encoded = self._encode(prompts + answered)
         turns = []
-        for number, (prompt, whole) in enumerate(zip(encoded[: len(prompts)], encoded[len(prompts) :], strict=True)):
+        for number, prompt in enumerate(encoded[: len(prompts)]):
+            whole = encoded[len(prompts) + number]
+            if whole[: len(prompt)] != prompt and answered[number].startswith(prompts[number]):
+                # The tokenizer joins the prompt's last characters with the answer's first, such as two line breaks. The
+                # model was given the one and wrote the other.
+                whole = prompt + self._token_ids([answered[number][len(prompts[number]) :]])[0]
             if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
                 raise ChatError(
                     f"field 'messages[{turn_indices[number]}]' does not continue its generation prompt in the chat "
@@ -74,10 +80,12 @@ class HuggingFaceChatTokenizer:
             turns.append(EncodedTurn(tokens=np.array(whole[:end], dtype=np.int32), start=len(prompt)))
         return turns
 
-    def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool
+    ) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise ChatError(

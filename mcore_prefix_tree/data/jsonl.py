@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
@@ -21,6 +22,8 @@ from mcore_prefix_tree.sample import SampleError
 STDIN = "-"
 
 _CHUNK_BYTES = 1 << 22
+# How files of gzip, Zstandard, bzip2 and xz begin.
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,22 @@ class Line:
     Attributes:
         source: ``file:number``, from 1.
         raw: its bytes.
+        is_first: of its file.
     """
 
     source: str
     raw: bytes
+    is_first: bool = False
 
     def fields(self) -> dict[str, Any] | None:
-        """The object of the line; None of a blank one."""
+        """The object of the line, without what is null; None of a blank one."""
+        raw = self.raw
+        if self.is_first:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+            if raw.startswith(_PACKED):
+                raise SampleError(f"{self.source}: the file is compressed; unpack it, or name a gzip file something.gz")
         try:
-            text = self.raw.decode("utf-8")
+            text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise SampleError(
                 f"{self.source}: byte {error.start + 1} of the line is not UTF-8; convert the file to UTF-8"
@@ -51,7 +61,7 @@ class Line:
             raise SampleError(f"{self.source}: not valid JSON ({error}); each line must be one JSON object") from None
         if not isinstance(row, dict):
             raise SampleError(f"{self.source}: each line must be one JSON object with 'tokens' or 'messages'")
-        return row
+        return {name: value for name, value in row.items() if value is not None}
 
 
 def read_lines(path: str) -> Iterator[Line]:
@@ -65,7 +75,7 @@ def read_lines(path: str) -> Iterator[Line]:
     try:
         with _open(path) as stream:
             for number, raw in enumerate(stream, start=1):
-                yield Line(f"{label}:{number}", raw)
+                yield Line(f"{label}:{number}", raw, is_first=number == 1)
     except (OSError, EOFError, zlib.error) as error:
         raise SampleError(f"{label}: cannot be read after line {number}: {error}") from error
 
@@ -125,7 +135,7 @@ class LineIndex:
         try:
             # Opened each time: workers share nothing, and a job reads too few lines a second to notice.
             with Path(self._path).open("rb", buffering=0) as stream:
-                return Line(source, os.pread(stream.fileno(), end - start, start))
+                return Line(source, os.pread(stream.fileno(), end - start, start), is_first=number == 0)
         except OSError as error:
             raise SampleError(f"{source}: cannot be read: {error}") from error
 

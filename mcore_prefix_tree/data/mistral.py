@@ -12,13 +12,14 @@ import numpy.typing as npt
 from mistral_common.exceptions import MistralCommonException
 from mistral_common.protocol.instruct import messages as mistral
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
-from mistral_common.protocol.instruct.tool_calls import FunctionCall
+from mistral_common.protocol.instruct.tool_calls import Function, FunctionCall
+from mistral_common.protocol.instruct.tool_calls import Tool as MistralTool
 from mistral_common.protocol.instruct.tool_calls import ToolCall as MistralToolCall
 from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, SpecialTokens, TokenizerVersion
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
-from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn
+from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool
 
 # v1 and v2 are left out: v1 knows no tools and no control tokens, v2 drops the tool calls of earlier turns.
 FILES = {
@@ -39,8 +40,8 @@ class MistralChatTokenizer:
     Call ids that are not nine alphanumerics are replaced by ordinals, which the format requires.
 
     v7 writes each message independently of the others, so one encoding of the whole conversation holds every turn.
-    v3 moves the system prompt into the last user message, so the history changes with every user message and each
-    turn is encoded by itself.
+    v3 moves the system prompt into the last user message, and both put tools before it, so the history changes with
+    every user message and each turn is encoded by itself.
     """
 
     def __init__(self, name: str) -> None:
@@ -73,14 +74,18 @@ class MistralChatTokenizer:
         text: str = self._text_tokenizer.decode(list(tokens), special_token_policy=SpecialTokenPolicy.KEEP)
         return text.replace("\u2581", " ")  # SentencePiece's mark for a space
 
-    def encode_turns(self, messages: Sequence[ChatMessage]) -> list[EncodedTurn]:
+    def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """See ``ChatTokenizer.encode_turns``."""
         is_assistant = [message.role == "assistant" for message in messages] + [False]
         turn_ends = [i + 1 for i in range(len(messages)) if is_assistant[i] and not is_assistant[i + 1]]
         converted = self._convert(messages)
-        if not self._history_is_stable:
-            return [self._turns(self._encode(converted[:end]))[-1] for end in turn_ends]
-        turns = self._turns(self._encode(converted[: turn_ends[-1]]))
+        told = [
+            MistralTool(function=Function(name=tool.name, description=tool.description, parameters=tool.parameters))
+            for tool in tools
+        ] or None
+        if told or not self._history_is_stable:  # tools go before the last user message
+            return [self._turns(self._encode(converted[:end], told))[-1] for end in turn_ends]
+        turns = self._turns(self._encode(converted[: turn_ends[-1]], None))
         assert len(turns) == len(turn_ends)
         return turns
 
@@ -91,9 +96,9 @@ class MistralChatTokenizer:
         starts = openings[np.searchsorted(openings, ends) - 1]
         return [EncodedTurn(tokens=tokens[:end], start=int(start)) for start, end in zip(starts, ends, strict=True)]
 
-    def _encode(self, messages: list[Any]) -> npt.NDArray[np.int32]:
+    def _encode(self, messages: list[Any], tools: list[MistralTool] | None) -> npt.NDArray[np.int32]:
         try:
-            encoded = self._tokenizer.encode_chat_completion(ChatCompletionRequest(messages=messages))
+            encoded = self._tokenizer.encode_chat_completion(ChatCompletionRequest(messages=messages, tools=tools))
         except (MistralCommonException, ValueError) as error:
             reason = str(error).splitlines()[0][:200]
             raise ChatError(

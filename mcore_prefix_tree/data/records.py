@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -11,14 +12,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.chat import ChatError, ChatTokenizer, parse_messages
+from mcore_prefix_tree.data.chat import ChatError, ChatTokenizer, parse_messages, parse_tools
 from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
 from mcore_prefix_tree.data.skipped import Kind, Skipped
 from mcore_prefix_tree.sample import INT32_MAX, Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals
 
 # All that is read of a record.
-FIELDS = ("tokens", "loss_mask", "messages", "merge_key", "temperature", *(one.name for one in fields(Signals)))
+FIELDS = (
+    *("tokens", "loss_mask", "messages", "tools", "merge_key", "temperature"),
+    *(one.name for one in fields(Signals)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +105,8 @@ def _parse(row: Mapping[str, Any], source: str, options: LineOptions) -> list[Sa
 
 
 def _merge_key(value: object, source: str) -> Hashable:
-    if not isinstance(value, (str, int, float, type(None))) or value != value:
-        raise SampleError(f"{source}: field 'merge_key' must be a string, a number, a boolean or null")
+    if not isinstance(value, (str, int, float, type(None))) or (isinstance(value, float) and not math.isfinite(value)):
+        raise SampleError(f"{source}: field 'merge_key' must be a string, a finite number, a boolean or null")
     return value
 
 
@@ -110,7 +114,7 @@ def _tempered(value: object, key: Hashable, source: str) -> Hashable:
     """The merge key of a record that says its temperature."""
     if value is None:
         return key
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise SampleError(f"{source}: field 'temperature' is {_short(value)}; it must be a number above 0")
     return Tempered(temperature=float(value), key=key)
 
@@ -157,7 +161,7 @@ def _chat_samples(row: Mapping[str, Any], merge_key: Hashable, source: str, opti
     if options.tokenizer is None:
         raise SampleError(f"{source}: field 'messages' needs a tokenizer; set data.tokenizer, or give 'tokens'")
     try:
-        turns = options.tokenizer.encode_turns(parse_messages(row["messages"]))
+        turns = options.tokenizer.encode_turns(parse_messages(row["messages"]), parse_tools(row.get("tools")))
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error
     if options.expand_turns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ def check_output(path: str | Path) -> None:
     """See that a file could be written, before there is anything to write.
 
     Raises:
-        ValueError: its folder does not exist or cannot be written to, or it is a folder itself.
+        ValueError: its folder does not exist or cannot be written to, or it is a folder itself, or a device.
         ImportError: it is a table by its name, and there is no pyarrow.
     """
     folder = Path(path).absolute().parent
@@ -57,6 +58,8 @@ def check_output(path: str | Path) -> None:
         raise ValueError(f"{path}: its folder does not exist; create it")
     if Path(path).is_dir():
         raise ValueError(f"{path}: is a folder; name a file in it, such as {Path(path) / 'scored.jsonl'}")
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError(f"{path}: is no file, and would be replaced by one; name another")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{path}: its folder cannot be written to; name another")
     if is_table(str(path)):
@@ -88,7 +91,7 @@ def rows_file(path: str | Path) -> Iterator[RowWriter]:
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Where to write a file that appears under its name once all of it is written, and not at all after an error."""
-    target = Path(path)
+    target = Path(path).resolve()  # what a link points to, so that the link stays one
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:
         yield unfinished
@@ -108,7 +111,7 @@ class _JsonLines:
         self._stream = stream
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A line each; JSON has no NaN, so null stands for it."""
+        """A line each; JSON has no NaN and no infinity, so null stands for them."""
         for row in rows:
             plain = {name: _plain(value) for name, value in row.items()}
             self._stream.write(json.dumps(plain, allow_nan=False) + "\n")
@@ -123,4 +126,4 @@ def _plain(value: Any) -> Any:
 
 
 def _listed(values: np.ndarray[Any, Any]) -> list[Any]:
-    return [None if value != value else value for value in values.tolist()]
+    return [value if math.isfinite(value) else None for value in values.tolist()]

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.sample import INT32_MAX, Sample
 from mcore_prefix_tree.trie import Trie, build_trie
 
 Int32Array = npt.NDArray[np.int32]
@@ -175,6 +175,9 @@ def fold(
         raise ValueError(f"padded_size={padded_size} cannot hold the {physical} unique tokens of these samples")
     if padded_size % pad_to_multiple_of:
         raise ValueError(f"padded_size={padded_size} is not a multiple of pad_to_multiple_of={pad_to_multiple_of}")
+
+    if padded_size > INT32_MAX:
+        raise ValueError(f"{padded_size} tokens are more than a layout's {INT32_MAX}; fold fewer samples at once")
 
     borders, parent = trie.cu_node_lens.astype(np.int32), trie.node_parent.astype(np.int32)
     depth = trie.node_depth.astype(np.int32)

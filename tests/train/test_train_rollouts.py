@@ -50,7 +50,7 @@ class Letters:
 
     name, vocab_size = "letters", 64
 
-    def encode_turns(self, messages: Sequence[Any]) -> list[EncodedTurn]:
+    def encode_turns(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> list[EncodedTurn]:
         tokens: list[int] = []
         turns = []
         for message in messages:

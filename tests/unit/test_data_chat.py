@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mcore_prefix_tree.data import ChatError, ChatMessage, ToolCall, parse_messages
+from mcore_prefix_tree.data import ChatError, ChatMessage, Tool, ToolCall, parse_messages, parse_tools
 
 
 def assistant(**rest):
@@ -111,6 +111,22 @@ BAD = {
         [assistant(tool_calls=[call(id=True)])],
         "field 'messages[0].tool_calls[0].id' must be a string, not a boolean",
     ),
+    "call arguments that decode to no text": (
+        [assistant(tool_calls=[call(arguments='{"a": "\\ud800"}')])],
+        "field 'messages[0].tool_calls[0].arguments' has half of a surrogate pair at character 7, which is no text; "
+        "remove it",
+    ),
+    **{
+        name: (
+            [assistant(content="hi", **{name: value})],
+            f"field 'messages[0].{name}' changes what is trained on, and is not supported: {way_out}",
+        )
+        for name, value, way_out in [
+            ("reasoning_content", "hm", "write it into content, as the model did"),
+            ("function_call", {"name": "f"}, "give it as tool_calls"),
+            ("weight", 0, "give 'tokens' with a 'loss_mask'"),
+        ]
+    },
     "result of nothing": (
         [assistant(content="hi"), tool()],
         "field 'messages[1]' is a tool result, but no assistant message before it has an open call",
@@ -139,4 +155,42 @@ def test_bad_messages_name_the_field(case):
     value, message = BAD[case]
     with pytest.raises(ChatError) as caught:
         parse_messages(value)
+    assert str(caught.value) == message
+
+
+SCHEMA = {"type": "object", "properties": {"id": {"type": "integer"}}}
+
+
+def test_the_shapes_of_a_tool_are_one():
+    plain = {"name": "find", "description": "It finds.", "parameters": SCHEMA}
+    nulls = {"id": {"type": "integer", "enum": None}, "other": None}
+    for given in (
+        plain,
+        {"type": "function", "function": plain},
+        plain | {"parameters": json.dumps(SCHEMA)},
+        plain | {"parameters": {"type": "object", "properties": nulls}, "strict": None},  # as from a table
+    ):
+        assert parse_tools([given]) == [Tool(name="find", description="It finds.", parameters=SCHEMA)]
+    (bare,) = parse_tools([{"name": "now"}])
+    assert bare == Tool(name="now", description="", parameters={"type": "object", "properties": {}})
+    assert parse_tools(None) == parse_tools([]) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({}, "field 'tools' must be a list, not an object"),
+        ([3], "field 'tools[0]' must be an object with 'name', 'description' and 'parameters'"),
+        ([{"name": "f"}, {"description": "x"}], "field 'tools[1].name' must be a string, not null"),
+        ([{"name": "f", "description": 1}], "field 'tools[0].description' must be a string, not a number"),
+        (
+            [{"name": "f", "parameters": 3}],
+            "field 'tools[0].parameters' must be an object or its JSON text, not a number",
+        ),
+        ([{"name": "f", "parameters": "{"}], "field 'tools[0].parameters' is not valid JSON; give a JSON schema"),
+    ],
+)
+def test_bad_tools_name_the_field(value, message):
+    with pytest.raises(ChatError) as caught:
+        parse_tools(value)
     assert str(caught.value) == message

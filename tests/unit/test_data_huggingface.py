@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from mcore_prefix_tree.data import ChatError, load_tokenizer, parse_messages, read_samples
+from mcore_prefix_tree.data import ChatError, load_tokenizer, parse_messages, parse_tools, read_samples
 from mcore_prefix_tree.sample import SampleError
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -45,7 +45,7 @@ ROWS = [
 ]
 
 
-def make_folder(path, template, *, strip_right=False, prepend_space=False):
+def make_folder(path, template, *, strip_right=False, prepend_space=False, joins=()):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -63,6 +63,7 @@ def make_folder(path, template, *, strip_right=False, prepend_space=False):
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([row["content"] or "" for row in ROWS] * 3, trainer=trainer)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in joins])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
     wrapped.chat_template = template
     wrapped.save_pretrained(path)
@@ -155,6 +156,29 @@ def test_without_an_end_of_turn_token_the_newline_ends_the_turn(tmp_path):
     tokenizer, reference = load_tokenizer(folder), official(folder)
     turn = tokenizer.encode_turns(parse_messages(ROWS[:5]))[-1]
     assert reference.decode(turn.tokens[turn.start :]) == "  it is lost\n\n"
+
+
+@needs_transformers
+@pytest.mark.parametrize("content", ["\nthe", "\n\nthe answer", "the"])
+def test_an_answer_that_begins_as_its_prompt_ends(tmp_path, content):
+    """A tokenizer that joins line breaks: the model was given one and wrote the others."""
+    folder = make_folder(tmp_path / "tokenizer", CHATML, joins=("\n\n", "\n\n\n"))
+    tokenizer, reference = load_tokenizer(folder), official(folder)
+    rows = [{"role": "user", "content": "look"}, {"role": "assistant", "content": content}]
+    messages = parse_messages(rows)
+    (turn,) = tokenizer.encode_turns(messages)
+    assert turn.tokens[: turn.start].tolist() == official_tokens(reference, messages[:1], add_generation_prompt=True)
+    assert reference.decode(turn.tokens[turn.start :]) == f"{content}<|im_end|>"
+
+
+@needs_transformers
+def test_tools_are_told_by_the_template(tmp_path):
+    told = "{% for t in tools or [] %}<tool>{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
+    tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", told + CHATML))
+    tools = parse_tools([{"name": "find", "parameters": {"type": "object"}}])
+    for turn, untold in zip(*(tokenizer.encode_turns(parse_messages(ROWS), one) for one in (tools, [])), strict=True):
+        assert tokenizer.decode(turn.tokens) == '<tool>find {"type": "object"}' + tokenizer.decode(untold.tokens)
+        assert len(turn.tokens) - turn.start == len(untold.tokens) - untold.start
 
 
 @needs_transformers

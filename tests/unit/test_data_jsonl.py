@@ -1,8 +1,10 @@
 """Reading JSONL: what comes out, and that every kind of bad data is named by file, line and field."""
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import sys
 
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_prefix_tree.data import ChatMessage, EncodedTurn, iter_sample_groups, read_samples
+from mcore_prefix_tree.data import ChatMessage, EncodedTurn, Tool, iter_sample_groups, read_samples
 from mcore_prefix_tree.data.chat import ChatError
 from mcore_prefix_tree.sample import INT32_MAX, SampleError, Tempered
 
@@ -22,7 +24,7 @@ class CharacterTokenizer:
     name = "characters"
     vocab_size = 128
 
-    def encode_turns(self, messages):
+    def encode_turns(self, messages, tools=()):
         if any(message.content == "unspeakable" for message in messages):
             raise ChatError("field 'messages' does not fit")
         tokens, turns = [], []
@@ -41,7 +43,7 @@ class ForgetfulTokenizer(CharacterTokenizer):
 
     name = "forgetful"
 
-    def encode_turns(self, messages):
+    def encode_turns(self, messages, tools=()):
         turns = []
         for end, message in enumerate(messages, start=1):
             if message.role == "assistant":
@@ -154,6 +156,24 @@ def test_a_file_whose_name_looks_like_a_glob(write):
     assert [sample.tokens.tolist() for sample in read_samples(path)] == [[5]]
 
 
+def test_null_is_missing(write):
+    path = write({"tokens": [1, 2], "messages": None, "reward": None}, {"messages": CHAT[:2], "loss_mask": None})
+    assert [text_of(sample) for sample in read_samples(path, tokenizer=CharacterTokenizer())] == ["\1\2", "UhiAyo\0"]
+
+
+def test_a_byte_order_mark_is_no_data(write):
+    path = write(b'\xef\xbb\xbf{"tokens": [7]}', {"tokens": [8]})
+    assert [sample.tokens.tolist() for sample in read_samples(path)] == [[7], [8]]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, bz2.compress], ids=["gzip", "xz", "bzip2"])
+def test_a_compressed_file_is_known_for_one(tmp_path, pack):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(pack(b'{"tokens": [7, 8]}\n'))
+    with pytest.raises(SampleError, match=r"data.jsonl:1: the file is compressed; unpack it, or name a gzip file some"):
+        read_samples(path)
+
+
 def test_gzip(tmp_path):
     path = tmp_path / "data.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"tokens": [7, 8]}\n'))
@@ -207,7 +227,7 @@ BAD_LINES = {
     "both": ('{"tokens": [1], "messages": []}', "both of the fields 'tokens' and 'messages'"),
     "empty": ('{"tokens": []}', "field 'tokens' is empty"),
     "text": ('{"tokens": "abc"}', "field 'tokens' must be a flat list of integers"),
-    "null": ('{"tokens": null}', "field 'tokens' must be a flat list of integers"),
+    "null": ('{"tokens": null}', "neither of the fields 'tokens' and 'messages'"),
     "nested": ('{"tokens": [[1], [2]]}', "field 'tokens' must be a flat list of integers, but index 0 is [1]"),
     "boolean": ('{"tokens": [1, true]}', "field 'tokens' must be a flat list of integers, but index 1 is true"),
     "float": ('{"tokens": [1, 2.0]}', "field 'tokens' must be a flat list of integers, but index 1 is 2.0"),
@@ -228,9 +248,12 @@ BAD_LINES = {
     "temperature 0": ('{"tokens": [1], "temperature": 0}', "field 'temperature' is 0; it must be a number above 0"),
     "temperature text": ('{"tokens": [1], "temperature": "1"}', "field 'temperature' is \"1\"; it must be a number"),
     "temperature nan": ('{"tokens": [1], "temperature": NaN}', "field 'temperature' is NaN; it must be a number above"),
-    "key list": ('{"tokens": [1], "merge_key": [1]}', "field 'merge_key' must be a string, a number"),
-    "key object": ('{"tokens": [1], "merge_key": {}}', "field 'merge_key' must be a string, a number"),
-    "key nan": ('{"tokens": [1], "merge_key": NaN}', "field 'merge_key' must be a string, a number"),
+    "temperature huge": ('{"tokens": [1], "temperature": 1' + "0" * 400 + "}", "field 'temperature' is 1000"),
+    "key list": ('{"tokens": [1], "merge_key": [1]}', "field 'merge_key' must be a string, a finite number"),
+    "key object": ('{"tokens": [1], "merge_key": {}}', "field 'merge_key' must be a string, a finite number"),
+    "key nan": ('{"tokens": [1], "merge_key": NaN}', "field 'merge_key' must be a string, a finite number"),
+    "key infinite": ('{"tokens": [1], "merge_key": Infinity}', "field 'merge_key' must be a string, a finite number"),
+    "tools": ('{"messages": [{"role": "assistant", "content": "a"}], "tools": 3}', "field 'tools' must be a list"),
     "chat mask": ('{"messages": [], "loss_mask": []}', "field 'loss_mask' goes with 'tokens'"),
     "chat role": ('{"messages": [{"role": "bot", "content": ""}]}', "field 'messages[0].role' is \"bot\""),
     "chat format": (
@@ -335,9 +358,14 @@ def test_tokenizer_sees_parsed_messages(write):
     seen = []
 
     class Recorder(CharacterTokenizer):
-        def encode_turns(self, messages):
-            seen.extend(messages)
+        def encode_turns(self, messages, tools=()):
+            seen.extend([*messages, *tools])
             return super().encode_turns(messages)
 
-    read_samples(write({"messages": CHAT[:2]}), tokenizer=Recorder())
-    assert seen == [ChatMessage(role="user", content="hi"), ChatMessage(role="assistant", content="yo")]
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+    read_samples(write({"messages": CHAT[:2], "tools": [tool]}), tokenizer=Recorder())
+    assert seen == [
+        ChatMessage(role="user", content="hi"),
+        ChatMessage(role="assistant", content="yo"),
+        Tool(name="find", description="", parameters={"type": "object"}),
+    ]

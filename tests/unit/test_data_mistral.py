@@ -8,11 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mistral_common.protocol.instruct import messages as mistral
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
-from mistral_common.protocol.instruct.tool_calls import FunctionCall
+from mistral_common.protocol.instruct.tool_calls import Function, FunctionCall
+from mistral_common.protocol.instruct.tool_calls import Tool as MistralTool
 from mistral_common.protocol.instruct.tool_calls import ToolCall as MistralToolCall
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
-from mcore_prefix_tree.data import DEFAULT_TOKENIZER, ChatError, load_tokenizer, parse_messages, read_samples
+from mcore_prefix_tree.data import (
+    DEFAULT_TOKENIZER,
+    ChatError,
+    load_tokenizer,
+    parse_messages,
+    parse_tools,
+    read_samples,
+)
 from mcore_prefix_tree.sample import SampleError
 
 TAU = Path(__file__).resolve().parents[3] / "shared" / "data" / "tau_bench_airline_gpt4o.jsonl"
@@ -47,7 +55,7 @@ def official():
     return {name: load() for name, load in OFFICIAL.items()}
 
 
-def official_tokens(tokenizer, messages):
+def official_tokens(tokenizer, messages, tools=None):
     """What mistral-common makes of ``messages``, written independently of the code under test."""
     converted = []
     for message in messages:
@@ -67,7 +75,7 @@ def official_tokens(tokenizer, messages):
             converted.append(mistral.AssistantMessage(content=message.content or None, tool_calls=calls or None))
     # Below validation: in serving mode a request must not end with an answer, in fine-tuning mode it must.
     normalized = tokenizer._instruct_request_normalizer.from_chat_completion_request(
-        ChatCompletionRequest(messages=converted)
+        ChatCompletionRequest(messages=converted, tools=tools)
     )
     return tokenizer.instruct_tokenizer.encode_instruct(normalized).tokens
 
@@ -102,6 +110,24 @@ def test_content_beside_a_call_and_parallel_calls(tokenizer, official):
     messages = parse_messages(rows)
     check_against_official(tokenizer, official["mistral-v7"], messages)
     assert len(tokenizer.encode_turns(messages)) == 2  # the format merges the last two messages into one turn
+
+
+TOOLS = [{"name": "find", "description": "It finds.", "parameters": {"type": "object", "properties": {}}}]
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_tools_are_told_as_the_official_encoding_tells_them(name, official):
+    tokenizer, messages, tools = load_tokenizer(name), parse_messages(ROLLOUT), parse_tools(TOOLS)
+    told = [MistralTool(function=Function(**TOOLS[0]))]
+    turns = tokenizer.encode_turns(messages, tools)
+    plain = tokenizer.encode_turns(messages)
+    roles = [message.role for message in messages]
+    ends = [i + 1 for i in range(len(roles)) if roles[i] == "assistant" and roles[i + 1 : i + 2] != ["assistant"]]
+    for turn, untold, end in zip(turns, plain, ends, strict=True):
+        assert turn.tokens.tolist() == official_tokens(official[name], messages[:end], told)
+        assert turn.tokens[turn.start :].tolist() == untold.tokens[untold.start :].tolist()
+        assert turn.start > untold.start
+    assert "find" in official[name].decode(turns[0].tokens[: turns[0].start].tolist())
 
 
 TEXT = st.text(max_size=30) | st.sampled_from(

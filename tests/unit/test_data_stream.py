@@ -38,7 +38,7 @@ class WordTokenizer:
 
     name, vocab_size = "words", 128
 
-    def encode_turns(self, messages):
+    def encode_turns(self, messages, tools=()):
         tokens, turns = [], []
         for message in messages:
             start = len(tokens)
@@ -106,7 +106,7 @@ def test_an_index_finds_every_line(tmp_path_factory, contents):
         with open(path, "wb") as stream:
             stream.write(content)
         with open(path, "rb") as stream:
-            expected += [Line(f"{path}:{number}", line) for number, line in enumerate(stream, start=1)]
+            expected += [Line(f"{path}:{n}", line, is_first=n == 1) for n, line in enumerate(stream, start=1)]
     index = FileIndex(paths)
     assert [index.read(line) for line in range(len(index))] == expected
     assert index.total_bytes == sum(map(len, contents))

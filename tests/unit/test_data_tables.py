@@ -134,7 +134,7 @@ def test_conversations(tmp_path, form, expand_turns):
     seen = []
 
     class Recorder(CharacterTokenizer):
-        def encode_turns(self, messages):
+        def encode_turns(self, messages, tools=()):
             seen.append(messages)
             return super().encode_turns(messages)
 
@@ -172,13 +172,11 @@ def test_types_of_columns(tmp_path_factory, rows, form, integers, floats, make_l
         {
             "tokens": [token for token, _, _ in row],
             "loss_mask": [0.0 if number is None else mask for _, number, mask in row],
-            "old_logprobs": [number for _, number, _ in row],
+            "values": [number for _, number, _ in row],
         }
         for row in rows
     ]
-    schema = pa.schema(
-        {"old_logprobs": make_list(floats), "tokens": make_list(integers), "loss_mask": make_list(floats)}
-    )
+    schema = pa.schema({"values": make_list(floats), "tokens": make_list(integers), "loss_mask": make_list(floats)})
     folder = tmp_path_factory.mktemp("tables")
     path = write_table(folder, pa.Table.from_pylist(rows, schema), form, rows_a_chunk=rows_a_chunk)
     expected = told(read_samples(write_lines(folder, rows)))
@@ -231,7 +229,7 @@ BAD = [
     ({"tokens": [1, 2], "loss_mask": [1.0]}, "field 'loss_mask' has 1 entries but 'tokens' has 2"),
     ({"tokens": [1, 2], "loss_mask": [1.0, None]}, "field 'loss_mask' has nan at index 1"),
     ({"tokens": [1], "loss_mask": "1"}, "field 'loss_mask' must be a flat list of numbers"),
-    ({"tokens": [1], "merge_key": b"a"}, "field 'merge_key' must be a string, a number, a boolean or null"),
+    ({"tokens": [1], "merge_key": b"a"}, "field 'merge_key' must be a string, a finite number, a boolean or null"),
     ({"tokens": [1], "merge_key": [1]}, "field 'merge_key' must be a string"),
     ({"tokens": [1], "temperature": "hot"}, "field 'temperature' is \"hot\"; it must be a number above 0"),
     ({"tokens": [1], "group": b"a"}, "field 'group' must be a string, a number or a boolean"),
@@ -273,7 +271,7 @@ def test_arguments_of_tools_are_json(tmp_path):
     heard = []
 
     class Recorder(CharacterTokenizer):
-        def encode_turns(self, messages):
+        def encode_turns(self, messages, tools=()):
             heard.extend(call.arguments for message in messages for call in message.tool_calls)
             return super().encode_turns(messages)
 

@@ -160,6 +160,21 @@ def test_nothing_is_there_after_an_interrupt(tmp_path, name, before):
     assert not before or path.read_text() == before
 
 
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "rows.jsonl")
+    write(tmp_path / "link.jsonl", ROWS, 2)
+    assert (tmp_path / "link.jsonl").is_symlink()
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(ROWS)
+
+
+def test_what_is_not_finite_is_null_in_lines(tmp_path):
+    """Of tokens that are not scored: of others it is refused when it is read."""
+    signals = Signals(rollout_logprobs=[float("-inf"), float("nan"), -1.0])
+    sample = Sample(tokens=[1, 2, 3], loss_mask=[0, 0, 1], signals=signals)
+    (line,) = write(tmp_path / "rows.jsonl", [row_of(sample)], 1).read_text().splitlines()
+    assert json.loads(line)["rollout_logprobs"] == [None, None, -1.0]
+
+
 def test_packed_lines_are_packed(tmp_path):
     with gzip.open(write(tmp_path / "rows.jsonl.gz", ROWS, 2), "rt") as stream:
         assert len(stream.readlines()) == len(ROWS)
@@ -170,6 +185,7 @@ def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch):
     for path, says in [
         (tmp_path / "no" / "rows.jsonl", "its folder does not exist; create it"),
         (tmp_path, "is a folder; name a file in it, such as"),
+        ("/dev/null", "/dev/null: is no file, and would be replaced by one; name another"),
     ]:
         with pytest.raises(ValueError, match=says):
             check_output(path)

@@ -176,6 +176,13 @@ def test_an_empty_layout_still_needs_a_token():
         fold([], padded_size=0)
 
 
+def test_more_tokens_than_a_layout_can_number(monkeypatch):
+    monkeypatch.setattr("mcore_prefix_tree.layout.flat.INT32_MAX", 3)
+    assert fold([Sample(tokens=[1, 2, 3])]).physical_tokens == 3
+    with pytest.raises(ValueError, match="4 tokens are more than a layout's 3; fold fewer samples at once"):
+        fold([Sample(tokens=[1, 2, 3]), Sample(tokens=[4])])
+
+
 def test_exact_padding_is_none():
     layout = fold([Sample(tokens=[1, 2, 3, 4])], padded_size=4, pad_to_multiple_of=2)
     assert layout.padded_size == layout.physical_tokens == 4

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -179,3 +180,18 @@ def test_bad_samples_are_skipped_and_counted(rows):
     assert "skipped 2 bad samples (" in result.stderr
     assert "rows.jsonl:7: the sample has 12 tokens" in result.stderr
     assert "rows.jsonl:8: not valid JSON" in result.stderr
+
+
+def test_a_recipe_says_how_to_read(tmp_path):
+    turns = [{"role": role, "content": "go on"} for _ in range(3) for role in ("user", "assistant")]
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"messages": turns}) + "\n")
+    recipe = tmp_path / "recipe.yaml"
+    reading = "data: {path: x.jsonl, tokenizer: mistral-v3-tekken, expand_turns: true}"
+    recipe.write_text(re.sub(r"data: .*", reading, RECIPE))
+    given = plan(str(data), "--max-tokens", "100", "--tokenizer", "mistral-v3-tekken", "--expand-turns", "--json")
+    by_recipe = plan(str(data), "--max-tokens", "100", "--model", str(recipe), "--json")
+    assert given.exit_code == by_recipe.exit_code == 0, by_recipe.output
+    given, by_recipe = json.loads(given.stdout), json.loads(by_recipe.stdout)
+    assert by_recipe["samples"] == given["samples"] == 3
+    assert by_recipe["unique_tokens"] == given["unique_tokens"]

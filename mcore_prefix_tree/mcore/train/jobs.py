@@ -116,13 +116,15 @@ def read_data(
             progress=progress,
             check=partial(check_samples, objective_of(recipe)) if checked else None,
         )
-        groups = stream() if by is None else streamed_whole_groups(stream, by, step=step, setting=setting)
+        with _naming_what_was_skipped(skipped):
+            groups = stream() if by is None else streamed_whole_groups(stream, by, step=step, setting=setting)
         if groups.fault:
             raise SampleError(groups.fault)
     else:
         groups, skipped = _read_all(recipe, options, place)
         if by is not None:
-            groups = whole_groups(groups, by, step=step, setting=setting)
+            with _naming_what_was_skipped(skipped):
+                groups = whole_groups(groups, by, step=step, setting=setting)
         for start in range(0, len(groups) if checked else 0, _CHECKED_AT_ONCE):
             together = groups[start : start + _CHECKED_AT_ONCE]
             check_samples(objective_of(recipe), list(chain.from_iterable(together)))
@@ -137,6 +139,17 @@ def read_data(
     except ValueError as error:
         raise RecipeError(str(error)) from None
     return Data(order=order, vocab_size=vocab_size, skipped=skipped)
+
+
+@contextmanager
+def _naming_what_was_skipped(skipped: Skipped) -> Iterator[None]:
+    """A group or a pair may be at fault because data.on_error=skip took a part of it away: say so."""
+    try:
+        yield
+    except SampleError as error:
+        if skipped.count:
+            raise SampleError(f"{error} ({skipped})") from None
+        raise
 
 
 def _grouped_by(recipe: Recipe) -> GroupedBy | None:
