@@ -219,5 +219,9 @@ def _unique_rows(predictor: Int64Array, token_ids: np.ndarray, logprobs: np.ndar
 
 
 def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:
-    """``[R, k]`` to ``[R, k + 1]``: the last column is what the others lack to a probability of 1."""
-    return torch.cat([logprobs, log1mexp(torch.logsumexp(logprobs, dim=1, keepdim=True))], dim=1)
+    """``[R, k]`` to ``[R, k + 1]``: the last column is what the others lack to a probability of 1.
+
+    That is known to the dtype's rounding of 1 and no closer: below it, the rest stays at it and has no gradient.
+    """
+    together = torch.logsumexp(logprobs, dim=1, keepdim=True).clamp(max=-torch.finfo(logprobs.dtype).eps)
+    return torch.cat([logprobs, log1mexp(together)], dim=1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -270,3 +271,14 @@ def test_an_output_that_is_not_finite_names_its_sample():
     logprobs[-1, 0] = float("nan")
     with pytest.raises(SampleError, match=r"^file:2: the model's output"):
         check_outputs([objective.loss(logprobs, rows)], [samples])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_student_that_leaves_nothing_to_other_tokens(dtype):
+    """What rounds to 1 is known to the rounding of 1: the divergence stays there instead of jumping to another size."""
+    teacher, student = (torch.tensor([[math.log(p)]], dtype=dtype, requires_grad=p == 1) for p in (0.6, 1))
+    found = Distillation().of_rows(teacher, student)
+    rest = torch.finfo(dtype).eps
+    assert found.item() == pytest.approx(0.6 * math.log(0.6) + 0.4 * (math.log(0.4) - math.log(rest)), rel=1e-5)
+    found.sum().backward()
+    assert torch.isfinite(student.grad).all()
