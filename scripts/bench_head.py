@@ -51,7 +51,7 @@ class Case:
         layout = fold([Sample(tokens=tokens.numpy(), loss_mask=mask.numpy())])
         self.hidden = torch.randn(rows + 1, hidden, generator=generator).to(device, dtype).requires_grad_()
         self.weight = (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(device, dtype).requires_grad_()
-        self.loss_weight = torch.from_numpy(layout.loss_weight).to(device)
+        self.loss_weight = torch.from_numpy(layout.loss_weight).to(device).float()
         self.all = Edges.from_layout(layout, device=device)
         self.needed = Edges.from_layout(layout, needed=layout.loss_weight != 0, device=device)
         # For those that know of no weights: rows are left out by torch's ignored label.

@@ -21,7 +21,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatLayout:
-    """One micro-batch of folded samples; 20 bytes a physical token, apart from :attr:`sample_map`.
+    """One micro-batch of folded samples; 24 bytes a physical token, apart from :attr:`sample_map`.
 
     Query token i sees key token j exactly if ``j <= i < subtree_end[j]``. Tokens from T to P are padding: roots
     of their own that see only themselves and are never scored.

@@ -23,12 +23,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
 
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.attention import (
-    TreeCoreAttentionMixin,
-    TreeLatentAttentionMixin,
-    TreeSelfAttentionMixin,
-    tree_class,
-)
+from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+from mcore_prefix_tree.mcore.latent_attention import TreeLatentAttentionMixin
 
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
 

@@ -18,13 +18,8 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from mcore_prefix_tree.mcore.attention import (
-    TreeCoreAttentionMixin,
-    TreeLatentAttentionMixin,
-    attend,
-    sinks_of,
-    window_of,
-)
+from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, attend, sinks_of, window_of
+from mcore_prefix_tree.mcore.latent_attention import TreeLatentAttentionMixin
 from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams, tree_params_of
 from mcore_prefix_tree.mcore.validation import check_config, check_model

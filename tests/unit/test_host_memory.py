@@ -48,7 +48,7 @@ def test_the_per_turn_view_takes_four_bytes_a_logical_token():
 
 
 def test_where_nothing_is_shared_the_layout_is_what_there_is():
-    """Five arrays of 4 bytes a physical token stay, and nothing as long comes and goes beside all of them."""
+    """Four arrays of 4 bytes a token and one of 8 stay, and nothing as long comes and goes beside all of them."""
     rng = np.random.default_rng(1)
     samples = [Sample(tokens=rng.integers(0, 30_000, 5000)) for _ in range(100)]
     tokens = 100 * 5000
@@ -56,7 +56,7 @@ def test_where_nothing_is_shared_the_layout_is_what_there_is():
     assert peak <= 4 * tokens + 400 * len(samples)
     peak, layout = peak_bytes(lambda: fold(samples, trie=trie))
     assert layout.physical_tokens == tokens
-    assert 20 * tokens <= peak <= 20 * tokens + 2000 * len(samples)
+    assert 24 * tokens <= peak <= 24 * tokens + 2000 * len(samples)
 
     def everything():
         plan = plan_step(samples, max_tokens=100_000, dp_size=2, cost_model=CostModel(token=1000.0, pair=1.0))
@@ -65,4 +65,4 @@ def test_where_nothing_is_shared_the_layout_is_what_there_is():
 
     peak, layouts = peak_bytes(everything)
     assert sum(layout.physical_tokens for layout, _ in layouts) == tokens
-    assert peak <= 20 * tokens + 2000 * len(samples) + 4 * 100_000  # the last micro-batch is sorted beside the others
+    assert peak <= 24 * tokens + 2000 * len(samples) + 4 * 100_000  # the last micro-batch is sorted beside the others

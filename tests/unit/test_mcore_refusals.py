@@ -19,13 +19,9 @@ from seam_models import build, local_spec, tiny_config, twins
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore import TreePackedSeqParams, layer_specs, local_layer_spec, te_layer_spec, with_prefix_tree
-from mcore_prefix_tree.mcore.attention import (
-    TreeCoreAttentionMixin,
-    TreeSelfAttentionMixin,
-    _check_rotary_keys,
-    tree_class,
-)
+from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
 from mcore_prefix_tree.mcore.forward_step import tree_forward
+from mcore_prefix_tree.mcore.latent_attention import check_rotary_keys
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.packed_seq_params import tree_params_of
 from mcore_prefix_tree.mcore.validation import _refusals, check_config, check_model, check_positions
@@ -304,9 +300,9 @@ def test_rotary_keys_whose_gradient_upstream_loses_are_refused(name, width):
     def attention(rows):
         return SimpleNamespace(config=config, **{name: SimpleNamespace(weight=torch.empty(rows, config.hidden_size))})
 
-    _check_rotary_keys(attention(width))
+    check_rotary_keys(attention(width))
     with pytest.raises(NotImplementedError, match=rf"multi_latent_attention with tensor_model_parallel_size.* {name} "):
-        _check_rotary_keys(attention(width // 2))
+        check_rotary_keys(attention(width // 2))
 
 
 def latent_config(**changes):
