@@ -125,17 +125,22 @@ def test_every_field_is_that_of_json_lines(tmp_path, form):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("expand_turns", [False, True])
 def test_conversations(tmp_path, form, expand_turns):
+    schema = '{"type": "object"}'
+    told_of = [
+        {"type": "function", "function": {"name": "find", "description": "It finds.", "parameters": schema}},
+        {"type": "function", "function": {"name": "now", "description": None, "parameters": None}},
+    ]
     rows = [
-        {"messages": CHAT, "reward": [1.0, 2.0], "tokens": None},
-        {"messages": TOOLS, "reward": None, "tokens": None},
-        {"messages": None, "reward": [0.5], "tokens": [7, 8]},
-        {"messages": CHAT[:2], "reward": [3.0], "tokens": None},
+        {"messages": CHAT, "tools": None, "reward": [1.0, 2.0], "tokens": None},
+        {"messages": TOOLS, "tools": told_of, "reward": None, "tokens": None},
+        {"messages": None, "tools": None, "reward": [0.5], "tokens": [7, 8]},
+        {"messages": CHAT[:2], "tools": [], "reward": [3.0], "tokens": None},
     ]
     seen = []
 
     class Recorder(CharacterTokenizer):
         def encode_turns(self, messages, tools=()):
-            seen.append(messages)
+            seen.append((messages, tools))
             return super().encode_turns(messages)
 
     path = write_table(tmp_path, rows, form)
@@ -144,6 +149,7 @@ def test_conversations(tmp_path, form, expand_turns):
     both = [read_samples(p, tokenizer=Recorder(), expand_turns=expand_turns) for p in (path, lines)]
     assert told(both[0]) == told(both[1])
     assert seen[:3] == seen[3:]
+    assert [[tool.name for tool in tools] for _, tools in seen[:3]] == [[], ["find", "now"], []]
     assert len(both[0]) == (6 if expand_turns else 4)
 
 
