@@ -206,10 +206,7 @@ def _schema(value: object, field: str) -> dict[str, Any]:
             raise ChatError(f"field '{field}' is not valid JSON; give a JSON schema") from None
     if not isinstance(value, dict):
         raise ChatError(f"field '{field}' must be an object or its JSON text, not {_kind(value)}")
-    try:
-        _text(json.dumps(value, ensure_ascii=False), field)
-    except TypeError as error:  # from a table: bytes, dates
-        raise ChatError(f"field '{field}' cannot be written as JSON: {error}") from None
+    _json_text(value, field)
     schema: dict[str, Any] = _without_nulls(value)
     return schema
 
@@ -234,10 +231,7 @@ def _tool_calls(value: object, field: str, calls_seen: int) -> tuple[ToolCall, .
         name = _text(function.get("name"), f"{field}[{index}].name")
         arguments = function.get("arguments")
         if isinstance(arguments, dict):
-            try:
-                arguments = json.dumps(arguments, ensure_ascii=False)
-            except TypeError as error:  # from a table: bytes, dates
-                raise ChatError(f"field '{field}[{index}].arguments' cannot be written as JSON: {error}") from None
+            arguments = _json_text(arguments, f"{field}[{index}].arguments")
         arguments = _text(arguments, f"{field}[{index}].arguments", expected="an object or its JSON text")
         _check_escapes(arguments, f"{field}[{index}].arguments")
         call_id = entry.get("id")
@@ -279,7 +273,15 @@ def _check_escapes(arguments: str, field: str) -> None:
         decoded = json.loads(arguments)
     except (ValueError, RecursionError):
         return  # it stays text
-    _text(json.dumps(decoded, ensure_ascii=False), field)
+    _json_text(decoded, field)
+
+
+def _json_text(value: object, field: str) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:  # from a table: bytes, dates
+        raise ChatError(f"field '{field}' cannot be written as JSON: {error}") from None
+    return _text(text, field)
 
 
 def _kind(value: object) -> str:

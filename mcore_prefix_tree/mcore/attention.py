@@ -1,6 +1,6 @@
 """Subclasses of Megatron-Core's attention that follow the tree when a micro-batch carries one.
 
-All are mixed into whatever class a layer spec names. Without tree metadata they only call that class.
+Both are mixed into whatever class a layer spec names. Without tree metadata they only call that class.
 """
 
 from __future__ import annotations

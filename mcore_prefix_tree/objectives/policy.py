@@ -266,7 +266,8 @@ class PolicyGradient:
         if self.surrogate == "reinforce":
             return -advantage * logprob, {}
         log_of_ratio = log_ratio(logprob, old, rows, self.ratio_level)
-        of_token = log_ratio(logprob.detach(), old, rows, "token")
+        is_of_token = self.ratio_level == "token"
+        of_token = log_of_ratio.detach() if is_of_token else log_ratio(logprob.detach(), old, rows, "token")
         ratio = log_of_ratio.exp()
         if self.surrogate == "clip":
             loss, clipped = clipped_surrogate(ratio, advantage, self.clip_eps_low, self.clip_eps_high, self.dual_clip)

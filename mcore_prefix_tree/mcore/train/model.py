@@ -16,6 +16,7 @@ from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
 from mcore_prefix_tree.mcore.validation import check_model
+from mcore_prefix_tree.plan import LatentAttention
 from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
 from mcore_prefix_tree.testing.specs import cpu_spec
 
@@ -30,8 +31,8 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
             refuses the combination.
     """
     model, parallel = recipe.model, recipe.parallel
-    latent = bool(model.transformer.get("multi_latent_attention"))
-    kind = MLATransformerConfig if latent else TransformerConfig
+    latent = LatentAttention.from_settings(model.transformer)
+    kind = TransformerConfig if latent is None else MLATransformerConfig
     known = {field.name for field in dataclasses.fields(kind) if field.init}
     unknown = sorted(set(model.transformer) - known)
     if unknown:
@@ -43,9 +44,10 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
             f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
             f"model.num_query_groups={model.num_query_groups}"
         )
-    _check_rotary_channels(model)
-    if latent:
-        _check_latent_attention(model, on_gpu=on_gpu, tensor_parallel=parallel.tensor_model_parallel_size > 1)
+    if latent is None:
+        _check_rotary_channels(model)
+    else:
+        _check_latent_attention(model, latent, on_gpu=on_gpu, tensor_parallel=parallel.tensor_model_parallel_size > 1)
     fixed: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -73,7 +75,7 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
         "variable_seq_lengths": True,
         "use_cpu_initialization": not on_gpu,
     }
-    if latent:
+    if latent is not None:
         fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
     taken = sorted(set(model.transformer) & set(fixed))
     if taken:
@@ -101,7 +103,7 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
     return config
 
 
-def _check_latent_attention(model: ModelConfig, *, on_gpu: bool, tensor_parallel: bool) -> None:
+def _check_latent_attention(model: ModelConfig, sizes: LatentAttention, *, on_gpu: bool, tensor_parallel: bool) -> None:
     """What multi-latent attention would take no notice of, or upstream's layers cannot do."""
     for name in ("num_query_groups", "kv_channels"):
         if getattr(model, name) is not None:
@@ -120,7 +122,7 @@ def _check_latent_attention(model: ModelConfig, *, on_gpu: bool, tensor_parallel
             "model.rotary_percent: YaRN turns all channels that have a position, which is what "
             "model.transformer.rope_type is by default; leave it out, or set model.transformer.rope_type=rope"
         )
-    rotated = int(model.transformer.get("qk_pos_emb_head_dim", 64) * model.rotary_percent)
+    rotated = int(sizes.qk_pos_emb_head_dim * model.rotary_percent)
     if rotated == 0 or rotated % 2:
         raise RecipeError(
             f"rotary embeddings turn pairs of channels, but model.transformer.qk_pos_emb_head_dim and "
@@ -140,8 +142,6 @@ def _check_latent_attention(model: ModelConfig, *, on_gpu: bool, tensor_parallel
 
 
 def _check_rotary_channels(model: ModelConfig) -> None:
-    if model.transformer.get("multi_latent_attention"):
-        return  # its rotated channels are a setting of their own
     if (model.position_embedding_type == "yarn") != (model.yarn is not None):
         raise RecipeError(
             "model.position_embedding_type=yarn and model.yarn, which has its settings, come together; set "
