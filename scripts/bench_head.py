@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -27,7 +28,7 @@ from rich.table import Table
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.data.write import whole_file
-from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs, head_row_losses, head_weighted_sum
+from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_edge_loss, head_logprobs, head_weighted_sum
 from mcore_prefix_tree.logprob.edges import slices
 from mcore_prefix_tree.memory import PeakMemory
 
@@ -35,27 +36,37 @@ from mcore_prefix_tree.memory import PeakMemory
 CPU_CASES = [(2048, 128, 32768), (1024, 512, 32768), (512, 512, 131072)]
 GPU_CASES = [(16384, 2048, 32768), (16384, 4096, 131072), (32768, 4096, 131072)]
 SUPERVISED = (1.0, 0.4)
+# Of as many rows each; those of a processor's first two cases fill a chunk, and of the GPU's cases of 16,384 rows too.
+SEQUENCES = 8
 # Of the exact gradients at a time: in float64 the logits of a whole case would not fit a GPU.
 EXACT_ROWS = 2048
 
 
 class Case:
-    """Hidden states, a weight, and which of the rows are supervised."""
+    """Hidden states of some sequences, a weight, and which of the rows are supervised."""
 
     def __init__(
         self, rows: int, hidden: int, vocab: int, supervised: float, dtype: torch.dtype, device: torch.device
     ) -> None:
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, vocab, (rows + 1,), generator=generator)
-        mask = (torch.rand(rows + 1, generator=generator) < supervised).float()
-        layout = fold([Sample(tokens=tokens.numpy(), loss_mask=mask.numpy())])
-        self.hidden = torch.randn(rows + 1, hidden, generator=generator).to(device, dtype).requires_grad_()
+        samples = []
+        for part in np.array_split(np.arange(rows), min(rows, SEQUENCES)):
+            tokens = torch.randint(0, vocab, (len(part) + 1,), generator=generator)
+            tokens[0] = len(samples)  # nothing is shared
+            mask = (torch.rand(len(tokens), generator=generator) < supervised).float()
+            samples.append(Sample(tokens=tokens.numpy(), loss_mask=mask.numpy()))
+        layout = fold(samples)
+        size = layout.physical_tokens
+        self.hidden = torch.randn(size, hidden, generator=generator).to(device, dtype).requires_grad_()
         self.weight = (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(device, dtype).requires_grad_()
         self.loss_weight = torch.from_numpy(layout.loss_weight).to(device).float()
         self.all = Edges.from_layout(layout, device=device)
         self.needed = Edges.from_layout(layout, needed=layout.loss_weight != 0, device=device)
+        whole = np.zeros(len(self.needed.host_row), dtype=np.int64)
+        self.needed_whole = self.needed.scored_together(self.needed.host_row, whole)
         # For those that know of no weights: rows are left out by torch's ignored label.
-        self.labels = torch.where(mask[1:] > 0, tokens[1:], -100).to(device)
+        self.labels = torch.full((size,), -100, device=device)
+        self.labels[self.needed.predictor] = self.needed.token_id
 
     def unfused(self) -> torch.Tensor:
         """The stock output layer's product, and edge log-probabilities whose gradient overwrites the logits."""
@@ -69,14 +80,26 @@ class Case:
         return -torch.dot(logprob, self.loss_weight)
 
     def fused_rows(self) -> torch.Tensor:
-        """For a loss that is a sum over rows; the head does not know that this one is linear too."""
-        rows = self.hidden[self.needed.row]
-        edge_weight = self.loss_weight[self.needed.token]
+        """For a loss whose terms read a row each; the head does not know that this one is linear too."""
+        return self._fused_edges(self.needed, by_rows=True)
+
+    def fused_sequences(self) -> torch.Tensor:
+        """For a loss whose terms read a sequence each."""
+        return self._fused_edges(self.needed, by_rows=False)
+
+    def fused_whole(self) -> torch.Tensor:
+        """For a loss of one term, which reads all sequences."""
+        return self._fused_edges(self.needed_whole, by_rows=False)
+
+    def _fused_edges(self, edges: Edges, *, by_rows: bool) -> torch.Tensor:
+        edge_weight = self.loss_weight[edges.token]
 
         def loss(logprob: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
             return -torch.dot(logprob, edge_weight)
 
-        gradient, logprob, _ = head_row_losses(rows, self.weight, Head(edges=self.needed), loss=loss)
+        gradient, logprob, _ = head_edge_loss(
+            self.hidden[edges.row], self.weight, Head(edges=edges), loss=loss, by_rows=by_rows
+        )
         return loss(logprob, None) + gradient
 
     def fused_sum(self) -> torch.Tensor:
@@ -87,20 +110,20 @@ class Case:
 
     def torch_two_steps(self) -> torch.Tensor:
         """``linear`` and ``cross_entropy``."""
-        return F.cross_entropy(F.linear(self.hidden[:-1], self.weight).float(), self.labels, reduction="sum")
+        return F.cross_entropy(F.linear(self.hidden, self.weight).float(), self.labels, reduction="sum")
 
     def torch_chunked(self) -> torch.Tensor:
         """``linear_cross_entropy`` as torch sets it up by itself."""
         options = torch.nn.LinearCrossEntropyOptions()
         return F.linear_cross_entropy(
-            self.hidden[:-1], self.weight, self.labels, reduction="sum", ignore_index=-100, options=options
+            self.hidden, self.weight, self.labels, reduction="sum", ignore_index=-100, options=options
         )
 
     def liger(self) -> torch.Tensor:
         """Liger-Kernel's fused linear cross-entropy."""
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-        return liger_fused_linear_cross_entropy(self.hidden[:-1], self.weight, self.labels, reduction="sum")
+        return liger_fused_linear_cross_entropy(self.hidden, self.weight, self.labels, reduction="sum")
 
 
 def ways(device: torch.device) -> tuple[dict[str, Callable[[Case], torch.Tensor]], dict[str, str]]:
@@ -108,6 +131,8 @@ def ways(device: torch.device) -> tuple[dict[str, Callable[[Case], torch.Tensor]
     runs = {
         "fused, any loss": Case.fused,
         "fused, loss by rows": Case.fused_rows,
+        "fused, loss of sequences": Case.fused_sequences,
+        "fused, loss of the whole": Case.fused_whole,
         "fused, linear loss": Case.fused_sum,
         "unfused": Case.unfused,
         "torch: linear, cross_entropy": Case.torch_two_steps,

@@ -3,12 +3,12 @@
 from mcore_prefix_tree.logprob.chunks import Chunks, Head
 from mcore_prefix_tree.logprob.edges import Edges, candidate_logprobs, edge_logprobs, edge_logprobs_and_entropy
 from mcore_prefix_tree.logprob.head import (
+    EdgeLoss,
     LogitLoss,
-    RowLoss,
     head_candidate_logprobs,
+    head_edge_loss,
     head_logit_losses,
     head_logprobs,
-    head_row_losses,
     head_weighted_sum,
 )
 from mcore_prefix_tree.logprob.restore import restore
@@ -17,18 +17,18 @@ from mcore_prefix_tree.logprob.top import top_logprobs
 
 __all__ = [
     "Chunks",
+    "EdgeLoss",
     "Edges",
     "Head",
     "LogitLoss",
     "LogitShape",
-    "RowLoss",
     "candidate_logprobs",
     "edge_logprobs",
     "edge_logprobs_and_entropy",
     "head_candidate_logprobs",
+    "head_edge_loss",
     "head_logit_losses",
     "head_logprobs",
-    "head_row_losses",
     "head_weighted_sum",
     "restore",
     "top_logprobs",

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.logprob.edges import Edges, slices, wide
+from mcore_prefix_tree.logprob.edges import Edges, wide
 from mcore_prefix_tree.logprob.rows import EdgeGrads, LogitShape
 
 # Logits of a chunk, and the rows that it has at least: a chunk costs a pass over the weight and over the sum of its
@@ -27,6 +29,39 @@ def chunk_rows(columns: int, device: torch.device) -> int:
     """C for so many columns of logits on this rank."""
     logits, least_rows = _CPU if device.type == "cpu" else _GPU
     return max(least_rows, logits // columns)
+
+
+def cut(settled_by: npt.NDArray[np.int64], rows_at_a_time: int) -> list[slice]:
+    """R rows into chunks of at most C, so that few rows are scored together with one of a later chunk.
+
+    Such a row is projected twice, one product more than the three of others. A border that spares fewer of them than a
+    fourth of the rows by which it makes its chunk smaller is not worth the chunks that follow from it.
+
+    Args:
+        settled_by: int64 ``[R]``, see :class:`Edges`.
+        rows_at_a_time: C.
+
+    Returns:
+        Ascending. They depend on the edges alone, whatever the loss: rows of a product of another height may have other
+        bits, and old log-probabilities are to have those of the step that they are compared with.
+    """
+    rows = len(settled_by)
+    # How many rows before a border are settled behind it.
+    steps = np.zeros(rows + 2, dtype=np.int64)
+    steps[1 : rows + 1] += 1
+    np.subtract.at(steps, settled_by + 1, 1)
+    torn = steps.cumsum()
+    chunks = []
+    stop = rows
+    while stop > 0:
+        start = max(0, stop - rows_at_a_time)
+        if start:
+            # From the end, so that what comes last is whole.
+            smaller = np.arange(rows_at_a_time // 2 + 1)
+            start += int(np.argmin(torn[start + smaller] + smaller / 4))
+        chunks.append(slice(start, stop))
+        stop = start
+    return chunks[::-1]
 
 
 class WeightGradSink(Protocol):
@@ -65,28 +100,33 @@ class Head:
 class Chunks:
     """The logits of ``hidden @ weight.T`` a chunk of rows at a time."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> None:
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, like: Chunks | None = None) -> None:
+        """Of chunks of other rows, if they are done with, ``like`` takes over their memory."""
         self.hidden, self.weight, self.head = hidden, weight, head
         self.dtype = wide(hidden.dtype)
-        self.rows_at_a_time = head.rows_at_a_time or chunk_rows(len(weight), weight.device)
+        self._product: torch.Tensor
+        self._logits: torch.Tensor
+        if like is not None:
+            self._product, self._logits = like._product, like._logits
+        else:
+            # One allocation for all chunks: fresh memory costs a processor more than the softmax does.
+            most = head.rows_at_a_time or chunk_rows(len(weight), weight.device)
+            self._product = hidden.new_empty((min(most, len(hidden)), len(weight)))
+            is_wide = hidden.dtype == self.dtype
+            self._logits = self._product if is_wide else torch.empty_like(self._product, dtype=self.dtype)
+        self._scratch: torch.Tensor | None = None
+        self._cut = cut(head.edges.host_settled_by, len(self._product))
         here, self.column = head.edges.column(head.vocab_start, len(weight))
         self.here = here
         self.temperature = None if head.temperature is None else head.temperature[head.edges.row].to(self.dtype)
-        # One allocation for all chunks: fresh memory costs a processor more than the softmax does.
-        size = (min(self.rows_at_a_time, len(hidden)), len(weight))
-        self._product = hidden.new_empty(size)
-        self._logits = (
-            self._product if hidden.dtype == self.dtype else torch.empty_like(self._product, dtype=self.dtype)
-        )
-        self._scratch: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Rows, their edges, and their logits ``[C, Vl]`` in fp32 or wider, to be overwritten."""
-        for rows in slices(len(self.hidden), self.rows_at_a_time):
+        for rows in self._cut:
             yield rows, self.head.edges.of_rows(rows), self.logits(rows)
 
     def logits(self, rows: slice) -> torch.Tensor:
-        """``[C, Vl]`` of at most ``rows_at_a_time`` rows, in fp32 or wider, in memory that the next ones will be in."""
+        """``[C, Vl]`` of no more rows than a chunk has, in fp32 or wider, in memory that the next ones will be in."""
         product = self._product[: rows.stop - rows.start]
         logits = self._logits[: rows.stop - rows.start]
         torch.mm(self.hidden[rows], self.weight.t(), out=product)

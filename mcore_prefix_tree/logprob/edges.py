@@ -16,7 +16,7 @@ Legend: P padded tokens, E edges, R rows (predictors with an edge), V vocabulary
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,9 @@ class Edges:
         row_of_edge: int64 tensor ``[E]``: ``predictor == row[row_of_edge]``.
         host_row: ``row`` on the host.
         first_edge: int64 ``[R + 1]`` on the host, row r predicts edges ``first_edge[r]:first_edge[r + 1]``.
+        settled_by: int64 tensor ``[R]``, the last row that is scored together with this one: once its log-probabilities
+            are known, so are all that a loss of samples reads beside this row's.
+        host_settled_by: ``settled_by`` on the host.
         padded_size: P.
     """
 
@@ -54,6 +57,8 @@ class Edges:
     row_of_edge: torch.Tensor
     host_row: npt.NDArray[np.int64]
     first_edge: npt.NDArray[np.int64]
+    settled_by: torch.Tensor
+    host_settled_by: npt.NDArray[np.int64]
     padded_size: int
 
     @classmethod
@@ -66,6 +71,8 @@ class Edges:
     ) -> Edges:
         """The edges of the tokens that something predicts, which are all but the first of each root.
 
+        Rows are scored together where a sample goes through both.
+
         Args:
             layout: of the micro-batch.
             needed: bool ``[P]``, by predicted token; the others are left out and their log-probability is 0. None
@@ -76,6 +83,8 @@ class Edges:
         token = token[np.argsort(layout.predictor[token], kind="stable")]
         predictor = layout.predictor[token].astype(np.int64)
         row, first, row_of_edge = np.unique(predictor, return_index=True, return_inverse=True)
+        # The samples through a token end in its subtree, which is an interval.
+        settled_by = np.searchsorted(row, layout.subtree_end[row]) - 1
         return cls(
             predictor=torch.from_numpy(predictor).to(device),
             token=torch.from_numpy(token).to(device),
@@ -84,6 +93,8 @@ class Edges:
             row_of_edge=torch.from_numpy(row_of_edge).to(device),
             host_row=row,
             first_edge=np.append(first, len(token)),
+            settled_by=torch.from_numpy(settled_by).to(device),
+            host_settled_by=settled_by,
             padded_size=layout.padded_size,
         )
 
@@ -97,6 +108,8 @@ class Edges:
         device: torch.device | str = "cpu",
     ) -> Edges:
         """An edge for each of the k tokens that each of R questions asks about, question by question.
+
+        No two rows are scored together.
 
         Args:
             predictor: int64 ``[R]``, flat indices of what the questions are about, ascending; some may be the same.
@@ -114,7 +127,54 @@ class Edges:
             row_of_edge=torch.from_numpy(np.repeat(row_of_question, k)).to(device),
             host_row=row,
             first_edge=np.append(first, len(predictor)) * k,
+            settled_by=torch.arange(len(row), device=device),
+            host_settled_by=np.arange(len(row)),
             padded_size=padded_size,
+        )
+
+    def scored_together(self, predictor: npt.NDArray[np.int64], term: npt.NDArray[np.int64]) -> Edges:
+        """The same edges for a loss whose terms read more than a sample each.
+
+        Args:
+            predictor: int64 ``[K]``, flat indices of the predictors that terms read.
+            term: int64 ``[K]``, which term reads each, from 0.
+        """
+        row = np.searchsorted(self.host_row, predictor)
+        last = np.zeros(term.max(initial=-1) + 1, dtype=np.int64)
+        np.maximum.at(last, term, row)
+        settled_by = np.arange(len(self.host_row))
+        np.maximum.at(settled_by, row, last[term])
+        on_device = torch.from_numpy(settled_by).to(self.settled_by.device)
+        return replace(self, settled_by=on_device, host_settled_by=settled_by)
+
+    def some_rows(
+        self, chosen: npt.NDArray[np.bool_], on_device: torch.Tensor
+    ) -> tuple[Edges, torch.Tensor, torch.Tensor]:
+        """The edges of some rows, no two of them scored together; and int64, which rows and edges of these they are.
+
+        Args:
+            chosen: bool ``[R]`` on the host.
+            on_device: the same on the edges' device, which is not asked for anything.
+        """
+        count = np.diff(self.first_edge)[chosen]
+        rows = _places(on_device, len(count))
+        edges = _places(on_device[self.row_of_edge], int(count.sum()))
+        own_row = (on_device.cumsum(0) - 1)[self.row_of_edge[edges]]
+        return (
+            Edges(
+                predictor=self.predictor[edges],
+                token=None if self.token is None else self.token[edges],
+                token_id=self.token_id[edges],
+                row=self.row[rows],
+                row_of_edge=own_row,
+                host_row=self.host_row[chosen],
+                first_edge=np.append(0, count.cumsum()),
+                settled_by=torch.arange(len(count), device=rows.device),
+                host_settled_by=np.arange(len(count)),
+                padded_size=self.padded_size,
+            ),
+            rows,
+            edges,
         )
 
     def of_rows(self, rows: slice) -> slice:
@@ -139,6 +199,11 @@ class Edges:
     def at_rows(self, per_row: torch.Tensor) -> torch.Tensor:
         """A value of each row ``[R]`` at the flat index of the predictor ``[P]``; 0 elsewhere."""
         return per_row.new_zeros(self.padded_size).index_put((self.row,), per_row)
+
+
+def _places(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Where a mask is true, ascending, given how often: ``nonzero`` would wait for the device."""
+    return mask.int().argsort(descending=True, stable=True)[:count]
 
 
 def slices(count: int, size: int) -> Iterator[slice]:

@@ -2,12 +2,14 @@
 
 Only predictors that have an edge are projected. What a logit's gradient will be multiplied with is not known before the
 loss is, so :func:`head_logprobs` computes the logits of a chunk again in backward: four products of ``[R, h]`` and
-``[Vl, h]`` instead of three. Three kinds of loss do not need that, and form the gradients while the logits are there,
-in three products as with stored logits:
+``[Vl, h]`` instead of three. Who knows the loss beforehand can form the gradients while the logits are there, in three
+products as with stored logits:
 
 - :func:`head_weighted_sum`, linear in the log-probabilities with known weights, such as supervised training;
-- :func:`head_row_losses`, a sum of terms that each read the edges and the entropy of one row, such as a policy gradient
-  with a ratio per token: the gradients of a chunk's rows follow from the chunk;
+- :func:`head_edge_loss`, a sum of terms that each read the edges and entropies of one row, such as a policy gradient
+  with a ratio per token, or of the rows that are scored together, such as a preference: a row's gradient follows from
+  the chunk in which the last of these is. The rows that are scored together with one of a later chunk are the only ones
+  whose logits are computed again;
 - :func:`head_logit_losses`, a sum of terms that each read all logits of one row, such as a divergence from a teacher's.
 
 The gradients of both outputs are in :mod:`mcore_prefix_tree.logprob.edges`; those of hidden states and weight follow
@@ -21,22 +23,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.logprob.chunks import Chunks, Grads, Head
-from mcore_prefix_tree.logprob.edges import wide
+from mcore_prefix_tree.logprob.edges import Edges, wide
 from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
 
 # Of the log-probabilities [E] of all edges and the entropies [R] of all rows, if asked for: a scalar.
-RowLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+EdgeLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 # Of a chunk's rows and their logits [C, Vl]: the values [C]. It turns the logits into the gradient of the loss at them.
 LogitLoss = Callable[[slice, torch.Tensor], torch.Tensor]
 
-# Of what a RowLoss reads, the gradients [E] and [R]; None of entropies that the loss does not read.
+# Of what a EdgeLoss reads, the gradients [E] and [R]; None of entropies that the loss does not read.
 _RowGrads = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -93,14 +97,23 @@ def head_weighted_sum(
         ValueError: as there; or for float16, where gradients that are formed before the loss is scaled vanish.
     """
     edge_weight = edge_weight.to(wide(hidden.dtype))
-    gradient, per_edge, _ = _with_gradient(hidden, weight, head, lambda *_: (edge_weight, None), with_entropy=False)
+    gradient, per_edge, _ = _with_gradient(
+        hidden, weight, head, lambda *_: (edge_weight, None), by_rows=True, with_entropy=False
+    )
     return torch.dot(edge_weight, per_edge) + gradient, head.edges.at_tokens(per_edge)
 
 
-def head_row_losses(
-    hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, loss: RowLoss, with_entropy: bool = False
+def head_edge_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    head: Head,
+    *,
+    loss: EdgeLoss,
+    by_rows: bool = False,
+    with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradient of a loss that is a sum over rows: three products instead of the four of :func:`head_logprobs`.
+    """The gradient of a known loss: three products instead of the four of :func:`head_logprobs`, where all that a term
+    of it reads is in one chunk.
 
     Memory and use are as of :func:`head_weighted_sum`.
 
@@ -109,9 +122,10 @@ def head_row_losses(
         weight: as there.
         head: as there.
         loss: of the log-probabilities ``[E]`` and, ``with_entropy``, the entropies ``[R]``: a sum of terms, each of
-            which reads the edges and the entropy of one row. It is called once a chunk, and not at all without
-            gradients; only what it says of the chunk's rows is read, and rows that are still to come have a uniform
-            distribution. The same on all ranks of the group.
+            which reads rows that are scored together, see :class:`Edges`. It is called once a chunk and once more in
+            the end, and not at all without gradients; only what it says of rows whose terms have all they read is
+            taken, and rows that are still to come have a uniform distribution. The same on all ranks of the group.
+        by_rows: each term reads the edges and the entropy of one row.
         with_entropy: compute it too.
 
     Returns:
@@ -132,7 +146,7 @@ def head_row_losses(
             of_logprob = torch.zeros_like(logprob)
         return of_logprob, of_entropy[0] if of_entropy else None
 
-    return _with_gradient(hidden, weight, head, row_grads, with_entropy=with_entropy)
+    return _with_gradient(hidden, weight, head, row_grads, by_rows=by_rows, with_entropy=with_entropy)
 
 
 def head_logit_losses(
@@ -164,11 +178,17 @@ def head_logit_losses(
 
 
 def _with_gradient(
-    hidden: torch.Tensor, weight: torch.Tensor, head: Head, row_grads: _RowGrads, *, with_entropy: bool
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    head: Head,
+    row_grads: _RowGrads,
+    *,
+    by_rows: bool,
+    with_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     with_grad = _forms_gradient(hidden, weight, head)
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _HeadRowLosses.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, head, row_grads, with_entropy, with_grad
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _HeadEdgeLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, head, row_grads, by_rows, with_entropy, with_grad
     )
     return found
 
@@ -218,28 +238,18 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, logsumexp, entropy = ctx.saved_tensors
         head: Head = ctx.head
         sums = RowSums(logsumexp=logsumexp, entropy=entropy)
-        per_row = None if grad_logprob is None else sum_per_row(grad_logprob, head.edges.row_of_edge, logsumexp)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         sink = head.weight_grad if of_weight else None
         chunks = Chunks(hidden, weight, head)
         grads = Grads(
             chunks, of_hidden=of_hidden, of_weight=of_weight, weight_grad=None if sink is None else sink.buffer()
         )
-        for rows, edges, logits in chunks:
-            slope = chunks.slope(rows, logits)
-            grad = softmax_backward_(
-                logits,
-                sums[rows],
-                grad_row=None if per_row is None else per_row[rows],
-                grad_entropy=None if grad_entropy is None else grad_entropy[rows],
-                edges=None if grad_logprob is None else chunks.edge_grads(rows, edges, grad_logprob),
-            )
-            grads.add_(rows, grad, slope)
+        _add_gradients(chunks, grads, sums, grad_logprob, grad_entropy)
         grad_weight = sink.placeholder() if sink is not None else grads.weight
         return grads.hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-class _HeadRowLosses(torch.autograd.Function):
+class _HeadEdgeLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -247,6 +257,7 @@ class _HeadRowLosses(torch.autograd.Function):
         weight: torch.Tensor,
         head: Head,
         row_grads: _RowGrads,
+        by_rows: bool,
         with_entropy: bool,
         with_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -256,6 +267,8 @@ class _HeadRowLosses(torch.autograd.Function):
         uniform = math.log(len(weight) * (1 if head.group is None else dist.get_world_size(head.group)))
         logprob = hidden.new_full((len(head.edges.token_id),), -uniform, dtype=chunks.dtype)
         entropy = hidden.new_full((len(hidden),), uniform, dtype=chunks.dtype) if with_entropy else None
+        logsumexp = hidden.new_empty(len(hidden), dtype=chunks.dtype)
+        waiting = None if by_rows or not with_grad else _Waiting(head.edges)
         for rows, edges, logits in chunks:
             target = chunks.target(rows, edges, logits)
             slope = chunks.slope(rows, logits) if with_grad else None
@@ -265,28 +278,37 @@ class _HeadRowLosses(torch.autograd.Function):
             if head.group is not None:
                 dist.all_reduce(target, group=head.group)
             logprob[edges] = target - sums.logsumexp[head.edges.row_of_edge[edges] - rows.start]
+            logsumexp[rows] = sums.logsumexp
             if entropy is not None:
                 assert sums.entropy is not None
                 entropy[rows] = sums.entropy
-            if not with_grad:
+            settled = rows if waiting is None else waiting.settled(rows)
+            if not with_grad or settled.start == settled.stop:
                 continue
             grad_logprob, grad_entropy = row_grads(logprob, entropy)
-            edge_grads = chunks.edge_grads(rows, edges, grad_logprob)
-            grad_row = sum_per_row(grad_logprob[edges], edge_grads.row, sums.logsumexp)
+            if waiting is not None:
+                grad_logprob, grad_entropy = waiting.only_settled(settled, grad_logprob, grad_entropy)
+            here = slice(settled.start - rows.start, settled.stop - rows.start)
+            sums, largest = sums[here], largest[here]
+            edge_grads = chunks.edge_grads(settled, head.edges.of_rows(settled), grad_logprob)
+            grad_row = sum_per_row(grad_logprob[head.edges.of_rows(settled)], edge_grads.row, largest)
             if grad_entropy is None:
                 # exp(logits - largest) is there already.
-                grad = logits.mul_(-(grad_row * (largest - sums.logsumexp).exp())[:, None])
+                grad = logits[here].mul_(-(grad_row * (largest - sums.logsumexp).exp())[:, None])
                 edge_grads.add_to_(grad)
             else:
                 assert shifted is not None
                 grad = softmax_backward_(
-                    shifted,
+                    shifted[here],
                     RowSums(logsumexp=sums.logsumexp - largest, entropy=sums.entropy),
                     grad_row=grad_row,
-                    grad_entropy=grad_entropy[rows],
+                    grad_entropy=grad_entropy[settled],
                     edges=edge_grads,
                 )
-            grads.add_(rows, grad, slope)
+            grads.add_(settled, grad, None if slope is None else slope[here])
+        if waiting is not None and waiting.rows.any():
+            sums = RowSums(logsumexp=logsumexp, entropy=entropy)
+            waiting.add_gradients(chunks, grads, sums, *row_grads(logprob, entropy))
         _keep(ctx, grads, head, weight.dtype)
         if entropy is None:
             ctx.mark_non_differentiable(logprob)
@@ -296,7 +318,7 @@ class _HeadRowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_kept(ctx, grad_outputs[0]), None, None, None, None
+        return *_kept(ctx, grad_outputs[0]), None, None, None, None, None
 
 
 class _HeadLogitLosses(torch.autograd.Function):
@@ -320,6 +342,86 @@ class _HeadLogitLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *_kept(ctx, grad_outputs[0]), None, None, None
+
+
+class _Waiting:
+    """The rows that are scored together with one of a later chunk.
+
+    Attributes:
+        rows: bool ``[R]`` on the host.
+    """
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges = edges
+        self.rows = np.zeros(len(edges.host_row), dtype=np.bool_)
+        self._rows = torch.zeros_like(edges.settled_by, dtype=torch.bool)  # the same on the device, which is not asked
+
+    def settled(self, rows: slice) -> slice:
+        """Of the rows of a chunk, from the first to the last that need not wait."""
+        self.rows[rows] = self._edges.host_settled_by[rows] >= rows.stop
+        self._rows[rows] = self._edges.settled_by[rows] >= rows.stop
+        settled = np.flatnonzero(~self.rows[rows])
+        if not len(settled):
+            return slice(rows.start, rows.start)
+        return slice(rows.start + int(settled[0]), rows.start + int(settled[-1]) + 1)
+
+    def only_settled(
+        self, rows: slice, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gradients without those of the rows among these that wait; others are not read."""
+        if not self.rows[rows].any():
+            return grad_logprob, grad_entropy
+        grad_logprob = grad_logprob.masked_fill(self._rows[self._edges.row_of_edge], 0)
+        return grad_logprob, None if grad_entropy is None else grad_entropy.masked_fill(self._rows, 0)
+
+    def add_gradients(
+        self,
+        chunks: Chunks,
+        grads: Grads,
+        sums: RowSums,
+        grad_logprob: torch.Tensor,
+        grad_entropy: torch.Tensor | None,
+    ) -> None:
+        """Of all these rows, when everything is known; arguments as of :func:`_add_gradients`, of all rows."""
+        edges, rows, of_edge = self._edges.some_rows(self.rows, self._rows)
+        later = Chunks(chunks.hidden[rows], chunks.weight, replace(chunks.head, edges=edges), like=chunks)
+        own = Grads(later, of_hidden=grads.hidden is not None, of_weight=False, weight_grad=grads.weight)
+        own_sums = RowSums(logsumexp=sums.logsumexp[rows], entropy=None if sums.entropy is None else sums.entropy[rows])
+        own_entropy = None if grad_entropy is None else grad_entropy[rows]
+        _add_gradients(later, own, own_sums, grad_logprob[of_edge], own_entropy)
+        if grads.hidden is not None:
+            assert own.hidden is not None
+            grads.hidden.index_copy_(0, rows, own.hidden)
+
+
+def _add_gradients(
+    chunks: Chunks,
+    grads: Grads,
+    sums: RowSums,
+    grad_logprob: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+) -> None:
+    """Form the logits again, and from them the gradients.
+
+    Args:
+        chunks: of the logits.
+        grads: to add to.
+        sums: of all rows.
+        grad_logprob: ``[E]``, None if nobody uses the log-probabilities.
+        grad_entropy: ``[R]``, None if nobody uses the entropies.
+    """
+    row_of_edge = chunks.head.edges.row_of_edge
+    per_row = None if grad_logprob is None else sum_per_row(grad_logprob, row_of_edge, sums.logsumexp)
+    for rows, edges, logits in chunks:
+        slope = chunks.slope(rows, logits)
+        grad = softmax_backward_(
+            logits,
+            sums[rows],
+            grad_row=None if per_row is None else per_row[rows],
+            grad_entropy=None if grad_entropy is None else grad_entropy[rows],
+            edges=None if grad_logprob is None else chunks.edge_grads(rows, edges, grad_logprob),
+        )
+        grads.add_(rows, grad, slope)
 
 
 def _keep(ctx: Any, grads: Grads, head: Head, weight_dtype: torch.dtype) -> None:

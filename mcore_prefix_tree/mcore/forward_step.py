@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-from mcore_prefix_tree.logprob import Chunks, LogitLoss, RowLoss
+from mcore_prefix_tree.logprob import Chunks, EdgeLoss, LogitLoss
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.output_layer import ROW_LOSSES, EdgeHeadMixin, HeadRequest, request_arguments
+from mcore_prefix_tree.mcore.output_layer import EDGE_LOSSES, EdgeHeadMixin, HeadRequest, request_arguments
 from mcore_prefix_tree.mcore.outputs import (
     tree_candidates,
+    tree_edge_loss,
     tree_logit_losses,
     tree_logprobs,
     tree_logprobs_and_entropy,
-    tree_row_losses,
     tree_values,
     tree_weighted_sum,
 )
@@ -48,16 +48,22 @@ ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[..., A
 
 
 def tree_forward(
-    model: Any, batch: MicroBatch, *, row_loss: RowLoss | None = None, logit_loss: LogitLoss | None = None
+    model: Any,
+    batch: MicroBatch,
+    *,
+    edge_loss: EdgeLoss | None = None,
+    by_rows: bool = False,
+    logit_loss: LogitLoss | None = None,
 ) -> torch.Tensor:
     """Run one pipeline stage of a model built from a :func:`with_prefix_tree` spec.
 
     Args:
         model: the stage.
         batch: folded.
-        row_loss: what the micro-batch's ``row_losses`` are to have the gradient of: a scalar of what
-            :func:`~mcore_prefix_tree.mcore.outputs.tree_row_losses` reads of them; see
-            :func:`~mcore_prefix_tree.logprob.head_row_losses`.
+        edge_loss: what the micro-batch's ``edge_loss`` is to have the gradient of: a scalar of what
+            :func:`~mcore_prefix_tree.mcore.outputs.tree_edge_loss` reads of it; see
+            :func:`~mcore_prefix_tree.logprob.head_edge_loss`.
+        by_rows: see there.
         logit_loss: what its ``logit_losses`` are; see :func:`~mcore_prefix_tree.logprob.head_logit_losses`.
 
     Returns:
@@ -70,7 +76,9 @@ def tree_forward(
     """
     gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
     check_positions(gpt_model, batch.layout.max_path_len)
-    arguments = _head_arguments(gpt_model.output_layer, batch, row_loss, logit_loss) if gpt_model.post_process else {}
+    arguments = {}
+    if gpt_model.post_process:
+        arguments = _head_arguments(gpt_model.output_layer, batch, edge_loss, by_rows, logit_loss)
     output: torch.Tensor = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -82,7 +90,7 @@ def tree_forward(
 
 
 def _head_arguments(
-    layer: Any, batch: MicroBatch, row_loss: RowLoss | None, logit_loss: LogitLoss | None
+    layer: Any, batch: MicroBatch, edge_loss: EdgeLoss | None, by_rows: bool, logit_loss: LogitLoss | None
 ) -> dict[str, Any]:
     """Keywords of ``GPTModel.forward`` that ask its output layer for what the micro-batch wants."""
     if isinstance(layer, ScalarHead) != (batch.output == "values"):
@@ -101,8 +109,8 @@ def _head_arguments(
             f"the micro-batch asks for {batch.output}, but the model's output layer only has logits; pass the "
             "model through with_edge_head, or make the micro-batch with output='logits'"
         )
-    if batch.output in ROW_LOSSES and row_loss is None:
-        raise ValueError(f"the micro-batch asks for {batch.output}; give tree_forward the row_loss")
+    if batch.output in EDGE_LOSSES and edge_loss is None:
+        raise ValueError(f"the micro-batch asks for {batch.output}; give tree_forward the edge_loss")
     if batch.output == "logit_losses" and logit_loss is None:
         raise ValueError("the micro-batch asks for logit_losses; give tree_forward the logit_loss")
     request = HeadRequest(
@@ -110,7 +118,8 @@ def _head_arguments(
         edges=batch.edges,
         temperature=batch.temperature,
         token_weight=batch.loss_weight,
-        row_loss=row_loss,
+        edge_loss=edge_loss,
+        by_rows=by_rows,
         logit_loss=logit_loss,
     )
     return request_arguments(request)
@@ -156,7 +165,10 @@ def with_rows(batch: MicroBatch, objective: ForwardObjective, targets: Targets, 
     if isinstance(objective, Distillation):
         of_teacher = objective.rows(targets, batch.layout, indices, device=device)
         return replace(batch, rows=of_teacher, edges=of_teacher.edges)
-    return replace(batch, rows=targets.rows(batch.layout, indices, device=device))
+    batch = replace(batch, rows=targets.rows(batch.layout, indices, device=device))
+    if batch.output in EDGE_LOSSES and isinstance(objective, LogprobObjective) and objective.terms == "pair":
+        return replace(batch, edges=batch.edges.scored_together(*targets.read_by_pairs(batch.layout, indices)))
+    return batch
 
 
 def objective_forward_step(
@@ -172,19 +184,21 @@ def objective_forward_step(
         model: of Megatron's.
         objective: of the step.
         with_entropy: give one on log-probabilities the entropy too; fused micro-batches then ask for
-            ``row_losses_and_entropy`` or ``logprobs_and_entropy``.
+            ``edge_loss_and_entropy`` or ``logprobs_and_entropy``.
     """
     batch = next(data_iterator)
 
-    def row_loss(scores: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+    def loss_of(scores: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
         return _loss_of(objective, batch, scores, entropy).loss
 
-    logit_loss = None
+    edge_loss, by_rows, logit_loss = None, False, None
     if batch.teacher is not None:
         assert isinstance(objective, Distillation)
         logit_loss = _from_teacher(objective, batch)
-    row_losses = row_loss if batch.output in ROW_LOSSES else None
-    output = tree_forward(model, batch, row_loss=row_losses, logit_loss=logit_loss)
+    elif batch.output in EDGE_LOSSES:
+        assert not isinstance(objective, ValueObjective)
+        edge_loss, by_rows = loss_of, objective.terms == "row"
+    output = tree_forward(model, batch, edge_loss=edge_loss, by_rows=by_rows, logit_loss=logit_loss)
     return output, partial(_objective_loss, batch, objective, with_entropy)
 
 
@@ -226,8 +240,8 @@ def objective_output(
     output: torch.Tensor, batch: MicroBatch, objective: ForwardObjective, *, with_entropy: bool
 ) -> ObjectiveOutput:
     """An objective's loss on a micro-batch, from what the last stage gave; arguments as of the forward step."""
-    if batch.output in ROW_LOSSES:
-        gradient, scores, entropy = tree_row_losses(output, batch)
+    if batch.output in EDGE_LOSSES:
+        gradient, scores, entropy = tree_edge_loss(output, batch)
         value = _loss_of(objective, batch, scores, entropy)
         return replace(value, loss=value.loss + gradient)
     if isinstance(objective, Distillation):
@@ -240,8 +254,6 @@ def objective_output(
     if isinstance(objective, ValueObjective):
         return _loss_of(objective, batch, tree_values(output, batch), None)
     if with_entropy:
-        if objective.needs_entropy and batch.output == "logprobs_and_watched_entropy":
-            raise ValueError("the loss has a gradient through the entropy; make it with output='logprobs_and_entropy'")
         return _loss_of(objective, batch, *tree_logprobs_and_entropy(output, batch))
     return _loss_of(objective, batch, tree_logprobs(output, batch, in_place=True), None)
 

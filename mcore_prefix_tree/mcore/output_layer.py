@@ -22,37 +22,35 @@ from megatron.core.tensor_parallel import (
 )
 
 from mcore_prefix_tree.logprob import (
+    EdgeLoss,
     Edges,
     Head,
     LogitLoss,
     LogitShape,
-    RowLoss,
     head_candidate_logprobs,
+    head_edge_loss,
     head_logit_losses,
     head_logprobs,
-    head_row_losses,
     head_weighted_sum,
 )
 from mcore_prefix_tree.mcore.attention import tree_class
 
 # What the last pipeline stage gives for a micro-batch; mcore/outputs.py reads it. Values come from a scalar head, all
-# others from the vocabulary's. A watched entropy has no gradient, and backward costs no more than without it. The
-# weighted sum, losses by rows and losses of logits form their gradients in forward. Hidden states are what a teacher is
-# asked for, whose logits are made beside the student's.
+# others from the vocabulary's. The weighted sum, the loss of edges and losses of logits form their gradients in
+# forward. Hidden states are what a teacher is asked for, whose logits are made beside the student's.
 Output = Literal[
     "logits",
     "logprobs",
     "logprobs_and_entropy",
-    "logprobs_and_watched_entropy",
     "weighted_sum",
-    "row_losses",
-    "row_losses_and_entropy",
+    "edge_loss",
+    "edge_loss_and_entropy",
     "logit_losses",
     "candidates",
     "hidden",
     "values",
 ]
-ROW_LOSSES = ("row_losses", "row_losses_and_entropy")
+EDGE_LOSSES = ("edge_loss", "edge_loss_and_entropy")
 
 HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 
@@ -68,8 +66,9 @@ class HeadRequest:
         edges: that are scored.
         temperature: ``[P]``, None is 1.
         token_weight: ``[P]``, for ``weighted_sum``.
-        row_loss: for ``row_losses``: of the log-probabilities ``[P]`` (``[E]`` of a teacher's tokens) and entropies
+        edge_loss: for ``edge_loss``: of the log-probabilities ``[P]`` (``[E]`` of a teacher's tokens) and entropies
             ``[P]``.
+        by_rows: of it; see :func:`~mcore_prefix_tree.logprob.head_edge_loss`.
         logit_loss: for ``logit_losses``.
     """
 
@@ -77,7 +76,8 @@ class HeadRequest:
     edges: Edges
     temperature: torch.Tensor | None
     token_weight: torch.Tensor
-    row_loss: RowLoss | None = None
+    edge_loss: EdgeLoss | None = None
+    by_rows: bool = False
     logit_loss: LogitLoss | None = None
 
     def __bool__(self) -> bool:
@@ -132,7 +132,7 @@ class EdgeHeadMixin:
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the base class, or for a request no bias and scores: ``[P, 1, 1]``, ``[P, 1, 2]``, of candidates
-        ``[E, 1, 1]``; before those of a weighted sum and of losses by rows or of logits stands a scalar: ``[1 + P, 1,
+        ``[E, 1, 1]``; before those of a weighted sum and of losses of edges or of logits stands a scalar: ``[1 + P, 1,
         1]``, ``[1 + 2 P, 1, 1]``, ``[1 + E, 1, 1]`` or ``[1 + R, 1, 1]``. Hidden states are ``[R, 1, h]``.
         """
         if not isinstance(runtime_gather_output, HeadRequest):
@@ -170,12 +170,12 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
         assert edges.token is not None, "a weighted sum is of the layout's own tokens"
         total, logprob = head_weighted_sum(rows, weight, head, edge_weight=request.token_weight[edges.token])
         return torch.cat([total[None], logprob])[:, None, None]
-    if request.output in ROW_LOSSES:
-        return _row_losses(rows, weight, head, request)[:, None, None]
+    if request.output in EDGE_LOSSES:
+        return _edge_loss(rows, weight, head, request)[:, None, None]
     logprob, entropy = head_logprobs(rows, weight, head, with_entropy=request.output != "logprobs")
     scores = [logprob]
     if entropy is not None:
-        scores.append(entropy.detach() if request.output == "logprobs_and_watched_entropy" else entropy)
+        scores.append(entropy)
     return torch.stack(scores, dim=1)[:, None]
 
 
@@ -203,20 +203,22 @@ def output_weight_and_head(model: Any, edges: Edges, temperature: torch.Tensor |
     return weight, _head(model.output_layer, weight, edges, temperature)
 
 
-def _row_losses(rows: torch.Tensor, weight: torch.Tensor, head: Head, request: HeadRequest) -> torch.Tensor:
-    """The zero with the gradient, then what :attr:`HeadRequest.row_loss` reads."""
-    edges, row_loss = request.edges, request.row_loss
-    assert row_loss is not None, "tree_forward asks for no row losses without it"
+def _edge_loss(rows: torch.Tensor, weight: torch.Tensor, head: Head, request: HeadRequest) -> torch.Tensor:
+    """The zero with the gradient, then what :attr:`HeadRequest.edge_loss` reads."""
+    edges, edge_loss = request.edges, request.edge_loss
+    assert edge_loss is not None, "tree_forward asks for no loss of edges without it"
 
     def placed(per_edge: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         scores = per_edge if edges.token is None else edges.at_tokens(per_edge)
         return scores, None if entropy is None else edges.at_rows(entropy)
 
     def loss(per_edge: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
-        return row_loss(*placed(per_edge, entropy))
+        return edge_loss(*placed(per_edge, entropy))
 
-    with_entropy = request.output == "row_losses_and_entropy"
-    gradient, per_edge, per_row = head_row_losses(rows, weight, head, loss=loss, with_entropy=with_entropy)
+    with_entropy = request.output == "edge_loss_and_entropy"
+    gradient, per_edge, per_row = head_edge_loss(
+        rows, weight, head, loss=loss, by_rows=request.by_rows, with_entropy=with_entropy
+    )
     scores, entropy = placed(per_edge, per_row)
     return torch.cat([gradient[None], scores] if entropy is None else [gradient[None], scores, entropy])
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.logprob import candidate_logprobs, edge_logprobs, edge_logprobs_and_entropy, top_logprobs
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.output_layer import ROW_LOSSES
+from mcore_prefix_tree.mcore.output_layer import EDGE_LOSSES
 
 
 def tree_logprobs(output: torch.Tensor, batch: MicroBatch, *, in_place: bool = False) -> torch.Tensor:
@@ -56,18 +56,18 @@ def tree_weighted_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Te
     return _scalar_and_rest(output, batch, "weighted_sum")
 
 
-def tree_row_losses(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """A 0 with the gradient of a loss by rows, and what to compute its value from; see :func:`head_row_losses`.
+def tree_edge_loss(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """A 0 with the gradient of a loss of edges, and what to compute its value from; see :func:`head_edge_loss`.
 
     Returns:
         A scalar; the log-probabilities ``[P]`` as of :func:`tree_logprobs`, or ``[E]`` as of :func:`tree_candidates` if
         the edges are to a teacher's tokens; and the entropies ``[P]``, if they were asked for.
 
     Raises:
-        ValueError: the micro-batch asks for something else than ``row_losses`` or ``row_losses_and_entropy``.
+        ValueError: the micro-batch asks for something else than ``edge_loss`` or ``edge_loss_and_entropy``.
     """
-    gradient, scores = _scalar_and_rest(output, batch, *ROW_LOSSES)
-    if batch.output == "row_losses":
+    gradient, scores = _scalar_and_rest(output, batch, *EDGE_LOSSES)
+    if batch.output == "edge_loss":
         return gradient, scores, None
     logprob, entropy = scores.chunk(2)
     return gradient, logprob, entropy
@@ -143,8 +143,8 @@ def _scalar_and_rest(output: torch.Tensor, batch: MicroBatch, *asked: str) -> tu
 
 
 def _scores(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    if batch.output in ("weighted_sum", "candidates", "values", "hidden", "logit_losses", *ROW_LOSSES):
-        reader = "row_losses" if batch.output in ROW_LOSSES else batch.output
+    if batch.output in ("weighted_sum", "candidates", "values", "hidden", "logit_losses", *EDGE_LOSSES):
+        reader = "edge_loss" if batch.output in EDGE_LOSSES else batch.output
         raise ValueError(f"the micro-batch asks for {batch.output}, which tree_{reader} reads")
     return output.squeeze(0).unbind(dim=1)
 

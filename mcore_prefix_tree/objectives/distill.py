@@ -38,7 +38,7 @@ from mcore_prefix_tree.logprob import Edges
 from mcore_prefix_tree.objectives.divergence import Divergence, divergence, divergence_gradient_, log1mexp
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, normalise
-from mcore_prefix_tree.objectives.rows import Targets
+from mcore_prefix_tree.objectives.rows import Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
@@ -83,12 +83,7 @@ class Distillation:
     jsd_beta: float = Field(default=0.5, gt=0, lt=1)
     teacher: Literal["top_k", "full"] = "top_k"
     normalise: By = "token"
-    needs_entropy: ClassVar[bool] = False
-
-    @property
-    def by_rows(self) -> bool:
-        """See :attr:`PolicyGradient.by_rows`; the teacher's logits are not in the rows."""
-        return self.teacher == "top_k"
+    terms: ClassVar[Terms] = "row"
 
     @property
     def reads(self) -> str:

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
-from mcore_prefix_tree.objectives.rows import Rows, Targets
+from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError, Signals
@@ -47,8 +47,7 @@ class KTO:
     undesirable_weight: NonNegativeFloat = 1.0
     reference_point: Literal["mismatched", "zero"] = "mismatched"
     reads: ClassVar[str] = "logprobs"
-    by_rows: ClassVar[bool] = False
-    needs_entropy: ClassVar[bool] = False
+    terms: ClassVar[Terms] = "sample"
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Labels and the reference point of a step, on the host.

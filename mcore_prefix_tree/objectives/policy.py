@@ -36,7 +36,7 @@ from mcore_prefix_tree.objectives.gae import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, KLPenalty, kl_estimate
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, normalise
-from mcore_prefix_tree.objectives.rows import Rows, Targets
+from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens, rollout_keys
 from mcore_prefix_tree.sample import Sample
 
@@ -144,17 +144,12 @@ class PolicyGradient:
             raise ValueError("normalise_length goes with normalise=sample_sum")
 
     @property
-    def by_rows(self) -> bool:
-        """Whether the loss is a sum of terms that each read one predictor's log-probabilities and entropy."""
+    def terms(self) -> Terms:
+        """What each term of the loss reads."""
         of_sequence = self.ratio_level == "sequence" or (
             self.on_policy and self.tis_cap is not None and self.tis_level == "sequence"
         )
-        return not of_sequence
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss has a gradient through the entropy."""
-        return self.entropy_coef != 0
+        return "sample" if of_sequence else "row"
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Advantages, weights and columns of a step, on the host.
@@ -228,8 +223,11 @@ class PolicyGradient:
 
         Args:
             logprob: ``[P]``, of each token at its own flat index.
-            entropy: ``[P]``, of the distribution that each token predicts; only needed if :attr:`needs_entropy`.
+            entropy: ``[P]``, of the distribution that each token predicts; only needed with ``entropy_coef``.
             rows: of the same micro-batch.
+
+        Raises:
+            ValueError: the entropy is needed and not given.
         """
         scored = logprob[rows.token]
         dtype = scored.dtype
@@ -252,8 +250,10 @@ class PolicyGradient:
         if entropy is not None:
             of_token = entropy[rows.predictor].to(dtype)
             metrics["entropy"] = mean_of(of_token)
-            if self.needs_entropy:
+            if self.entropy_coef:
                 per_token = per_token - self.entropy_coef * of_token
+        elif self.entropy_coef:
+            raise ValueError(f"entropy_coef={self.entropy_coef} needs the entropy, and none is given")
         return LossOutput(
             loss=torch.dot(per_token, rows.weight.to(dtype)),
             metrics=metrics,

@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.divergence import log1mexp
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
-from mcore_prefix_tree.objectives.rows import Rows, Targets
+from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
@@ -107,8 +107,7 @@ class Preference:
     average: bool = False
     nll_coef: NonNegativeFloat = 0.0
     reads: ClassVar[str] = "logprobs"
-    by_rows: ClassVar[bool] = False
-    needs_entropy: ClassVar[bool] = False
+    terms: ClassVar[Terms] = "pair"
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
 
 FloatColumn = npt.NDArray[np.floating]
+
+# What each term of a loss reads: the edges and the entropy of one predictor, all of a sample, or all of a pair's two.
+Terms = Literal["row", "sample", "pair"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,6 +123,18 @@ class Targets:
             pairs=on_device(self._local_pairs(chosen)),
             count=int(self.count[chosen].sum()),
         )
+
+    def read_by_pairs(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array]:
+        """What the terms of a loss of pairs read in one micro-batch; arguments as of :meth:`rows`.
+
+        Returns:
+            int64 ``[K']`` each: a scored token's predictor, and which pair reads it.
+        """
+        _, local, token = self.located(layout, indices)
+        pair = np.arange(len(indices))
+        chosen, rejected = self._local_pairs(np.asarray(indices, dtype=np.int64)).T
+        pair[rejected] = chosen
+        return layout.predictor[token].astype(np.int64), pair[local]
 
     def located(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Of the K' scored tokens of one micro-batch; arguments as of :meth:`rows`.

@@ -56,7 +56,6 @@ class Critic:
     kl_estimator: KLEstimator = "k3"
     normalise: By = "token"
     reads: ClassVar[str] = "values"
-    needs_entropy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
@@ -111,7 +110,6 @@ class RewardModel:
 
     center_coef: NonNegativeFloat = 0.0
     reads: ClassVar[str] = "values"
-    needs_entropy: ClassVar[bool] = False
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Pairs of a step, on the host; raises SampleError as :func:`pairs_of` does."""

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, normalise
-from mcore_prefix_tree.objectives.rows import Rows, Targets
+from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 from mcore_prefix_tree.sample import Sample
 
@@ -46,8 +46,7 @@ class SupervisedFineTuning:
     normalise: By = "token"
     normalise_length: PositiveFloat | None = None
     reads: ClassVar[str] = "logprobs"
-    by_rows: ClassVar[bool] = True
-    needs_entropy: ClassVar[bool] = False
+    terms: ClassVar[Terms] = "row"
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Weights of a step, on the host; raises SampleError as :func:`normalise` does."""

@@ -35,7 +35,7 @@ def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str) -> tuple[Any, 
     """Scores, the summed gradient of the hidden states, and this rank's of its columns."""
     import torch.distributed as dist
 
-    from mcore_prefix_tree.logprob import Edges, Head, LogitShape, head_logprobs, head_row_losses, head_weighted_sum
+    from mcore_prefix_tree.logprob import Edges, Head, LogitShape, head_edge_loss, head_logprobs, head_weighted_sum
 
     layout, hidden, weight, temperature = head_problem(dtype)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -61,13 +61,13 @@ def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str) -> tuple[Any, 
 
     if way == "weighted sum":
         total, logprob = head_weighted_sum(hidden[edges.row], own, head, edge_weight=weights[edges.token])
-    elif way == "row losses":
+    elif way in ("loss by rows", "loss of edges"):
 
         def of_edges(per_edge: torch.Tensor, per_row: torch.Tensor | None) -> torch.Tensor:
             return loss(edges.at_tokens(per_edge), None if per_row is None else edges.at_rows(per_row))
 
-        total, per_edge, per_row = head_row_losses(
-            hidden[edges.row], own, head, loss=of_edges, with_entropy=with_entropy
+        total, per_edge, per_row = head_edge_loss(
+            hidden[edges.row], own, head, loss=of_edges, by_rows=way == "loss by rows", with_entropy=with_entropy
         )
         logprob, entropy = edges.at_tokens(per_edge), None if per_row is None else edges.at_rows(per_row)
         total = total + loss(logprob, entropy)
@@ -101,7 +101,7 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     from mcore_prefix_tree.mcore import with_edge_head
     from mcore_prefix_tree.mcore.folding import Folding
     from mcore_prefix_tree.mcore.forward_step import tree_forward
-    from mcore_prefix_tree.mcore.outputs import tree_logprobs
+    from mcore_prefix_tree.mcore.outputs import tree_edge_loss, tree_logprobs
     from mcore_prefix_tree.mcore.score import score
     from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
 
@@ -123,7 +123,7 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     mine = folding.plan(samples).micro_batches[parallel_state.get_data_parallel_rank()]
     batches = [folding.micro_batch([samples[i] for i in indices]) for indices in mine]
     # What an objective that is not linear asks for.
-    trained = iter([replace(b, output="logits" if job.output == "logits" else "logprobs") for b in batches])
+    trained = iter([replace(b, output="logits" if job.output == "logits" else "edge_loss") for b in batches])
     remaining = iter(mine)
     ratios: list[Any] = []
 
@@ -131,13 +131,16 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
         batch = next(data_iterator)
 
         def loss_func(output: torch.Tensor) -> Any:
-            logprob = tree_logprobs(output, batch, in_place=True)
+            if batch.output == "logits":
+                logprob = tree_logprobs(output, batch, in_place=True)
+                loss = logprob.sum()
+            else:
+                loss, logprob, _ = tree_edge_loss(output, batch)
             for index, row in zip(next(remaining), restore(logprob.detach(), batch.layout), strict=True):
                 ratios.append((index, np.exp(row.numpy() - scores[index].logprobs)[scores[index].scored]))
-            loss = logprob.sum()
             return loss, torch.ones((), dtype=torch.int), None
 
-        return tree_forward(model, batch), loss_func
+        return tree_forward(model, batch, edge_loss=lambda logprob, _: logprob.sum()), loss_func
 
     trainer.backward(forward_step, list(trained), seq_length=1)
     return scores, ratios

@@ -32,7 +32,15 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(
     ("with_entropy", "way"),
-    [(False, "any loss"), (True, "any loss"), (False, "weighted sum"), (False, "row losses"), (True, "row losses")],
+    [
+        (False, "any loss"),
+        (True, "any loss"),
+        (False, "weighted sum"),
+        (False, "loss by rows"),
+        (True, "loss by rows"),
+        (False, "loss of edges"),
+        (True, "loss of edges"),
+    ],
 )
 def test_a_vocabulary_in_uneven_parts(dtype: torch.dtype, limit: float, with_entropy: bool, way: str) -> None:
     arguments = (dtype, with_entropy, way)

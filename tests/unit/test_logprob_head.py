@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from heads import FORKED, HIDDEN, SHAPES, VOCAB, edge_loss_of, logits_of, naive, parameters, temperatures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import sample_lists, worst
@@ -18,64 +19,14 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.logprob import (
     Edges,
     Head,
-    LogitShape,
     edge_logprobs,
     edge_logprobs_and_entropy,
+    head_edge_loss,
     head_logit_losses,
     head_logprobs,
-    head_row_losses,
     head_weighted_sum,
     restore,
 )
-
-VOCAB, HIDDEN = 41, 6
-
-FORKED = [
-    Sample(tokens=[1, 2, 3]),
-    Sample(tokens=[1, 2, 4, 5]),
-    Sample(tokens=[1, 2, 40], loss_mask=[0, 0.5, 0]),
-    Sample(tokens=[1, 2]),
-    Sample(tokens=[7]),
-    Sample(tokens=[1, 2, 3], merge_key="warm"),
-    Sample(tokens=[1, 2, 3]),
-]
-SHAPES = [LogitShape(), LogitShape(multiplier=0.25), LogitShape(softcap=3.0), LogitShape(multiplier=2.0, softcap=5.0)]
-
-
-def parameters(layout, *, seed=0, dtype=torch.float64, scale=2.0):
-    """Hidden states ``[P, h]`` and weight ``[V, h]``."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = (layout.padded_size, HIDDEN), (VOCAB, HIDDEN)
-    return tuple(
-        (scale * torch.randn(size, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
-        for size in sizes
-    )
-
-
-def temperatures(layout, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return 0.3 + torch.rand(layout.padded_size, generator=generator, dtype=torch.float64)
-
-
-def logits_of(hidden, weight, shape, temperature=None):
-    """What a model with these logits computes, in plain torch."""
-    logits = shape.multiplier * (hidden @ weight.T)
-    if shape.softcap is not None:
-        logits = shape.softcap * torch.tanh(logits / shape.softcap)
-    return logits if temperature is None else logits / temperature[:, None]
-
-
-def naive(logits, layout, needed=None):
-    """Token by token: log-probability and entropy, 0 where they are not asked for."""
-    logprob = [logits.new_zeros(())] * layout.padded_size
-    entropy = [logits.new_zeros(())] * layout.padded_size
-    for flat in range(layout.padded_size):
-        above = layout.predictor[flat]
-        if above >= 0 and (needed is None or needed[flat]):
-            scores = torch.log_softmax(logits[above], dim=0)
-            logprob[flat] = scores[layout.input_ids[flat]]
-            entropy[above] = -(scores.exp() * scores).sum()
-    return torch.stack(logprob), torch.stack(entropy)
 
 
 def fused(hidden, weight, head, *, with_entropy=True):
@@ -189,59 +140,6 @@ def test_the_weighted_sum_and_its_gradients(shape, tempered, rows):
         assert worst(one, other) < 1e-12
 
 
-def row_loss_of(edges, *, of_entropy):
-    """Not linear, and of all edges of a row and its entropy together."""
-    generator = torch.Generator().manual_seed(3)
-    weight = torch.randn(len(edges.row), generator=generator, dtype=torch.float64)
-
-    def loss(logprob, entropy):
-        per_row = logprob.new_zeros(len(edges.row)).index_add(0, edges.row_of_edge, logprob.sin())
-        if of_entropy:
-            per_row = per_row * entropy + entropy.square()
-        return torch.dot(weight.to(logprob.dtype), per_row.square() + per_row)
-
-    return loss
-
-
-@settings(max_examples=60)
-@given(
-    sample_lists(),
-    st.integers(0, 3),
-    st.sampled_from([1, 2, 3, 5, None]),
-    st.sampled_from(SHAPES),
-    st.booleans(),
-    st.sampled_from(["none", "watched", "in the loss"]),
-)
-def test_losses_by_rows_and_their_gradients(samples, seed, rows, shape, tempered, entropies):
-    """Those of the loss on all rows at once."""
-    layout = fold(samples, pad_to_multiple_of=3)
-    needed = np.random.default_rng(seed).random(layout.padded_size) < 0.7
-    hidden, weight = parameters(layout, seed=seed)
-    temperature = temperatures(layout) if tempered else None
-    edges = Edges.from_layout(layout, needed=needed)
-    head = Head(edges=edges, shape=shape, temperature=temperature, rows_at_a_time=rows)
-    loss = row_loss_of(edges, of_entropy=entropies == "in the loss")
-    gradient, logprob, entropy = head_row_losses(
-        hidden[edges.row], weight, head, loss=loss, with_entropy=entropies != "none"
-    )
-    naive_logprob, naive_entropy = naive(logits_of(hidden, weight, shape, temperature), layout, needed)
-    assert worst(logprob, naive_logprob[edges.token]) < 1e-12
-    assert not logprob.requires_grad
-    assert (entropy is None) == (entropies == "none")
-    if entropy is not None:
-        assert worst(entropy, naive_entropy[edges.row]) < 1e-12
-        assert not entropy.requires_grad
-    assert gradient == 0
-    expected = loss(naive_logprob[edges.token], naive_entropy[edges.row])
-    assert worst(loss(logprob, entropy), expected) < 1e-12
-    grads = torch.autograd.grad(-0.3 * gradient, (hidden, weight))
-    if not len(edges.token):
-        assert not any(grad.any() for grad in grads)
-        return
-    for one, other in zip(grads, torch.autograd.grad(-0.3 * expected, (hidden, weight)), strict=True):
-        assert worst(one, other) < 1e-12
-
-
 def square_entropy(logits):
     """Of every row: not linear, and of all its logits."""
     logprob = torch.log_softmax(logits, dim=1)
@@ -281,29 +179,6 @@ def test_losses_of_logits_and_their_gradients(samples, seed, rows, shape, temper
     wanted = torch.autograd.grad(-0.3 * torch.dot(expected, of_rows), (hidden, weight))
     for one, other in zip(grads, wanted, strict=True):
         assert worst(one, other) < 1e-12
-
-
-def test_rows_to_come_do_not_reach_the_gradient():
-    """Not by a NaN, nor by an infinity: what a chunk takes is what the loss says of its own rows."""
-    layout = fold([Sample(tokens=range(1, 13))])
-    hidden, weight = parameters(layout)
-    edges = Edges.from_layout(layout)
-    seen = []
-
-    def loss(logprob, entropy):
-        seen.append(logprob.detach().clone())
-        known = torch.full_like(logprob, float("nan"))
-        known[: 3 * len(seen)] = 1.0
-        return torch.dot(known, logprob.exp())
-
-    gradient, logprob, _ = head_row_losses(hidden[edges.row], weight, Head(edges=edges, rows_at_a_time=3), loss=loss)
-    grads = torch.autograd.grad(gradient, (hidden, weight))
-    expected = naive(hidden @ weight.T, layout)[0][edges.token].exp().sum()
-    for one, other in zip(grads, torch.autograd.grad(expected, (hidden, weight)), strict=True):
-        assert worst(one, other) < 1e-12
-    assert len(seen) == 4
-    assert torch.equal(seen[-1], logprob)
-    assert worst(seen[0][3:], torch.full((8,), -np.log(VOCAB), dtype=torch.float64)) < 1e-15
 
 
 def test_a_chunk_border_may_fall_anywhere():
@@ -459,7 +334,7 @@ def test_half_precision_sums_in_fp32():
             half[0][head.edges.row], half[1], head, edge_weight=torch.ones(len(head.edges.token))
         )
         summed = torch.autograd.grad(total, half)
-        by_rows, _, _ = head_row_losses(
+        by_rows, _, _ = head_edge_loss(
             half[0][head.edges.row], half[1], head, loss=lambda logprob, entropy: logprob.sum(), with_entropy=True
         )
         for got in (grads, summed, torch.autograd.grad(by_rows, half)):
@@ -502,8 +377,8 @@ def test_no_temporary_is_larger_than_a_chunk_of_logits():
         (logprob.sum() + entropy.sum()).backward()
         head_weighted_sum(hidden[edges.row], weight, head, edge_weight=torch.ones(len(edges.token)))[0].backward()
         for of_entropy in (False, True):
-            loss = row_loss_of(edges, of_entropy=of_entropy)
-            head_row_losses(hidden[edges.row], weight, head, loss=loss, with_entropy=True)[0].backward()
+            loss = edge_loss_of(edges, of_entropy=of_entropy)
+            head_edge_loss(hidden[edges.row], weight, head, loss=loss, with_entropy=True)[0].backward()
         head_logit_losses(hidden[edges.row], weight, head, loss=turned_into_gradients(weight[:, 0]))[0].backward()
     assert largest == rows * vocab
     assert layout.padded_size * vocab > 20 * largest
@@ -542,7 +417,7 @@ def test_the_weights_gradient_may_go_elsewhere(dtype):
     for score in (
         lambda head: fused(hidden, weight, head)[0].sum(),
         lambda head: head_weighted_sum(hidden[edges.row], weight, head, edge_weight=ones)[0],
-        lambda head: head_row_losses(hidden[edges.row], weight, head, loss=lambda logprob, _: logprob.sum())[0],
+        lambda head: head_edge_loss(hidden[edges.row], weight, head, loss=lambda logprob, _: logprob.sum())[0],
         lambda head: head_logit_losses(hidden[edges.row], weight, head, loss=sum_of_edges)[0],
     ):
         sink = Buffer(weight)
@@ -573,7 +448,7 @@ def test_gradients_in_forward_are_not_formed_where_none_is_wanted():
     rows = hidden[edges.row]
     with torch.no_grad(), Watch():
         head_weighted_sum(rows, weight, Head(edges=edges), edge_weight=ones)
-        head_row_losses(rows, weight, Head(edges=edges), loss=lambda *_: pytest.fail("nobody wants gradients"))
+        head_edge_loss(rows, weight, Head(edges=edges), loss=lambda *_: pytest.fail("nobody wants gradients"))
         head_logit_losses(rows, weight, Head(edges=edges), loss=lambda _, logits: logits[:, 0])
     assert largest == 0
 
@@ -585,7 +460,7 @@ def test_float16_is_refused_where_gradients_come_before_loss_scaling():
     with pytest.raises(ValueError, match="before the loss is scaled vanish in float16; use bfloat16"):
         head_weighted_sum(hidden[edges.row], weight, Head(edges=edges), edge_weight=torch.ones(len(edges.token)))
     with pytest.raises(ValueError, match="vanish in float16; use bfloat16"):
-        head_row_losses(hidden[edges.row], weight, Head(edges=edges), loss=lambda logprob, _: logprob.sum())
+        head_edge_loss(hidden[edges.row], weight, Head(edges=edges), loss=lambda logprob, _: logprob.sum())
     with pytest.raises(ValueError, match="vanish in float16; use bfloat16"):
         head_logit_losses(hidden[edges.row], weight, Head(edges=edges), loss=lambda _, logits: logits[:, 0])
     assert head_logprobs(hidden[edges.row], weight, Head(edges=edges))[0].dtype == torch.float32

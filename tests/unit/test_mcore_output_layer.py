@@ -21,9 +21,9 @@ from mcore_prefix_tree.mcore.forward_step import objective_output, tree_forward,
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import HeadRequest, request_arguments
 from mcore_prefix_tree.mcore.outputs import (
+    tree_edge_loss,
     tree_logprobs,
     tree_logprobs_and_entropy,
-    tree_row_losses,
     tree_weighted_sum,
 )
 from mcore_prefix_tree.mcore.train.objective import forward_step_of, output_of, watches_entropy
@@ -47,7 +47,9 @@ WARM = [
     Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=Tempered(temperature=0.6 + 0.2 * (i % 3), key=s.merge_key))
     for i, s in enumerate(SAMPLES)
 ]
-SFT_OUTPUTS = ["logits", "logprobs", "logprobs_and_entropy", "logprobs_and_watched_entropy", "weighted_sum"]
+SCORED = [s for s in SAMPLES if s.loss_mask[1:].any()]
+SCORED = SCORED[: len(SCORED) // 2 * 2]
+SFT_OUTPUTS = ["logits", "logprobs", "logprobs_and_entropy", "weighted_sum"]
 
 
 def batch_of(output: str, samples: list[Sample] = SAMPLES, *, only_supervised: bool = False) -> MicroBatch:
@@ -118,43 +120,46 @@ def test_rows_and_the_gradient_of_entropies(output: str, samples: list[Sample]) 
     assert_same_gradients(gradients(tree), expected["grads"], 1e-12)
 
 
-def test_a_watched_entropy_has_no_gradient() -> None:
-    """And its own value; a loss that has a gradient through it is refused."""
+def test_an_entropy_that_the_loss_does_not_read_has_no_gradient() -> None:
+    """It has its value all the same; and one that is read and not given is missed."""
     _, tree = twins(tiny_config())
+    with_edge_head(tree)
     found = {}
-    for output in ("logprobs_and_entropy", "logprobs_and_watched_entropy"):
+    for output in ("edge_loss", "edge_loss_and_entropy"):
         batch = batch_of(output)
-        logprob, entropy = tree_logprobs_and_entropy(tree_forward(with_edge_head(tree), batch), batch)
-        (logprob.sum() + entropy.sum()).backward()
-        found[output] = (entropy.detach(), gradients(tree))
-    batch = batch_of("logprobs")
-    tree_logprobs(tree_forward(tree, batch), batch).sum().backward()
-    alone_grads = gradients(tree)
-    (entropy, grads), (watched, watched_grads) = found.values()
-    assert torch.equal(entropy, watched)
-    assert all(torch.equal(watched_grads[name], grad) for name, grad in alone_grads.items())
-    assert any(not torch.equal(grads[name], grad) for name, grad in alone_grads.items())
-    objective = make_objective("grpo", {"entropy_coef": 0.1, "advantage": "given", "on_policy": True})
-    targets = objective.targets(
-        [
-            Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=s.merge_key, signals=Signals(advantage=1.0))
-            for s in SAMPLES
-        ]
-    )
-    batch = batch_of("logprobs_and_watched_entropy")
-    batch = replace(batch, rows=targets.rows(batch.layout, range(len(SAMPLES))))
-    with pytest.raises(ValueError, match="a gradient through the entropy; make it with output='logprobs_and_entropy'"):
-        objective_output(tree_forward(tree, batch), batch, objective, with_entropy=True)
+        scores = tree_forward(tree, batch, edge_loss=lambda logprob, _: logprob.square().sum())
+        gradient, _, entropy = tree_edge_loss(scores, batch)
+        gradient.backward()
+        found[output] = (entropy, gradients(tree))
+    batch = batch_of("logprobs_and_entropy")
+    wanted = tree_logprobs_and_entropy(tree_forward(tree, batch), batch)[1]
+    (nothing, plain), (watched, grads) = found.values()
+    assert nothing is None
+    assert torch.equal(watched, wanted)
+    assert all(torch.equal(grads[name], grad) for name, grad in plain.items())
+    objective: Any = make_objective("grpo", {"entropy_coef": 0.1, "advantage": "given", "on_policy": True})
+    samples = informed(SAMPLES)
+    batch = with_rows(batch_of("logits", samples), objective, objective.targets(samples), range(len(samples)))
+    with pytest.raises(ValueError, match=r"entropy_coef=0\.1 needs the entropy, and none is given"):
+        objective_output(tree_forward(tree, batch), batch, objective, with_entropy=False)
 
 
-BY_ROWS = {
-    "sft": {"normalise": "sample"},
-    "grpo": {"advantage": "given", "kl_coef": 0.1, "kl_importance": True, "tis_cap": 1.2, "tis_level": "sequence"},
-    "dapo": {"advantage": "given", "entropy_coef": 0.2, "dual_clip": 3.0},
-    "cispo": {"advantage": "given", "clip_eps_high": 0.1},
-    "rloo": {"advantage": "given", "kl_coef": 0.1, "kl_estimator": "k2"},
-    "distill": {"divergence": "jsd"},
-}
+_ON_POLICY = {"advantage": "given", "on_policy": True, "tis_cap": 1.2, "tis_level": "sequence"}
+OBJECTIVES = [
+    ("sft", {"normalise": "sample"}, "row"),
+    ("grpo", _ON_POLICY | {"on_policy": False, "kl_coef": 0.1, "kl_importance": True}, "row"),
+    ("dapo", {"advantage": "given", "entropy_coef": 0.2, "dual_clip": 3.0}, "row"),
+    ("cispo", {"advantage": "given", "clip_eps_high": 0.1}, "row"),
+    ("rloo", {"advantage": "given", "kl_coef": 0.1, "kl_estimator": "k2"}, "row"),
+    ("distill", {"divergence": "jsd"}, "row"),
+    ("gspo", {"advantage": "given", "clip_eps_low": 0.1, "clip_eps_high": 0.1, "entropy_coef": 0.2}, "sample"),
+    ("grpo", _ON_POLICY, "sample"),
+    ("kto", {"reference_point": "zero"}, "sample"),
+    ("dpo", {}, "pair"),
+    ("ipo", {}, "pair"),
+    ("simpo", {}, "pair"),
+    ("orpo", {}, "pair"),
+]
 
 
 def informed(samples: list[Sample]) -> list[Sample]:
@@ -172,27 +177,31 @@ def informed(samples: list[Sample]) -> list[Sample]:
                 old_logprobs=near_uniform(len(sample)),
                 ref_logprobs=near_uniform(len(sample)),
                 rollout_logprobs=near_uniform(len(sample)),
+                pair=index // 2,
+                chosen=index % 2 == 0,
+                label=index % 3 == 0,
                 teacher=Teacher(
                     token_ids=rng.permuted(np.tile(np.arange(VOCAB, dtype=np.int32), (len(sample), 1)), axis=1)[:, :4],
                     logprobs=near_uniform((len(sample), 4)).astype(np.float32),
                 ),
             ),
         )
-        for sample in samples
+        for index, sample in enumerate(samples)
     ]
 
 
-@pytest.mark.parametrize("chunk", [2, 1000])
-@pytest.mark.parametrize("name", BY_ROWS)
-def test_objectives_by_rows_form_their_gradients_in_forward(
-    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chunk", [2, 5, 1000])
+@pytest.mark.parametrize(("name", "options", "terms"), OBJECTIVES)
+def test_objectives_form_their_gradients_in_forward(
+    name: str, options: dict[str, Any], terms: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss, what is reported, and every gradient of the path that has all logits first."""
     monkeypatch.setattr(chunks, "_CPU", (1, chunk))
-    objective: Any = make_objective(name, BY_ROWS[name])
+    objective: Any = make_objective(name, options)
+    assert objective.terms == terms
     output = output_of(objective, fused_head=True)
-    assert output == ("row_losses_and_entropy" if watches_entropy(objective) else "row_losses")
-    samples = informed(SAMPLES)
+    assert output == ("edge_loss_and_entropy" if watches_entropy(objective) else "edge_loss")
+    samples = informed(SCORED if terms == "pair" or name == "kto" else SAMPLES)
     targets = objective.targets(samples)
     found = []
     for asked in (output, "logits"):
@@ -211,23 +220,10 @@ def test_objectives_by_rows_form_their_gradients_in_forward(
     assert_same_gradients(grads, wanted_grads, 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("gspo", {}),
-        ("grpo", {"on_policy": True, "tis_cap": 2.0, "tis_level": "sequence"}),
-        ("dpo", {}),
-        ("kto", {}),
-    ],
-)
-def test_a_loss_that_reads_a_whole_sequence_is_not_by_rows(name: str, options: dict[str, Any]) -> None:
-    assert output_of(make_objective(name, options), fused_head=True).startswith("logprobs")
-
-
-def test_row_losses_without_a_loss_are_refused() -> None:
+def test_a_loss_of_edges_that_is_not_given_is_refused() -> None:
     _, tree = twins(tiny_config())
-    with pytest.raises(ValueError, match="asks for row_losses; give tree_forward the row_loss"):
-        tree_forward(with_edge_head(tree), batch_of("row_losses"))
+    with pytest.raises(ValueError, match="asks for edge_loss; give tree_forward the edge_loss"):
+        tree_forward(with_edge_head(tree), batch_of("edge_loss"))
 
 
 def test_the_log_probabilities_have_the_same_bits_whatever_else_is_asked_for() -> None:
@@ -236,12 +232,12 @@ def test_the_log_probabilities_have_the_same_bits_whatever_else_is_asked_for() -
     found = []
     readers = {
         "weighted_sum": tree_weighted_sum,
-        "row_losses": tree_row_losses,
-        "row_losses_and_entropy": tree_row_losses,
+        "edge_loss": tree_edge_loss,
+        "edge_loss_and_entropy": tree_edge_loss,
     }
     for output in ("logprobs", "logprobs_and_entropy", *readers):
         batch = batch_of(output, WARM)
-        scores = tree_forward(tree, batch, row_loss=lambda logprob, _: logprob.sum())
+        scores = tree_forward(tree, batch, edge_loss=lambda logprob, _: logprob.sum())
         found.append(readers[output](scores, batch)[1] if output in readers else tree_logprobs(scores, batch))
     for other in found[1:]:
         assert torch.equal(found[0], other)
@@ -367,8 +363,8 @@ def test_a_request_never_passes_for_a_flag() -> None:
         ("logprobs", tree_logprobs_and_entropy, "asks for logprobs; make it with output='logprobs_and_entropy'"),
         ("logprobs", tree_weighted_sum, "asks for logprobs; make it with output='weighted_sum'"),
         ("logits", tree_weighted_sum, "asks for logits; make it with output='weighted_sum'"),
-        ("row_losses_and_entropy", tree_logprobs, "which tree_row_losses reads"),
-        ("logprobs", tree_row_losses, "asks for logprobs; make it with output='row_losses'"),
+        ("edge_loss_and_entropy", tree_logprobs, "which tree_edge_loss reads"),
+        ("logprobs", tree_edge_loss, "asks for logprobs; make it with output='edge_loss'"),
     ],
 )
 def test_reading_what_was_not_asked_for(made: str, read: Any, says: str) -> None:

@@ -147,10 +147,6 @@ def output_of(objective: ForwardObjective, *, fused_head: bool) -> Output:
         return "logits"
     if is_weighted_sum(objective):
         return "weighted_sum"
-    if objective.by_rows:
-        return "row_losses_and_entropy" if watches_entropy(objective) else "row_losses"
-    if isinstance(objective, Distillation):
+    if isinstance(objective, Distillation) and objective.teacher == "full":
         return "logit_losses"
-    if objective.needs_entropy:
-        return "logprobs_and_entropy"
-    return "logprobs_and_watched_entropy" if watches_entropy(objective) else "logprobs"
+    return "edge_loss_and_entropy" if watches_entropy(objective) else "edge_loss"
