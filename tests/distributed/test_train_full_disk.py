@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from torchrun_jobs import (
+    TP2,
     TRACKER,
     VOCAB,
     Ended,
@@ -29,7 +30,6 @@ checkpoint: {{save_interval: 2}}
 compare: false
 verify: {{enabled: false}}
 """
-TP2 = "parallel.tensor_model_parallel_size=2"
 
 # ``RANK LIMIT ARGUMENT...``: the command line, in which one rank can write no file larger than LIMIT bytes. Megatron's
 # writers, which it forks, inherit that.

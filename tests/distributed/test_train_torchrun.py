@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 from torchrun_jobs import (
+    RECIPE,
+    STEPS,
+    TP2,
     TRACKER,
-    VOCAB,
     Ended,
     assert_same_bits,
     checkpoint_content,
@@ -23,18 +25,6 @@ from torchrun_jobs import (
     run,
     write_job,
 )
-
-STEPS = 12
-RECIPE = f"""
-model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: {VOCAB}}}
-batch: {{global_batch_size: 4, max_tokens: 40}}
-optimizer: {{lr: 1e-2, lr_warmup_steps: 1}}
-train_iters: {STEPS}
-attention_backend: path
-compare: false
-verify: {{enabled: false}}
-"""
-TP2 = "parallel.tensor_model_parallel_size=2"
 
 
 @pytest.fixture(scope="module")
@@ -181,57 +171,6 @@ def test_standard_input_reaches_every_rank(job: Path, undisturbed: tuple[Path, E
     done = run(2, "train", job, TP2, "data.path=-", stdin=text)
     assert done.code == 0, done.err
     assert done.losses == reference.losses
-
-
-def test_bad_standard_input_is_told_once(job: Path) -> None:
-    done = run(2, "train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 99]}\n')
-    assert done.code == 1
-    assert done.errors == [
-        "error: <stdin>:2: field 'tokens' has 99 at index 1, outside the model's vocabulary of 64; use the model's "
-        "tokenizer or a larger vocabulary"
-    ]
-    assert done.out == ""
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("train_iters=never", "recipe.yaml: train_iters: input should be a valid integer"),  # before megatron is there
-        ("data.path=nope.jsonl", "error: nope.jsonl: no such file in "),  # after the ranks have met
-        pytest.param(
-            "parallel.tensor_model_parallel_size=4",
-            "need a multiple of 4 ranks, but this job has 2; start it with torchrun",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_mistake_is_told_once(job: Path, override: str, says: str) -> None:
-    done = run(2, "train", job, override)
-    assert done.code == 1  # torchrun's own
-    assert "exitcode  : 2 " in done.err
-    assert len(done.errors) == 1
-    assert says in done.errors[0]
-    assert "mcore_prefix_tree/" not in done.err, "no traceback of ours"
-    assert done.out == ""
-
-
-def test_verify_on_two_ranks(job: Path) -> None:
-    passed = run(2, "verify", job, TP2, "model.dtype=float64", "--json")
-    assert passed.code == 0, passed.err
-    report = json.loads(passed.out)
-    assert report["passed"] is True
-    assert report["gradient_error"] <= report["tolerance"] == 1e-12
-    assert report["parameters"] == 2 * 15, "of both ranks"
-
-
-def test_a_failed_verification_is_told_once(job: Path) -> None:
-    failed = run(2, "train", job, TP2, "verify.enabled=true", "verify.tolerance=1e-30")
-    assert failed.code == 1
-    assert failed.out.count("verify: folded against unfolded") == 1
-    assert "TOO LARGE" in failed.out
-    assert failed.losses == {}
-    assert len(failed.errors) == 1
-    assert failed.errors[0].startswith("error: folded and unfolded runs differ by more than rounding, ")
 
 
 def test_ranks_that_mpirun_started_train_the_same(job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path) -> None:

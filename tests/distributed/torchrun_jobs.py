@@ -18,6 +18,17 @@ import torch
 VOCAB = 64
 PROGRAM = ("-m", "mcore_prefix_tree")
 TRACKER = "latest_checkpointed_iteration.txt"
+STEPS = 12
+RECIPE = f"""
+model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: {VOCAB}}}
+batch: {{global_batch_size: 4, max_tokens: 40}}
+optimizer: {{lr: 1e-2, lr_warmup_steps: 1}}
+train_iters: {STEPS}
+attention_backend: path
+compare: false
+verify: {{enabled: false}}
+"""
+TP2 = "parallel.tensor_model_parallel_size=2"
 
 
 def rows() -> list[dict[str, Any]]:
