@@ -31,6 +31,7 @@ import mcore_prefix_tree
 from mcore_prefix_tree import Sample, Signals, fold
 from mcore_prefix_tree.attention import parity
 from mcore_prefix_tree.attention.options import Case
+from mcore_prefix_tree.logprob import chunks
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
 from mcore_prefix_tree.mcore.forward_step import objective_forward_step, sft_forward_step, tree_forward, with_rows
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
@@ -104,6 +105,7 @@ def forward_backward(
     with (
         mock.patch.object(torch, "tensor", tensor_on_device),
         mock.patch.object(torch, "as_tensor", as_tensor_on_device),
+        mock.patch.object(chunks, "_GPU", (1, 12)),  # several, and rows that wait for a later one
         Fake(allow_non_fake_inputs=True),
     ):
         move(model, dtype)
