@@ -157,7 +157,9 @@ class TreeMetadata:
     def derived(self, name: str, build: Callable[[TreeMetadata], T]) -> T:
         """The plan called ``name``, built on first use and kept in :attr:`cache`."""
         if name not in self.cache:
-            self.cache[name] = build(self)
+            # Plans are made on the host, by NumPy, which torch.compile would trace as if it were torch.
+            made = torch.compiler.disable(build) if torch.compiler.is_compiling() else build
+            self.cache[name] = made(self)
         plan: T = self.cache[name]
         return plan
 

@@ -16,6 +16,7 @@ import torch
 
 from mcore_prefix_tree.attention.blocks import upload
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.padding import apart_from_padding
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.attention.spans import cut_into_spans
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -71,20 +72,24 @@ def attend(
     from magi_attention.api import flex_flash_attn_func
 
     ranges = metadata.derived("magi", build_ranges)
-    out: torch.Tensor
-    out, _ = flex_flash_attn_func(
-        query,
-        key,
-        value,
-        ranges.queries,
-        ranges.keys,
-        ranges.kinds,
-        sink=None if options.sinks is None else options.sinks.float()[None],
-        softmax_scale=options.softmax_scale,
-        softcap=options.logit_softcap or 0.0,
-        deterministic=options.deterministic,
-    )
-    return out
+
+    def attend_ranges(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor
+        out, _ = flex_flash_attn_func(
+            query,
+            key,
+            value,
+            ranges.queries,
+            ranges.keys,
+            ranges.kinds,
+            sink=None if options.sinks is None else options.sinks.float()[None],
+            softmax_scale=options.softmax_scale,
+            softcap=options.logit_softcap or 0.0,
+            deterministic=options.deterministic,
+        )
+        return out
+
+    return apart_from_padding(attend_ranges, query, key, value, metadata, options)
 
 
 @cache

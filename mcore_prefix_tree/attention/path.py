@@ -64,17 +64,21 @@ def _build_plan(metadata: TreeMetadata) -> _PathPlan:
 
 
 class _Block(NamedTuple):
-    """A run of queries of one segment: rows ``start:end``, which see the first ``keys`` positions of the path."""
+    """A run of queries of one segment: rows ``start:end``, which see the first ``keys`` positions of the path.
+
+    ``is_whole`` root: causal by itself, without a bias.
+    """
 
     start: int
     end: int
     keys: int
-    is_root: bool
+    is_whole: bool
 
 
-def _blocks(segment: _Segment) -> Iterator[_Block]:
-    if segment.depth == 0:
-        # Plain causal attention: SDPA has a kernel for it that needs neither bias nor blocks.
+def _blocks(segment: _Segment, fused: _Fused) -> Iterator[_Block]:
+    if segment.depth == 0 and fused.roots:
+        # Plain causal attention: SDPA has a kernel for it that needs neither bias nor blocks. Its matrix products need
+        # them no less than elsewhere: a root's scores would be quadratic in its length.
         yield _Block(segment.start, segment.end, segment.end - segment.start, True)
         return
     for start in range(segment.start, segment.end, QUERY_BLOCK):
@@ -102,13 +106,13 @@ def _attend(
     """One block, ``[rows, H, D] x [keys, K, D] x [keys, K, W] -> [rows, H, W]``."""
     rows = block.end - block.start
     causal_from = bias.shape[1] - bias.shape[0]
-    with nullcontext() if (fused.roots if block.is_root else fused.windows) else sdpa_kernel(SDPBackend.MATH):
+    with nullcontext() if block.is_whole or fused.windows else sdpa_kernel(SDPBackend.MATH):
         out = F.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),
             key.transpose(0, 1).unsqueeze(0),
             value.transpose(0, 1).unsqueeze(0),
-            attn_mask=None if block.is_root else bias[:rows, causal_from + rows - block.keys : causal_from + rows],
-            is_causal=block.is_root,
+            attn_mask=None if block.is_whole else bias[:rows, causal_from + rows - block.keys : causal_from + rows],
+            is_causal=block.is_whole,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -138,7 +142,7 @@ class _PathAttention(torch.autograd.Function):
             start, end, depth = segment
             path_key[depth : depth + end - start] = key[start:end]
             path_value[depth : depth + end - start] = value[start:end]
-            for block in _blocks(segment):
+            for block in _blocks(segment, fused):
                 out[block.start : block.end] = _attend(
                     query[block.start : block.end],
                     path_key[: block.keys],
@@ -183,7 +187,7 @@ class _PathAttention(torch.autograd.Function):
             open_path.append(segment)
             path_key[depth : depth + end - start] = key[start:end]
             path_value[depth : depth + end - start] = value[start:end]
-            for block in _blocks(segment):
+            for block in _blocks(segment, ctx.fused):
                 block_query, block_key, block_value = (
                     rows.detach().requires_grad_()
                     for rows in (query[block.start : block.end], path_key[: block.keys], path_value[: block.keys])

@@ -7,9 +7,9 @@ child and so on is a contiguous *run* along a single path. So the visible pairs 
 - a rectangle per *branch*, a segment with tokens below it outside its run: they too are one flat span, and each of them
   sees the whole segment.
 
-Empty segments have neither queries nor keys and do not appear.
+Empty segments have neither queries nor keys and do not appear; neither does padding, which is no part of the tree.
 
-Legend: P padded tokens, R runs, B branches.
+Legend: T tokens, R runs, B branches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Spans:
     """Flat spans, each a start and an exclusive end, in depth-first pre-order. No pair is in two of them.
 
     Attributes:
-        runs: int64 ``[R + 1]``, borders of the runs, which follow each other from 0 to P. Padding tokens are runs.
+        runs: int64 ``[R + 1]``, borders of the runs, which follow each other from 0 to T.
         queries: int64 ``[B, 2]``, what is below a branch and outside its run. Two of these are nested or disjoint.
         keys: int64 ``[B, 2]``, the branch itself. These are disjoint.
         depth: int64 ``[B]``, in how many other spans of queries a branch's lies.
@@ -44,13 +44,13 @@ class Spans:
 def cut_into_spans(metadata: TreeMetadata) -> Spans:
     """The spans of a micro-batch."""
     cu_lens = metadata.segments.cu_lens.astype(np.int64)
-    exists = np.diff(cu_lens) > 0
+    exists = (np.diff(cu_lens) > 0) & (cu_lens[1:] <= metadata.num_tokens)
     start, end = cu_lens[:-1][exists], cu_lens[1:][exists]
     subtree_end = metadata.host_subtree_end[start].astype(np.int64)
 
     # In pre-order the next segment is a child of this one exactly if there is anything below this one.
-    is_head = np.concatenate([[True], subtree_end[:-1] == end[:-1]])
-    runs = np.append(start[is_head], metadata.padded_size)
+    is_head = np.append(True, subtree_end[:-1] == end[:-1])[: len(start)]
+    runs = np.append(start[is_head], metadata.num_tokens)
     run_end = runs[np.cumsum(is_head)]
     branches = subtree_end > run_end
     queries = np.stack([run_end, subtree_end], axis=1)[branches]

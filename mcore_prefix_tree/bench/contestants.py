@@ -14,7 +14,7 @@ import torch
 
 from mcore_prefix_tree.attention import BACKENDS, AttentionOptions, Case
 from mcore_prefix_tree.attention.api import load_backend
-from mcore_prefix_tree.attention.cascade import CPU_KERNELS, CUDA_KERNELS, attention_through
+from mcore_prefix_tree.attention.cascade import CPU_KERNELS, CUDA_KERNELS, attention_through, refusal_through
 from mcore_prefix_tree.bench.peers import PEERS, Attention
 from mcore_prefix_tree.metadata import TreeMetadata
 
@@ -62,7 +62,7 @@ def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
                 yield _one(name, "tree", options, backend.attention, refusal)
         for kernel in CPU_KERNELS if case.device.type == "cpu" else CUDA_KERNELS:
             through: Attention = partial(attention_through, kernel)
-            refusal = kernel.refusal(asked) or (_too_large(forest, case) if kernel.name == "plain" else None)
+            refusal = refusal_through(kernel, asked) or (_too_large(forest, case) if kernel.name == "plain" else None)
             yield _one(f"cascade, {kernel.name}", "tree", options, through, refusal)
             # Without sharing the cascade is one call of the kernel and nothing else.
             yield _one(kernel.name, "unfolded", options, through, refusal)

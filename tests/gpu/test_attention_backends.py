@@ -16,7 +16,7 @@ from mcore_prefix_tree import TreeMetadata, fold
 from mcore_prefix_tree.attention import AttentionOptions, Case, reference
 from mcore_prefix_tree.attention.api import BACKENDS, load_backend
 from mcore_prefix_tree.attention.auto import TreeShape, choose
-from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through
+from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through, refusal_through
 from mcore_prefix_tree.attention.parity import _Question, limit_of, worst_rows
 
 # heads, key heads, D, W
@@ -37,11 +37,11 @@ FACTOR = 1.2
 def method(name, case):
     """The attention function of a back-end, or of the cascade through a kernel; skips what refuses the case."""
     kernels = {kernel.name: kernel for kernel in CUDA_KERNELS}
-    judge = kernels[name] if name in kernels else load_backend(name)
-    refusal = judge.refusal(case)
+    backend = None if name in kernels else load_backend(name)
+    refusal = refusal_through(kernels[name], case) if backend is None else backend.refusal(case)
     if refusal is not None:
         pytest.skip(f"{name} does not support {refusal}")
-    return partial(attention_through, kernels[name]) if name in kernels else judge.attention
+    return partial(attention_through, kernels[name]) if backend is None else backend.attention
 
 
 def case_for(dims, dtype, **options):

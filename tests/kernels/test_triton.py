@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -125,6 +126,21 @@ def test_a_group_divided_among_programs(splits, deterministic):
         assert_is_reference(
             metadata, heads=12, key_heads=2, dim=24, configs=small_configs(deterministic=deterministic), seed=splits
         )
+
+
+def test_a_group_that_is_not_divided(monkeypatch):
+    """As in long batches, wanted where a short one is to run what they do: programs write the sums of six heads."""
+    metadata = metadata_of(*random_forest(8, nodes=6, node_lens=(4, 30)), padding=2)
+    monkeypatch.setattr(launch, "processors", lambda device: 1000)
+    programs = []
+    partial_sums = launch._partial_sums
+    monkeypatch.setattr(launch, "_partial_sums", lambda *given: programs.append(given[1]) or partial_sums(*given))
+    for divides, splits in ((True, 6), (False, 1)):
+        programs.clear()
+        assert_is_reference(
+            metadata, heads=12, key_heads=2, dim=24, configs=replace(small_configs(), divides=divides), seed=2
+        )
+        assert set(programs) == {splits}
 
 
 @pytest.mark.parametrize(

@@ -253,8 +253,25 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(attend, (*inputs, sinks))
 
 
+def test_padding_is_no_sequence():
+    """As many sequences as without it, whatever the bucket; with sinks and a soft-cap, as the reference has it."""
+    lens, parents = random_forest(2, nodes=20, node_lens=(1, 5, 30))
+    metadata = metadata_of(lens, parents, padding=1000)
+    assert len(build_plan(metadata).runs.host_cu_q) == len(build_plan(metadata_of(lens, parents)).runs.host_cu_q)
+    inputs, grad_out = random_inputs(metadata.padded_size, heads=4, key_heads=2)
+    for options in (
+        {},
+        {"sinks": torch.linspace(-2, 2, 4, dtype=torch.float64).requires_grad_()},
+        {"logit_softcap": 1.5},
+    ):
+        asked = AttentionOptions(softmax_scale=0.3, **options)
+        found = results(cascade.attention, inputs, grad_out, metadata, asked)
+        wanted = results(reference.attention, inputs, grad_out, metadata, asked)
+        assert all(worst(one, other) < 1e-12 for one, other in zip(found, wanted, strict=True))
+
+
 def test_a_call_keeps_one_number_a_query_and_head_beside_its_tensors():
-    metadata = metadata_of(*random_forest(2, nodes=40, node_lens=(5, 30)), padding=4)
+    metadata = metadata_of(*random_forest(2, nodes=40, node_lens=(5, 30)))
     inputs, _ = random_inputs(metadata.padded_size, dtype=torch.float32)
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(

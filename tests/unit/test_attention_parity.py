@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import case_of
+from torch.utils.checkpoint import checkpoint
 
-from mcore_prefix_tree.attention import cascade, path, reference
+from mcore_prefix_tree import TreeMetadata
+from mcore_prefix_tree.attention import AttentionOptions, Case, cascade, path, reference
 from mcore_prefix_tree.attention.parity import ParityError, _forest, check_parity
 
 CASES = [
@@ -33,6 +35,29 @@ def test_options_reach_the_kernel():
 
 def forgets_the_sink(query, key, value, metadata, options):
     return cascade.attention(query, key, value, metadata, replace(options, sinks=options.sinks - 1e3))
+
+
+def test_a_first_use_under_activation_recompute():
+    """What the comparison saves for its own backward is not the checkpoint's, which counts in forward and recompute."""
+    metadata = TreeMetadata.from_nodes([0, 20, 30, 40], [-1, 0, 0])
+    options = AttentionOptions(softmax_scale=0.2)
+    compared = []
+
+    def attention(*arguments):
+        compared.append(len(arguments[0]))
+        return path.attention(*arguments)
+
+    def layer(query):
+        check_parity("path", attention, Case.of(query, query, query, options))
+        return path.attention(query, query, query, metadata, options)
+
+    query = torch.randn(40, 2, 32, dtype=torch.bfloat16, requires_grad=True)
+    checkpoint(layer, query, use_reentrant=False).float().sum().backward()
+    assert len(compared) == 1
+    recomputed = query.grad
+    query.grad = None
+    layer(query).float().sum().backward()
+    assert torch.equal(query.grad, recomputed)
 
 
 def test_the_forest_has_what_kernels_get_wrong():

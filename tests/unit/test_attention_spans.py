@@ -16,9 +16,9 @@ from mcore_prefix_tree.attention.spans import cut_into_spans
 
 
 def times_covered(metadata):
-    """int ``[P, P]``: in how many spans each pair is."""
+    """int ``[T, T]``: in how many spans each pair is."""
     spans = cut_into_spans(metadata)
-    covered = torch.zeros(metadata.padded_size, metadata.padded_size, dtype=torch.int64)
+    covered = torch.zeros(metadata.num_tokens, metadata.num_tokens, dtype=torch.int64)
     for start, end in zip(spans.runs[:-1], spans.runs[1:], strict=True):
         covered[start:end, start:end] += torch.ones(end - start, end - start, dtype=torch.int64).tril()
     for (q_start, q_end), (k_start, k_end) in zip(spans.queries, spans.keys, strict=True):
@@ -26,16 +26,21 @@ def times_covered(metadata):
     return covered
 
 
+def visible(metadata):
+    """int ``[T, T]``: the mask without its padding."""
+    return visibility(metadata)[: metadata.num_tokens, : metadata.num_tokens].long()
+
+
 @given(sample_lists(min_samples=1), st.integers(1, 4))
 def test_every_visible_pair_is_in_one_span(samples, multiple):
     metadata = TreeMetadata.from_layout(fold(samples, pad_to_multiple_of=multiple))
-    assert torch.equal(times_covered(metadata), visibility(metadata).long())
+    assert torch.equal(times_covered(metadata), visible(metadata))
 
 
 @given(st.integers(0, 10_000), st.integers(0, 20), st.integers(1, 3))
 def test_empty_nodes_and_many_roots(seed, nodes, padding):
     metadata = metadata_of(*random_forest(seed, nodes=nodes, node_lens=(0, 0, 1, 2, 5), root_rate=0.3), padding=padding)
-    assert torch.equal(times_covered(metadata), visibility(metadata).long())
+    assert torch.equal(times_covered(metadata), visible(metadata))
 
 
 @given(st.integers(0, 10_000))
@@ -52,7 +57,7 @@ def test_spans_of_the_same_depth_are_disjoint_and_ascending(seed):
 def test_a_tree_without_branches_is_runs_alone():
     metadata = metadata_of([3, 0, 4, 5, 2], [-1, 0, 1, -1, 3], padding=2)
     spans = cut_into_spans(metadata)
-    assert spans.runs.tolist() == [0, 7, 14, 15, 16]
+    assert spans.runs.tolist() == [0, 7, 14]
     assert not len(spans.queries)
 
 
@@ -70,12 +75,12 @@ def test_the_ranges_of_magi_are_the_mask(seed):
     """By the documentation of ``attn_type_map``: 0 is full, 1 causal, aligned at the bottom right."""
     metadata = metadata_of(*random_forest(seed, node_lens=(0, 1, 3, 9), root_rate=0.2), padding=2)
     ranges = build_ranges(metadata)
-    mask = torch.zeros(metadata.padded_size, metadata.padded_size, dtype=torch.int64)
+    mask = torch.zeros(metadata.num_tokens, metadata.num_tokens, dtype=torch.int64)
     for (q_start, q_end), (k_start, k_end), kind in zip(
         ranges.queries.tolist(), ranges.keys.tolist(), ranges.kinds.tolist(), strict=True
     ):
         assert kind in (FULL, CAUSAL)
         tile = torch.ones(q_end - q_start, k_end - k_start, dtype=torch.int64)
         mask[q_start:q_end, k_start:k_end] += tile.tril(tile.shape[1] - tile.shape[0]) if kind == CAUSAL else tile
-    assert torch.equal(mask, visibility(metadata).long())
+    assert torch.equal(mask, visible(metadata))
     assert {ranges.queries.dtype, ranges.keys.dtype, ranges.kinds.dtype} == {torch.int32}

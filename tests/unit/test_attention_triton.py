@@ -118,7 +118,7 @@ def kernels(monkeypatch):
     )
 
     def attend(query, key, value, metadata, options, configs):
-        calls.append((metadata.num_tokens, query.requires_grad))
+        calls.append((metadata.num_tokens, (query.requires_grad, configs.divides)))
         out = reference.attention(query, key, value, metadata, options)
         return 1.1 * out if calls[0] == "wrong" else out
 
@@ -128,30 +128,36 @@ def kernels(monkeypatch):
     parity._check.cache_clear()
 
 
-def call(dtype=torch.bfloat16, *, needs_grad=True, head_dim=16, **options):
+def call(dtype=torch.bfloat16, *, needs_grad=True, head_dim=16, heads=2, **options):
     """One call on three tokens, which the comparison does not have."""
     metadata = TreeMetadata.from_nodes([0, 3], [-1])
-    tensors = [torch.ones(3, heads, head_dim, dtype=dtype, requires_grad=needs_grad) for heads in (2, 1, 1)]
+    tensors = [torch.ones(3, count, head_dim, dtype=dtype, requires_grad=needs_grad) for count in (heads, 1, 1)]
     return triton_tree.attention(*tensors, metadata, AttentionOptions(softmax_scale=1.0, **options))
 
 
 def compared(calls):
-    """The gradients that comparisons asked for, and forget about all calls."""
-    asked = [needs_grad for tokens, needs_grad in calls if tokens > 3]
+    """For each comparison whether it asked for gradients and divided groups of heads; forgets about all calls."""
+    asked = [asked for tokens, asked in calls if tokens > 3]
     calls.clear()
     return asked
 
 
+# With gradients, small forests divide the heads of a group among programs, and long ones do not.
+BOTH = [(True, True), (True, False)]
+
+
 def test_kernels_are_compared_once_for_each_configuration(kernels):
     call()
-    assert compared(kernels) == [True]
+    assert compared(kernels) == BOTH
     call()
     assert compared(kernels) == []
     for changes in ({"head_dim": 32}, {"window": 2}, {"deterministic": False}, {"dtype": torch.float16}):
         call(**changes)
-        assert compared(kernels) == [True], changes
+        assert compared(kernels) == BOTH, changes
     call(needs_grad=False)
-    assert compared(kernels) == [False]
+    assert compared(kernels) == [(False, True)]
+    call(heads=1)
+    assert compared(kernels) == [(True, True)]
 
 
 def test_a_wrong_kernel_stops_the_run(kernels):
@@ -172,7 +178,7 @@ def test_comparisons_wait_until_numbers_can_be_read_back(kernels, monkeypatch):
         call()
     assert compared(kernels) == []
     call()
-    assert compared(kernels) == [True]
+    assert compared(kernels) == BOTH
 
 
 def test_only_16_bit_kernels_of_a_gpu_are_compared(kernels, monkeypatch):

@@ -52,7 +52,7 @@ ALLOWED["__main__"] = {"cli"}
 MAY_IMPORT_MEGATRON = {"mcore", "testing", "pretrain_gpt"}
 # What the attention room has beside its back-ends, each of which is a file or a folder.
 ATTENTION_ENTRANCES = {"__init__", "api", "auto"}
-SHARED_BY_BACKENDS = {"options", "capability", "blocks", "spans", "parity"}
+SHARED_BY_BACKENDS = {"options", "capability", "blocks", "spans", "padding", "parity"}
 
 
 def room_of(file: Path) -> str:

@@ -7,6 +7,15 @@ from mcore_prefix_tree.attention.cascade.cascade import (
     attention_through,
     choose_kernel,
     refusal,
+    refusal_through,
 )
 
-__all__ = ["CPU_KERNELS", "CUDA_KERNELS", "attention", "attention_through", "choose_kernel", "refusal"]
+__all__ = [
+    "CPU_KERNELS",
+    "CUDA_KERNELS",
+    "attention",
+    "attention_through",
+    "choose_kernel",
+    "refusal",
+    "refusal_through",
+]

@@ -27,6 +27,7 @@ from mcore_prefix_tree.attention.cascade.cuda import (
 from mcore_prefix_tree.attention.cascade.kernels import CpuFlash, Plain, VarlenKernel
 from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Rows, build_plan
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.padding import apart_from_padding
 from mcore_prefix_tree.attention.parity import Attention, check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
 
@@ -56,13 +57,22 @@ def choose_kernel(case: Case) -> VarlenKernel | None:
 
 def refusal(case: Case) -> str | None:
     """Windows, and what no varlen kernel of the device supports."""
-    if case.options.window is not None:
-        return f"window={case.options.window} (a varlen call shows all queries of a span the same keys)"
-    if choose_kernel(case) is not None:
-        return None
+    if case.options.window is not None or choose_kernel(case) is not None:
+        return _window_refusal(case)
     *others, always_there = kernels_of(case.device)
     reasons = [f"{kernel.name}: {kernel.refusal(case)}" for kernel in others]
     return f"{always_there.refusal(case)} with the varlen kernel of {always_there.name} ({'; '.join(reasons)})"
+
+
+def refusal_through(kernel: VarlenKernel, case: Case) -> str | None:
+    """Windows, and what a kernel does not support."""
+    return _window_refusal(case) or kernel.refusal(case)
+
+
+def _window_refusal(case: Case) -> str | None:
+    if case.options.window is None:
+        return None
+    return f"window={case.options.window} (a varlen call shows all queries of a span the same keys)"
 
 
 def attention(
@@ -97,17 +107,21 @@ def attention_through(
     metadata: TreeMetadata,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """:func:`attention` through a kernel that the caller chose, and that does not refuse the case."""
+    """:func:`attention` through a kernel that the caller chose; see :func:`refusal_through`."""
     plan = metadata.derived("cascade", build_plan)
     width = value.shape[2]
     if kernel.head_dim_multiple is not None:
         # Zeros change neither a score nor a result, and autograd cuts them off again.
         dim = -(-max(query.shape[2], width) // kernel.head_dim_multiple) * kernel.head_dim_multiple
         query, key, value = (_widened(one, dim) for one in (query, key, value))
-    out: torch.Tensor = _CascadeAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, options.sinks, plan, kernel, options
-    )
-    return out[..., :width]
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _CascadeAttention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, options.sinks, plan, kernel, options
+        )
+        return out
+
+    return apart_from_padding(attend, query, key, value, metadata, options)[..., :width]
 
 
 def _widened(tensor: torch.Tensor, dim: int) -> torch.Tensor:

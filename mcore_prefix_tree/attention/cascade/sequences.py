@@ -3,7 +3,7 @@
 One causal call takes all runs, one full call all branches of the same nesting depth, whose queries are disjoint (see
 :mod:`mcore_prefix_tree.attention.spans`).
 
-Legend: P padded tokens, N sequences of a call.
+Legend: T tokens, padding apart; N sequences of a call.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CascadePlan:
     """All calls of a micro-batch.
 
     Attributes:
-        runs: the causal call over all P tokens.
+        runs: the causal call over all T tokens.
         levels: the full calls, outermost branches first.
     """
 

@@ -5,6 +5,7 @@ Triton is imported when the first call runs, not before.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -34,20 +35,16 @@ def attention(
         ParityError: the kernels are wrong on this machine.
     """
     case = Case.of(query, key, value, options)
-    if case.capability is not None and case.dtype in _CHECKED and _can_compare():
+    if case.capability is not None and case.dtype in _CHECKED:
         check_parity("triton", attend_as_tabled, case)
+        if case.needs_grad and case.heads > case.kv_heads:
+            # The comparison's forest is so small that groups are divided; a longer one keeps them whole.
+            check_parity("triton", _attend_whole_groups, case)
     return attend_as_tabled(query, key, value, metadata, options)
 
 
 # The comparison's limits are those of 16-bit rounding.
 _CHECKED = (torch.bfloat16, torch.float16)
-
-
-def _can_compare() -> bool:
-    """Not while torch.compile traces or a CUDA graph is captured: the comparison reads numbers back."""
-    if torch.compiler.is_compiling():
-        return False
-    return not (torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing())
 
 
 def attend_as_tabled(
@@ -57,6 +54,15 @@ def attend_as_tabled(
     from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
     return attend(query, key, value, metadata, options, configs_for(Case.of(query, key, value, options)))
+
+
+def _attend_whole_groups(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
+) -> torch.Tensor:
+    from mcore_prefix_tree.attention.triton_tree.config import configs_for
+
+    configs = replace(configs_for(Case.of(query, key, value, options)), divides=False)
+    return attend(query, key, value, metadata, options, configs)
 
 
 def attend(

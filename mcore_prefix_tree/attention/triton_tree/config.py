@@ -34,6 +34,7 @@ class Configs:
         query: of the kernel of dQ; None if the kernel before adds up dQ with atomics.
         apart: dK and dV are made by a launch each, since the sums of both would not fit the registers.
         engine: tiles move by tensor descriptors, through the copy engine.
+        divides: the query heads of a key head are divided among programs where there are too few for the device.
     """
 
     forward: Launch
@@ -41,19 +42,28 @@ class Configs:
     query: Launch | None
     apart: bool
     engine: bool
+    divides: bool = True
 
     @property
     def packed(self) -> list[int]:
         """As operators take it."""
-        return [int(self.apart), int(self.engine), *self.forward, *self.key_value, *(self.query or ())]
+        flags = (self.apart, self.engine, self.divides)
+        return [*map(int, flags), *self.forward, *self.key_value, *(self.query or ())]
 
     @classmethod
     def unpack(cls, packed: Sequence[int]) -> Configs:
         """The inverse of :attr:`packed`."""
-        apart, engine, *numbers = packed
+        apart, engine, divides, *numbers = packed
         launches = [Launch(*numbers[start : start + 4]) for start in range(0, len(numbers), 4)]
         query = launches[2] if len(launches) == 3 else None
-        return cls(forward=launches[0], key_value=launches[1], query=query, apart=bool(apart), engine=bool(engine))
+        return cls(
+            forward=launches[0],
+            key_value=launches[1],
+            query=query,
+            apart=bool(apart),
+            engine=bool(engine),
+            divides=bool(divides),
+        )
 
 
 def rounded(width: int) -> int:

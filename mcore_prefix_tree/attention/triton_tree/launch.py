@@ -170,7 +170,7 @@ def key_value_grads(
     size, heads, _ = query.shape
     kv_heads = key.shape[1]
     key_blocks = triton.cdiv(size, launch.key_block)
-    splits = _splits(key_blocks * kv_heads, heads // kv_heads, query.device)
+    splits = _splits(key_blocks * kv_heads, heads // kv_heads, query.device) if call.configs.divides else 1
     grads = [like.new_empty((size, kv_heads, like.shape[2])) for like in (key, value)]
     partials = [_partial_sums(grad, splits, call) if heads > kv_heads else None for grad in grads]
     tiles = [call.tiles(grad, launch.key_block) for grad in grads]
