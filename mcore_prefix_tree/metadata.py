@@ -137,6 +137,10 @@ class TreeMetadata:
         """Physical tokens, before padding."""
         return int(self.cu_node_lens[-1])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: plans are derived again, and some hold what cannot be."""
+        return vars(self) | {"cache": {}}
+
     def to(self, device: torch.device | str) -> TreeMetadata:
         """The same metadata with its token tensors on ``device`` and an empty cache; itself if they are there."""
         target = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"

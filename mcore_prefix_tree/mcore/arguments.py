@@ -197,6 +197,10 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("inprocess_restart", "--inprocess-restart: not proven yet; restart with --load"),
     ("moe_use_upcycling", "--moe-use-upcycling: convert the checkpoint with pretrain_gpt.py first"),
     ("fp16", "--fp16: not proven equal yet; use --bf16"),
+    ("reset_position_ids", "--reset-position-ids: it belongs to Megatron's own data; leave it out"),
+    ("reset_attention_mask", "--reset-attention-mask: it belongs to Megatron's own data; leave it out"),
+    ("eod_mask_loss", "--eod-mask-loss: losses are masked by the data here; leave it out"),
+    ("ddp_average_in_collective", "--ddp-average-in-collective: a step's divisor is known only after it; leave it out"),
     # Since core_v0.18 or core_v0.19.
     ("dataloader_inter_document_masking", "--dataloader-inter-document-masking: it belongs to Megatron's own data"),
     ("logits_load_dir", "--logits-load-dir: it brings its own loss"),
@@ -248,6 +252,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         if (getattr(args, f"{name}gtp_weight_remat_size", None) or 1) > 1:
             option = f"--{name}tensor_parallel_num_weight_shards".replace("_", "-")
             found.append(f"{option} above the tensor-parallel size: not proven equal yet; leave it out")
+    if args.prefix_tree_fused_head and getattr(args, "defer_embedding_wgrad_compute", False):
+        found.append(
+            "--defer-embedding-wgrad-compute with the fused head, whose gradient is never there as a whole: leave it "
+            "out, or give --prefix-tree-no-fused-head"
+        )
     if args.deterministic_mode and not args.prefix_tree_deterministic_attention:
         found.append("--prefix-tree-no-deterministic-attention with --deterministic-mode: leave one of them out")
     if not args.calculate_per_token_loss:

@@ -16,8 +16,9 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     """Says that a micro-batch is folded, how, and which back-end attends to it.
 
     A subclass, because ``TEDotProductAttention`` hands every field of the base class to TransformerEngine as a keyword.
-    ``qkv_format`` stays ``'sbhd'``: a ``'thd'`` one would restart rotary positions at each sequence. ``max_seqlen_*``
-    is the longest path, from which the model sizes its rotary table.
+    ``qkv_format`` stays ``'sbhd'``: a ``'thd'`` one would restart rotary positions at each sequence. From
+    ``max_seqlen_*``, the longest path rounded up to a power of two, the model sizes its rotary table; upstream keeps
+    the last 32 of different sizes.
 
     Attributes:
         tree_metadata: of the micro-batch, on the device of the hidden states.
@@ -40,10 +41,11 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
             ValueError: if there is no such back-end.
         """
         check_backend(attention_backend)
+        positions = 1 << (metadata.max_path_len - 1).bit_length()
         return cls(
             qkv_format="sbhd",
-            max_seqlen_q=metadata.max_path_len,
-            max_seqlen_kv=metadata.max_path_len,
+            max_seqlen_q=positions,
+            max_seqlen_kv=positions,
             tree_metadata=metadata,
             attention_backend=attention_backend,
             deterministic_attention=deterministic_attention,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -189,9 +190,15 @@ def test_a_critic_starts_from_a_reward_model_with_its_head(job: Path, tmp_path: 
     assert torch.equal(before[CHECKPOINT_KEY], after[CHECKPOINT_KEY])
 
 
-def test_a_policy_starts_from_a_language_model(job: Path, language_model: Path) -> None:
+def test_a_policy_starts_from_a_language_model(job: Path, tmp_path: Path, language_model: Path) -> None:
     notes = train(job, "train_iters=2", f"checkpoint.pretrained_checkpoint={language_model}")
     assert f"the weights start from {language_model / 'iter_0000002'}" in notes.messages
+    converted = tmp_path / "converted"
+    shutil.copytree(language_model / "iter_0000002", converted / "release")
+    (converted / checkpoint.TRACKER).write_text("release\n")
+    released = train(job, "train_iters=2", f"checkpoint.pretrained_checkpoint={converted}")
+    assert f"the weights start from {converted / 'release'}" in released.messages
+    assert released.losses == notes.losses
     assert notes.losses[0] < train(job, "train_iters=2").losses[0]
 
 

@@ -62,6 +62,16 @@ def test_the_tracker_names_the_iteration(checkpoint, tmp_path, text, iteration):
     assert checkpoint.latest_iteration(str(tmp_path)) == iteration
 
 
+def test_weights_may_be_of_no_iteration(checkpoint, tmp_path):
+    """As Megatron-LM's converters leave them; a run cannot go on from them."""
+    assert checkpoint.latest_weights(tmp_path) is None
+    (tmp_path / TRACKER).write_text("12")
+    assert checkpoint.latest_weights(tmp_path) == 12
+    (tmp_path / TRACKER).write_text("release\n")
+    assert checkpoint.latest_weights(tmp_path) == "release"
+    assert checkpoint.iteration_folder(tmp_path, "release") == tmp_path / "release"
+
+
 @pytest.mark.parametrize("content", [b"", b"release", b"-3", b"4.0", b"1 2", "²".encode(), b"\xff\xfe4"])
 def test_a_tracker_without_a_number_is_refused(checkpoint, tmp_path, content):
     (tmp_path / TRACKER).write_bytes(content)

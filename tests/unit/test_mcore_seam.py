@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from oracles import worst
 from seam_models import LAYERS, branching_samples, heterogeneous_json, local_spec, tiny_config, twins
 
-from mcore_prefix_tree import fold
+from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention import path
 from mcore_prefix_tree.attention.api import check_case, supporting
 from mcore_prefix_tree.logprob import restore
@@ -546,3 +546,13 @@ def test_rotary_rows_are_gathered_once_per_micro_batch():
     assert torch.equal(rows, table[batch.position_ids[0]])
     tree_forward(tree, batch)
     assert cache["rotary"][1] is rows
+
+
+def test_few_rotary_tables_are_kept():
+    """Upstream keeps the last 32 that were asked for: trees of 33 to 64 positions share one."""
+    _, tree = twins(tiny_config())
+    tree.rotary_pos_emb.forward.cache_clear()
+    for longest in range(33, 65):
+        layout = fold([Sample(tokens=[1] * longest), Sample(tokens=[1, 2])])
+        tree_forward(tree, MicroBatch.from_layout(layout, attention_backend="path"))
+    assert tree.rotary_pos_emb.forward.cache_info().currsize == 1

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 import tracemalloc
 
@@ -178,3 +180,13 @@ def test_memory_and_time_are_linear():
     assert metadata.max_path_len == 10 * (nodes // 2 + 1)
     assert peak < 100 * metadata.num_tokens
     assert elapsed < 5
+
+
+def test_copies_derive_their_plans_again():
+    """Those of some back-ends hold functions, which Megatron could not pickle with a micro-batch."""
+    metadata = TreeMetadata.from_nodes([0, 3, 5], [-1, 0])
+    metadata.derived("plan", lambda metadata: lambda: None)
+    for copied in (pickle.loads(pickle.dumps(metadata)), copy.deepcopy(metadata)):
+        assert copied.cache == {}
+        assert torch.equal(copied.subtree_end, metadata.subtree_end)
+    assert list(metadata.cache) == ["plan"]

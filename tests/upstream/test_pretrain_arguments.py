@@ -22,7 +22,11 @@ def parse(*arguments: str) -> argparse.Namespace:
     parser.add_argument("--moe-token-dispatcher-type", default="allgather")
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--position-embedding-type", default="rope")
-    for flag in ("--mock-data", "--sft", "--full-validation", "--use-torch-fsdp2", "--fp16", "--tp-comm-overlap"):
+    for flag in (
+        *("--mock-data", "--sft", "--full-validation", "--use-torch-fsdp2", "--fp16", "--tp-comm-overlap"),
+        *("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss", "--ddp-average-in-collective"),
+        "--defer-embedding-wgrad-compute",
+    ):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--deterministic-mode", action="store_true")
     parser.add_argument("--data-path", nargs="*")
@@ -65,6 +69,7 @@ def test_the_flag_implies_one_denominator_for_the_step() -> None:
         ("--transformer-impl", "local"),
         ("--deterministic-mode",),
         ("--prefix-tree-no-deterministic-attention",),
+        ("--defer-embedding-wgrad-compute", "--prefix-tree-no-fused-head"),
     ],
 )
 def test_accepted(arguments: tuple[str, ...]) -> None:
@@ -82,6 +87,11 @@ def test_accepted(arguments: tuple[str, ...]) -> None:
         (("--use-torch-fsdp2",), "--use-distributed-optimizer"),
         (("--tp-comm-overlap",), "--tp-comm-overlap"),
         (("--fp16",), "--bf16"),
+        (("--reset-position-ids",), "--reset-position-ids"),
+        (("--reset-attention-mask",), "--reset-attention-mask"),
+        (("--eod-mask-loss",), "--eod-mask-loss: losses are masked by the data"),
+        (("--ddp-average-in-collective",), "--ddp-average-in-collective"),
+        (("--defer-embedding-wgrad-compute",), "give --prefix-tree-no-fused-head"),
         (("--dataloader-type", "cyclic"), "--dataloader-type cyclic"),
         (("--num-experts", "4"), "--moe-token-dispatcher-type alltoall"),
         (("--position-embedding-type", "mrope"), "mrope"),

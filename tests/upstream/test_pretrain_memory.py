@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore import with_prefix_tree
 from mcore_prefix_tree.mcore.forward_step import tree_forward
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.pretrain.memory import activation_bytes
+from mcore_prefix_tree.mcore.pretrain.memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import Layout, single_process
 from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
@@ -168,3 +169,17 @@ def test_without_stages_the_head_counts() -> None:
     assert activation_bytes(one, 1000, micro_batches=8) == layers + 1000 / 2 * 2 * 2 * 2048
     with_logits = activation_bytes(one, 1000, micro_batches=8, logits_width=151936)
     assert with_logits == layers + 1000 / 2 * 4 * (2048 + 151936)
+
+
+def test_the_warm_up_of_llama_8b() -> None:
+    """Of 16 samples of 32,768 tokens, TP=4: an input of 3.5 GiB and two outputs of half of that, with a gate."""
+    arguments = {
+        "seq_length": 32768,
+        "micro_batch_size": 16,
+        "context_parallel_size": 1,
+        "ffn_hidden_size": 14336,
+        "tensor_model_parallel_size": 4,
+        "bf16": True,
+    }
+    assert warm_up_bytes(SimpleNamespace(**arguments, swiglu=True)) == 2 * 3.5 * 2**30
+    assert warm_up_bytes(SimpleNamespace(**arguments, swiglu=False)) == 3 * 3.5 * 2**30

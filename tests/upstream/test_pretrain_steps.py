@@ -18,12 +18,13 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.arguments import ArgumentError
 from mcore_prefix_tree.mcore.folding import Folding
+from mcore_prefix_tree.mcore.pretrain import steps
 from mcore_prefix_tree.mcore.pretrain.steps import (
     StepDealer,
     StepIterator,
     StepMicroBatch,
     StepSize,
-    check_first_epoch,
+    check_steps,
     plan_exactly,
 )
 from mcore_prefix_tree.plan import CostModel, ForestPlan
@@ -81,12 +82,45 @@ def test_too_small_a_budget_names_the_micro_batch_size_that_fits() -> None:
         plan_exactly(samples(12, shared=False), size(3, 4), folding(max_tokens=50, interleave=5))
 
 
-def test_the_first_epoch_is_checked_before_training() -> None:
+def test_steps_are_checked_before_training() -> None:
     loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, shuffle=False)
     with pytest.raises(ArgumentError, match="the first of these samples is sample 0"):
-        check_first_epoch(loners, size(2, 4), folding(max_tokens=75), consumed=0, end=10**9)
-    check_first_epoch(loners, size(2, 4), folding(max_tokens=75), consumed=0, end=8)
-    check_first_epoch(loners, size(2, 4), folding(max_tokens=100), consumed=0, end=10**9)
+        check_steps(loners, size(2, 4), folding(max_tokens=75), consumed=0, end=10**9)
+    check_steps(loners, size(2, 4), folding(max_tokens=75), consumed=0, end=8)
+    check_steps(loners, size(2, 4), folding(max_tokens=100), consumed=0, end=10**9)
+
+
+def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Four lines, two of which share nothing: where those meet in a step, it does not fit.
+    loners = samples(8, shared=False)
+    lines = [samples(4), samples(4), loners[:4], loners[4:]]
+    shuffled, step, tight = SampleOrder(lines, seed=4, shuffle=True), size(2, 4), folding(max_tokens=75)
+
+    def fits(epoch: int) -> bool:
+        try:
+            check_steps(shuffled, step, tight, consumed=16 * epoch, end=16 * epoch + 16)
+        except ArgumentError:
+            return False
+        return True
+
+    first = next(epoch for epoch in range(100) if not fits(epoch))
+    assert first > 0
+    with pytest.raises(ArgumentError, match="need"):
+        check_steps(shuffled, step, tight, consumed=0, end=10**9)
+    check_steps(shuffled, step, tight, consumed=0, end=16 * first)
+    monkeypatch.setattr(steps, "CHECKED_SAMPLES", 16)
+    check_steps(shuffled, step, tight, consumed=0, end=10**9)
+
+
+def test_what_attention_derived_goes_with_its_step() -> None:
+    dealer = StepDealer(order(), folding(), dp_rank=0)
+    iterator = StepIterator(dealer, consumed=0, size=lambda: size(2, 4))
+    before = deal(iterator, 2)
+    caches = [dealt.batch.packed_seq_params.tree_metadata.cache for dealt in before]
+    for cache in caches:
+        cache["plan"] = "of a back-end"
+    deal(iterator, 1)
+    assert caches == [{}, {}]
 
 
 def deal(iterator: StepIterator, count: int) -> list[StepMicroBatch]:

@@ -11,9 +11,15 @@ import torch
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from mcore_prefix_tree.mcore.pretrain.memory import activation_bytes
-from mcore_prefix_tree.mcore.pretrain.providers import constant_size, folding_of, training_order
-from mcore_prefix_tree.mcore.pretrain.steps import check_first_epoch, plan_exactly
+from mcore_prefix_tree.mcore.pretrain.memory import activation_bytes, warm_up_bytes
+from mcore_prefix_tree.mcore.pretrain.providers import (
+    constant_size,
+    evaluation_size,
+    folding_of,
+    training_order,
+    validation_order,
+)
+from mcore_prefix_tree.mcore.pretrain.steps import check_steps, plan_exactly
 
 GIB = 1024**3
 
@@ -29,14 +35,18 @@ def dry_run(args: argparse.Namespace) -> str:
         args: validated, with what :func:`tree_transformer_config` changes in them.
 
     Raises:
-        ArgumentError: a step of the first epoch does not fit its micro-batches.
+        ArgumentError: a step does not fit its micro-batches.
         SampleError: bad data.
     """
     size = constant_size(args)
     folding = folding_of(args, device=torch.device("cpu"))
     order = training_order(args)
-    end = args.train_samples or args.train_iters * args.global_batch_size
-    check_first_epoch(order, size, folding, consumed=0, end=end)
+    end = args.train_samples or (args.train_iters or 0) * args.global_batch_size or order.samples_per_epoch
+    check_steps(order, size, folding, consumed=0, end=end)
+    if args.prefix_tree_valid_data_path and args.eval_iters:
+        validation, evaluated = validation_order(args), evaluation_size(args)
+        evaluations = 1 + end // args.global_batch_size // (args.eval_interval or end)
+        check_steps(validation, evaluated, folding, consumed=0, end=evaluations * args.eval_iters * evaluated.samples)
     samples = order.take(0, size.samples)
     plan = plan_exactly(samples, size, folding)
 
@@ -56,6 +66,7 @@ def dry_run(args: argparse.Namespace) -> str:
     kept = "activations" if args.num_experts is None else "activations with balanced routing"
     lines += [
         f"a rank's memory by an estimate, of {args.world_size} ranks:",
+        f"  Megatron-LM's warm-up at the start, before all else: {warm_up_bytes(args) / GIB:.3g} GiB",
         f"  weights, gradients, optimizer: {_weights(args) / GIB:.3g} GiB",
     ]
     lines += [

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import validate_args
@@ -27,8 +28,9 @@ from mcore_prefix_tree.launchers import check_gpus
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.arguments import ArgumentError, check_arguments, check_unused
 from mcore_prefix_tree.mcore.pretrain.adapter import check_megatron_lm, parse_command_line, run_pretrain
-from mcore_prefix_tree.mcore.pretrain.backend import check_backend
+from mcore_prefix_tree.mcore.pretrain.backend import check_backend, device_of_this_rank
 from mcore_prefix_tree.mcore.pretrain.dry_run import dry_run
+from mcore_prefix_tree.mcore.pretrain.memory import warm_up_bytes
 from mcore_prefix_tree.mcore.pretrain.providers import (
     TreeDatasetsProvider,
     folding_of,
@@ -136,6 +138,7 @@ def prepare(root: Path) -> Job:
     folding_of(validated, device=torch.device("cpu"))
     if not args.prefix_tree_dry_run:
         check_backend(validated, config)
+        _check_warm_up(validated)
     return Job(defaults=defaults, validated=validated, dry_run=args.prefix_tree_dry_run)
 
 
@@ -143,7 +146,8 @@ def _check_machine(args: argparse.Namespace) -> None:
     """What a job needs of where it is started, and a dry run does not.
 
     Raises:
-        ArgumentError: nobody says where ranks meet; or Apex is missing, or TransformerEngine's attention.
+        ArgumentError: nobody says where ranks meet; or Apex is missing, or TransformerEngine's attention, or both
+            optimizers.
         ValueError: see :func:`check_gpus`.
     """
     if "MASTER_ADDR" not in os.environ:
@@ -157,6 +161,12 @@ def _check_machine(args: argparse.Namespace) -> None:
             "fused_weight_gradient_mlp_cuda is not here; give the flag, or build https://github.com/NVIDIA/apex with "
             "its CUDA extensions"
         )
+    saves_optimizer = args.save is not None and not args.no_save_optim
+    if args.use_distributed_optimizer and saves_optimizer and not HAVE_APEX_OR_TE:
+        raise ArgumentError(
+            "--use-distributed-optimizer with --save: without the FusedAdam of TransformerEngine or Apex, Megatron "
+            "cannot read back what its distributed optimizer saves; leave one of them out, or give --no-save-optim"
+        )
     if torch.cuda.is_available():
         if args.multi_latent_attention and args.transformer_impl == "local" and args.spec is None:
             raise ArgumentError(
@@ -164,6 +174,24 @@ def _check_machine(args: argparse.Namespace) -> None:
                 "has one size for queries and values"
             )
         check_gpus(os.environ, torch.cuda.device_count())
+
+
+def _check_warm_up(args: argparse.Namespace) -> None:
+    """Megatron-LM's first allocation fits this rank's GPU.
+
+    Raises:
+        ArgumentError: it does not.
+    """
+    device = device_of_this_rank()
+    if device.type != "cuda":
+        return
+    needed, there = warm_up_bytes(args), torch.cuda.get_device_properties(device).total_memory
+    if needed > there:
+        raise ArgumentError(
+            f"--micro-batch-size={args.micro_batch_size} samples of --seq-length={args.seq_length} tokens: on as many "
+            f"tokens Megatron-LM warms up its fused functions before there is a model, in {needed / 2**30:.0f} GiB, "
+            f"and this GPU has {there / 2**30:.0f}; lower --micro-batch-size, or --seq-length to the longest sample"
+        )
 
 
 def _as_config(args: argparse.Namespace) -> argparse.Namespace:
@@ -202,8 +230,12 @@ def _defaults(args: argparse.Namespace) -> dict[str, Any]:
     """
     name = args.prefix_tree_tokenizer
     size = None if name is None else load_tokenizer(name).vocab_size
-    if args.tokenizer_type is not None or args.use_checkpoint_args:
+    if args.tokenizer_type is not None:
         return {}
+    if args.use_checkpoint_args:
+        # The checkpoint has the rest. Of a tokenizer Megatron takes its type from there and not its size.
+        known = args.vocab_size or size
+        return {} if known is None else {"vocab_size": known}
     given = args.padded_vocab_size or args.vocab_size
     if given is None and size is None:
         raise ArgumentError(

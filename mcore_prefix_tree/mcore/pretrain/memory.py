@@ -6,6 +6,7 @@ gate in an MLP, takes queries to be as wide as the hidden size, and takes no not
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,19 @@ class _Layer:
 
     kept: float
     again: float = 0.0
+
+
+def warm_up_bytes(args: argparse.Namespace) -> float:
+    """Bytes that Megatron-LM takes at least when it compiles its fused functions, before there is a model.
+
+    ``_warmup_jit_function`` (megatron/training/initialize.py) runs the activation of an MLP on ``--seq-length`` times
+    ``--micro-batch-size`` tokens: one input, the output, and the one before. Under ``--prefix-tree`` these are the
+    longest sample and the logical samples of a micro-batch, of which most tokens are not there.
+    """
+    tokens = args.seq_length * args.micro_batch_size / args.context_parallel_size
+    width = args.ffn_hidden_size / args.tensor_model_parallel_size
+    outputs = 2 * (0.5 if args.swiglu else 1)
+    return float(tokens * width * (1 + outputs) * (2 if args.bf16 else 4))
 
 
 def activation_bytes(config: Any, tokens: int, *, micro_batches: int, logits_width: int = 0) -> float:

@@ -34,7 +34,7 @@ from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.pretrain.adapter import model_arguments
 from mcore_prefix_tree.mcore.pretrain.backend import device_of_this_rank, with_backend
 from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
-from mcore_prefix_tree.mcore.pretrain.steps import StepDealer, StepIterator, StepSize, check_first_epoch
+from mcore_prefix_tree.mcore.pretrain.steps import StepDealer, StepIterator, StepSize, check_steps
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.validation import check_config, check_model
 from mcore_prefix_tree.plan import CostModel, LatentAttention
@@ -132,12 +132,14 @@ def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
         ArgumentError: the length buckets fit neither the budget nor the parallel layout.
     """
     stages, interleaved = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size is not None
+    # Groups of another size may leave a rest of micro-batches, which Megatron checks.
+    in_stages = interleaved and (args.microbatch_group_size_per_vp_stage or stages) == stages
     return Folding(
         max_tokens=args.prefix_tree_max_tokens,
         dp_size=args.data_parallel_size,
         cost_model=cost_model_of(args),
         device=device,
-        micro_batch_multiple=stages if interleaved else 1,
+        micro_batch_multiple=stages if in_stages else 1,
         bubble=(stages - 1) / (args.virtual_pipeline_model_parallel_size or 1),
         share=args.prefix_tree_share,
         min_shared_tokens=args.prefix_tree_min_shared_tokens,
@@ -217,6 +219,11 @@ def training_order(args: argparse.Namespace) -> SampleOrder:
     return read_order(args, args.prefix_tree_data_path, shuffle=args.prefix_tree_shuffle)
 
 
+def validation_order(args: argparse.Namespace) -> SampleOrder:
+    """The validation samples, in the order of their files."""
+    return read_order(args, args.prefix_tree_valid_data_path, shuffle=False)
+
+
 class _ReadingProgress:
     """A line for every tenth."""
 
@@ -255,7 +262,7 @@ class TreeDatasetsProvider:
         """Iterators for training, validation and no test.
 
         Raises:
-            ArgumentError: a step of the first epoch does not fit its micro-batches.
+            ArgumentError: a step does not fit its micro-batches.
             SampleError: bad data.
         """
         args = get_args()
@@ -271,7 +278,7 @@ class TreeDatasetsProvider:
                 # step that does not fit is told when it is planned, while the one before computes.
                 constant = args.rampup_batch_size is None and getattr(args, "step_batch_size_schedule", None) is None
                 if constant and not order.is_streamed:
-                    check_first_epoch(
+                    check_steps(
                         order,
                         constant_size(args),
                         folding,
@@ -289,7 +296,15 @@ class TreeDatasetsProvider:
             args.eval_iters = 0
             return train, None, None
         if self._validation is None:
-            order = read_order(args, args.prefix_tree_valid_data_path, shuffle=False)
+            order = validation_order(args)
+            if not order.is_streamed:
+                check_steps(
+                    order,
+                    evaluation_size(args),
+                    folding,
+                    consumed=0 if args.skip_train else args.consumed_valid_samples,
+                    end=train_val_test_num_samples[1] or 0,
+                )
             # Training has chosen before: validation runs the same back-end.
             folding = with_backend(folding, args, order)
             self._validation = StepDealer(order, folding, dp_rank=dp_rank, num_workers=args.num_workers)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
 
 from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_sft_loss
-from mcore_prefix_tree.mcore.pretrain.steps import StepMicroBatch, StepStats
+from mcore_prefix_tree.mcore.pretrain.steps import StepMicroBatch, StepStats, forget_plans
 
 LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -21,10 +22,17 @@ def tree_forward_step(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
     """One pipeline stage's forward of the next folded micro-batch, and the function of its loss."""
     timers = get_timers()
+    # Of --log-straggler, one in a process.
+    straggler = StragglerDetector()
     timers("batch-generator", log_level=2).start()
-    micro_batch = next(data_iterator)
+    with straggler(bdata=True):
+        micro_batch = next(data_iterator)
     timers("batch-generator").stop()
-    return tree_forward(model, micro_batch.batch), partial(_loss, micro_batch)
+    with straggler:
+        output = tree_forward(model, micro_batch.batch)
+    if not torch.is_grad_enabled():
+        forget_plans(micro_batch.batch)
+    return output, partial(_loss, micro_batch)
 
 
 def _loss(micro_batch: StepMicroBatch, output: torch.Tensor) -> LossOutput:

@@ -9,8 +9,8 @@ the calculator between steps trips an assertion in ``train()`` and every count a
 schedule function from megatron-core by name, so that there is no seam to wrap it at.
 
 What the count cannot do is grow with the data. A step that does not fit its micro-batches under
-``--prefix-tree-max-tokens`` is refused, for the first epoch before training starts; of streamed samples when it is
-planned, a step ahead, or by ``--prefix-tree-dry-run``.
+``--prefix-tree-max-tokens`` is refused, where the samples are in memory before training starts; of streamed ones when
+it is planned, a step ahead, or by ``--prefix-tree-dry-run``.
 """
 
 from __future__ import annotations
@@ -195,6 +195,9 @@ class StepDealer:
         step = self._planned(consumed, size)
         following = consumed + size.samples
         self._next = following, size, self._background.submit(self._plan, following, size)
+        for micro_batch in self._folded.values():
+            # Megatron's iterator keeps the micro-batches of a step until it has read the next.
+            forget_plans(micro_batch.batch)
         self._step, self._folded = step, {}
         if self._clock is None:
             return
@@ -228,6 +231,13 @@ class StepDealer:
         return _Step(consumed=consumed, size=size, samples=samples, plan=plan, seconds=time.perf_counter() - start)
 
 
+def forget_plans(batch: MicroBatch) -> None:
+    """Free what attention derived from a micro-batch's tree, which is done with: rotary rows and block lists."""
+    metadata = batch.packed_seq_params.tree_metadata
+    assert metadata is not None, "of a folded micro-batch"
+    metadata.cache.clear()
+
+
 class StepIterator(Iterator[StepMicroBatch]):
     """What Megatron's ``--dataloader-type external`` takes: this rank's micro-batches, step after step, for ever.
 
@@ -254,11 +264,18 @@ class StepIterator(Iterator[StepMicroBatch]):
         return micro_batch
 
 
-def check_first_epoch(order: SampleOrder, size: StepSize, folding: Folding, *, consumed: int, end: int) -> None:
-    """See that the steps from ``consumed`` samples to ``end``, at most an epoch of them, fit their micro-batches.
+# Some 15 seconds' worth, on one core.
+CHECKED_SAMPLES = 1_000_000
+
+
+def check_steps(order: SampleOrder, size: StepSize, folding: Folding, *, consumed: int, end: int) -> None:
+    """See that the steps from ``consumed`` samples to ``end`` fit their micro-batches, each epoch in its own order.
+
+    Of a longer job the first :data:`CHECKED_SAMPLES`, or the first epoch if that is more.
 
     Raises:
         ArgumentError: see :func:`check_fits`.
     """
-    for start in range(consumed, min(end, consumed + order.samples_per_epoch), size.samples):
+    checked = max(CHECKED_SAMPLES, order.samples_per_epoch)
+    for start in range(consumed, min(end, consumed + checked), size.samples):
         check_fits(order.take(start, size.samples), size, folding)

@@ -31,6 +31,7 @@ from mcore_prefix_tree.mcore.train.session import on_main_rank
 from mcore_prefix_tree.recipe import RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
 # How long a rank looks for what another machine has written, and how often.
 _PATIENCE_S, _LOOK_S = 15.0, 0.5
 _RECIPE_SETTINGS = ("max_lr", "min_lr", "betas")
@@ -82,9 +83,17 @@ def latest_iteration(folder: str | Path) -> int | None:
     return int(text)
 
 
-def iteration_folder(folder: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration lies; Megatron-LM's name for it."""
-    return Path(folder) / f"iter_{iteration:07d}"
+def latest_weights(folder: str | Path) -> int | str | None:
+    """As :func:`latest_iteration`, for who wants the weights alone: or ``release``, as Megatron-LM's converters say."""
+    tracker = Path(folder) / TRACKER
+    if tracker.exists() and tracker.read_bytes().strip() == RELEASE.encode():
+        return RELEASE
+    return latest_iteration(folder)
+
+
+def iteration_folder(folder: str | Path, iteration: int | str) -> Path:
+    """Where the checkpoint of an iteration lies, or one of no iteration; Megatron-LM's name for it."""
+    return Path(folder) / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")
 
 
 def make_folder(folder: str | Path) -> None:
@@ -233,7 +242,7 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
     return Progress(**loaded["progress"])
 
 
-def load_weights(folder: str | Path, iteration: int, chunks: Sequence[Any]) -> None:
+def load_weights(folder: str | Path, iteration: int | str, chunks: Sequence[Any]) -> None:
     """Read a checkpoint's model and nothing else; Megatron-LM may have written it, in any parallel layout.
 
     Raises:
@@ -242,7 +251,7 @@ def load_weights(folder: str | Path, iteration: int, chunks: Sequence[Any]) -> N
     _load_into(chunks, _read(_existing(folder, iteration), _model_state(chunks)))
 
 
-def load_pretrained(folder: str | Path, iteration: int, chunks: Sequence[Any]) -> bool:
+def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[Any]) -> bool:
     """As :func:`load_weights`, but the scalar head of a model that has one is left as it is if the checkpoint has none.
 
     Returns:
@@ -266,7 +275,7 @@ def load_pretrained(folder: str | Path, iteration: int, chunks: Sequence[Any]) -
     return has_head
 
 
-def _existing(folder: str | Path, iteration: int) -> Path:
+def _existing(folder: str | Path, iteration: int | str) -> Path:
     source = iteration_folder(folder, iteration)
     if not source.is_dir():
         raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")

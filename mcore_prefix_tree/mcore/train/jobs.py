@@ -316,7 +316,7 @@ def _starting_model(
     folder = recipe.checkpoint.pretrained_checkpoint
     if folder is None:
         return chunks
-    iteration = everyone(checkpoint.latest_iteration(folder))[0]
+    iteration = everyone(checkpoint.latest_weights(folder))[0]
     if iteration is None:
         raise RecipeError(f"checkpoint.pretrained_checkpoint={folder} holds no checkpoint; name the folder of a run")
     has_head = checkpoint.load_pretrained(folder, iteration, chunks)

@@ -23,6 +23,17 @@ from mcore_prefix_tree.testing.specs import cpu_spec
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+_EXPERTS_APART = (
+    "a recipe knows no layout of experts by themselves; python -m mcore_prefix_tree.pretrain_gpt trains Megatron-LM's"
+)
+# Keys of TransformerConfig, what they are where nothing is asked for, and why something else is refused.
+_NOT_IN_RECIPES: tuple[tuple[str, Any, str], ...] = (
+    ("expert_model_parallel_size", 1, _EXPERTS_APART),
+    ("expert_tensor_parallel_size", None, _EXPERTS_APART),
+    ("tp_comm_overlap", False, "its buffers have one sequence length, micro-batches do not"),
+)
+
+
 def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
     """The ``TransformerConfig`` of a recipe; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
 
@@ -77,6 +88,9 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
     }
     if latent is not None:
         fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+    for key, neutral, reason in _NOT_IN_RECIPES:
+        if model.transformer.get(key, neutral) not in (neutral, None):
+            raise RecipeError(f"model.transformer.{key}: {reason}; leave it out")
     taken = sorted(set(model.transformer) & set(fixed))
     if taken:
         raise RecipeError(

@@ -37,7 +37,7 @@ class ScoreReport:
     """What was written.
 
     Attributes:
-        iteration: of the checkpoint; the policy's, the critic's, the reward model's or the teacher's.
+        iteration: of the checkpoint, or ``release``; the policy's, the critic's, the reward model's or the teacher's.
         reference_iteration: of the reference's.
         skipped: bad samples, in words; empty if there are none.
         samples: lines of the file.
@@ -46,8 +46,8 @@ class ScoreReport:
         physical_tokens: computed by each model, without padding.
     """
 
-    iteration: int
-    reference_iteration: int | None
+    iteration: int | str
+    reference_iteration: int | str | None
     skipped: str
     samples: int = 0
     tokens: int = 0
@@ -114,7 +114,7 @@ def run_score(
                 "the reference in a run of its own"
             )
         folders[REFERENCE] = reference
-    found = {column: checkpoint.latest_iteration(folder) for column, folder in folders.items()}
+    found = {column: checkpoint.latest_weights(folder) for column, folder in folders.items()}
     with session(recipe) as place:
         # A network folder shows another machine's last checkpoint late: all take the main rank's.
         iterations = {column: _existing(folders[column], last) for column, last in everyone(found)[0].items()}
@@ -172,7 +172,7 @@ def _check_output(recipe: Recipe, output: str | Path) -> None:
         raise RecipeError(f"--output {output} is a file of data.path, which it would replace; name another")
 
 
-def _existing(folder: str | Path, iteration: int | None) -> int:
+def _existing(folder: str | Path, iteration: int | str | None) -> int | str:
     if iteration is None and (Path(folder) / "metadata.json").is_file():
         raise RecipeError(f"{folder} is a checkpoint itself; name the folder that it is in, whose last one is taken")
     if iteration is None:

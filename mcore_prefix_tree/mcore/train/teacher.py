@@ -151,7 +151,7 @@ def load_teacher(
     chunks = build_chunks(recipe, config, vocab_size=vocab_size, device=place.device)
     folder = recipe.checkpoint.save
     assert folder is not None, "read_teacher_recipe asks for it"
-    iteration = everyone(checkpoint.latest_iteration(folder))[0]
+    iteration = everyone(checkpoint.latest_weights(folder))[0]
     if iteration is None:
         raise RecipeError(f"the teacher's checkpoint.save={folder} holds no checkpoint; name the folder of a run")
     checkpoint.load_weights(folder, iteration, chunks)
