@@ -220,8 +220,6 @@ MEGATRON_LM = (
     Uses("megatron.training.arguments:validate_args", "args defaults"),
     Uses("megatron.training.arguments:core_transformer_config_from_args", "args"),
     Uses("megatron.training.theoretical_memory_usage:compute_weight_and_optimizer_memory", "args"),
-    Uses("megatron.training.theoretical_memory_usage:compute_activation_memory", "args num_microbatches"),
-    Uses("megatron.training.theoretical_memory_usage:compute_activation_memory_without_sp", "args num_microbatches"),
     Uses(
         "megatron.core.models.gpt:GPTModel",
         keywords="config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
@@ -236,6 +234,13 @@ MEGATRON_LM = (
     Uses("megatron.core.transformer.spec_utils:import_module", "module_path"),
     Uses("megatron.core.num_microbatches_calculator:get_num_microbatches"),
     Uses("megatron.core.rerun_state_machine:get_rerun_state_machine"),
+    Uses("megatron.core.utils:StragglerDetector"),
+    Uses("megatron.core.enums:ModelType.encoder_or_decoder"),
+    Uses("megatron.core.tensor_parallel:layers"),
+    Uses(
+        "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs:get_gpt_heterogeneous_layer_spec",
+        "config use_te",
+    ),
 )
 
 

@@ -164,8 +164,12 @@ def imported_from_core(file: Path) -> set[str]:
     [
         (sorted(FOLDER.glob("*.py")), [compat.SEAM, compat.TRANSFORMER_ENGINE]),
         (sorted((FOLDER / "train").glob("*.py")), [compat.SEAM, compat.TRAINING]),
+        (
+            sorted((FOLDER / "pretrain").glob("*.py")),
+            [compat.SEAM, compat.TRANSFORMER_ENGINE, compat.TRAINING, compat.MEGATRON_LM],
+        ),
     ],
-    ids=["seam", "training"],
+    ids=["seam", "training", "pretrain"],
 )
 def test_the_tables_leave_nothing_out(files: list[Path], tables: list[Any]) -> None:
     listed = {name.partition(".")[0] for table in tables for name in names_of(table)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -247,6 +248,20 @@ def test_a_step_that_does_not_fit_is_refused_before_training(stock: Stock) -> No
     (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert "--prefix-tree-max-tokens=48" in line
     assert "use --micro-batch-size" in line
+    assert not run.losses
+
+
+@pytest.mark.parametrize("dry", ["", "--prefix-tree-dry-run"])
+def test_an_evaluation_that_does_not_fit_is_refused_before_training(stock: Stock, tmp_path: Path, dry: str) -> None:
+    """Not when it comes, hours later, before its step's checkpoint; a dry run needs no --train-iters to know."""
+    loners = tmp_path / "loners.jsonl"
+    loners.write_text("".join(json.dumps({"tokens": [index] * 60}) + "\n" for index in range(2 * BATCH)))
+    train = TRAIN.replace(f"--train-iters {ITERATIONS} ", "") if dry else TRAIN
+    evaluate = f"--prefix-tree-valid-data-path {loners} --eval-iters 1 --prefix-tree-max-tokens 200 {dry}"
+    run = megatron(ENTRY, CPU, MODEL, train, FOLDED, stock.data, evaluate)
+    assert run.status != 0
+    (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert f"the first of these samples is {loners}:1)" in line
     assert not run.losses
 
 

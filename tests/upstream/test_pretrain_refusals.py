@@ -98,6 +98,7 @@ OTHER = [
         f"{LATENT} --no-rope-fusion GPUS=1",
         "--multi-latent-attention needs --transformer-impl transformer_engine: megatron-core's own attention has one ",
     ),
+    ("--use-distributed-optimizer --save s", "--use-distributed-optimizer with --save: without the FusedAdam of "),
     ("--prefix-tree-length-buckets 8", "--prefix-tree-length-buckets: the largest, 8, cannot hold a micro-batch"),
 ]
 ACCEPTED = [
@@ -109,6 +110,7 @@ ACCEPTED = [
     f"{MOE} {BIASED} --moe-router-bias-update-rate 0",
     "LOCAL_RANK=3 LOCAL_WORLD_SIZE=8",
     "--window-size 16,0 --prefix-tree-attention-backend reference",
+    "--use-distributed-optimizer --save s --no-save-optim",
 ]
 
 
