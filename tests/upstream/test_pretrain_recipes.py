@@ -194,7 +194,7 @@ def test_a_dry_run_under_torchrun_is_told_once(tmp_path: Path) -> None:
 SMALL = (
     f"{CPU} --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2 "
     "--kv-channels 8 --vocab-size 32768 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
-    "--no-load-optim --no-load-rng"
+    "--no-save-optim --no-load-optim --no-load-rng"
 ).split()
 
 
