@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from heads import FORKED, VOCAB
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import sample_lists, worst
@@ -14,18 +15,6 @@ from torch.utils._pytree import tree_leaves
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.logprob import Edges, edge_logprobs, edge_logprobs_and_entropy, edges, restore
 from mcore_prefix_tree.objectives import sft_loss
-
-VOCAB = 41
-
-FORKED = [
-    Sample(tokens=[1, 2, 3]),
-    Sample(tokens=[1, 2, 4, 5]),
-    Sample(tokens=[1, 2, 40], loss_mask=[0, 0.5, 0]),
-    Sample(tokens=[1, 2]),
-    Sample(tokens=[7]),
-    Sample(tokens=[1, 2, 3], merge_key="warm"),
-    Sample(tokens=[1, 2, 3]),
-]
 
 
 @pytest.fixture(params=[1, 3, 4, 1024])
