@@ -5,6 +5,7 @@ Legend: P padded size, N nodes, G segments.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -161,8 +162,9 @@ class TreeMetadata:
     def derived(self, name: str, build: Callable[[TreeMetadata], T]) -> T:
         """The plan called ``name``, built on first use and kept in :attr:`cache`."""
         if name not in self.cache:
-            # Plans are made on the host, by NumPy, which torch.compile would trace as if it were torch.
-            made = torch.compiler.disable(build) if torch.compiler.is_compiling() else build
+            # Plans are made on the host, by NumPy, which torch.compile would trace as if it were torch; also where this
+            # frame itself is not compiled, but an outer one is. Who has not loaded the compiler does not compile.
+            made = torch.compiler.disable(build) if "torch._dynamo" in sys.modules else build
             self.cache[name] = made(self)
         plan: T = self.cache[name]
         return plan

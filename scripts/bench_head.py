@@ -36,7 +36,7 @@ from mcore_prefix_tree.memory import PeakMemory
 CPU_CASES = [(2048, 128, 32768), (1024, 512, 32768), (512, 512, 131072)]
 GPU_CASES = [(16384, 2048, 32768), (16384, 4096, 131072), (32768, 4096, 131072)]
 SUPERVISED = (1.0, 0.4)
-# Of as many rows each; those of a processor's first two cases fill a chunk, and of the GPU's cases of 16,384 rows too.
+# Of as many rows each, a chunk's at most but in the GPU's last case.
 SEQUENCES = 8
 # Of the exact gradients at a time: in float64 the logits of a whole case would not fit a GPU.
 EXACT_ROWS = 2048

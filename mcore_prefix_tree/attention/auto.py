@@ -57,7 +57,7 @@ class TreeShape:
             ValueError: if there is no token.
         """
         spans = [cut_into_spans(forest) for forest in forests]
-        tokens = sum(forest.padded_size for forest in forests)
+        tokens = sum(forest.num_tokens for forest in forests)
         if not tokens:
             raise ValueError("the shape of no forest at all is asked for")
         return cls(

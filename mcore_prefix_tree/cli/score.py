@@ -53,7 +53,7 @@ def score(
     )
     if not is_main:
         return
-    by = f"iteration {report.iteration}"
+    by = report.iteration if isinstance(report.iteration, str) else f"iteration {report.iteration}"
     if report.reference_iteration is not None:
         by += f" and the reference's {report.reference_iteration}"
     print(

@@ -42,8 +42,8 @@ def cut(settled_by: npt.NDArray[np.int64], rows_at_a_time: int) -> list[slice]:
         rows_at_a_time: C.
 
     Returns:
-        Ascending. They depend on the edges alone, whatever the loss: rows of a product of another height may have other
-        bits, and old log-probabilities are to have those of the step that they are compared with.
+        Ascending. They depend on the edges alone: rows of a product of another height may have other bits, and a
+        policy's old log-probabilities are to have those of the step that they are compared with.
     """
     rows = len(settled_by)
     # How many rows before a border are settled behind it.

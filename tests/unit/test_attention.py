@@ -150,12 +150,15 @@ def test_plans_are_not_traced(backend):
 
     @torch.compile(backend="eager")
     def layer(query, key, value, metadata):
-        return 2 * tree_attention(query, key, value, metadata, softmax_scale=0.3, backend=backend)
+        for _ in range(2):  # layers
+            query = tree_attention(query, key, value, metadata, softmax_scale=0.3, backend=backend)
+        return query
 
-    for lens, parents in (([30, 20, 14], [-1, 0, 0]), ([10, 30, 24, 16], [-1, 0, 0, -1])):
+    for lens, parents in (([30, 20, 14], [-1, 0, 0]), ([10, 30, 24, 16], [-1, 0, 0, -1]), ([64, 1], [-1, 0])):
         metadata = metadata_of(lens, parents)
         inputs, _ = random_inputs(metadata.padded_size)
-        expected = 2 * tree_attention(*inputs, metadata, softmax_scale=0.3, backend="reference")
+        once = tree_attention(*inputs, metadata, softmax_scale=0.3, backend="reference")
+        expected = tree_attention(once, *inputs[1:], metadata, softmax_scale=0.3, backend="reference")
         assert worst(layer(*inputs, metadata), expected) < 1e-12
 
 

@@ -179,7 +179,12 @@ def test_the_warm_up_of_llama_8b() -> None:
         "context_parallel_size": 1,
         "ffn_hidden_size": 14336,
         "tensor_model_parallel_size": 4,
+        "hidden_size": 4096,
+        "sequence_parallel": True,
         "bf16": True,
     }
     assert warm_up_bytes(SimpleNamespace(**arguments, swiglu=True)) == 2 * 3.5 * 2**30
     assert warm_up_bytes(SimpleNamespace(**arguments, swiglu=False)) == 3 * 3.5 * 2**30
+    # Without it residuals are whole: two inputs and two outputs of 4 GiB.
+    whole = SimpleNamespace(**arguments | {"sequence_parallel": False}, swiglu=True)
+    assert warm_up_bytes(whole) == 4 * 4 * 2**30

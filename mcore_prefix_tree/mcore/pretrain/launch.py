@@ -189,8 +189,8 @@ def _check_warm_up(args: argparse.Namespace) -> None:
     if needed > there:
         raise ArgumentError(
             f"--micro-batch-size={args.micro_batch_size} samples of --seq-length={args.seq_length} tokens: on as many "
-            f"tokens Megatron-LM warms up its fused functions before there is a model, in {needed / 2**30:.0f} GiB, "
-            f"and this GPU has {there / 2**30:.0f}; lower --micro-batch-size, or --seq-length to the longest sample"
+            f"tokens Megatron-LM warms up its fused functions before there is a model, in {needed / 2**30:.1f} GiB, "
+            f"and this GPU has {there / 2**30:.1f}; lower --micro-batch-size, or --seq-length to the longest sample"
         )
 
 

@@ -31,14 +31,17 @@ class _Layer:
 def warm_up_bytes(args: argparse.Namespace) -> float:
     """Bytes that Megatron-LM takes at least when it compiles its fused functions, before there is a model.
 
-    ``_warmup_jit_function`` (megatron/training/initialize.py) runs the activation of an MLP on ``--seq-length`` times
-    ``--micro-batch-size`` tokens: one input, the output, and the one before. Under ``--prefix-tree`` these are the
-    longest sample and the logical samples of a micro-batch, of which most tokens are not there.
+    ``_warmup_jit_function`` (megatron/training/initialize.py) runs on ``--seq-length`` times ``--micro-batch-size``
+    tokens first the activation of an MLP, on one input with the output and the one before; then the sum of a residual
+    and a bias, on two inputs with as many outputs, of hidden states that sequence parallelism alone divides. Under
+    ``--prefix-tree`` these are the longest sample and the logical samples of a micro-batch, of which most tokens are
+    not there.
     """
     tokens = args.seq_length * args.micro_batch_size / args.context_parallel_size
-    width = args.ffn_hidden_size / args.tensor_model_parallel_size
-    outputs = 2 * (0.5 if args.swiglu else 1)
-    return float(tokens * width * (1 + outputs) * (2 if args.bf16 else 4))
+    tensor = args.tensor_model_parallel_size
+    activation = args.ffn_hidden_size / tensor * (1 + 2 * (0.5 if args.swiglu else 1))
+    residual = args.hidden_size / (tensor if args.sequence_parallel else 1) * 4
+    return float(tokens * max(activation, residual) * (2 if args.bf16 else 4))
 
 
 def activation_bytes(config: Any, tokens: int, *, micro_batches: int, logits_width: int = 0) -> float:

@@ -264,18 +264,19 @@ class StepIterator(Iterator[StepMicroBatch]):
         return micro_batch
 
 
-# Some 15 seconds' worth, on one core.
+# Some 15 seconds' worth of samples in memory, on one core.
 CHECKED_SAMPLES = 1_000_000
 
 
 def check_steps(order: SampleOrder, size: StepSize, folding: Folding, *, consumed: int, end: int) -> None:
     """See that the steps from ``consumed`` samples to ``end`` fit their micro-batches, each epoch in its own order.
 
-    Of a longer job the first :data:`CHECKED_SAMPLES`, or the first epoch if that is more.
+    Of a longer job the first :data:`CHECKED_SAMPLES`, or the first epoch if that is more; of streamed samples, which
+    are read and encoded for it, the first epoch.
 
     Raises:
         ArgumentError: see :func:`check_fits`.
     """
-    checked = max(CHECKED_SAMPLES, order.samples_per_epoch)
+    checked = order.samples_per_epoch if order.is_streamed else max(CHECKED_SAMPLES, order.samples_per_epoch)
     for start in range(consumed, min(end, consumed + checked), size.samples):
         check_fits(order.take(start, size.samples), size, folding)
