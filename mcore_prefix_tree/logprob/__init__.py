@@ -2,13 +2,12 @@
 
 from mcore_prefix_tree.logprob.chunks import Chunks, Head
 from mcore_prefix_tree.logprob.edges import Edges, candidate_logprobs, edge_logprobs, edge_logprobs_and_entropy
-from mcore_prefix_tree.logprob.head import (
+from mcore_prefix_tree.logprob.head import head_candidate_logprobs, head_logprobs
+from mcore_prefix_tree.logprob.head_losses import (
     EdgeLoss,
     LogitLoss,
-    head_candidate_logprobs,
     head_edge_loss,
     head_logit_losses,
-    head_logprobs,
     head_weighted_sum,
 )
 from mcore_prefix_tree.logprob.restore import restore

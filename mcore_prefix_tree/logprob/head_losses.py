@@ -1,0 +1,330 @@
+"""The vocabulary head with a loss that is known beforehand: its gradients are formed while a chunk's logits are there.
+
+Three products of ``[R, h]`` and ``[Vl, h]``, as with stored logits, and backward only scales what forward has formed:
+
+- :func:`head_weighted_sum`, linear in the log-probabilities with known weights, such as supervised training;
+- :func:`head_edge_loss`, a sum of terms that each read the edges and entropies of one row, such as a policy gradient
+  with a ratio per token, or of the rows that are scored together, such as a preference: a row's gradient follows from
+  the chunk in which the last of these is. The rows that are scored together with one of a later chunk are the only ones
+  whose logits are computed again;
+- :func:`head_logit_losses`, a sum of terms that each read all logits of one row, such as a divergence from a teacher's.
+
+Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl columns of the
+vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_prefix_tree.logprob.chunks import Chunks, Grads, Head
+from mcore_prefix_tree.logprob.edges import Edges, wide
+from mcore_prefix_tree.logprob.head import add_gradients, check_shapes
+from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
+
+# Of the log-probabilities [E] of all edges and the entropies [R] of all rows, if asked for: a scalar.
+EdgeLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+# Of a chunk's rows and their logits [C, Vl]: the values [C]. It turns the logits into the gradient of the loss at them.
+LogitLoss = Callable[[slice, torch.Tensor], torch.Tensor]
+
+# Of what an EdgeLoss reads, the gradients [E] and [R]; None of entropies that the loss does not read.
+_RowGrads = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def head_weighted_sum(
+    hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, edge_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``sum_e edge_weight[e] log p(e)``: three products instead of the four of :func:`head_logprobs`.
+
+    Forward keeps the gradient of ``weight`` in fp32 until backward; it can be taken once. Without gradients it keeps
+    nothing.
+
+    Args:
+        hidden: as there.
+        weight: as there.
+        head: as there.
+        edge_weight: ``[E]``, without gradient.
+
+    Returns:
+        Scalar, fp32 or better, equal on all ranks of the group; and what it sums, the log-probabilities ``[P]`` as
+        there, without a gradient.
+
+    Raises:
+        ValueError: as there; or for float16, where gradients that are formed before the loss is scaled vanish.
+    """
+    edge_weight = edge_weight.to(wide(hidden.dtype))
+    gradient, per_edge, _ = _with_gradient(
+        hidden, weight, head, lambda *_: (edge_weight, None), by_rows=True, with_entropy=False
+    )
+    return torch.dot(edge_weight, per_edge) + gradient, head.edges.at_tokens(per_edge)
+
+
+def head_edge_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    head: Head,
+    *,
+    loss: EdgeLoss,
+    by_rows: bool = False,
+    with_entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradient of a known loss: three products instead of the four of :func:`head_logprobs`, where all that a term
+    of it reads is in one chunk.
+
+    Memory and use are as of :func:`head_weighted_sum`.
+
+    Args:
+        hidden: as of :func:`head_logprobs`.
+        weight: as there.
+        head: as there.
+        loss: of the log-probabilities ``[E]`` and, ``with_entropy``, the entropies ``[R]``: a sum of terms, each of
+            which reads rows that are scored together, see :class:`Edges`. It is called once a chunk and once more in
+            the end, and not at all without gradients; only what it says of rows whose terms have all they read is
+            taken, and rows that are still to come have a uniform distribution. The same on all ranks of the group.
+        by_rows: each term reads the edges and the entropy of one row.
+        with_entropy: compute it too.
+
+    Returns:
+        A scalar 0 whose gradients are those of the loss, to be added to its value; and the log-probabilities ``[E]``
+        and the entropies ``[R]`` or None to compute that value from, fp32 or better, without gradients and equal on
+        all ranks of the group.
+
+    Raises:
+        ValueError: as of :func:`head_weighted_sum`.
+    """
+
+    def row_grads(logprob: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        leaves = [leaf.detach().requires_grad_() for leaf in (logprob, entropy) if leaf is not None]
+        with torch.enable_grad():
+            total = loss(leaves[0], leaves[1] if with_entropy else None)
+        of_logprob, *of_entropy = torch.autograd.grad(total, leaves, allow_unused=True)
+        if of_logprob is None:
+            of_logprob = torch.zeros_like(logprob)
+        return of_logprob, of_entropy[0] if of_entropy else None
+
+    return _with_gradient(hidden, weight, head, row_grads, by_rows=by_rows, with_entropy=with_entropy)
+
+
+def head_logit_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, loss: LogitLoss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of a loss that is a sum over rows, each of which it reads whole.
+
+    Memory and use are as of :func:`head_weighted_sum`.
+
+    Args:
+        hidden: as of :func:`head_logprobs`.
+        weight: as there.
+        head: as there; of its edges the rows alone are read.
+        loss: is called once a chunk, with and without gradients. The logits are in fp32 or wider and divided by the
+            temperature; each rank of the group has its columns, and ranks call it together.
+
+    Returns:
+        A scalar 0 whose gradients are those of the loss, to be added to its value; and the values ``[R]``, without
+        gradients.
+
+    Raises:
+        ValueError: as of :func:`head_weighted_sum`.
+    """
+    with_grad = _forms_gradient(hidden, weight, head)
+    found: tuple[torch.Tensor, torch.Tensor] = _HeadLogitLosses.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, head, loss, with_grad
+    )
+    return found
+
+
+def _with_gradient(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    head: Head,
+    row_grads: _RowGrads,
+    *,
+    by_rows: bool,
+    with_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    with_grad = _forms_gradient(hidden, weight, head)
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _HeadEdgeLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, head, row_grads, by_rows, with_entropy, with_grad
+    )
+    return found
+
+
+def _forms_gradient(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> bool:
+    """Whether forward forms a gradient; checks that it can."""
+    check_shapes(hidden, weight, head)
+    if hidden.dtype == torch.float16:
+        raise ValueError("gradients that are formed before the loss is scaled vanish in float16; use bfloat16")
+    return torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+
+
+class _HeadEdgeLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        head: Head,
+        row_grads: _RowGrads,
+        by_rows: bool,
+        with_entropy: bool,
+        with_grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        chunks = Chunks(hidden, weight, head)
+        of_hidden, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
+        grads = Grads(chunks, of_hidden=of_hidden, of_weight=of_weight)
+        uniform = math.log(len(weight) * (1 if head.group is None else dist.get_world_size(head.group)))
+        logprob = hidden.new_full((len(head.edges.token_id),), -uniform, dtype=chunks.dtype)
+        entropy = hidden.new_full((len(hidden),), uniform, dtype=chunks.dtype) if with_entropy else None
+        logsumexp = hidden.new_empty(len(hidden), dtype=chunks.dtype)
+        waiting = None if by_rows or not with_grad else _Waiting(head.edges)
+        for rows, edges, logits in chunks:
+            target = chunks.target(rows, edges, logits)
+            slope = chunks.slope(rows, logits) if with_grad else None
+            shifted = chunks.scratch(rows) if with_entropy else None
+            sums, largest = softmax_sums_(logits, shifted=shifted)
+            sums = over_ranks(sums, head.group)
+            if head.group is not None:
+                dist.all_reduce(target, group=head.group)
+            logprob[edges] = target - sums.logsumexp[head.edges.row_of_edge[edges] - rows.start]
+            logsumexp[rows] = sums.logsumexp
+            if entropy is not None:
+                assert sums.entropy is not None
+                entropy[rows] = sums.entropy
+            settled = rows if waiting is None else waiting.settled(rows)
+            if not with_grad or settled.start == settled.stop:
+                continue
+            grad_logprob, grad_entropy = row_grads(logprob, entropy)
+            if waiting is not None:
+                grad_logprob, grad_entropy = waiting.only_settled(settled, grad_logprob, grad_entropy)
+            here = slice(settled.start - rows.start, settled.stop - rows.start)
+            sums, largest = sums[here], largest[here]
+            edge_grads = chunks.edge_grads(settled, head.edges.of_rows(settled), grad_logprob)
+            grad_row = sum_per_row(grad_logprob[head.edges.of_rows(settled)], edge_grads.row, largest)
+            if grad_entropy is None:
+                # exp(logits - largest) is there already.
+                grad = logits[here].mul_(-(grad_row * (largest - sums.logsumexp).exp())[:, None])
+                edge_grads.add_to_(grad)
+            else:
+                assert shifted is not None
+                grad = softmax_backward_(
+                    shifted[here],
+                    RowSums(logsumexp=sums.logsumexp - largest, entropy=sums.entropy),
+                    grad_row=grad_row,
+                    grad_entropy=grad_entropy[settled],
+                    edges=edge_grads,
+                )
+            grads.add_(settled, grad, None if slope is None else slope[here])
+        if waiting is not None and waiting.rows.any():
+            sums = RowSums(logsumexp=logsumexp, entropy=entropy)
+            waiting.add_gradients(chunks, grads, sums, *row_grads(logprob, entropy))
+        _keep(ctx, grads, head, weight.dtype)
+        if entropy is None:
+            ctx.mark_non_differentiable(logprob)
+        else:
+            ctx.mark_non_differentiable(logprob, entropy)
+        return logprob.new_zeros(()), logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *_kept(ctx, grad_outputs[0]), None, None, None, None, None
+
+
+class _HeadLogitLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, head: Head, loss: LogitLoss, with_grad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chunks = Chunks(hidden, weight, head)
+        of_hidden, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
+        grads = Grads(chunks, of_hidden=of_hidden, of_weight=of_weight)
+        values = hidden.new_empty(len(hidden), dtype=chunks.dtype)
+        for rows, _, logits in chunks:
+            slope = chunks.slope(rows, logits) if with_grad else None
+            values[rows] = loss(rows, logits)
+            if with_grad:
+                grads.add_(rows, logits, slope)
+        _keep(ctx, grads, head, weight.dtype)
+        ctx.mark_non_differentiable(values)
+        return values.new_zeros(()), values
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *_kept(ctx, grad_outputs[0]), None, None, None
+
+
+class _Waiting:
+    """The rows that are scored together with one of a later chunk.
+
+    Attributes:
+        rows: bool ``[R]`` on the host.
+    """
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges = edges
+        self.rows = np.zeros(len(edges.host_row), dtype=np.bool_)
+        self._rows = torch.zeros_like(edges.settled_by, dtype=torch.bool)  # the same on the device, which is not asked
+
+    def settled(self, rows: slice) -> slice:
+        """Of the rows of a chunk, from the first to the last that need not wait."""
+        self.rows[rows] = self._edges.host_settled_by[rows] >= rows.stop
+        self._rows[rows] = self._edges.settled_by[rows] >= rows.stop
+        settled = np.flatnonzero(~self.rows[rows])
+        if not len(settled):
+            return slice(rows.start, rows.start)
+        return slice(rows.start + int(settled[0]), rows.start + int(settled[-1]) + 1)
+
+    def only_settled(
+        self, rows: slice, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gradients without those of the rows among these that wait; others are not read."""
+        if not self.rows[rows].any():
+            return grad_logprob, grad_entropy
+        grad_logprob = grad_logprob.masked_fill(self._rows[self._edges.row_of_edge], 0)
+        return grad_logprob, None if grad_entropy is None else grad_entropy.masked_fill(self._rows, 0)
+
+    def add_gradients(
+        self,
+        chunks: Chunks,
+        grads: Grads,
+        sums: RowSums,
+        grad_logprob: torch.Tensor,
+        grad_entropy: torch.Tensor | None,
+    ) -> None:
+        """Of all these rows, when everything is known; arguments as of :func:`add_gradients`, of all rows."""
+        edges, rows, of_edge = self._edges.some_rows(self.rows, self._rows)
+        later = Chunks(chunks.hidden[rows], chunks.weight, replace(chunks.head, edges=edges), like=chunks)
+        own = Grads(later, of_hidden=grads.hidden is not None, of_weight=False, weight_grad=grads.weight)
+        own_sums = RowSums(logsumexp=sums.logsumexp[rows], entropy=None if sums.entropy is None else sums.entropy[rows])
+        own_entropy = None if grad_entropy is None else grad_entropy[rows]
+        add_gradients(later, own, own_sums, grad_logprob[of_edge], own_entropy)
+        if grads.hidden is not None:
+            assert own.hidden is not None
+            grads.hidden.index_copy_(0, rows, own.hidden)
+
+
+def _keep(ctx: Any, grads: Grads, head: Head, weight_dtype: torch.dtype) -> None:
+    """Gradients that forward has formed, for backward."""
+    ctx.save_for_backward(grads.hidden, grads.weight)
+    ctx.head, ctx.weight_dtype = head, weight_dtype
+
+
+def _kept(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Those of hidden states and weight, times the gradient of the loss."""
+    grad_hidden, grad_weight = ctx.saved_tensors
+    head: Head = ctx.head
+    if grad_hidden is not None:
+        grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
+    if grad_weight is not None:
+        grad_weight = grad_weight.mul_(scale)
+        if head.weight_grad is not None:
+            head.weight_grad.buffer().add_(grad_weight)
+            grad_weight = head.weight_grad.placeholder()
+    return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.weight_dtype)
