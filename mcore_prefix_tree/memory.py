@@ -41,7 +41,9 @@ class PeakMemory:
 def available_bytes(device: torch.device) -> int:
     """What this rank can still allocate; on the CPU its share of what the machine has left."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch has reserved and does not use is free for torch alone.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
     return int(psutil.virtual_memory().available) // ranks_here
 

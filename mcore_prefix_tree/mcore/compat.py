@@ -47,6 +47,12 @@ _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _STATE = "megatron.core.parallel_state"
 
 SEAM = (
+    Uses(
+        f"{_SPECS}:get_gpt_decoder_block_spec",
+        "config",
+        "use_transformer_engine normalization qk_l2_norm vp_stage",
+    ),
+    Uses("megatron.core.transformer.torch_norm:WrappedTorchNorm"),
     # TreePackedSeqParams, a subclass; the model sizes its rotary table by max_seqlen_*.
     Uses("megatron.core.packed_seq_params:PackedSeqParams", keywords="qkv_format max_seqlen_q max_seqlen_kv"),
     Uses(
@@ -161,7 +167,6 @@ TRAINING = (
         "moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm masked_softmax_fusion finalize_model_grads_func "
         "grad_scale_func",
     ),
-    Uses(f"{_SPECS}:get_gpt_decoder_block_spec", "config", "use_transformer_engine normalization vp_stage"),
     Uses("megatron.core.transformer.module:Float16Module", "config module"),
     Uses(
         f"{_STATE}:initialize_model_parallel",
@@ -225,11 +230,6 @@ MEGATRON_LM = (
         keywords="config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
         "fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights position_embedding_type "
         "rotary_percent rotary_base rope_scaling seq_len_interpolation_factor vp_stage pg_collection",
-    ),
-    Uses(
-        f"{_SPECS}:get_gpt_decoder_block_spec",
-        "config",
-        "use_transformer_engine normalization qk_l2_norm vp_stage",
     ),
     Uses("megatron.core.transformer.spec_utils:import_module", "module_path"),
     Uses("megatron.core.num_microbatches_calculator:get_num_microbatches"),

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -19,6 +20,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
 
@@ -144,3 +146,26 @@ gpt_layer_local = local_layer_spec()
 gpt_layer_local_qk_layernorm = local_layer_spec(qk_layernorm=True)
 gpt_layer_te = _te_spec()
 gpt_layer_te_qk_layernorm = _te_spec(qk_layernorm=True)
+
+
+def stock_block_spec(
+    config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Upstream's decoder block of a model, with what its function asks for beside the config that says it too.
+
+    Args:
+        config: ``TransformerConfig``.
+        use_transformer_engine: take its layers, not megatron-core's local ones.
+        vp_stage: index of the model chunk within this stage, under virtual pipelining.
+    """
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=use_transformer_engine,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    if not use_transformer_engine and config.normalization == "RMSNorm":
+        # Where Apex can be imported upstream takes its final norm, which is LayerNorm and nothing else.
+        block = dataclasses.replace(block, layer_norm=WrappedTorchNorm)
+    return block

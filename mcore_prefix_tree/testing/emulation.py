@@ -193,14 +193,16 @@ def _torch_optimizers() -> list[tuple[object, str, object]]:
 
 
 def _without_transformer_engine() -> list[tuple[object, str, object]]:
-    """What megatron-core 0.16.1 does not notice where TransformerEngine is missing; as in :func:`_replacements`."""
+    """What megatron-core 0.16.1 does not notice where TransformerEngine is missing, and what it takes of it where it is
+    not, for tensors of a CPU too; as in :func:`_replacements`.
+    """
     moe_utils, latent, extension = (
         importlib.import_module(f"megatron.core.{name}")
         for name in ("transformer.moe.moe_utils", "transformer.multi_latent_attention", "extensions.transformer_engine")
     )
     found: list[tuple[object, str, object]] = []
-    if not hasattr(moe_utils, "te_general_gemm"):
-        # The router asks whether it `is not None`, but nobody has said so.
+    if getattr(moe_utils, "te_general_gemm", True) is not None:
+        # The router asks whether it `is not None`, but where it is missing nobody has said so.
         found.append((moe_utils, "te_general_gemm", None))
     if latent.HAVE_TE and not extension.HAVE_TE:
         # MultiLatentAttention asks whether its projection is a TELinear, of which only a stand-in was imported.

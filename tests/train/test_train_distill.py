@@ -337,3 +337,13 @@ def test_a_bad_teacher_names_the_sample(tmp_path: Path, content: list[dict[str, 
 def test_a_model_that_has_diverged(job: Path) -> None:
     with pytest.raises(SampleError, match=r"data.jsonl:\d+: the model's output for this sample is NaN or infinite"):
         train(job, *overrides_of(OPTIONS), "model.transformer.init_method_std=1e38")
+
+
+def test_a_second_model_in_bfloat16(tmp_path: Path) -> None:
+    """Megatron makes fp32 of what such a model puts out, and its weights are none."""
+    job = write_job(tmp_path)
+    teacher = recipe_of_teacher(tmp_path, job, dtype="bfloat16")
+    half = [*from_model(teacher), "model.dtype=bfloat16", "optimizer.clip_grad=1", "train_iters=2"]
+    start = f"checkpoint.pretrained_checkpoint={tmp_path / 'teacher'}"
+    assert abs(train(teacher, *half, start, "checkpoint.save=null").losses[0]) < 1e-6
+    assert train(job, *half).losses[0] > 1e-3

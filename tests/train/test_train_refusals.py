@@ -27,6 +27,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("data.path=nope.jsonl", "nope.jsonl: no such file in "),
         ("data.path=nope/*.jsonl", "nope/*.jsonl: this glob matches no file in "),
+        (
+            "model.transformer_impl=transformer_engine model.dtype=float64 optimizer.clip_grad=0",
+            "model.dtype=float64: TransformerEngine has no such layers; set model.transformer_impl=local",
+        ),
         ("data.tokenizer=nope", "tokenizer 'nope' is neither a folder nor one of "),
         (
             "parallel.tensor_model_parallel_size=2",

@@ -157,3 +157,13 @@ def test_a_gpt_learns_in_one_process() -> None:
             optimizer.step()
             losses.append(loss.item())
     assert losses[2] < losses[1] < losses[0]
+
+
+def test_the_router_takes_no_kernel_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of TransformerEngine, where it is installed: its matrix product wants tensors of a GPU."""
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", lambda *_: None, raising=False)
+    with cpu_emulation():
+        assert moe_utils.te_general_gemm is None
+    assert moe_utils.te_general_gemm is not None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -22,6 +23,7 @@ from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore.backend import case_of
 from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.forward_step import sft_forward_step, tree_forward
+from mcore_prefix_tree.mcore.layer_specs import stock_block_spec
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.outputs import tree_logprobs_and_entropy
 from mcore_prefix_tree.objectives import sft_loss
@@ -556,3 +558,24 @@ def test_few_rotary_tables_are_kept():
         layout = fold([Sample(tokens=[1] * longest), Sample(tokens=[1, 2])])
         tree_forward(tree, MicroBatch.from_layout(layout, attention_backend="path"))
     assert tree.rotary_pos_emb.forward.cache_info().currsize == 1
+
+
+def test_the_final_norm_is_not_apex_s_where_that_has_none(monkeypatch):
+    """Upstream chooses it by what can be imported; Apex's FusedLayerNorm asserts LayerNorm when a model is built."""
+
+    class FusedLayerNorm:
+        pass
+
+    monkeypatch.setattr(gpt_layer_specs, "LNImpl", FusedLayerNorm)
+    norms = {}
+    for normalization in ("RMSNorm", "LayerNorm"):
+        block = stock_block_spec(tiny_config(normalization=normalization), use_transformer_engine=False)
+        norms[normalization] = block.layer_norm
+    assert norms == {"RMSNorm": WrappedTorchNorm, "LayerNorm": FusedLayerNorm}
+
+
+def test_a_config_s_l2_norm_of_queries_and_keys_is_in_its_block():
+    for qk_l2_norm in (False, True):
+        block = stock_block_spec(tiny_config(qk_l2_norm=qk_l2_norm), use_transformer_engine=False)
+        attention = block.layer_specs[0].submodules.self_attention.submodules
+        assert (getattr(attention.q_layernorm, "__name__", None) == "L2Norm") == qk_l2_norm

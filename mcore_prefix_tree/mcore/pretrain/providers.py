@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import get_args, get_timers, print_rank_0
@@ -29,7 +28,7 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.layout import Padding, sequence_multiple
 from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args, check_arguments
 from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
+from mcore_prefix_tree.mcore.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.pretrain.adapter import model_arguments
 from mcore_prefix_tree.mcore.pretrain.backend import device_of_this_rank, with_backend
@@ -112,13 +111,7 @@ def _stock_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
 
         spec = get_gpt_heterogeneous_layer_spec(config, use_te)
     else:
-        spec = get_gpt_decoder_block_spec(
-            config,
-            use_transformer_engine=use_te,
-            normalization=args.normalization,
-            qk_l2_norm=args.qk_l2_norm,
-            vp_stage=vp_stage,
-        )
+        spec = stock_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
     if not use_te and not torch.cuda.is_available():
         # The emulation is for trying things out, also what upstream's own layers lack on a CPU.
         spec = cpu_spec(spec, config, vp_stage)

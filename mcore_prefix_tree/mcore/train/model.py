@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mcore_prefix_tree.mcore.layer_specs import with_prefix_tree
+from mcore_prefix_tree.mcore.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
 from mcore_prefix_tree.mcore.validation import check_model
@@ -49,6 +48,8 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
     if unknown:
         raise RecipeError(f"model.transformer.{unknown[0]}: megatron-core's {kind.__name__} has no such field")
     dtype = DTYPES[model.dtype]
+    if dtype is torch.float64 and model.transformer_impl == "transformer_engine":
+        raise RecipeError("model.dtype=float64: TransformerEngine has no such layers; set model.transformer_impl=local")
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     if model.num_query_groups is not None and model.num_attention_heads % model.num_query_groups:
         raise RecipeError(
@@ -249,9 +250,7 @@ def _block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | N
                 "model.transformer_impl=transformer_engine, but TransformerEngine is not installed; "
                 "pip install transformer-engine[pytorch] or set model.transformer_impl=local"
             )
-    block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=use_te, normalization=config.normalization, vp_stage=vp_stage
-    )
+    block = stock_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
     if not use_te and config.use_cpu_initialization:
         # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism, say; testing has.
         block = cpu_spec(block, config, vp_stage)

@@ -61,6 +61,8 @@ class TeacherModel:
         taught = []
         for batch, hidden in zip(batches, found, strict=True):
             weight, head = output_weight_and_head(model, batch.edges, batch.temperature)
+            # Megatron makes fp32 of whatever a bfloat16 model puts out; these are numbers that bfloat16 has.
+            hidden = hidden.to(weight.dtype)
             taught.append(replace(batch, teacher=TeacherHidden(hidden=hidden, weight=weight.detach(), head=head)))
         return taught
 

@@ -137,8 +137,8 @@ def verify(
         The same report on every rank.
 
     Raises:
-        RecipeError: ``gradient_accumulation_fusion`` is on, whose kernel writes only into DDP's buffers; or a sample is
-            too long for the stock attention.
+        RecipeError: ``gradient_accumulation_fusion`` is on, whose kernel writes only into DDP's buffers; a sample is
+            too long for the stock attention; or the model is in float32 and its matrix products are not.
         SampleError: no token of the batch is scored, so that there would be nothing to compare.
     """
     if not recipe.objective.has_scalar_head and not any(sample.loss_mask[1:].any() for sample in samples):
@@ -150,6 +150,13 @@ def verify(
         raise RecipeError(
             "verify compares plain gradients, which model.transformer.gradient_accumulation_fusion=true does not give; "
             "turn it off, or set verify.enabled=false"
+        )
+    in_tf32 = place.device.type == "cuda" and recipe.model.transformer_impl == "transformer_engine"
+    if in_tf32 and recipe.model.dtype == "float32" and not recipe.verify.tolerance:
+        raise RecipeError(
+            "verify holds model.dtype=float32 to 1e-5, but TransformerEngine multiplies matrices of float32 in TF32, "
+            "whose 10 bits are too few; set model.dtype=bfloat16, which is judged by its own rounding, "
+            "model.transformer_impl=local or verify.tolerance"
         )
     obstacle = why_stock_does_not_fit(samples, recipe, place, with_reference=True)
     if obstacle is not None:
