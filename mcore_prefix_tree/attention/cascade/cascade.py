@@ -57,8 +57,9 @@ def choose_kernel(case: Case) -> VarlenKernel | None:
 
 def refusal(case: Case) -> str | None:
     """Windows, and what no varlen kernel of the device supports."""
-    if case.options.window is not None or choose_kernel(case) is not None:
-        return _window_refusal(case)
+    window = _window_refusal(case)
+    if window is not None or choose_kernel(case) is not None:
+        return window
     *others, always_there = kernels_of(case.device)
     reasons = [f"{kernel.name}: {kernel.refusal(case)}" for kernel in others]
     return f"{always_there.refusal(case)} with the varlen kernel of {always_there.name} ({'; '.join(reasons)})"

@@ -45,9 +45,10 @@ def dry_run(args: argparse.Namespace) -> str:
     check_steps(order, size, folding, consumed=0, end=end)
     if args.prefix_tree_valid_data_path and args.eval_iters:
         validation, evaluated = validation_order(args), evaluation_size(args)
+        interval = args.eval_interval or end
         # Since core_v0.19 the first ones may be left out.
-        left_out = (getattr(args, "start_eval_at_iter", None) or 0) // (args.eval_interval or end)
-        evaluations = 1 + end // args.global_batch_size // (args.eval_interval or end) - left_out
+        left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
+        evaluations = 1 + end // args.global_batch_size // interval - left_out
         check_steps(validation, evaluated, folding, consumed=0, end=evaluations * args.eval_iters * evaluated.samples)
     samples = order.take(0, size.samples)
     plan = plan_exactly(samples, size, folding)
