@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.upload import upload
 
 Int32Array = npt.NDArray[np.int32]
 T = TypeVar("T")
@@ -76,8 +77,8 @@ class TreeMetadata:
             node_parent=layout.node_parent,
             node_depth=layout.node_depth,
             padded_size=layout.padded_size,
-            tree_position_ids=torch.from_numpy(layout.position_ids).to(device),
-            subtree_end=torch.from_numpy(layout.subtree_end).to(device),
+            tree_position_ids=upload(layout.position_ids, device),
+            subtree_end=upload(layout.subtree_end, device),
             host_position_ids=layout.position_ids,
             host_subtree_end=layout.subtree_end,
             max_path_len=layout.max_path_len,
@@ -121,8 +122,8 @@ class TreeMetadata:
             node_parent=parent.astype(np.int32),
             node_depth=depth.astype(np.int32),
             padded_size=size,
-            tree_position_ids=torch.from_numpy(position_ids).to(device),
-            subtree_end=torch.from_numpy(token_end).to(device),
+            tree_position_ids=upload(position_ids, device),
+            subtree_end=upload(token_end, device),
             host_position_ids=position_ids,
             host_subtree_end=token_end,
             max_path_len=int(position_ids.max()) + 1,
@@ -152,8 +153,8 @@ class TreeMetadata:
             node_parent=self.node_parent,
             node_depth=self.node_depth,
             padded_size=self.padded_size,
-            tree_position_ids=self.tree_position_ids.to(device, non_blocking=True),
-            subtree_end=self.subtree_end.to(device, non_blocking=True),
+            tree_position_ids=upload(self.host_position_ids, device),
+            subtree_end=upload(self.host_subtree_end, device),
             host_position_ids=self.host_position_ids,
             host_subtree_end=self.host_subtree_end,
             max_path_len=self.max_path_len,

@@ -20,7 +20,6 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mcore_prefix_tree.metadata import TreeMetadata
 
@@ -103,12 +102,6 @@ def visible_pairs(metadata: TreeMetadata, *, window: int | None = None) -> int:
     """How many keys all queries see together, padding (one each) included: a query sees its path, or a window of it."""
     seen = metadata.host_position_ids.astype(np.int64) + 1
     return int((seen if window is None else np.minimum(seen, window)).sum())
-
-
-def upload(array: Int32Array, device: torch.device) -> torch.Tensor:
-    """A host array on the device, without waiting for the work that the device still has to do."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _build(metadata: TreeMetadata, query_block: int, key_block: int, window: int | None) -> BlockPlan:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mcore_prefix_tree.attention.blocks import BlockPlan, Tiles, block_plan, upload
+from mcore_prefix_tree.attention.blocks import BlockPlan, Tiles, block_plan
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.upload import upload
 
 HOPPER, BLACKWELL = 9, 10
 

@@ -14,12 +14,12 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
-from mcore_prefix_tree.attention.blocks import upload
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.padding import apart_from_padding
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.attention.spans import cut_into_spans
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.upload import upload
 
 # Values of attn_type_map, from flex_flash_attn_func's documentation.
 FULL, CAUSAL = 0, 1

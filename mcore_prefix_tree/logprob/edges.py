@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob.rows import EdgeGrads, RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
+from mcore_prefix_tree.upload import upload
 
 # Rows of logits in fp32 at a time: bounds the temporary memory at ROWS * Vl.
 ROWS = 256
@@ -86,14 +87,14 @@ class Edges:
         # The samples through a token end in its subtree, which is an interval.
         settled_by = np.searchsorted(row, layout.subtree_end[row]) - 1
         return cls(
-            predictor=torch.from_numpy(predictor).to(device),
-            token=torch.from_numpy(token).to(device),
-            token_id=torch.from_numpy(layout.input_ids[token]).to(device).long(),
-            row=torch.from_numpy(row).to(device),
-            row_of_edge=torch.from_numpy(row_of_edge).to(device),
+            predictor=upload(predictor, device),
+            token=upload(token, device),
+            token_id=upload(layout.input_ids[token], device).long(),
+            row=upload(row, device),
+            row_of_edge=upload(row_of_edge, device),
             host_row=row,
             first_edge=np.append(first, len(token)),
-            settled_by=torch.from_numpy(settled_by).to(device),
+            settled_by=upload(settled_by, device),
             host_settled_by=settled_by,
             padded_size=layout.padded_size,
         )
@@ -120,11 +121,11 @@ class Edges:
         k = token_ids.shape[1]
         row, first, row_of_question = np.unique(predictor, return_index=True, return_inverse=True)
         return cls(
-            predictor=torch.from_numpy(np.repeat(predictor, k)).to(device),
+            predictor=upload(np.repeat(predictor, k), device),
             token=None,
-            token_id=torch.from_numpy(token_ids.astype(np.int64).ravel()).to(device),
-            row=torch.from_numpy(row).to(device),
-            row_of_edge=torch.from_numpy(np.repeat(row_of_question, k)).to(device),
+            token_id=upload(token_ids.astype(np.int64).ravel(), device),
+            row=upload(row, device),
+            row_of_edge=upload(np.repeat(row_of_question, k), device),
             host_row=row,
             first_edge=np.append(first, len(predictor)) * k,
             settled_by=torch.arange(len(row), device=device),
@@ -144,7 +145,7 @@ class Edges:
         np.maximum.at(last, term, row)
         settled_by = np.arange(len(self.host_row))
         np.maximum.at(settled_by, row, last[term])
-        on_device = torch.from_numpy(settled_by).to(self.settled_by.device)
+        on_device = upload(settled_by, self.settled_by.device)
         return replace(self, settled_by=on_device, host_settled_by=settled_by)
 
     def some_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.upload import upload
 
 
 def restore(values: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
@@ -17,6 +18,6 @@ def restore(values: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
     Returns:
         One ``[n, ...]`` tensor per sample, in the caller's order of samples.
     """
-    index = torch.from_numpy(layout.sample_map).to(values.device)
+    index = upload(layout.sample_map, values.device)
     lengths = (layout.cu_sample_lens[1:] - layout.cu_sample_lens[:-1]).tolist()
     return list(values.index_select(0, index).split(lengths))

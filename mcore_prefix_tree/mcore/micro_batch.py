@@ -14,6 +14,7 @@ from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.objectives import Rows, TeacherRows
+from mcore_prefix_tree.upload import upload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,11 +85,11 @@ class MicroBatch:
         metadata = TreeMetadata.from_layout(layout, device=device)
         return cls(
             layout=layout,
-            input_ids=torch.from_numpy(layout.input_ids).to(device).long().unsqueeze(0),
+            input_ids=upload(layout.input_ids, device).long().unsqueeze(0),
             position_ids=metadata.tree_position_ids.long().unsqueeze(0),
-            loss_weight=torch.from_numpy(layout.loss_weight).to(device),
+            loss_weight=upload(layout.loss_weight, device),
             edges=Edges.from_layout(layout, needed=needed, device=device),
-            temperature=None if layout.temperature is None else torch.from_numpy(layout.temperature).to(device),
+            temperature=None if layout.temperature is None else upload(layout.temperature, device),
             packed_seq_params=TreePackedSeqParams.from_metadata(
                 metadata, attention_backend=attention_backend, deterministic_attention=deterministic_attention
             ),

@@ -42,6 +42,7 @@ from mcore_prefix_tree.objectives.rows import Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
+from mcore_prefix_tree.upload import upload
 
 
 @plain_dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,11 +124,11 @@ class Distillation:
         predictor, token_ids, logprobs = of_token[first], token_ids[first], logprobs[first]
         weight = np.bincount(inverse, weights=targets.weight[entries], minlength=len(predictor))
         return TeacherRows(
-            predictor=torch.from_numpy(predictor).to(device),
-            weight=torch.from_numpy(weight).to(device),
-            multiplicity=torch.from_numpy(np.bincount(inverse, minlength=len(predictor)).astype(np.float64)).to(device),
-            first_sample=torch.from_numpy(local[first]).to(device),
-            logprobs=torch.from_numpy(logprobs).to(device),
+            predictor=upload(predictor, device),
+            weight=upload(weight, device),
+            multiplicity=upload(np.bincount(inverse, minlength=len(predictor)).astype(np.float64), device),
+            first_sample=upload(local[first], device),
+            logprobs=upload(logprobs, device),
             edges=Edges.of_candidates(predictor, token_ids, padded_size=layout.padded_size, device=device),
             count=int(targets.count[np.asarray(indices, dtype=np.int64)].sum()),
         )

@@ -18,6 +18,7 @@ import torch
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
+from mcore_prefix_tree.upload import upload
 
 FloatColumn = npt.NDArray[np.floating]
 
@@ -109,7 +110,7 @@ class Targets:
         chosen = np.asarray(indices, dtype=np.int64)
 
         def on_device(array: npt.NDArray[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            return upload(array, device)
 
         return Rows(
             token=on_device(token),

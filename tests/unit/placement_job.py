@@ -1,9 +1,9 @@
 """Fold, run forward, loss and backward where tensors are on a device without being there: torch's fake tensors.
 
 They have shapes, dtypes and a device, and refuse what a GPU would refuse or wait for: an operation on tensors of two
-devices, and any number that the host reads back. A CPU build of torch cannot give a fake tensor the device ``cuda``;
-PyTorch's device for Python back-ends stands in for it. Kernels do not run: operators of our own answer with their fake
-implementation.
+devices, any number that the host reads back, and, since :class:`Fake` looks for them, copies between host and device
+that wait. A CPU build of torch cannot give a fake tensor the device ``cuda``; PyTorch's device for Python back-ends
+stands in for it. Kernels do not run: operators of our own answer with their fake implementation.
 
 Prints one JSON object: for each case "" or what was refused. A process of its own, because such a device is set up once
 for a whole process and ends it with an abort.
@@ -56,6 +56,27 @@ class Fake(FakeTensorMode):
     def may_turn_const(self, t: torch.Tensor) -> bool:
         return False
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        source, target, non_blocking = None, None, False
+        if func is torch.ops.aten._to_copy.default:
+            source, target = args[0], kwargs.get("device")
+            non_blocking = kwargs.get("non_blocking", False)
+        elif func is torch.ops.aten.copy_.default:
+            target, source = args[0].device, args[1]
+            non_blocking = args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)
+        if source is not None and target is not None and source.device.type != torch.device(target).type:
+            assert source.device.type == "cpu", "a copy to the host, which waits for the device"
+            assert non_blocking, "a blocking copy to the device"
+            assert getattr(source, "in_pinned_memory", False), "a copy from pageable memory, which waits for the device"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """``Tensor.pin_memory``, which wants a GPU."""
+    pinned = tensor.clone()
+    pinned.in_pinned_memory = True
+    return pinned
+
 
 def tensor_on_device(data: Any, *, device: Any = None, _tensor: Any = torch.tensor, **options: Any) -> torch.Tensor:
     """``torch.tensor``, which may not copy Python's numbers to the device: it would wait for the copy."""
@@ -105,6 +126,7 @@ def forward_backward(
     with (
         mock.patch.object(torch, "tensor", tensor_on_device),
         mock.patch.object(torch, "as_tensor", as_tensor_on_device),
+        mock.patch.object(torch.Tensor, "pin_memory", pin_memory),
         mock.patch.object(chunks, "_GPU", (1, 12)),  # several, and rows that wait for a later one
         Fake(allow_non_fake_inputs=True),
     ):
@@ -190,6 +212,9 @@ def main() -> None:
             here, there = torch.ones(2), torch.ones(2, device=DEVICE)
             outcomes["two devices"] = outcome(lambda: here + there)
             outcomes["read back"] = outcome(there.sum().item)
+            outcomes["copied back"] = outcome(there.cpu)
+            outcomes["blocking copy"] = outcome(lambda: here.to(DEVICE))
+            outcomes["pageable copy"] = outcome(lambda: torch.from_numpy(np.ones(2)).to(DEVICE, non_blocking=True))
     print(json.dumps(outcomes))
     sys.stdout.flush()
     os._exit(0)

@@ -44,3 +44,6 @@ def test_attention_and_the_head_stay_on_the_device(outcomes: dict[str, str], bac
 def test_it_would_be_noticed(outcomes: dict[str, str]) -> None:
     assert "found at least two devices" in outcomes["two devices"]
     assert outcomes["read back"].startswith("DataDependentOutputException")
+    assert "a copy to the host" in outcomes["copied back"]
+    assert "a blocking copy" in outcomes["blocking copy"]
+    assert "pageable memory" in outcomes["pageable copy"]

@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from mcore_prefix_tree.attention.blocks import upload
 from mcore_prefix_tree.attention.spans import Int64Array, cut_into_spans
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.upload import upload
 
 Rows = slice | torch.Tensor
 

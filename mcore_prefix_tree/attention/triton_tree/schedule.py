@@ -12,9 +12,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mcore_prefix_tree.attention.blocks import BlockPlan, Tiles, block_plan, upload
+from mcore_prefix_tree.attention.blocks import BlockPlan, Tiles, block_plan
 from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.upload import upload
 
 # All block sizes divide this, so that per-token arrays rounded up to it need no bounds checks.
 ROUND = 128

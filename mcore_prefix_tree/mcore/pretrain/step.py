@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import StragglerDetector
@@ -13,6 +14,7 @@ from megatron.training import get_args, get_timers
 
 from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_sft_loss
 from mcore_prefix_tree.mcore.pretrain.steps import StepMicroBatch, StepStats, forget_plans
+from mcore_prefix_tree.upload import upload
 
 LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -50,7 +52,7 @@ def _loss(micro_batch: StepMicroBatch, output: torch.Tensor) -> LossOutput:
     report = {"lm loss": torch.stack([loss.detach().float(), num_tokens.float()])}
     if micro_batch.stats is not None:
         figures = log_figures(micro_batch, micro_batch.stats)
-        pairs = torch.tensor(list(figures.values()), dtype=torch.float32).to(output.device, non_blocking=True)
+        pairs = upload(np.array(list(figures.values()), dtype=np.float32), output.device)
         report |= dict(zip(figures, pairs.unbind(), strict=True))
     return loss, num_tokens, report
 

@@ -17,6 +17,7 @@ from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.upload import upload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,10 +50,10 @@ class StockBatch:
         if sample is not None:
             tokens[:length], mask[:length] = sample.tokens, sample.loss_mask
         return cls(
-            input_ids=torch.from_numpy(tokens[:-1]).to(device).unsqueeze(0),
+            input_ids=upload(tokens[:-1], device).unsqueeze(0),
             position_ids=torch.arange(size, device=device).unsqueeze(0),
-            labels=torch.from_numpy(tokens[1:].copy()).to(device).unsqueeze(0),
-            loss_mask=torch.from_numpy(mask[1:].copy()).to(device),
+            labels=upload(tokens[1:], device).unsqueeze(0),
+            loss_mask=upload(mask[1:], device),
             length=length,
             temperature=1.0 if sample is None else sample.temperature,
         )
