@@ -182,7 +182,6 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("perform_rl_step", "--perform-rl-step: it brings its own data and objective"),
     ("use_torch_fsdp2", "--use-torch-fsdp2: not proven equal yet; use --use-distributed-optimizer"),
     ("use_megatron_fsdp", "--use-megatron-fsdp: not proven equal yet; use --use-distributed-optimizer"),
-    ("tp_comm_overlap", "--tp-comm-overlap: its buffers have one sequence length, micro-batches do not"),
     ("experimental_attention_variant", "--experimental-attention-variant: only self-attention knows the tree"),
     ("check_for_spiky_loss", "--check-for-spiky-loss: it compares sums, and micro-batches differ in tokens"),
     (

@@ -75,6 +75,11 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "set cuda_graph_impl='none'",
         ),
         (
+            config.tp_comm_overlap,
+            "tp_comm_overlap=True: its buffers have one sequence length, micro-batches do not; set "
+            "tp_comm_overlap=False",
+        ),
+        (
             config.overlap_moe_expert_parallel_comm,
             "overlap_moe_expert_parallel_comm=True: its schedule plan does not go through the layer's forward; turn it "
             "off",

@@ -49,7 +49,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.transformer.mtp_num_layers=1", "does not support mtp_num_layers=1"),
         ("model.transformer.expert_model_parallel_size=2", "a recipe knows no layout of experts by themselves"),
         ("model.transformer.expert_tensor_parallel_size=1", "a recipe knows no layout of experts by themselves"),
-        ("model.transformer.tp_comm_overlap=true", "model.transformer.tp_comm_overlap: its buffers have one sequence"),
+        ("model.transformer.tp_comm_overlap=true", "does not support tp_comm_overlap=True: its buffers have one"),
         ("model.transformer.window_size=[16,0]", "finds none that supports this run (path: window=17 "),
         (
             "attention_backend=path model.transformer.window_size=[16,0]",

@@ -68,6 +68,7 @@ SETTINGS = [
     {"fp8": "hybrid"},
     {"fp4": "e2m1"},
     {"cuda_graph_impl": "local"},
+    {"tp_comm_overlap": True},
     {"overlap_moe_expert_parallel_comm": True},
 ]
 MOE_SETTINGS = [

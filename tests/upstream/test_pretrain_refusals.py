@@ -41,6 +41,7 @@ SPINE = [
     ("--fp8-format hybrid", "fp8 or fp4"),
     ("--fp4-format e2m1", "fp8 or fp4"),
     ("--cuda-graph-impl local", "cuda_graph_impl='local'"),
+    ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "tp_comm_overlap=True"),
     (f"{MOE} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm"),
     (f"{MOE} --moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type='sinkhorn'"),
     (f"{MOE} --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff=[0.1]"),

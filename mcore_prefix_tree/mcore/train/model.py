@@ -22,15 +22,8 @@ from mcore_prefix_tree.testing.specs import cpu_spec
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-_EXPERTS_APART = (
-    "a recipe knows no layout of experts by themselves; python -m mcore_prefix_tree.pretrain_gpt trains Megatron-LM's"
-)
-# Keys of TransformerConfig, what they are where nothing is asked for, and why something else is refused.
-_NOT_IN_RECIPES: tuple[tuple[str, Any, str], ...] = (
-    ("expert_model_parallel_size", 1, _EXPERTS_APART),
-    ("expert_tensor_parallel_size", None, _EXPERTS_APART),
-    ("tp_comm_overlap", False, "its buffers have one sequence length, micro-batches do not"),
-)
+# The layout of experts by themselves, and what its keys are where none is asked for.
+_LAYOUT_OF_EXPERTS: dict[str, int | None] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
 
 
 def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
@@ -89,9 +82,12 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
     }
     if latent is not None:
         fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
-    for key, neutral, reason in _NOT_IN_RECIPES:
+    for key, neutral in _LAYOUT_OF_EXPERTS.items():
         if model.transformer.get(key, neutral) not in (neutral, None):
-            raise RecipeError(f"model.transformer.{key}: {reason}; leave it out")
+            raise RecipeError(
+                f"model.transformer.{key}: a recipe knows no layout of experts by themselves; leave it out, or train "
+                "Megatron-LM's with python -m mcore_prefix_tree.pretrain_gpt"
+            )
     taken = sorted(set(model.transformer) & set(fixed))
     if taken:
         raise RecipeError(
