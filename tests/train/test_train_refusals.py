@@ -164,6 +164,13 @@ def test_what_only_training_refuses(job: Path, overrides: str, says: str) -> Non
     assert command("verify", job, *overrides.split()).exit_code == 0
 
 
+def test_an_optimizer_without_float64(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE", True)
+    result = command("train", job, "model.dtype=float64", "optimizer.clip_grad=0")
+    assert result.exit_code == 2
+    assert "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex where" in result.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there(job: Path) -> None:
     result = command("train", job, "device=cuda")

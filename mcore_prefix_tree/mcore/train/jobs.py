@@ -362,6 +362,11 @@ def _check_trainable(recipe: Recipe) -> None:
             raise RecipeError(
                 "optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off"
             )
+        if _fused_adam():
+            raise RecipeError(
+                "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex where it is installed, "
+                "which has no float64; set model.dtype=float32, or device=cpu"
+            )
     if recipe.optimizer.use_distributed_optimizer and recipe.checkpoint.save is not None and not _fused_adam():
         raise RecipeError(
             "optimizer.use_distributed_optimizer: without the FusedAdam of TransformerEngine or Apex, Megatron cannot "
