@@ -14,7 +14,7 @@ import numpy as np
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens, rollout_keys
 from mcore_prefix_tree.signals import SampleError
 
-Baseline = Literal["none", "group_mean", "group_mean_std", "leave_one_out"]
+Baseline = Literal["none", "group_mean", "group_mean_std", "group_mean_batch_std", "leave_one_out"]
 Alone = Literal["error", "zero"]
 
 
@@ -107,6 +107,8 @@ def baseline_advantages(
     - ``group_mean``: r - mean(group), as in Dr. GRPO (Liu et al., 2025, arXiv:2503.20783);
     - ``group_mean_std``: (r - mean(group)) / (std(group) + eps), as in GRPO (Shao et al., 2024, arXiv:2402.03300,
       section 4.1.2), with the unbiased std;
+    - ``group_mean_batch_std``: (r - mean(group)) / (std(step) + eps), with that of all rewards of the step (Liu et al.,
+      2025, arXiv:2508.08221);
     - ``leave_one_out``: r - mean(group without this rollout), as in RLOO (Ahmadian et al., 2024, arXiv:2402.14740).
 
     With one reward per turn, the same is done with all rewards of the group, and a token has the sum of what its own
@@ -173,6 +175,8 @@ def _within_groups(rewards: Rewards, value: Float64Array, baseline: Baseline, ep
     if baseline == "group_mean_std":
         variance = np.bincount(group, weights=np.square(centred), minlength=groups) / np.maximum(number - 1, 1)
         centred /= (np.sqrt(variance) + eps)[group]
+    if baseline == "group_mean_batch_std" and len(value) > 1:
+        centred /= value.std(ddof=1) + eps
     return centred
 
 

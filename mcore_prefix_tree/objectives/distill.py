@@ -40,6 +40,7 @@ from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, m
 from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.rows import Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
+from mcore_prefix_tree.objectives.settings import refuse_unused
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
 from mcore_prefix_tree.upload import upload
@@ -85,6 +86,10 @@ class Distillation:
     teacher: Literal["top_k", "full"] = "top_k"
     normalise: By = "token"
     terms: ClassVar[Terms] = "row"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that others leave without effect."""
+        refuse_unused(self, [("jsd_beta", self.divergence == "jsd", "divergence=jsd")])
 
     @property
     def reads(self) -> str:

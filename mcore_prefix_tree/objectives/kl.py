@@ -10,6 +10,11 @@ What estimates the value well need not have the right gradient. Differentiated a
 k2's is that of KL(pi || ref), and k3's only to first order (Liu et al., "Rethinking KL Regularization in RLHF", 2025).
 Times the importance ratio pi / old, differentiated too, k1 and k3 have the right one, also where the tokens were drawn
 from an older policy (DeepSeek-V3.2, 2025, section 3.1).
+
+Taken off the rewards, an estimator k is not differentiated: its expected gradient is that of E_pi[k], less
+E_pi[grad k]. For k1 that is the gradient of KL(pi || ref). For k3 it is that of KL(pi || ref) - KL(ref || pi), which
+vanishes to first order where the two are close and may point away from the reference; so may k2's. They are there to
+compare with.
 """
 
 from __future__ import annotations
@@ -28,7 +33,10 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def kl_estimate(logprob: torch.Tensor, ref_logprob: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
-    """Elementwise, in nats; differentiable in ``logprob``. k3 is constant once d is below -LOG_RATIO_LIMIT."""
+    """Elementwise, in nats; differentiable in ``logprob``. k3 is constant once d is below -LOG_RATIO_LIMIT.
+
+    (TRL has no such bound, verl cuts the estimate itself at 10.)
+    """
     difference = logprob - ref_logprob
     if estimator == "k1":
         return difference

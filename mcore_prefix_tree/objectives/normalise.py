@@ -39,13 +39,13 @@ def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> N
 
     Args:
         scored: of the step.
-        by: ``token``: the mean over all tokens (DAPO; verl's ``token-mean``). ``sample``: the mean over samples of the
-            mean over each one's tokens (GRPO; ``seq-mean-token-mean``). ``rollout``: the mean over rollouts of the mean
-            over all tokens of each, the same whether its turns are one sample or many; a sample without ``rollout`` is
-            one by itself. ``group``: the mean over groups of the mean over all tokens of each. ``sample_sum``: the mean
+        by: ``token``: the mean over all tokens (verl's ``token-mean``). ``sample``: the mean over samples of the mean
+            over each one's tokens (GRPO; ``seq-mean-token-mean``). ``rollout``: the mean over rollouts of the mean over
+            all tokens of each, the same whether its turns are one sample or many; a sample without ``rollout`` is one
+            by itself. ``group``: the mean over groups of the mean over all tokens of each. ``sample_sum``: the mean
             over samples of the sum over each one's tokens (``seq-mean-token-sum``), divided by ``length`` if that is
-            given (Dr. GRPO; ``seq-mean-token-sum-norm``). Samples, rollouts and groups without a scored token do not
-            count.
+            given (Dr. GRPO, TRL's ``dr_grpo``; verl's ``seq-mean-token-sum-norm`` divides by its length and not by the
+            number of samples). Samples, rollouts and groups without a scored token do not count.
         length: the constant of ``sample_sum``, usually the longest completion allowed; 1 by default.
 
     Raises:

@@ -12,11 +12,10 @@ Per scored token, with the advantage A, the ratio r = pi / old, and ``sg`` for "
 
     ratio_level=sequence: r of a token is sg(exp(mean over the sample of log pi - log old)) * pi / sg(pi): GSPO's
     sequence ratio (Zheng et al., 2025, arXiv:2507.18071, eq. 5-7), as its authors write it for advantages per token
-    (GSPO-token); for one advantage per sample the two have the same value and gradient.
+    (GSPO-token); for one advantage per sample the two have the same value and gradient. The mean is weighed by the loss
+    mask.
 
-    tis = min(old / rollout, tis_cap), of a token or (the product over the sample's tokens) of a sequence, for tokens
-    sampled by an engine that is not quite the old policy (Yao et al., "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training", 2025).
+``tis`` is a weight for tokens that an engine sampled; see :mod:`mcore_prefix_tree.objectives.mismatch`.
 
 Legend: P padded tokens, K scored tokens, S samples.
 """
@@ -35,13 +34,14 @@ from mcore_prefix_tree.objectives.advantages import Alone, Rewards, baseline_adv
 from mcore_prefix_tree.objectives.gae import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, KLPenalty, kl_estimate
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.mismatch import Level, Mode, importance_weight, is_far_off_policy
 from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens, rollout_keys
+from mcore_prefix_tree.objectives.settings import refuse_unused
 from mcore_prefix_tree.sample import Sample
 
-Level = Literal["token", "sequence"]
-Advantage = Literal["given", "reward", "group_mean", "group_mean_std", "leave_one_out", "gae"]
+Advantage = Literal["given", "reward", "group_mean", "group_mean_std", "group_mean_batch_std", "leave_one_out", "gae"]
 
 
 def log_ratio(logprob: torch.Tensor, old: torch.Tensor, rows: Rows, level: Level) -> torch.Tensor:
@@ -66,15 +66,6 @@ def clipped_surrogate(
     return loss, active
 
 
-def truncated_weight(old: torch.Tensor, rollout: torch.Tensor, rows: Rows, config: PolicyGradient) -> torch.Tensor:
-    """``[K]``: min(old / rollout, tis_cap), without a gradient."""
-    assert config.tis_cap is not None
-    difference = (old - rollout).detach()
-    if config.tis_level == "sequence":
-        difference = rows.sum_per_sample(difference)[rows.sample]
-    return difference.clamp(max=LOG_RATIO_LIMIT).exp().clamp(max=config.tis_cap)
-
-
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class PolicyGradient:
     """Policy gradient on the log-probabilities of sampled tokens; see the formulas above.
@@ -96,10 +87,14 @@ class PolicyGradient:
         dual_clip: greater than 1; None has none.
         on_policy: the tokens were sampled from the very weights that this step starts from, and they are used once: the
             current log-probabilities stand for the old ones, and samples need none.
-        tis_cap: of truncated importance weights; None has none.
+        tis_cap: the most that an importance weight may be; None has no such weights.
+        tis_floor: the least.
         tis_level: of a token or of its whole sequence.
+        tis_mode: what becomes of a weight out of bounds.
+        off_policy_mask: threshold of off-policy sequence masking; None has none. It reads ``rollout_logprobs``; where
+            no engine gave any, write ``old_logprobs`` there.
         kl_coef: of the divergence from the reference policy.
-        kl_estimator: see :mod:`mcore_prefix_tree.objectives.kl`.
+        kl_estimator: see :mod:`mcore_prefix_tree.objectives.kl`; None is ``k3`` in the loss and ``k1`` in the reward.
         kl_in: ``loss`` differentiates it; ``reward`` takes it, between the old and the reference policy, off the
             rewards.
         kl_importance: multiply the estimator in the loss by the token's ratio, differentiated too.
@@ -121,9 +116,12 @@ class PolicyGradient:
     dual_clip: float | None = Field(default=None, gt=1)
     on_policy: bool = False
     tis_cap: PositiveFloat | None = None
+    tis_floor: NonNegativeFloat = 0.0
     tis_level: Level = "token"
+    tis_mode: Mode = "truncate"
+    off_policy_mask: PositiveFloat | None = None
     kl_coef: NonNegativeFloat = 0.0
-    kl_estimator: KLEstimator = "k3"
+    kl_estimator: KLEstimator | None = None
     kl_in: Literal["loss", "reward"] = "loss"
     kl_importance: bool = False
     entropy_coef: float = 0.0
@@ -132,7 +130,30 @@ class PolicyGradient:
     reads: ClassVar[str] = "logprobs"
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other."""
+        """Refuse settings that contradict each other, or that others leave without effect."""
+        of_group = self.advantage in ("group_mean", "group_mean_std", "group_mean_batch_std", "leave_one_out")
+        divides = self.whiten or self.advantage in ("group_mean_std", "group_mean_batch_std")
+        has_ratio = self.surrogate != "reinforce"
+        refuse_unused(
+            self,
+            [
+                ("advantage_eps", divides, "whiten=true or an advantage that divides by a deviation"),
+                ("alone", of_group, "an advantage that compares the rollouts of a group"),
+                ("gamma", self.advantage == "gae", "advantage=gae"),
+                ("lam", self.advantage == "gae", "advantage=gae"),
+                ("ratio_level", has_ratio, "surrogate=clip or surrogate=cispo"),
+                ("clip_eps_low", has_ratio, "surrogate=clip or surrogate=cispo"),
+                ("clip_eps_high", has_ratio, "surrogate=clip or surrogate=cispo"),
+                ("dual_clip", self.surrogate == "clip", "surrogate=clip"),
+                ("tis_floor", self.tis_cap is not None, "tis_cap"),
+                ("tis_level", self.tis_cap is not None, "tis_cap"),
+                ("tis_mode", self.tis_cap is not None, "tis_cap"),
+                ("kl_importance", self.kl_in == "loss", "kl_in=loss"),
+                ("normalise_length", self.normalise == "sample_sum", "normalise=sample_sum"),
+            ],
+        )
+        if self.tis_cap is not None and self.tis_floor > self.tis_cap:
+            raise ValueError(f"tis_floor={self.tis_floor} is above tis_cap={self.tis_cap}")
         if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1" and not self.kl_importance:
             raise ValueError(
                 "kl_estimator=k1 has no expected gradient in the loss; set kl_estimator=k2, kl_importance=true or "
@@ -140,14 +161,19 @@ class PolicyGradient:
             )
         if self.kl_coef and self.kl_in == "reward" and self.advantage == "given":
             raise ValueError("kl_in=reward changes rewards, but advantage=given does not read them; set kl_in=loss")
-        if self.normalise_length is not None and self.normalise != "sample_sum":
-            raise ValueError("normalise_length goes with normalise=sample_sum")
+
+    @property
+    def estimator(self) -> KLEstimator:
+        """Of the divergence, where it is."""
+        return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
 
     @property
     def terms(self) -> Terms:
         """What each term of the loss reads."""
-        of_sequence = self.ratio_level == "sequence" or (
-            self.on_policy and self.tis_cap is not None and self.tis_level == "sequence"
+        of_sequence = (
+            self.ratio_level == "sequence"
+            or self.off_policy_mask is not None
+            or (self.on_policy and self.tis_level == "sequence")
         )
         return "sample" if of_sequence else "row"
 
@@ -165,7 +191,7 @@ class PolicyGradient:
         columns = {name: scored.column(name, setting) for name, setting in self._needed().items()}
         kl = None
         if self.kl_coef and self.kl_in == "reward":
-            kl = KLPenalty.of(scored, self.kl_coef, self.kl_estimator, "kl_in=reward")
+            kl = KLPenalty.of(scored, self.kl_coef, self.estimator, "kl_in=reward")
         advantage = self._advantages(scored, kl)
         metrics = {} if kl is None else kl.metrics
         metrics |= {
@@ -197,8 +223,9 @@ class PolicyGradient:
             needed["old_logprobs"] = "this objective without on_policy=true"
         if self.kl_coef and self.kl_in == "loss":
             needed["ref_logprobs"] = f"kl_coef={self.kl_coef}"
-        if self.tis_cap is not None:
-            needed["rollout_logprobs"] = f"tis_cap={self.tis_cap}"
+        for name in ("tis_cap", "off_policy_mask"):
+            if getattr(self, name) is not None:
+                needed.setdefault("rollout_logprobs", f"{name}={getattr(self, name)}")
         return needed
 
     def _advantages(self, scored: ScoredTokens, kl: KLPenalty | None) -> Float64Array:
@@ -238,11 +265,25 @@ class PolicyGradient:
         per_token, ratio_metrics = self._surrogate(scored, old, column["advantage"], rows)
         metrics |= ratio_metrics
         if self.tis_cap is not None:
-            weight = truncated_weight(old, column["rollout_logprobs"], rows, self)
+            weight, outside = importance_weight(
+                old,
+                column["rollout_logprobs"],
+                rows,
+                level=self.tis_level,
+                mode=self.tis_mode,
+                floor=self.tis_floor,
+                cap=self.tis_cap,
+            )
             per_token = per_token * weight
-            metrics |= {"tis_weight": mean_of(weight), "tis_capped": mean_of(weight >= self.tis_cap)}
+            metrics |= {"tis_weight": mean_of(weight), "tis_outside": mean_of(outside)}
+        if self.off_policy_mask is not None:
+            is_far = is_far_off_policy(
+                scored, column["rollout_logprobs"], column["advantage"], rows, self.off_policy_mask
+            )
+            per_token = per_token.masked_fill(is_far, 0.0)
+            metrics["off_policy_masked"] = mean_of(is_far)
         if "ref_logprobs" in column:
-            divergence = kl_estimate(scored, column["ref_logprobs"], self.kl_estimator)
+            divergence = kl_estimate(scored, column["ref_logprobs"], self.estimator)
             if self.kl_importance:
                 divergence = divergence * log_ratio(scored, old, rows, "token").exp()
             per_token = per_token + self.kl_coef * divergence
@@ -289,6 +330,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "gae", "whiten": True, "normalise": "token"},
     "grpo": {"advantage": "group_mean_std", "normalise": "sample"},
     "dr_grpo": {"advantage": "group_mean", "normalise": "sample_sum"},
+    # Yu et al., 2025, arXiv:2503.14476; the mean over all tokens of the step is that of verl and TRL, the paper's is
+    # over each group's (normalise=group).
     "dapo": {"advantage": "group_mean_std", "clip_eps_high": 0.28, "normalise": "token"},
     "gspo": {
         "advantage": "group_mean_std",
@@ -301,7 +344,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "group_mean_std",
         "surrogate": "cispo",
         "clip_eps_low": 1.0,  # no lower bound, as in the paper
-        "clip_eps_high": 4.0,  # a weight of at most 5, as in ScaleRL (Khatri et al., 2025)
+        "clip_eps_high": 4.0,  # a weight of at most 5, as in ScaleRL (Khatri et al., 2025, arXiv:2510.13786)
         "normalise": "token",
     },
 }

@@ -33,6 +33,7 @@ from mcore_prefix_tree.objectives.divergence import log1mexp
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
+from mcore_prefix_tree.objectives.settings import refuse_unused
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
 
@@ -110,11 +111,11 @@ class Preference:
     terms: ClassVar[Terms] = "pair"
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other."""
+        """Refuse settings that contradict each other, or that others leave without effect."""
         if self.link == "odds_ratio" and (self.reference or not self.average):
             raise ValueError("link=odds_ratio takes probabilities: set reference=false and average=true")
-        if self.link != "sigmoid" and (self.gamma or self.label_smoothing):
-            raise ValueError("gamma and label_smoothing go with link=sigmoid")
+        is_sigmoid = self.link == "sigmoid"
+        refuse_unused(self, [("gamma", is_sigmoid, "link=sigmoid"), ("label_smoothing", is_sigmoid, "link=sigmoid")])
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Pairs and columns of a step, on the host; raises SampleError as :func:`pairs_of` does."""

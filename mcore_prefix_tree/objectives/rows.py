@@ -64,8 +64,10 @@ class Rows:
         return values.new_zeros(self.num_samples).index_add(0, self.sample, values)
 
     def mean_per_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """``[K]`` to ``[S]``; 0 for a sample without scored tokens."""
-        return self.sum_per_sample(values) / self.lens.clamp(min=1).to(values.dtype)
+        """``[K]`` to ``[S]``, each token weighed by its loss mask; 0 for a sample without scored tokens."""
+        weight = self.weight.to(values.dtype)  # within a sample every normaliser keeps the masks' proportions
+        total = self.sum_per_sample(weight)
+        return self.sum_per_sample(weight * values) / total.masked_fill(total == 0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

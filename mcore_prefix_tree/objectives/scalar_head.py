@@ -21,6 +21,7 @@ from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.preference import pairs_of, reward_means
 from mcore_prefix_tree.objectives.rows import Rows, Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
+from mcore_prefix_tree.objectives.settings import refuse_unused
 from mcore_prefix_tree.sample import Sample
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -53,14 +54,15 @@ class Critic:
     gamma: float = Field(default=1.0, ge=0, le=1)
     lam: float = Field(default=1.0, ge=0, le=1)
     kl_coef: NonNegativeFloat = 0.0
-    kl_estimator: KLEstimator = "k3"
+    kl_estimator: KLEstimator = "k1"
     normalise: By = "token"
     reads: ClassVar[str] = "values"
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other."""
-        if self.kl_coef and self.returns == "given":
-            raise ValueError("kl_coef changes rewards, but returns=given does not read them; set returns=gae")
+        """Refuse settings that others leave without effect."""
+        has_rewards = self.returns == "gae"
+        settings = ("gamma", "lam", "kl_coef", "kl_estimator")
+        refuse_unused(self, [(name, has_rewards, "returns=gae") for name in settings])
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Returns, old values and weights of a step, on the host; raises SampleError for a field that is missing."""

@@ -13,6 +13,7 @@ from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, m
 from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import ScoredTokens
+from mcore_prefix_tree.objectives.settings import refuse_unused
 from mcore_prefix_tree.sample import Sample
 
 
@@ -47,6 +48,11 @@ class SupervisedFineTuning:
     normalise_length: PositiveFloat | None = None
     reads: ClassVar[str] = "logprobs"
     terms: ClassVar[Terms] = "row"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that others leave without effect."""
+        is_sum = self.normalise == "sample_sum"
+        refuse_unused(self, [("normalise_length", is_sum, "normalise=sample_sum")])
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Weights of a step, on the host; raises SampleError as :func:`normalise` does."""

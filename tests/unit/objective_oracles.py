@@ -229,7 +229,7 @@ def advantages(config: PolicyGradient, samples: Sequence[Sample]) -> dict[tuple[
         if not (config.kl_coef and config.kl_in == "reward"):
             return 0.0
         signals = samples[index].signals
-        return config.kl_coef * kl(float(signals.old_logprobs[t]) - float(signals.ref_logprobs[t]), config.kl_estimator)
+        return config.kl_coef * kl(float(signals.old_logprobs[t]) - float(signals.ref_logprobs[t]), config.estimator)
 
     def turns(index: int) -> list[list[int]]:
         found: list[list[int]] = []
@@ -289,8 +289,10 @@ def advantages(config: PolicyGradient, samples: Sequence[Sample]) -> dict[tuple[
                 else:
                     mean = sum(pool) / len(pool)
                     scale = 1.0
-                    if config.advantage == "group_mean_std":
-                        variance = sum((x - mean) ** 2 for x in pool) / (len(pool) - 1)
+                    if config.advantage in ("group_mean_std", "group_mean_batch_std"):
+                        everyone = pool if config.advantage == "group_mean_std" else [x for own in rewards for x in own]
+                        centre = sum(everyone) / len(everyone)
+                        variance = sum((x - centre) ** 2 for x in everyone) / (len(everyone) - 1)
                         scale = math.sqrt(variance) + config.advantage_eps
                     compared.append((r - mean) / scale)
             if isinstance(samples[index].signals.reward, float):
@@ -323,7 +325,12 @@ def policy_loss(config: PolicyGradient, world: World) -> torch.Tensor:
         def old(t: int, own: Scalars = own, signals: Signals = signals) -> torch.Tensor | float:
             return own[t].detach() if config.on_policy else float(signals.old_logprobs[t])
 
-        mean_diff = sum(own[t].item() - float(old(t)) for t in positions) / max(1, len(positions))
+        def mean_over_mask(values: Callable[[int], float], sample: Sample = sample) -> float:
+            masks = {t: float(sample.loss_mask[t]) for t in scored_positions(sample)}
+            return sum(mask * values(t) for t, mask in masks.items()) / (sum(masks.values()) or 1.0)
+
+        mean_diff = mean_over_mask(lambda t, own=own, old=old: own[t].item() - float(old(t)))
+        moved = mean_over_mask(lambda t, own=own, signals=signals: float(signals.rollout_logprobs[t]) - own[t].item())
         sequence_tis = math.exp(sum(float(old(t)) - float(signals.rollout_logprobs[t]) for t in positions))
         for t in positions:
             a = advantage[index, t]
@@ -346,9 +353,14 @@ def policy_loss(config: PolicyGradient, world: World) -> torch.Tensor:
                     loss = torch.tensor(-config.dual_clip * a, dtype=torch.float64)
             if config.tis_cap is not None:
                 by_token = math.exp(float(old(t)) - float(signals.rollout_logprobs[t]))
-                loss = loss * min(by_token if config.tis_level == "token" else sequence_tis, config.tis_cap)
+                weight = by_token if config.tis_level == "token" else sequence_tis
+                if config.tis_mode == "mask":
+                    weight = weight if config.tis_floor <= weight <= config.tis_cap else 0.0
+                loss = loss * max(config.tis_floor, min(weight, config.tis_cap)) if weight else loss * 0
+            if config.off_policy_mask is not None and a < 0 and moved > config.off_policy_mask:
+                loss = loss * 0
             if config.kl_coef and config.kl_in == "loss":
-                divergence = kl(own[t] - float(signals.ref_logprobs[t]), config.kl_estimator)
+                divergence = kl(own[t] - float(signals.ref_logprobs[t]), config.estimator)
                 loss = loss + config.kl_coef * divergence * (token_ratio if config.kl_importance else 1.0)
             if config.entropy_coef:
                 loss = loss - config.entropy_coef * entropy[t]

@@ -29,6 +29,10 @@ from mcore_prefix_tree.signals import Teacher
 KINDS = ["forward_kl", "reverse_kl", "jsd"]
 
 
+def distillation(kind: str, beta: float = 0.3, **options: object) -> Distillation:
+    return Distillation(divergence=kind, **({"jsd_beta": beta} if kind == "jsd" else {}), **options)
+
+
 def naive(p: torch.Tensor, q: torch.Tensor, kind: str, beta: float) -> torch.Tensor:
     """From probabilities, as the formulas are written."""
     if kind == "forward_kl":
@@ -82,7 +86,7 @@ def run_top_k(objective, world, cut):
 @given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99), by=st.sampled_from(["token", "sample", "group"]))
 def test_top_k_equals_each_sample_alone_whatever_the_cut(kind, samples, seed, by):
     world = World.of(with_teachers(with_signals(samples, seed, table_seed=seed), 5, seed), seed)
-    objective = Distillation(divergence=kind, jsd_beta=0.3, normalise=by)
+    objective = distillation(kind, normalise=by)
     expected = top_k_loss(objective, world)
     (wanted,) = torch.autograd.grad(expected, world.logits)
     for parts in (1, 3):
@@ -126,7 +130,7 @@ def test_a_teacher_that_contradicts_itself_is_taken_at_its_word(samples, seed):
 def test_whole_vocabularies_equal_each_sample_alone_whatever_the_cut(kind, samples, seed, block):
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
     teacher = World.of(world.samples, seed + 1000)
-    objective = Distillation(divergence=kind, jsd_beta=0.3, teacher="full", normalise="sample")
+    objective = distillation(kind, teacher="full", normalise="sample")
     expected = full_loss(objective, world, teacher)
     (wanted,) = torch.autograd.grad(expected, world.logits)
     targets = objective.targets(world.samples)
@@ -165,7 +169,7 @@ def test_logits_turn_into_the_gradients_of_their_divergences(kind, block):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(divergence, "ROWS", block)
-        objective = Distillation(divergence=kind, jsd_beta=0.3, teacher="full")
+        objective = distillation(kind, teacher="full")
         found = objective.of_logits_(student, of_teacher, weight)
     assert worst(found, expected) < 1e-13
     assert (student - wanted).norm() <= 1e-13 * wanted.norm()
@@ -203,7 +207,7 @@ def test_with_every_token_there_is_no_rest_and_with_few_it_is_a_lower_bound(kind
     student, teacher = torch.randn(2, 9, VOCAB, generator=generator, dtype=torch.float64)
     whole = vocabulary_divergence(student, teacher, torch.arange(9), kind, jsd_beta=0.4)
     log_p, log_q = torch.log_softmax(teacher, dim=1), torch.log_softmax(student, dim=1)
-    objective = Distillation(divergence=kind, jsd_beta=0.4)
+    objective = distillation(kind, beta=0.4)
     before = torch.zeros(9, dtype=torch.float64)
     for k in (1, 3, 10, 30, VOCAB):
         top, ids = log_p.topk(k, dim=1)

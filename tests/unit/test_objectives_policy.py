@@ -20,7 +20,7 @@ LIMIT = 1e-12
 
 SETTINGS = [
     ("reinforce", {}),
-    ("rloo", {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}),
+    ("rloo", {"kl_coef": 0.1, "kl_in": "reward"}),
     ("ppo", {"lam": 0.9, "gamma": 0.97, "dual_clip": 1.5}),
     ("ppo", {"lam": 0.95, "whiten": False, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k3"}),
     ("grpo", {"kl_coef": 0.04}),
@@ -29,7 +29,11 @@ SETTINGS = [
     ("grpo", {"on_policy": True, "tis_cap": 1.3, "kl_coef": 0.3, "kl_importance": True}),
     ("dr_grpo", {"normalise_length": 7.0}),
     ("dapo", {"tis_cap": 1.2, "dual_clip": 3.0}),
-    ("dapo", {"tis_cap": 2.0, "tis_level": "sequence", "kl_coef": 0.1, "kl_in": "reward"}),
+    ("dapo", {"tis_cap": 2.0, "tis_level": "sequence", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2"}),
+    ("dapo", {"tis_cap": 1.3, "tis_floor": 0.8, "advantage": "group_mean_batch_std"}),
+    ("grpo", {"tis_cap": 1.3, "tis_floor": 0.8, "tis_mode": "mask"}),
+    ("grpo", {"tis_cap": 3.0, "tis_floor": 0.3, "tis_mode": "mask", "tis_level": "sequence", "on_policy": True}),
+    ("grpo", {"off_policy_mask": 0.1, "kl_coef": 0.1}),
     ("gspo", {"clip_eps_low": 0.05, "clip_eps_high": 0.1}),
     ("gspo", {"clip_eps_low": 0.1, "clip_eps_high": 0.1, "advantage": "given"}),
     ("cispo", {"clip_eps_low": 0.2, "clip_eps_high": 0.1}),
@@ -240,6 +244,7 @@ def test_turns_of_one_rollout_count_its_reward_once():
         ({"advantage": "leave_one_out"}, {"group": "q"}, "group 'p' has only this rollout in the step"),
         ({"kl_coef": 0.1}, {}, "field 'ref_logprobs' is missing, and kl_coef=0.1 needs it"),
         ({"tis_cap": 2.0}, {}, "field 'rollout_logprobs' is missing, and tis_cap=2.0 needs it"),
+        ({"off_policy_mask": 0.5}, {}, "field 'rollout_logprobs' is missing, and off_policy_mask=0.5 needs it"),
         ({"advantage": "given"}, {}, "field 'advantage' is missing, and advantage=given needs it"),
         ({"advantage": "gae"}, {}, "field 'values' is missing"),
         ({"kl_coef": 0.1, "kl_in": "reward"}, {}, "field 'ref_logprobs' is missing, and kl_in=reward needs it"),
@@ -276,7 +281,20 @@ def test_turns_have_no_generalized_advantage():
     [
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "kl_estimator=k1 has no expected gradient in the loss"),
         ({"kl_coef": 0.1, "kl_in": "reward", "advantage": "given"}, "kl_in=reward changes rewards"),
-        ({"normalise_length": 3.0}, "normalise_length goes with normalise=sample_sum"),
+        ({"normalise_length": 3.0}, r"normalise_length=3\.0 has no effect without normalise=sample_sum; leave it out"),
+        ({"surrogate": "cispo", "dual_clip": 3}, r"dual_clip=3\.0 has no effect without surrogate=clip; leave it out"),
+        ({"surrogate": "reinforce", "clip_eps_low": 0.1}, r"clip_eps_low=0\.1 has no effect without surrogate=clip or"),
+        ({"surrogate": "reinforce", "clip_eps_high": 0.1}, r"clip_eps_high=0\.1 has no effect without surrogate=clip"),
+        ({"surrogate": "reinforce", "ratio_level": "sequence"}, "ratio_level=sequence has no effect without surrogate"),
+        ({"gamma": 0.9}, r"gamma=0\.9 has no effect without advantage=gae"),
+        ({"lam": 0.9}, r"lam=0\.9 has no effect without advantage=gae"),
+        ({"tis_level": "sequence"}, "tis_level=sequence has no effect without tis_cap"),
+        ({"tis_mode": "mask"}, "tis_mode=mask has no effect without tis_cap"),
+        ({"tis_floor": 0.5}, r"tis_floor=0\.5 has no effect without tis_cap"),
+        ({"tis_floor": 2, "tis_cap": 1.5}, r"tis_floor=2\.0 is above tis_cap=1\.5"),
+        ({"kl_in": "reward", "kl_importance": True}, "kl_importance=True has no effect without kl_in=loss"),
+        ({"advantage": "gae", "alone": "zero"}, "alone=zero has no effect without an advantage that compares"),
+        ({"advantage": "group_mean", "advantage_eps": 1e-4}, r"advantage_eps=0\.0001 has no effect without whiten"),
         ({"clip_eps": 0.2}, "clip_eps"),
         ({"dual_clip": 1.0}, "dual_clip"),
         ({"clip_eps_low": float("nan")}, "clip_eps_low"),
@@ -333,5 +351,5 @@ def test_metrics_do_not_depend_on_the_cut():
     for cut in ([[0, 1, 2, 3, 4]], [[4, 0], [], [2], [1, 3]]):
         _, outputs = run_logprobs(objective, world, cut)
         results.append(divided(add_means(output.metrics for output in outputs)))
-    assert results[0].keys() >= {"ratio", "clip_fraction", "kl", "kl_old", "entropy", "tis_weight", "tis_capped"}
+    assert results[0].keys() >= {"ratio", "clip_fraction", "kl", "kl_old", "entropy", "tis_weight", "tis_outside"}
     assert results[0] == pytest.approx(results[1], rel=1e-12)

@@ -184,7 +184,7 @@ def test_a_pair_cut_in_two_is_refused():
     ("options", "says"),
     [
         ({"link": "odds_ratio"}, "link=odds_ratio takes probabilities"),
-        ({"link": "ipo", "gamma": 1.0}, "gamma and label_smoothing go with link=sigmoid"),
+        ({"link": "ipo", "gamma": 1.0}, r"gamma=1\.0 has no effect without link=sigmoid; leave it out"),
         ({"beta": 0.0}, "beta"),
         ({"label_smoothing": 0.5}, "label_smoothing"),
     ],

@@ -1,0 +1,58 @@
+"""Tokens that an engine sampled which is not quite the policy: weights that correct it, and samples to leave out.
+
+Engines for rollouts have kernels, dtypes and weights of their own, so that ``rollout``, what the engine said of a token
+that it sampled, differs from ``old``, what the trainer says with the same weights.
+
+    truncate   clip(old / rollout, tis_floor, tis_cap)                 Yao et al., "Your Efficient RL Framework
+                                                                       Secretly Brings You Off-Policy RL Training", 2025
+    mask       old / rollout, and 0 outside of [tis_floor, tis_cap]    IcePop (Ling Team, 2025, arXiv:2510.18855)
+
+for each token, or with the product over the sample's scored tokens for all of them. Off-policy sequence masking leaves
+out the tokens with a negative advantage of samples that have become too unlikely: those with the mean over the sample
+of log rollout - log pi above a threshold (DeepSeek-V3.2, 2025, arXiv:2512.02556, section 3.1).
+
+Legend: K scored tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT
+from mcore_prefix_tree.objectives.rows import Rows
+
+Level = Literal["token", "sequence"]
+Mode = Literal["truncate", "mask"]
+
+
+def importance_weight(
+    old: torch.Tensor, rollout: torch.Tensor, rows: Rows, *, level: Level, mode: Mode, floor: float, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[K]`` weights without a gradient, and where the ratio was out of bounds; see the formulas above.
+
+    Args:
+        old: ``[K]``.
+        rollout: ``[K]``.
+        rows: of the micro-batch.
+        level: of a token, or of a sequence: the product does not heed the loss mask, which is no matter of sampling.
+        mode: what becomes of a ratio out of bounds.
+        floor: the lower bound.
+        cap: the upper bound.
+    """
+    difference = (old - rollout).detach()
+    if level == "sequence":
+        difference = rows.sum_per_sample(difference)[rows.sample]
+    ratio = difference.clamp(max=LOG_RATIO_LIMIT).exp()
+    outside = (ratio < floor) | (ratio > cap)
+    weight = ratio.clamp(floor, cap) if mode == "truncate" else ratio.masked_fill(outside, 0.0)
+    return weight, outside
+
+
+def is_far_off_policy(
+    logprob: torch.Tensor, rollout: torch.Tensor, advantage: torch.Tensor, rows: Rows, threshold: float
+) -> torch.Tensor:
+    """bool ``[K]``: the tokens that off-policy sequence masking leaves out."""
+    moved = rows.mean_per_sample(rollout - logprob.detach())
+    return (advantage < 0) & (moved > threshold)[rows.sample]

@@ -1,0 +1,23 @@
+"""Settings of objectives: what some are without others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def refuse_unused(objective: Any, settings: Iterable[tuple[str, bool, str]]) -> None:
+    """Refuse a setting that was made and changes nothing.
+
+    Args:
+        objective: a pydantic dataclass.
+        settings: the name of each, whether it has an effect beside the others, and which of those would give it one.
+
+    Raises:
+        ValueError: names the first that has no effect and is not what it is by default.
+    """
+    fields = type(objective).__pydantic_fields__
+    for name, has_effect, without in settings:
+        value = getattr(objective, name)
+        if not has_effect and value != fields[name].default:
+            raise ValueError(f"{name}={value} has no effect without {without}; leave it out")
