@@ -389,6 +389,16 @@ def run_logprobs(
     return run(world, targets, cut, of_part)
 
 
+def run_values(objective: object, world: World, cut: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[LossOutput]]:
+    """An objective that reads a scalar after each token."""
+    targets = objective.targets(world.samples)
+
+    def of_part(layout: FlatLayout, table_row: torch.Tensor, indices: Sequence[int]) -> LossOutput:
+        return objective.loss(world.scalar[table_row], targets.rows(layout, indices))
+
+    return run(world, targets, cut, of_part)
+
+
 def flat_logprobs(world: World, layout: FlatLayout, table_row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``[P]`` each, by torch's own log_softmax."""
     rows = torch.log_softmax(world.logits[table_row], dim=1)

@@ -7,7 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_oracles import World, advantages, changed, random_cut, run, scored_positions, token_weights, with_signals
+from objective_oracles import (
+    World,
+    advantages,
+    changed,
+    random_cut,
+    run_values,
+    scored_positions,
+    token_weights,
+    with_signals,
+)
 from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, SampleError, Signals, fold
@@ -52,15 +61,6 @@ def reward_model_loss(objective: RewardModel, world: World) -> torch.Tensor:
         lose, win = (world.values(index)[-1] for index in (rejected, rejected + 1))
         total = total - torch.log(1 / (1 + torch.exp(lose - win))) + objective.center_coef * (win + lose) ** 2
     return total / max(1, len(world.samples) // 2)
-
-
-def run_values(objective, world, cut):
-    targets = objective.targets(world.samples)
-
-    def of_part(layout, table_row, indices):
-        return objective.loss(world.scalar[table_row], targets.rows(layout, indices))
-
-    return run(world, targets, cut, of_part)
 
 
 @pytest.mark.parametrize(
