@@ -13,7 +13,8 @@ from typing import NoReturn
 
 FAILED = 1
 USER_ERROR = 2
-INTERRUPTED = 130
+ENDED_BY_SIGNAL = 128  # and the signal's number, as shells have it
+INTERRUPTED = ENDED_BY_SIGNAL + signal.SIGINT
 
 # What this package raises for users. An ImportError says which optional package is missing and how to get it.
 USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.errors import FAILED, leave
+from mcore_prefix_tree.errors import ENDED_BY_SIGNAL, FAILED, leave
 
 
 def train(
@@ -22,7 +22,10 @@ def train(
         ),
     ] = False,
 ) -> None:
-    """Train a GPT on folded rollouts; under torchrun for several ranks."""
+    """Train a GPT on folded rollouts; under torchrun for several ranks.
+
+    Ctrl-C, or SIGTERM, SIGUSR1 or SIGUSR2 from a scheduler, ends it after the step, with a checkpoint.
+    """
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter
@@ -31,6 +34,7 @@ def train(
     loaded = load_recipe(recipe, overrides or [])
     quiet_upstream()
     # Megatron takes seconds to import: a wrong recipe is told before.
+    from mcore_prefix_tree.mcore.train.ending import EndedError
     from mcore_prefix_tree.mcore.train.jobs import VerificationError, run_train
 
     reporter = ConsoleReporter(Console())
@@ -38,5 +42,7 @@ def train(
         run_train(loaded, reporter, resume=resume)
     except VerificationError as error:
         leave(FAILED, str(error))
+    except EndedError as error:
+        raise SystemExit(ENDED_BY_SIGNAL + error.signal) from None
     finally:
         reporter.close()

@@ -19,8 +19,8 @@ from mcore_prefix_tree.sample import Sample, SampleError
 
 Int64Array = npt.NDArray[np.int64]
 
-# By which torchrun, Slurm and other schedulers tell every process of a job, workers too, that its end is near.
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# By which terminals, torchrun, Slurm and other schedulers tell all processes of a job, workers too, that its end comes.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_S = 1.0
 
 
@@ -210,7 +210,7 @@ def _loader(order: SampleOrder, consumed: int, num_workers: int) -> Iterable[Seq
 
 def _live_as_long_as_the_main_process(worker: int) -> None:
     # Without its workers it could not go on to its checkpoint.
-    for ending in _ENDING_SIGNALS:
+    for ending in ENDING_SIGNALS:
         signal.signal(ending, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 

@@ -44,7 +44,7 @@ def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> N
             all tokens of each, the same whether its turns are one sample or many; a sample without ``rollout`` is one
             by itself. ``group``: the mean over groups of the mean over all tokens of each. ``sample_sum``: the mean
             over samples of the sum over each one's tokens (``seq-mean-token-sum``), divided by ``length`` if that is
-            given (Dr. GRPO, TRL's ``dr_grpo``, ``seq-mean-token-sum-norm``, which since verl 0.9.1 divides by its length
+            given (Dr. GRPO, TRL's ``dr_grpo``, ``seq-mean-token-sum-norm``; after verl 0.9.1 that divides by its length
             and not by the number of samples). Samples, rollouts and groups without a scored token do not count.
         length: the constant of ``sample_sum``, usually the longest completion allowed; 1 by default.
 

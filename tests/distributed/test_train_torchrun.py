@@ -135,6 +135,36 @@ def test_a_killed_run_goes_on_with_the_same_bits(job: Path, undisturbed: tuple[P
     assert_same_bits(checkpoint_content(saved, STEPS), checkpoint_content(reference_folder, STEPS))
 
 
+def test_a_job_that_is_told_to_end_goes_on_with_the_same_bits(
+    job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path
+) -> None:
+    """One of its ranks is told: all of them save, and leave together."""
+    reference_folder, reference = undisturbed
+    saved = tmp_path / "saved"
+    arguments = ("train", job, TP2, f"checkpoint.save={saved}", "checkpoint.save_interval=1000")
+    lines = []
+    with subprocess.Popen(
+        command(2, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step 4 "):
+                psutil.Process(process.pid).children()[-1].terminate()
+        errors = process.stderr.read()
+    ended = Ended(code=process.returncode, out="".join(lines), err=errors)
+    last = int((saved / TRACKER).read_text())
+    assert list(ended.losses) == list(range(1, last + 1))
+    assert 4 <= last < STEPS
+    assert f"ended by SIGTERM after step {last}, which is saved in {saved}/iter_{last:07d}; go on with" in lines[-1]
+
+    resumed = run(2, *arguments, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert ended.losses | resumed.losses == reference.losses
+    assert_same_bits(checkpoint_content(saved, STEPS), checkpoint_content(reference_folder, STEPS))
+
+
 # The command line, where rank 1 does not see the checkpoint yet that another machine has saved.
 LATE = """
 import os

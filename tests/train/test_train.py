@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from train_jobs import (
 )
 
 from mcore_prefix_tree import fold
+from mcore_prefix_tree.mcore.train.ending import EndingSignals
 from mcore_prefix_tree.mcore.train.jobs import run_train
 from mcore_prefix_tree.mcore.train.trainer import DivergedError
 from mcore_prefix_tree.plan import CostModel, plan_step
@@ -169,8 +172,9 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(job: Path) -> No
     assert train(job, "seed=5").losses[0] != train(job).losses[0]
 
 
-def test_a_real_control_c(job: Path) -> None:
-    arguments = ["train", str(job), "train_iters=100000", "optimizer.lr_decay_style=constant"]
+def ended_by(ending: signal.Signals, job: Path, *overrides: str) -> tuple[int, list[str], str]:
+    """Exit code, lines and errors of a process that would train for ever and gets a signal in its third step."""
+    arguments = ["train", str(job), "train_iters=100000", "optimizer.lr_decay_style=constant", *overrides]
     with subprocess.Popen(
         [sys.executable, "-m", "mcore_prefix_tree", *arguments],
         stdout=subprocess.PIPE,
@@ -179,10 +183,45 @@ def test_a_real_control_c(job: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
+        lines = []
         for line in process.stdout:  # arrives while it runs, not when a buffer is full
+            lines.append(line.strip())
             if line.startswith("step 3 "):
-                break
-        process.send_signal(signal.SIGINT)
-        process.stdout.read()
-        assert process.wait(timeout=60) == 130
-        assert process.stderr.read() == ""
+                process.send_signal(ending)
+        return process.wait(timeout=60), lines, process.stderr.read()
+
+
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_signal_ends_a_run_after_its_step(job: Path, tmp_path: Path, ending: signal.Signals, code: int) -> None:
+    saved = tmp_path / "saved"
+    ended, lines, error = ended_by(ending, job, f"checkpoint.save={saved}", "checkpoint.save_interval=100000")
+    assert (ended, error) == (code, "")
+    *_, step, end = lines
+    last = int((saved / TRACKER).read_text())
+    assert step.startswith(f"step {last} |")
+    assert end == (
+        f"ended by {ending.name} after step {last}, which is saved in {saved}/iter_{last:07d}; go on with --resume"
+    )
+
+
+def test_where_nothing_is_saved_the_end_says_so(job: Path) -> None:
+    code, lines, error = ended_by(signal.SIGINT, job)
+    assert (code, error) == (130, "")
+    assert re.fullmatch(
+        r"ended by SIGINT after step \d+; nothing is saved, because checkpoint.save is not set", lines[-1]
+    )
+
+
+def test_the_second_signal_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.delenv("RANK", raising=False)
+    with EndingSignals(), pytest.raises(KeyboardInterrupt):
+        twice()
+    monkeypatch.setenv("RANK", "0")  # a launcher sends to all what the terminal has sent already
+    with EndingSignals():
+        twice()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)

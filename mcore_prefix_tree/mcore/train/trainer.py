@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration, calibrate
 from mcore_prefix_tree.mcore.train.compare import Comparison, compare
+from mcore_prefix_tree.mcore.train.ending import EndedError, EndingSignals
 from mcore_prefix_tree.mcore.train.objective import forward_step_of, is_weighted_sum, objective_of
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
@@ -171,7 +173,11 @@ class Trainer:
         )
 
     def train(self, saved: int | None, reporter: Reporter) -> None:
-        """From a saved iteration, or from the start, to ``train_iters``."""
+        """From a saved iteration, or from the start, to ``train_iters``.
+
+        Raises:
+            EndedError: a signal ended it before; the step was finished, and saved if there is a folder for it.
+        """
         recipe = self._recipe
         done = 0 if saved is None else self._resume(saved, reporter)
         if self._place.is_main:
@@ -181,15 +187,19 @@ class Trainer:
         with (
             self._order.stream(consumed, num_workers=workers) as stream,
             Ahead(partial(self._plan, stream), first=done + 1, last=recipe.train_iters + 1) as steps,
+            EndingSignals() as signals,
         ):
             for planned in steps:
                 report = self._step(planned)
                 if self._place.is_main:
                     reporter.step(report)
-                if self._is_time_to_save(report.iteration):
-                    assert recipe.checkpoint.save is not None
-                    progress = self._progress(report.iteration)
-                    checkpoint.save(recipe.checkpoint.save, self._chunks, self._optimizer, self._scheduler, progress)
+                ended_by = signals.agreed(self._place.device)
+                if self._is_time_to_save(report.iteration) or (ended_by and recipe.checkpoint.save is not None):
+                    self._save(report.iteration)
+                if ended_by:
+                    if self._place.is_main:
+                        reporter.message(self._how_it_ended(ended_by, report.iteration))
+                    raise EndedError(ended_by)
         if recipe.compare:
             comparison = self.compare(recipe.train_iters, repeats=1)
             if self._place.is_main:
@@ -235,6 +245,18 @@ class Trainer:
         if self._place.is_main:
             reporter.message(f"resumed from {checkpoint.iteration_folder(folder, saved)}")
         return saved
+
+    def _save(self, iteration: int) -> None:
+        folder = self._recipe.checkpoint.save
+        assert folder is not None
+        checkpoint.save(folder, self._chunks, self._optimizer, self._scheduler, self._progress(iteration))
+
+    def _how_it_ended(self, number: int, iteration: int) -> str:
+        folder = self._recipe.checkpoint.save
+        ended = f"ended by {signal.Signals(number).name} after step {iteration}"
+        if folder is None:
+            return f"{ended}; nothing is saved, because checkpoint.save is not set"
+        return f"{ended}, which is saved in {checkpoint.iteration_folder(folder, iteration)}; go on with --resume"
 
     def _is_time_to_save(self, iteration: int) -> bool:
         options = self._recipe.checkpoint
