@@ -30,6 +30,7 @@ from train_jobs import (
 )
 
 from mcore_prefix_tree.mcore.train import checkpoint
+from mcore_prefix_tree.mcore.train.claim import claimed
 from mcore_prefix_tree.recipe import RecipeError, load_recipe
 from mcore_prefix_tree.sample import SampleError
 
@@ -133,6 +134,39 @@ def test_more_steps_can_be_asked_of_a_finished_run(undisturbed: tuple[Path, Path
     assert [report.lr for report in notes.reports] == [report.lr for report in fresh.reports[6:]]
     groups = checkpoint_content(tmp_path / "saved", 8)["optimizer"]["param_groups"]
     assert {group["betas"] for group in groups} == {(0.5, 0.95)}
+
+
+def test_what_a_resumed_run_does_otherwise_is_said(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
+    recipe, reference, _ = undisturbed
+    saved = tmp_path / "saved"
+    shutil.copytree(reference, saved)
+    changed = ["train_iters=7", "objective.options.normalise=sample", "checkpoint.save_interval=7", "compare=false"]
+    notes = train(recipe, *saving(saved), *changed, resume=True)
+    assert notes.spans == [(7, 7)]
+    assert notes.told == [
+        f"changed since {saved / 'iter_0000006'}: train_iters 6 -> 7, objective.options.normalise None -> sample",
+        f"resumed from {saved / 'iter_0000006'}",
+    ]
+    assert load_recipe(saved / "iter_0000007" / "recipe.yaml").train_iters == 7
+    (saved / "iter_0000007" / "recipe.yaml").unlink()  # older checkpoints have none
+    notes = train(recipe, *saving(saved), *changed, "train_iters=8", resume=True)
+    assert notes.told == [f"resumed from {saved / 'iter_0000007'}"]
+
+
+def test_a_folder_is_one_run_s_at_a_time(job: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    with world_of_one(load_recipe(job)):
+        checkpoint.make_folder(saved)
+        claim = claimed(saved)
+        claim.__enter__()
+    result = command("train", job, *saving(saved))
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: checkpoint.save={saved}: another run is saving there at this moment; wait for its end or choose "
+        "another folder\n"
+    )
+    claim.__exit__(None, None, None)
+    assert train(job, *saving(saved), stop_after=1).spans == [(1, 6)]
 
 
 def test_resuming_from_nothing_starts_at_the_first_step(

@@ -89,8 +89,8 @@ class Notes:
 
     @property
     def told(self) -> list[str]:
-        """The messages but for what ``auto`` chose, which rests on measurements."""
-        return [text for text in self.messages if not text.startswith("attention backend ")]
+        """The messages but for what ``auto`` chose, which rests on measurements, and what the weights are."""
+        return [text for text in self.messages if not text.startswith(("attention backend ", "the weights are new"))]
 
     def reading(self, done: int, total: int) -> None:
         self.read.append((done, total))

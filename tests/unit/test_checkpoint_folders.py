@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_prefix_tree.recipe import RecipeError
+from mcore_prefix_tree.recipe import RecipeError, load_recipe
 
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -38,7 +39,7 @@ def save(checkpoint, monkeypatch):
             iteration=iteration, consumed_samples=8, global_batch_size=4, seed=1, shuffle=True, samples_per_epoch=9
         )
         with single_process():
-            checkpoint.save(folder, [], None, Stateless(), progress)
+            checkpoint.save(folder, [], None, Stateless(), progress, recipe=load_recipe(RECIPE))
 
     return run
 
@@ -125,7 +126,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(checkpoint, save, tmp_pa
 
     # What it left behind does not mix with the next one of that iteration.
     save(tmp_path, 4, lambda target: (target / "other").write_text("4"))
-    assert [path.name for path in (tmp_path / "iter_0000004").iterdir()] == ["other"]
+    assert {path.name for path in (tmp_path / "iter_0000004").iterdir()} == {"other", "recipe.yaml"}
 
 
 def test_a_file_in_the_place_of_a_checkpoint_is_told(checkpoint, save, tmp_path):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -28,7 +29,8 @@ from mcore_prefix_tree.data.same import name_ranks
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY
 from mcore_prefix_tree.mcore.train.session import on_main_rank
-from mcore_prefix_tree.recipe import RecipeError
+from mcore_prefix_tree.mcore.train.settings import write_settings
+from mcore_prefix_tree.recipe import Recipe, RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -140,8 +142,10 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def save(folder: str | Path, chunks: Sequence[Any], optimizer: Any, scheduler: Any, progress: Progress) -> None:
-    """Write a checkpoint; all ranks together.
+def save(
+    folder: str | Path, chunks: Sequence[Any], optimizer: Any, scheduler: Any, progress: Progress, *, recipe: Recipe
+) -> None:
+    """Write a checkpoint, the recipe beside it; all ranks together.
 
     Raises:
         SaveError: a rank could not write its part, as on a full disk. The checkpoints before are untouched.
@@ -153,6 +157,7 @@ def save(folder: str | Path, chunks: Sequence[Any], optimizer: Any, scheduler: A
         dist_checkpointing.save(
             state | {"opt_param_scheduler": scheduler.state_dict(), "progress": vars(progress)}, str(target)
         )
+        on_main_rank(partial(write_settings, target, recipe))
         on_main_rank(lambda: _name_as_latest(folder, progress.iteration))
 
 

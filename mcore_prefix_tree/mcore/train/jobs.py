@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -29,6 +29,7 @@ from mcore_prefix_tree.mcore.backend import resolve_backend
 from mcore_prefix_tree.mcore.ranks import all_ranks, everyone
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration
+from mcore_prefix_tree.mcore.train.claim import claimed
 from mcore_prefix_tree.mcore.train.compare import Comparison
 from mcore_prefix_tree.mcore.train.model import build_chunks, padded_vocab_size
 from mcore_prefix_tree.mcore.train.objective import check_samples, grouped_by, objective_of
@@ -36,6 +37,7 @@ from mcore_prefix_tree.mcore.train.session import Session, session
 from mcore_prefix_tree.mcore.train.teacher import load_teacher, read_teacher_recipe
 from mcore_prefix_tree.mcore.train.trainer import Reporter, Trainer
 from mcore_prefix_tree.mcore.train.verify import VerifyReport, verify
+from mcore_prefix_tree.objectives import KTO, PolicyGradient, Preference
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample, SampleError
 
@@ -258,7 +260,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
             f"checkpoint.save={recipe.checkpoint.save} already holds iteration {saved}; continue it with --resume or "
             "choose another folder"
         )
-    with session(recipe) as place:
+    with session(recipe) as place, ExitStack() as until_the_end:
         # A network folder shows another machine's last checkpoint late: all go on from the main rank's.
         saved = everyone(saved)[0]
         data = read_data(recipe, place, checked=True, progress=reporter.reading if place.is_main else None)
@@ -274,6 +276,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
         if recipe.checkpoint.save is not None:
             # Where nothing can be written is better known now than after the last step.
             checkpoint.make_folder(recipe.checkpoint.save)
+            until_the_end.enter_context(claimed(recipe.checkpoint.save))
         recipe = with_backend(recipe, place, data.order, say=reporter.message)
         say = reporter.message if place.is_main else logger.debug
         chunks = (
@@ -315,6 +318,11 @@ def _starting_model(
     chunks = build_chunks(recipe, place.config, vocab_size=vocab_size, device=place.device)
     folder = recipe.checkpoint.pretrained_checkpoint
     if folder is None:
+        hint = ""
+        if isinstance(objective_of(recipe), PolicyGradient | Preference | KTO):
+            name = recipe.objective.name
+            hint = f"; objective.name={name} improves a policy, which checkpoint.pretrained_checkpoint would name"
+        say(f"the weights are new, drawn with seed={recipe.seed}{hint}")
         return chunks
     iteration = everyone(checkpoint.latest_weights(folder))[0]
     if iteration is None:

@@ -26,6 +26,7 @@ from mcore_prefix_tree.mcore.train.ending import EndedError, EndingSignals
 from mcore_prefix_tree.mcore.train.objective import forward_step_of, is_weighted_sum, objective_of
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
+from mcore_prefix_tree.mcore.train.settings import changed_settings
 from mcore_prefix_tree.mcore.train.teacher import TeacherModel
 from mcore_prefix_tree.mcore.train.verify import VerifyReport
 from mcore_prefix_tree.objectives import add_means
@@ -233,23 +234,29 @@ class Trainer:
     def _resume(self, saved: int, reporter: Reporter) -> int:
         folder = self._recipe.checkpoint.save
         assert folder is not None
+        source = checkpoint.iteration_folder(folder, saved)
+        if self._place.is_main and (changed := changed_settings(source, self._recipe)):
+            # Before it is read: a model that does not fit may be one of them.
+            reporter.message(f"changed since {source}: {', '.join(changed)}")
         progress = checkpoint.load(folder, saved, self._chunks, self._optimizer, self._scheduler)
         expected = self._progress(saved)
         for name, now in vars(expected).items():
             before = getattr(progress, name)
             if before != now:
                 raise RecipeError(
-                    f"checkpoint {checkpoint.iteration_folder(folder, saved)} was written with {name}={before}, this "
+                    f"checkpoint {source} was written with {name}={before}, this "
                     f"run has {name}={now}; the data would not continue where it stopped"
                 )
         if self._place.is_main:
-            reporter.message(f"resumed from {checkpoint.iteration_folder(folder, saved)}")
+            reporter.message(f"resumed from {source}")
         return saved
 
     def _save(self, iteration: int) -> None:
         folder = self._recipe.checkpoint.save
         assert folder is not None
-        checkpoint.save(folder, self._chunks, self._optimizer, self._scheduler, self._progress(iteration))
+        checkpoint.save(
+            folder, self._chunks, self._optimizer, self._scheduler, self._progress(iteration), recipe=self._recipe
+        )
 
     def _how_it_ended(self, number: int, iteration: int) -> str:
         folder = self._recipe.checkpoint.save

@@ -1,0 +1,45 @@
+"""One run at a time saves to a folder: two would write each other's checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mcore_prefix_tree.mcore.train.checkpoint import SaveError
+from mcore_prefix_tree.mcore.train.session import on_main_rank
+
+
+@contextmanager
+def claimed(folder: str | Path) -> Iterator[None]:
+    """Keep other runs out of a folder for the length of a ``with`` block; all ranks together.
+
+    The main rank holds a lock of the operating system, which ends with its process however that ends: a killed run
+    leaves nothing to clear away. Network file systems that have no such locks let everybody in.
+
+    Raises:
+        SaveError: another run is at it; on every rank.
+    """
+    held: list[int] = []
+
+    def claim() -> None:
+        descriptor = os.open(folder, os.O_RDONLY)
+        held.append(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SaveError(
+                f"checkpoint.save={folder}: another run is saving there at this moment; wait for its end or choose "
+                "another folder"
+            ) from None
+        except OSError:
+            pass  # not on this file system
+
+    try:
+        on_main_rank(claim)
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
