@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as Drawing
 
+from mcore_prefix_tree.data import ChatTokenizer
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.stats import Chains, ForestStats, Tree, chains
 
@@ -20,8 +20,6 @@ MAX_BRANCHES = 6
 MAX_LEVELS = 8
 _WORDS_TOKENS = 24
 _WORDS_WIDTH = 48
-
-Decode = Callable[[list[int]], str]
 
 
 def summary(stats: ForestStats) -> Table:
@@ -44,13 +42,14 @@ def summary(stats: ForestStats) -> Table:
     return table
 
 
-def draw_tree(layout: FlatLayout, tree: Tree, decode: Decode | None) -> Drawing:
+def draw_tree(layout: FlatLayout, tree: Tree, tokenizer: ChatTokenizer | None) -> Drawing:
     """One tree, cut down to its largest branches; every cut says what it leaves out.
 
     Args:
         layout: of the forest.
         tree: from :func:`mcore_prefix_tree.stats.largest_trees`.
-        decode: token ids to text, for the first words of every line; None shows the ids.
+        tokenizer: decodes the first words of every line; None shows the ids, which also stand where it has not all of
+            them.
     """
     grouped = chains(layout)
     root = int(grouped.segment_of_node[tree.root])
@@ -64,7 +63,7 @@ def draw_tree(layout: FlatLayout, tree: Tree, decode: Decode | None) -> Drawing:
         if last - first > 1:
             text.append(f" in a chain of {last - first:,} nodes", style="not bold")
         text.append(f", {_count(int(grouped.samples[segment]), 'sample')}  ", style="not bold")
-        text.append(_first_words(layout.input_ids[start:end], decode), style="not bold dim")
+        text.append(_first_words(layout.input_ids[start:end], tokenizer), style="not bold dim")
         text.no_wrap, text.overflow = True, "ellipsis"
         return text
 
@@ -98,13 +97,13 @@ def _choose(grouped: Chains, root: int) -> set[int]:
     return drawn
 
 
-def _first_words(token_ids: npt.NDArray[np.int32], decode: Decode | None) -> str:
+def _first_words(token_ids: npt.NDArray[np.int32], tokenizer: ChatTokenizer | None) -> str:
     ids = token_ids[:_WORDS_TOKENS].tolist()
-    if decode is None:
+    if tokenizer is None or max(ids, default=0) >= tokenizer.vocab_size:
         text = " ".join(map(str, ids))
     else:
         # Control characters could move the cursor; a cut may fall into the middle of a character.
-        text = "".join(c if c.isprintable() else " " for c in decode(ids).replace("\ufffd", " "))
+        text = "".join(c if c.isprintable() else " " for c in tokenizer.decode(ids).replace("\ufffd", " "))
         text = " ".join(text.split())
     cut = len(text) > _WORDS_WIDTH or len(token_ids) > _WORDS_TOKENS
     return text[:_WORDS_WIDTH].rstrip() + ("…" if cut else "")

@@ -63,12 +63,11 @@ def inspect(
     from mcore_prefix_tree.cli.drawing import draw_tree, summary
 
     # Which vocabulary plain tokens are of, only the caller knows: their text is shown if a tokenizer is named.
-    decode = None if on_demand.loaded is None else on_demand.loaded.decode
     console = Console()
     console.print(summary(stats))
     console.print(f"longest sample: {longest}", style="dim", markup=False, highlight=False, soft_wrap=True)
     for tree in largest:
         console.print()
-        console.print(draw_tree(layout, tree, decode))
+        console.print(draw_tree(layout, tree, on_demand.loaded))
     if stats.trees > len(largest) > 0:
         console.print(f"\n… {stats.trees - len(largest):,} more trees", style="dim", highlight=False)

@@ -163,6 +163,17 @@ def test_text_is_shown_where_the_tokenizer_can_decode(forest, monkeypatch):
     assert "\x1b" not in output
 
 
+@pytest.mark.parametrize(("tokenizer", "beyond"), [("mistral-v7", 32768), ("mistral-v3-tekken", 131072)])
+def test_ids_are_shown_where_the_tokenizer_has_them_not(tmp_path, tokenizer, beyond):
+    path = write_tokens(tmp_path / "beyond.jsonl", [[1, 2, 1100], [1, 2, beyond], [1, 2, 2**31 - 1]])
+    result = inspect(path, "--tokenizer", tokenizer)
+    assert result.exit_code == 0, result.output
+    root, *branches = [line.rstrip() for line in result.stdout.splitlines()[9:]]
+    assert "  1 2" not in root
+    assert not branches[0].endswith("1100")
+    assert [line.rpartition("  ")[2] for line in branches[1:]] == [str(beyond), str(2**31 - 1)]
+
+
 def test_standard_input():
     result = inspect("-", "--json", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 3]}\n')
     assert json.loads(result.stdout)["physical_tokens"] == 3
