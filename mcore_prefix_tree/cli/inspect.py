@@ -25,7 +25,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a drawing.")] = False,
     tokenizer: TokenizerName = None,
     expand_turns: ExpandTurns = False,
-    on_error: OnErrorOption = OnError.raise_,
+    on_error: OnErrorOption = None,
     share: ShareOption = None,
     min_shared_tokens: MinSharedTokens = None,
     trees: Annotated[int, typer.Option(min=0, metavar="N", help="How many trees to draw, largest first.")] = 3,
@@ -37,7 +37,9 @@ def inspect(
     from mcore_prefix_tree.stats import forest_stats, largest_trees
     from mcore_prefix_tree.trie import build_trie
 
-    samples, on_demand, skipped = read_files(files, tokenizer=tokenizer, expand_turns=expand_turns, on_error=on_error)
+    samples, on_demand, skipped = read_files(
+        files, tokenizer=tokenizer, expand_turns=expand_turns, on_error=(on_error or OnError.raise_).value
+    )
     trie = build_trie(samples, share=(share or Share.all).value, min_shared_tokens=min_shared_tokens or 0)
     layout = fold(samples, trie=trie)
     stats = forest_stats(layout)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Hashable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 import typer
 
+from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.samples import (
     ExpandTurns,
     Files,
     MinSharedTokens,
-    OnError,
     OnErrorOption,
     ShareOption,
     TokenizerName,
@@ -22,6 +23,8 @@ from mcore_prefix_tree.cli.samples import (
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.plan import PlanReport
+    from mcore_prefix_tree.recipe import Recipe
+    from mcore_prefix_tree.sample import Sample
 
 _RANKS_SHOWN = 16
 
@@ -59,7 +62,7 @@ def plan(
     ] = None,
     tokenizer: TokenizerName = None,
     expand_turns: ExpandTurns = False,
-    on_error: OnErrorOption = OnError.raise_,
+    on_error: OnErrorOption = None,
     share: ShareOption = None,
     min_shared_tokens: MinSharedTokens = None,
 ) -> None:
@@ -75,7 +78,7 @@ def plan(
         files,
         tokenizer=tokenizer if tokenizer is not None or recipe is None else recipe.data.tokenizer,
         expand_turns=expand_turns or (recipe is not None and recipe.data.expand_turns),
-        on_error=on_error,
+        on_error=on_error.value if on_error is not None else "raise" if recipe is None else recipe.data.on_error,
         limits={"--max-tokens": max_tokens},
     )
 
@@ -101,6 +104,7 @@ def plan(
         sharing["share"] = share.value
     if min_shared_tokens is not None:
         sharing["min_shared_tokens"] = min_shared_tokens
+    kept = None if recipe is None else _kept_together(recipe, samples)
     planned = plan_step(
         samples,
         max_tokens=max_tokens,
@@ -109,6 +113,7 @@ def plan(
         micro_batches=micro_batches,
         cost_model=cost_model,
         bubble=bubble,
+        together=kept,
         **sharing,
     )
     report = report_plan(samples, planned, cost_model, max_tokens=max_tokens, padding=padding, bubble=bubble, **sharing)
@@ -121,6 +126,24 @@ def plan(
         typer.echo(json.dumps({"samples": len(samples), **left_out, **asdict(report), **more}))
     else:
         _print(report, unit, len(samples), max_tokens)
+
+
+def _kept_together(recipe: Recipe, samples: list[Sample]) -> list[Hashable] | None:
+    """What ``plan_step`` keeps in one micro-batch because the recipe's loss is of both; None if of each sample alone.
+
+    Raises:
+        RecipeError: the recipe's objective is none.
+        SampleError: as in training, of pairs that are not two neighbouring samples.
+    """
+    quiet_upstream()
+    from mcore_prefix_tree.data.grouping import whole_groups
+    from mcore_prefix_tree.mcore.train.objective import grouped_by, objective_of
+    from mcore_prefix_tree.objectives import together
+
+    if grouped_by(objective_of(recipe)) != "pair":
+        return None
+    whole_groups([samples], "pair", step=None, setting=f"objective.name={recipe.objective.name}")
+    return together(samples)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -40,7 +40,11 @@ class OnError(str, Enum):
 
 
 OnErrorOption = Annotated[
-    OnError, typer.Option("--on-error", help="raise: end at the first bad sample. skip: leave bad ones out and say so.")
+    OnError | None,
+    typer.Option(
+        "--on-error",
+        help="raise: end at the first bad sample (if none is given). skip: leave bad ones out and say so.",
+    ),
 ]
 
 
@@ -96,7 +100,7 @@ def read_files(
     *,
     tokenizer: str | None,
     expand_turns: bool,
-    on_error: OnError = OnError.raise_,
+    on_error: Literal["raise", "skip"] = "raise",
     limits: dict[str, int] | None = None,
 ) -> tuple[list[Sample], TokenizerOnDemand, Skipped]:
     """The samples of the files, the tokenizer, which is loaded if a line or the caller named one, and what was skipped.
@@ -118,7 +122,7 @@ def read_files(
         tokenizer=on_demand,
         expand_turns=expand_turns,
         limits=limits,
-        on_error=on_error.value,
+        on_error=on_error,
         skipped=skipped,
     )
     if skipped.count:

@@ -182,6 +182,45 @@ def test_bad_samples_are_skipped_and_counted(rows):
     assert "rows.jsonl:8: not valid JSON" in result.stderr
 
 
+def test_a_recipe_keeps_pairs_together(tmp_path):
+    recipe, data = tmp_path / "recipe.yaml", tmp_path / "pairs.jsonl"
+    pairs = [
+        {"tokens": [pair, 9, side, *[side] * 5], "pair": pair, "chosen": side == 1}
+        for pair in range(3)
+        for side in (1, 2)
+    ]
+
+    def plan_pairs(rows, *options, objective="simpo", max_tokens=14):
+        recipe.write_text(RECIPE + f"objective: {{name: {objective}}}\n")
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        result = plan(str(data), "--max-tokens", str(max_tokens), "--model", str(recipe), "--json", *options)
+        return result.exit_code, json.loads(result.stdout) if result.exit_code == 0 else result.stderr
+
+    for objective in ("simpo", "reward_model"):
+        code, report = plan_pairs(pairs, "--micro-batches", "3", objective=objective)
+        assert code == 0, report
+        assert [(batch["samples"], batch["tokens"]) for batch in report["ranks"][0]] == [(2, 14)] * 3
+    # Without a loss of pairs the same samples fit less.
+    assert plan_pairs(pairs, objective="sft", max_tokens=13)[0] == 0
+    code, error = plan_pairs(pairs, max_tokens=13)
+    assert code == 2
+    assert f"{data}:1 and {data}:2 stay together, and their 14 unique tokens do not fit a micro-batch" in error
+    # What training refuses of pairs is refused.
+    assert "field 'pair' is missing, and objective.name=simpo needs it" in plan_pairs([{"tokens": [1]}])[1]
+    assert "pair 0 has 1 sample; a pair is two" in plan_pairs(pairs[1:])[1]
+    assert "objective.name: " in plan_pairs(pairs, objective="nonsense")[1]
+
+
+def test_a_recipe_says_what_becomes_of_bad_samples_and_the_option_wins(rows, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("unused.jsonl}", "unused.jsonl, on_error: skip}"))
+    model = ("--max-tokens", "11", "--model", str(recipe), "--json")
+    result = plan(rows, *model)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["skipped"] == 1
+    assert plan(rows, *model, "--on-error", "raise").exit_code == 2
+
+
 def test_a_recipe_says_how_to_read(tmp_path):
     turns = [{"role": role, "content": "go on"} for _ in range(3) for role in ("user", "assistant")]
     data = tmp_path / "chat.jsonl"
