@@ -38,7 +38,7 @@ class RecordIndex(Protocol):
         """A record, from 0.
 
         Raises:
-            SampleError: the file cannot be read any more.
+            SampleError: the file cannot be read any more, or has changed.
         """
 
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.sample import SampleError
 
 STDIN = "-"
@@ -105,7 +106,11 @@ class LineIndex:
                 "samples in memory (data.streaming=false)"
             )
         self._path = path
-        self._offsets = _line_offsets(path)
+        try:
+            self._file = Unchanged.since_now(path)
+            self._offsets = _line_offsets(path)
+        except OSError as error:
+            raise SampleError(f"{path}: cannot be read: {error}") from error
 
     def __len__(self) -> int:
         """Lines."""
@@ -128,14 +133,16 @@ class LineIndex:
         """A line, from 0.
 
         Raises:
-            SampleError: the file cannot be read any more.
+            SampleError: the file cannot be read any more, or has changed.
         """
         start, end = self._offsets[number : number + 2].tolist()
         source = f"{self._path}:{number + 1}"
         try:
             # Opened each time: workers share nothing, and a job reads too few lines a second to notice.
             with Path(self._path).open("rb", buffering=0) as stream:
-                return Line(source, os.pread(stream.fileno(), end - start, start), is_first=number == 0)
+                raw = os.pread(stream.fileno(), end - start, start)
+                self._file.check(stream.fileno())
+                return Line(source, raw, is_first=number == 0)
         except OSError as error:
             raise SampleError(f"{source}: cannot be read: {error}") from error
 
@@ -144,13 +151,10 @@ def _line_offsets(path: str) -> npt.NDArray[np.int64]:
     """int64 ``[lines + 1]``: where each line begins, and the end of the file."""
     found = [np.zeros(1, dtype=np.int64)]
     at = 0
-    try:
-        with Path(path).open("rb", buffering=0) as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                found.append(at + 1 + np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")))
-                at += len(chunk)
-    except OSError as error:
-        raise SampleError(f"{path}: cannot be read: {error}") from error
+    with Path(path).open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            found.append(at + 1 + np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")))
+            at += len(chunk)
     if found[-1].size == 0 or found[-1][-1] != at:
         found.append(np.array([at], dtype=np.int64))  # the last line does not end with a newline
     return np.concatenate(found)

@@ -69,7 +69,7 @@ class FileIndex:
         """A record.
 
         Raises:
-            SampleError: the file cannot be read any more.
+            SampleError: the file cannot be read any more, or has changed.
         """
         file, number = self._place(record)
         return self._files[file].read(number)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from mcore_prefix_tree.data.records import FIELDS
+from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.sample import SampleError
 
 # Rows that are decoded together where rows are read in order.
@@ -164,7 +164,8 @@ class RowIndex:
     def __init__(self, path: str, recent: RecentChunks) -> None:
         self._path, self._recent = path, recent
         try:
-            self.size = Path(path).stat().st_size
+            self._file = Unchanged.since_now(path)
+            self.size = self._file.size
             with closing(_open(path)) as table:
                 self._first_row = np.cumsum([0, *table.rows_of_chunks()])
         except _FAULTS as error:
@@ -186,11 +187,16 @@ class RowIndex:
         """A row, from 0.
 
         Raises:
-            SampleError: the file cannot be read any more, or is another one; a chunk of it is too large.
+            SampleError: the file cannot be read any more, or has changed; a chunk of it is too large.
         """
+        source = f"{self._path} row {number}"
+        try:
+            self._file.check()  # also where the chunk is here: a part of the file may be mapped
+        except OSError as error:
+            raise SampleError(f"{source}: cannot be read: {error}") from error
         chunk = int(np.searchsorted(self._first_row, number, side="right")) - 1
         columns = self._recent.get(self._path, chunk, lambda: self._load(chunk))
-        return Row(f"{self._path} row {number}", columns, number - int(self._first_row[chunk]))
+        return Row(source, columns, number - int(self._first_row[chunk]))
 
     def _load(self, chunk: int) -> tuple[Columns, int]:
         first, last = self._first_row[chunk : chunk + 2].tolist()
@@ -201,7 +207,7 @@ class RowIndex:
         except _FAULTS as error:
             raise SampleError(f"{self._path}: cannot be read from row {first} on: {error}") from error
         if batch is None or batch.num_rows != last - first:
-            raise SampleError(f"{self._path}: has changed since the run began; leave the files alone while it runs")
+            raise self._file.error()
         if size > self._recent.max_bytes:
             raise SampleError(
                 f"{self._path}: rows {first} to {last - 1} are {table.name} of {size >> 20:,} MiB unpacked, and "
