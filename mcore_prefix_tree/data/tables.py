@@ -203,17 +203,17 @@ class RowIndex:
         try:
             with closing(_open(self._path)) as table:
                 same = table.num_chunks == len(self._first_row) - 1
-                batch, size = table.chunk(chunk) if same else (None, 0)
+                batch, size = table.chunk(chunk, self._recent.max_bytes) if same else (None, 0)
         except _FAULTS as error:
             raise SampleError(f"{self._path}: cannot be read from row {first} on: {error}") from error
-        if batch is None or batch.num_rows != last - first:
-            raise self._file.error()
         if size > self._recent.max_bytes:
             raise SampleError(
-                f"{self._path}: rows {first} to {last - 1} are {table.name} of {size >> 20:,} MiB unpacked, and "
-                f"streaming unpacks all of it for a single row; write at most {self._recent.max_bytes >> 20:,} MiB "
+                f"{self._path}: rows {first} to {last - 1} are {table.name} of at least {size >> 20:,} MiB unpacked, "
+                f"and streaming unpacks all of it for a single row; write at most {self._recent.max_bytes >> 20:,} MiB "
                 f"together{table.way_out}, or hold all samples in memory (data.streaming=false)"
             )
+        if batch is None or batch.num_rows != last - first:
+            raise self._file.error()
         return _columns_of(batch), size
 
 
@@ -231,7 +231,8 @@ class _Table(Protocol):
     def num_chunks(self) -> int: ...
     def rows_of_chunks(self) -> list[int]: ...
     def batches(self) -> Iterator[Any]: ...  # record batches, in order
-    def chunk(self, number: int) -> tuple[Any, int]: ...  # and the bytes that were unpacked for it
+    # And the bytes unpacked for it. Where they are beyond the limit it may be None, and they as many as are known of.
+    def chunk(self, number: int, limit: int) -> tuple[Any, int]: ...
     def close(self) -> None: ...
 
 
@@ -267,6 +268,11 @@ class _Parquet:
         # A buffered stream decodes a column as it goes, rather than from all of its bytes.
         self._file = pq.ParquetFile(path, buffer_size=1 << 20)
         self._names = _known(path, self._file.schema_arrow)
+        self._widths = [
+            _width(leaf) if field.name in self._names else 0
+            for field in self._file.schema_arrow
+            for leaf in _leaves(field.type)
+        ]
 
     @property
     def num_chunks(self) -> int:
@@ -279,9 +285,23 @@ class _Parquet:
         # Threads of Arrow's, here and below, would be lost in the worker processes that torch forks.
         yield from self._file.iter_batches(_BATCH_ROWS, columns=self._names, use_threads=False)
 
-    def chunk(self, number: int) -> tuple[Any, int]:
-        table = self._file.read_row_group(number, columns=self._names, use_threads=False)
-        return table, table.nbytes
+    def chunk(self, number: int, limit: int) -> tuple[Any, int]:
+        size = self._least(number)
+        if size > limit:
+            return None, size
+        batches, size = [], 0
+        # A few rows at a time, because of text nothing says the size beforehand: a dictionary holds it once.
+        for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[number], columns=self._names, use_threads=False):
+            batches.append(batch)
+            size += batch.nbytes
+            if size > limit:
+                return None, size
+        return pa.Table.from_batches(batches), size
+
+    def _least(self, number: int) -> int:
+        """Bytes of the numbers of a row group, as the file's metadata counts them. What it calls its size is packed."""
+        group = self._file.metadata.row_group(number)
+        return sum(group.column(leaf).num_values * width // 8 for leaf, width in enumerate(self._widths) if width)
 
     def close(self) -> None:
         self._file.close()
@@ -307,7 +327,7 @@ class _ArrowFile:
         for number in range(self.num_chunks):
             yield _checked(self._reader.get_batch(number), self._names)
 
-    def chunk(self, number: int) -> tuple[Any, int]:
+    def chunk(self, number: int, limit: int) -> tuple[Any, int]:
         batch = _checked(self._reader.get_batch(number), self._names)
         return batch, _unpacked(batch, self._mapped)
 
@@ -333,13 +353,34 @@ class _ArrowStream:
         for batch in self._reader():
             yield _checked(batch, self._names)
 
-    def chunk(self, number: int) -> tuple[Any, int]:
+    def chunk(self, number: int, limit: int) -> tuple[Any, int]:
         assert number == 0, "a stream is one chunk"
         batches = list(self.batches())
         return pa.Table.from_batches(batches), sum(_unpacked(batch, self._mapped) for batch in batches)
 
     def close(self) -> None:
         """Nothing, as of a file."""
+
+
+def _leaves(kind: Any) -> list[Any]:
+    """The types that a column's values are of inside all lists and structs; each is a column of Parquet's own."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _leaves(kind.storage_type)
+    if types.is_struct(kind):
+        return [leaf for field in kind for leaf in _leaves(field.type)]
+    if types.is_map(kind):
+        return [*_leaves(kind.key_type), *_leaves(kind.item_type)]
+    if _is_list(kind):
+        return _leaves(kind.value_type)
+    return [kind.index_type if types.is_dictionary(kind) else kind]
+
+
+def _width(kind: Any) -> int:
+    """Bits of a value; 0 of text, whose values differ."""
+    try:
+        return int(kind.bit_width)
+    except ValueError:
+        return 0
 
 
 def _checked(batch: Any, names: list[str]) -> Any:

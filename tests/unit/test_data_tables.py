@@ -375,11 +375,62 @@ def test_a_chunk_that_is_too_large_is_refused(tmp_path, form, monkeypatch):
         assert StreamedGroups(path, LineOptions()).sizes.tolist() == [1] * 4  # mapped
         return
     with pytest.raises(
-        SampleError, match=r"rows 0 to 1 are a (row group|record batch) of 1 MiB unpacked, and streaming"
+        SampleError, match=r"rows 0 to 1 are a (row group|record batch) of at least 1 MiB unpacked, and streaming"
     ):
         StreamedGroups(path, LineOptions(), on_error="skip")
     path = write_table(tmp_path, rows, form, rows_a_chunk=1)
     assert StreamedGroups(path, LineOptions()).sizes.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("column", "says"),
+    [
+        (
+            {"tokens": [np.arange(1_000_000, dtype=np.int32) % 1000] * 20},
+            "0 to 19 are a row group of at least 76 MiB",
+        ),
+        ({"tokens": [np.arange(1_000_000, dtype=np.uint8)] * 20}, "0 to 19 are a row group of at least 19 MiB"),
+        (
+            {"messages": [[{"role": "user", "content": "again " * 4000}]] * 3000},
+            "0 to 2999 are a row group of at least",
+        ),
+        (
+            {"tokens": [[1]] * 9, "teacher": [{"logprobs": np.zeros((1, 10**6)).tolist()}] * 9},
+            "0 to 8 are a row group of at least 68",
+        ),
+    ],
+    ids=["tokens", "short tokens", "text", "teacher"],
+)
+def test_a_row_group_that_is_too_large_is_not_unpacked(tmp_path, column, says, monkeypatch):
+    """Here as in practice the file is small: a dictionary holds what is the same once."""
+    monkeypatch.setattr(RecentChunks.__init__, "__defaults__", (1 << 22,))
+    path = write_table(tmp_path, pa.table(column), "parquet", rows_a_chunk=10_000)
+    assert Path(path).stat().st_size < 3 << 20
+    usual, counting = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    try:
+        pa.set_memory_pool(counting)
+        with pytest.raises(SampleError, match=f"^{path}: rows {says}"):
+            StreamedGroups(path, OPTIONS)
+    finally:
+        pa.set_memory_pool(usual)
+    assert counting.max_memory() < 18 << 20  # of text it decodes a few hundred rows at once
+
+
+def test_columns_that_are_not_read_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(RecentChunks.__init__, "__defaults__", (1 << 20,))
+    long = np.zeros(100_000)
+    columns = {
+        "map": pa.array([[("a", long)]] * 2, pa.map_(pa.string(), pa.list_(pa.float64()))),
+        "nothing": pa.nulls(2),
+        "times": pa.array([long.astype("datetime64[ms]")] * 2, pa.list_(pa.timestamp("ms"))),
+        "words": pa.array(["a", "b"]).dictionary_encode(),
+        "tensor": pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((2, 300, 300))),
+        "tokens": pa.array([[1, 2]] * 2),
+        "more": pa.array([{"deep": [{"x": long, "y": None}]}] * 2),
+    }
+    for names in (list(columns), list(columns)[::-1]):
+        path = write_table(tmp_path, pa.table({name: columns[name] for name in names}), "parquet")
+        assert StreamedGroups(path, LineOptions()).sizes.tolist() == [1, 1]
 
 
 def test_recent_chunks_are_kept_up_to_a_limit():
