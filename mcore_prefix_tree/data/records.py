@@ -221,6 +221,7 @@ def _beyond_limits(sample: Sample, options: LineOptions) -> tuple[SampleError, K
     teacher = sample.signals.teacher
     if options.vocab_size is not None and teacher is not None:
         beyond = (teacher.token_ids >= options.vocab_size).any(axis=1) & (sample.loss_mask != 0)
+        beyond[:1] = False  # nothing predicts the first token
         if beyond.any():
             error = SampleError(
                 f"{sample.source}: field 'teacher' has a token at index {int(np.argmax(beyond))} outside the model's "

@@ -115,6 +115,15 @@ def test_what_is_wrong_is_named(read, row, says, expand_turns):
     assert "\n" not in str(raised.value)
 
 
+def test_a_teacher_is_of_the_vocabulary_where_it_is_read(read):
+    row = {"tokens": [1, 2, 3], "teacher": {"token_ids": [[999], [3], [99]], "logprobs": [[0], [-1], [-1]]}}
+    assert read(row, vocab_size=100)[0].signals.teacher.token_ids.tolist() == [[999], [3], [99]]
+    with pytest.raises(
+        SampleError, match="field 'teacher' has a token at index 2 outside the model's vocabulary of 99"
+    ):
+        read(row, vocab_size=99)
+
+
 def test_a_side_of_a_pair_is_one_sample(read):
     row = {"messages": CHAT, "pair": 1, "chosen": True}
     assert read(row, tokenizer=CharacterTokenizer())[0].signals.chosen
