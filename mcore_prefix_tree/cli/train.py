@@ -18,7 +18,14 @@ def train(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Continue from the last complete checkpoint in checkpoint.save; without one, start."
+            "--resume", help="Continue from the last complete checkpoint in checkpoint.save; if there is none, start."
+        ),
+    ] = False,
+    new_data: Annotated[
+        bool,
+        typer.Option(
+            "--new-data",
+            help="With --resume: weights, optimizer and steps go on, with other data, from their beginning.",
         ),
     ] = False,
 ) -> None:
@@ -39,7 +46,7 @@ def train(
 
     reporter = ConsoleReporter(Console())
     try:
-        run_train(loaded, reporter, resume=resume)
+        run_train(loaded, reporter, resume=resume, new_data=new_data)
     except VerificationError as error:
         leave(FAILED, str(error))
     except EndedError as error:

@@ -37,8 +37,10 @@ class SampleOrder:
             samples each has.
         whole_steps: of how many samples, or lines, if steps take whole lines and no line twice: an epoch then ends with
             its last whole step. Counted in samples, all lines have as many, a divisor of that.
+        checksum: of the samples; what is streamed has one of its own.
 
     Attributes:
+        checksums: what the same data have again when a run resumes, by what was summed up.
         per_epoch: how many samples, or lines, an epoch draws.
         left_out: how many it draws less than there are.
 
@@ -54,8 +56,12 @@ class SampleOrder:
         shuffle: bool,
         by_line: bool = False,
         whole_steps: int | None = None,
+        checksum: int | None = None,
     ) -> None:
         self.groups = groups
+        self.checksums: dict[str, int] = {} if checksum is None else {"samples": checksum}
+        if isinstance(groups, StreamedGroups):
+            self.checksums = {"files": groups.checksum}
         self.by_line = by_line
         self._seed = seed
         self._shuffle = shuffle

@@ -59,7 +59,7 @@ class Digest:
     files: dict[str, int]
 
 
-def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str], ranks: Ranks) -> None:
+def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str], ranks: Ranks) -> int:
     """See that every rank holds the same samples; all ranks together, once after reading and after a resume too.
 
     Compares tokens, masks, merge keys and signals by a checksum that takes milliseconds a million tokens. Streamed
@@ -70,20 +70,22 @@ def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str],
         paths: of the files, for the message.
         ranks: of the job.
 
+    Returns:
+        The checksum, by which a later run knows them again.
+
     Raises:
         SampleError: some rank holds others than the first; names ranks, machines and files. On every rank.
     """
-    if ranks.size == 1:
-        return
     crc = _crc_of(chain.from_iterable(groups), crc32(np.array([len(group) for group in groups]).data))
     samples, tokens = sum(map(len, groups)), sum(map(len, chain.from_iterable(groups)))
     what = f"{_count(samples, 'sample')} of {_count(tokens, 'token')} in {_count(len(groups), 'record')}"
     _check_same(what, crc, paths, ranks)
+    return crc
 
 
 def check_same_files(
     records: int, paths: Sequence[str], read: Callable[[int], Sequence[Sample]], ranks: Ranks, *, looks: int = 4
-) -> None:
+) -> int:
     """As :func:`check_same_samples`, of files that no rank reads as a whole: their sizes and a few of their records.
 
     Args:
@@ -93,15 +95,17 @@ def check_same_files(
         ranks: of the job.
         looks: how many records are read, the first and the last among them.
 
+    Returns:
+        The checksum.
+
     Raises:
         SampleError: as there.
     """
-    if ranks.size == 1:
-        return
     crc = crc32(repr([_bytes_of(path) for path in paths]).encode())
     for record in sorted(set(np.linspace(0, records - 1, looks).astype(int).tolist())) if records else []:
         crc = _crc_of(_read(read, record), crc)
     _check_same(_count(records, "record"), crc, paths, ranks)
+    return crc
 
 
 def _read(read: Callable[[int], Sequence[Sample]], record: int) -> Sequence[Sample]:
@@ -131,6 +135,8 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _check_same(what: str, crc: int, paths: Sequence[str], ranks: Ranks) -> None:
+    if ranks.size == 1:
+        return
     files = {path: _bytes_of(path) for path in paths}
     digests: list[Digest] = ranks.gather(Digest(host=socket.gethostname(), what=what, crc=crc, files=files))
     first = digests[0]

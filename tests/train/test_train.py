@@ -161,6 +161,21 @@ def test_what_a_step_reports(job: Path) -> None:
     assert rates[-1] > 1e-3
 
 
+def test_a_step_larger_than_the_data_is_said(job: Path) -> None:
+    notes = train(job, "batch.global_batch_size=20", "train_iters=2")
+    assert notes.told == ["a step of 20 samples takes the 16 there are more than once"]
+    assert train(job, "batch.global_batch_size=16", "train_iters=2").told == []
+
+
+def test_new_weights_are_said_to_be(job: Path) -> None:
+    said = "the weights are new, drawn with seed=1234"
+    assert train(job, "train_iters=2").messages[-1] == said
+    policy = write_job(job.parent, [{**row, "reward": index % 2, "group": 0} for index, row in enumerate(rows())])
+    options = ("objective.name=grpo", "objective.options.on_policy=true", "batch.global_batch_size=16")
+    notes = train(policy, *options, "train_iters=2")
+    assert f"{said}; objective.name=grpo improves a policy, which checkpoint.pretrained" in notes.messages[-1]
+
+
 def test_the_loss_does_not_depend_on_the_budget(job: Path) -> None:
     narrow, wide = (train(job, *FLOAT64, f"batch.max_tokens={budget}") for budget in (17, 1000))
     assert sum(r.physical_tokens for r in narrow.reports) > sum(r.physical_tokens for r in wide.reports)

@@ -59,8 +59,9 @@ def test_checkpoints_are_where_megatron_puts_them(undisturbed: tuple[Path, Path,
     assert sorted(path.name for path in saved.iterdir()) == ["iter_0000002", "iter_0000004", "iter_0000006", TRACKER]
     assert (saved / TRACKER).read_text() == "6"
     assert (saved / "iter_0000004" / "metadata.json").exists()
-    content = checkpoint_content(saved, 4)
-    assert content["progress"] == {
+    progress = checkpoint_content(saved, 4)["progress"]
+    assert [*progress.pop("checksums")] == ["samples"]
+    assert progress == {
         "iteration": 4,
         "consumed_samples": 4 * BATCH,
         "global_batch_size": BATCH,
@@ -68,6 +69,7 @@ def test_checkpoints_are_where_megatron_puts_them(undisturbed: tuple[Path, Path,
         "seed": 1234,
         "shuffle": True,
         "samples_per_epoch": 16,
+        "data_from": 0,
     }
 
 
@@ -221,6 +223,36 @@ def test_other_data_are_refused(undisturbed: tuple[Path, Path, list[float]], tmp
         train(recipe, *saving(saved, f"data.path={fewer}"), resume=True)
 
 
+@pytest.mark.parametrize("streaming", ["data.streaming=false", "data.streaming=true"])
+def test_as_many_other_samples_are_refused(job: Path, tmp_path: Path, streaming: str) -> None:
+    first = train(job, *saving(tmp_path / "saved", streaming), stop_after=3)
+    assert first.spans == [(1, 6)]
+    other = write_rows(tmp_path / "other.jsonl", [*rows()[1:], rows()[0]])
+    with pytest.raises(RecipeError) as error:
+        train(job, *saving(tmp_path / "saved", streaming, f"data.path={other}"), resume=True)
+    assert f"is of other samples than data.path={other} gives, though of as many; the data would not" in str(
+        error.value
+    )
+
+
+def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Path) -> None:
+    """Optimizer and steps go on; and that run resumes as any other."""
+    assert train(job, *saving(tmp_path / "first", "train_iters=2")).spans == [(1, 2)]
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    other = write_rows(tmp_path / "other.jsonl", rows()[::-1][:11])
+    options = [f"data.path={other}", "train_iters=8"]
+    straight = train(job, *saving(tmp_path / "first", *options), resume=True, new_data=True)
+    assert straight.spans == [(3, 8)]
+    assert straight.reports[0].logical_tokens == sum(map(len, batch_of(load_recipe(job, options), 1)))
+
+    train(job, *saving(tmp_path / "second", *options), resume=True, new_data=True, stop_after=6)
+    rest = train(job, *saving(tmp_path / "second", *options), resume=True)
+    assert rest.spans == [(5, 8)]
+    assert rest.losses == straight.losses[2:]
+    result = command("train", job, *saving(tmp_path / "third"), "--new-data")
+    assert result.stderr == "error: --new-data goes with --resume: a run that begins has no other data\n"
+
+
 def test_a_checkpoint_goes_into_an_untouched_stock_model(undisturbed: tuple[Path, Path, list[float]]) -> None:
     recipe_file, saved, _ = undisturbed
     recipe = load_recipe(recipe_file)
@@ -317,6 +349,14 @@ def test_a_checkpoint_of_another_program_is_refused(job: Path, tmp_path: Path, m
         train(job, *saving(tmp_path / "saved"), resume=True)
 
 
+def assert_same_but_for_checksums(one: Path, other: Path) -> None:
+    """Of files that are streamed, these are of something else."""
+    contents = [checkpoint_content(folder, 6) for folder in (one, other)]
+    for content in contents:
+        content["progress"].pop("checksums")
+    assert_same_bits(*contents)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_streamed_data_are_the_same_data_and_resume_in_the_middle_of_an_epoch(
     undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, num_workers: int
@@ -328,7 +368,7 @@ def test_streamed_data_are_the_same_data_and_resume_in_the_middle_of_an_epoch(
     second = train(recipe, *saving(tmp_path / "saved", *streamed), resume=True)
     assert second.spans == [(3, 6)]
     assert first.losses[:2] + second.losses == losses
-    assert_same_bits(checkpoint_content(tmp_path / "saved", 6), checkpoint_content(reference, 6))
+    assert_same_but_for_checksums(tmp_path / "saved", reference)
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
@@ -345,7 +385,7 @@ def test_tables_are_the_same_data(undisturbed: tuple[Path, Path, list[float]], t
     second = train(recipe, *options, resume=True)
     assert second.spans == [(3, 6)]
     assert first.losses[:2] + second.losses == losses
-    assert_same_bits(checkpoint_content(tmp_path / "saved", 6), checkpoint_content(reference, 6))
+    assert_same_but_for_checksums(tmp_path / "saved", reference)
 
 
 @pytest.mark.parametrize("streaming", ["false", "true"])

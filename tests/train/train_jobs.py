@@ -114,12 +114,18 @@ class Notes:
         return [report.loss for report in self.reports]
 
 
-def train(recipe: Path | Recipe, *overrides: str, resume: bool = False, stop_after: int | None = None) -> Notes:
+def train(
+    recipe: Path | Recipe,
+    *overrides: str,
+    resume: bool = False,
+    new_data: bool = False,
+    stop_after: int | None = None,
+) -> Notes:
     """``run_train`` in this process; ``stop_after`` interrupts it as Ctrl-C after that step would."""
     notes = Notes(stop_after=stop_after)
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     try:
-        run_train(loaded, notes, resume=resume)
+        run_train(loaded, notes, resume=resume, new_data=new_data)
     except KeyboardInterrupt:
         assert stop_after is not None
     return notes

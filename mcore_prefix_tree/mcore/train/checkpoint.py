@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,9 @@ class Progress:
         seed: of the recipe.
         shuffle: of the recipe's data.
         samples_per_epoch: of the first epoch.
-        consumed_samples: logical samples trained on.
+        consumed_samples: logical samples of these data that were trained on.
+        data_from: steps that were done before the first of them.
+        checksums: of the data, by what was summed up: where they are read in another way there is nothing to compare.
     """
 
     iteration: int
@@ -68,6 +70,8 @@ class Progress:
     shuffle: bool
     samples_per_epoch: int
     consumed_samples: int
+    data_from: int = 0  # this and the next one older checkpoints lack
+    checksums: dict[str, int] = field(default_factory=dict)
 
 
 def latest_iteration(folder: str | Path) -> int | None:

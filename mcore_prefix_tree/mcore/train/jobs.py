@@ -107,6 +107,7 @@ def read_data(
     skipped = Skipped()
     step, setting = recipe.batch.global_batch_size, f"objective.name={recipe.objective.name}"
     groups: Sequence[Sequence[Sample]]
+    checksum = None
     if data.streaming:
         stream = partial(
             StreamedGroups,
@@ -123,7 +124,7 @@ def read_data(
         if groups.fault:
             raise SampleError(groups.fault)
     else:
-        groups, skipped = _read_all(recipe, options, place)
+        groups, skipped, checksum = _read_all(recipe, options, place)
         if by is not None:
             with _naming_what_was_skipped(skipped):
                 groups = whole_groups(groups, by, step=step, setting=setting)
@@ -137,6 +138,7 @@ def read_data(
             shuffle=data.shuffle,
             by_line=recipe.batch.groups_per_step is not None,
             whole_steps=None if by is None or every_sample else recipe.batch.per_step,
+            checksum=checksum,
         )
     except ValueError as error:
         raise RecipeError(str(error)) from None
@@ -172,7 +174,8 @@ def _limits(recipe: Recipe) -> dict[str, int]:
     return limits
 
 
-def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[list[list[Sample]], Skipped]:
+def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[list[list[Sample]], Skipped, int]:
+    """What all ranks hold, what was left out of it, and a checksum."""
     paths = [recipe.data.path] if isinstance(recipe.data.path, str) else recipe.data.path
 
     def read() -> tuple[list[list[Sample]], Skipped]:
@@ -182,8 +185,7 @@ def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[lis
 
     if "-" not in paths or dist.get_world_size() == 1:
         groups, skipped = read()
-        check_same_samples(groups, resolve_paths(paths), all_ranks())
-        return groups, skipped
+        return groups, skipped, check_same_samples(groups, resolve_paths(paths), all_ranks())
     outcome: list[Any] = [None]
     if place.is_main:
         try:
@@ -194,7 +196,7 @@ def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[lis
     if isinstance(outcome[0], SampleError):
         raise outcome[0]
     groups, skipped = outcome[0]
-    return groups, skipped
+    return groups, skipped, check_same_samples(groups, paths, all_ranks())
 
 
 def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
@@ -236,13 +238,14 @@ def _measuring(recipe: Recipe) -> Iterator[tuple[Trainer, bool]]:
         yield Trainer(recipe, place, data.order, chunks), place.is_main
 
 
-def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> None:
+def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False) -> None:
     """``mcore-prefix-tree train``.
 
     Args:
         recipe: the job's.
         reporter: is told on the main rank.
         resume: continue from the last complete checkpoint in ``checkpoint.save``, if there is one.
+        new_data: with ``resume``: on data that are not the checkpoint's, from their beginning.
 
     Raises:
         VerificationError: folded and unfolded differ on the first batch; nothing was trained.
@@ -255,6 +258,8 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
     saved = None if recipe.checkpoint.save is None else checkpoint.latest_iteration(recipe.checkpoint.save)
     if resume and recipe.checkpoint.save is None:
         raise RecipeError("--resume needs checkpoint.save, the folder to resume from")
+    if new_data and not resume:
+        raise RecipeError("--new-data goes with --resume: a run that begins has no other data")
     if saved is not None and not resume:
         raise RecipeError(
             f"checkpoint.save={recipe.checkpoint.save} already holds iteration {saved}; continue it with --resume or "
@@ -272,6 +277,10 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
             reporter.message(
                 f"each epoch leaves out {data.order.left_out} {things}: steps take whole groups, and a step of "
                 f"{recipe.batch.per_step} does not divide all there are"
+            )
+        if data.order.per_epoch < recipe.batch.per_step and place.is_main:
+            reporter.message(
+                f"a step of {recipe.batch.per_step} samples takes the {data.order.per_epoch} there are more than once"
             )
         if recipe.checkpoint.save is not None:
             # Where nothing can be written is better known now than after the last step.
@@ -302,7 +311,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False) -> No
                     "folded and unfolded runs differ by more than rounding, of the gradients most in "
                     f"{report.worst_parameter}; nothing was trained"
                 )
-        Trainer(recipe, place, data.order, chunks, teacher=teacher).train(saved, reporter)
+        Trainer(recipe, place, data.order, chunks, teacher=teacher).train(saved, reporter, new_data=new_data)
         if data.skipped.count and place.is_main:
             reporter.message(f"not trained on: {data.skipped}")
 

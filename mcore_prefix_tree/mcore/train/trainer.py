@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -128,6 +129,7 @@ class Trainer:
         teacher: TeacherModel | None = None,
     ) -> None:
         self._recipe, self._place, self._order, self._teacher = recipe, place, order, teacher
+        self._data_from = 0  # steps before the first of the order
         objective = objective_of(recipe)
         self._forward_step = forward_step_of(objective)
         # Names of the objective's metrics, which only the last pipeline stage sees; known after the first step.
@@ -173,17 +175,22 @@ class Trainer:
             override_opt_param_scheduler=True,
         )
 
-    def train(self, saved: int | None, reporter: Reporter) -> None:
+    def train(self, saved: int | None, reporter: Reporter, *, new_data: bool = False) -> None:
         """From a saved iteration, or from the start, to ``train_iters``.
+
+        Args:
+            saved: the iteration, None for the start.
+            reporter: is told.
+            new_data: the order is not that of the saved run, and begins here.
 
         Raises:
             EndedError: a signal ended it before; the step was finished, and saved if there is a folder for it.
         """
         recipe = self._recipe
-        done = 0 if saved is None else self._resume(saved, reporter)
+        done = 0 if saved is None else self._resume(saved, reporter, new_data=new_data)
         if self._place.is_main:
             reporter.started(done + 1, recipe.train_iters)
-        consumed, workers = done * recipe.batch.per_step, recipe.data.num_workers
+        consumed, workers = (done - self._data_from) * recipe.batch.per_step, recipe.data.num_workers
         # The next step is read and planned while this one computes.
         with (
             self._order.stream(consumed, num_workers=workers) as stream,
@@ -217,21 +224,23 @@ class Trainer:
 
     def _samples(self, iteration: int) -> list[Sample]:
         batch = self._recipe.batch.per_step
-        return self._order.take((iteration - 1) * batch, batch)
+        return self._order.take((iteration - 1 - self._data_from) * batch, batch)
 
     def _progress(self, iteration: int) -> checkpoint.Progress:
         batch = self._recipe.batch
         return checkpoint.Progress(
             iteration=iteration,
-            consumed_samples=self._order.samples_before(iteration * batch.per_step),
+            consumed_samples=self._order.samples_before((iteration - self._data_from) * batch.per_step),
+            data_from=self._data_from,
             global_batch_size=batch.global_batch_size,
             groups_per_step=batch.groups_per_step,
             seed=self._recipe.seed,
             shuffle=self._recipe.data.shuffle,
             samples_per_epoch=self._order.samples_per_epoch,
+            checksums=self._order.checksums,
         )
 
-    def _resume(self, saved: int, reporter: Reporter) -> int:
+    def _resume(self, saved: int, reporter: Reporter, *, new_data: bool) -> int:
         folder = self._recipe.checkpoint.save
         assert folder is not None
         source = checkpoint.iteration_folder(folder, saved)
@@ -239,17 +248,28 @@ class Trainer:
             # Before it is read: a model that does not fit may be one of them.
             reporter.message(f"changed since {source}: {', '.join(changed)}")
         progress = checkpoint.load(folder, saved, self._chunks, self._optimizer, self._scheduler)
-        expected = self._progress(saved)
-        for name, now in vars(expected).items():
-            before = getattr(progress, name)
-            if before != now:
-                raise RecipeError(
-                    f"checkpoint {source} was written with {name}={before}, this "
-                    f"run has {name}={now}; the data would not continue where it stopped"
-                )
+        self._data_from = saved if new_data else progress.data_from
+        if not new_data:
+            self._check_data(progress, source)
         if self._place.is_main:
             reporter.message(f"resumed from {source}")
         return saved
+
+    def _check_data(self, progress: checkpoint.Progress, source: Path) -> None:
+        """Refuse to go on where the data would not continue where they stopped; raises RecipeError."""
+        for name, now in vars(self._progress(progress.iteration)).items():
+            before = getattr(progress, name)
+            if name == "checksums":
+                same = all(before[key] == now[key] for key in before.keys() & now.keys())
+                found = f"is of other samples than data.path={self._recipe.data.path} gives, though of as many"
+            else:
+                same = before == now
+                found = f"was written with {name}={before}, this run has {name}={now}"
+            if not same:
+                raise RecipeError(
+                    f"checkpoint {source} {found}; the data would not continue where it stopped: change it back, or "
+                    "say --new-data, to begin with the first of the data"
+                )
 
     def _save(self, iteration: int) -> None:
         folder = self._recipe.checkpoint.save
