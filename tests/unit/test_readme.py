@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +18,20 @@ def test_the_tables_come_from_the_result_files() -> None:
         assert script["rendered"](page) == page, f"{name}: run scripts/render_results.py"
     for table in script["TABLES"]:
         assert sum(f"<!-- {table}:begin -->" in page for page in pages.values()) == 1, table
+
+
+def test_the_example_of_an_own_trainer_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "examples" / "own_trainer.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    first, *_, last = done.stdout.splitlines()
+    assert first == "40 tokens of 5 samples, computed as 18"
+    error = float(last.removeprefix("largest relative difference of a gradient: "))
+    assert 0 < error < 1e-13
 
 
 def test_the_links_lead_somewhere() -> None:

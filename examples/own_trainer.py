@@ -1,0 +1,91 @@
+"""Rollouts of two prompts, folded and trained in a loop of one's own, beside each of them by itself.
+
+    python examples/own_trainer.py
+
+The marked block stands for what a trainer has already: Megatron's process groups, a model and rollouts. Here the model
+is small and on the CPU, in fp64, so that the two gradients can be seen to be equal.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.logprob import restore
+from mcore_prefix_tree.mcore import with_prefix_tree
+from mcore_prefix_tree.mcore.forward_step import tree_forward
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.outputs import tree_logprobs
+from mcore_prefix_tree.testing.launcher import single_process
+
+PROMPTS = [[5, 17, 3, 42, 8, 30], [5, 17, 3, 9, 11]]
+ANSWERS = [[[7, 1], [7, 2, 2], [12, 1]], [[4, 4, 1], [4, 1]]]
+REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0]]
+
+
+def rollouts() -> tuple[list[Sample], list[float]]:
+    """Every answer after its prompt, scored on the answer alone; and by how much it is better than its group."""
+    samples, advantages = [], []
+    for prompt, answers, rewards in zip(PROMPTS, ANSWERS, REWARDS, strict=True):
+        for answer, reward in zip(answers, rewards, strict=True):
+            mask = [0] * len(prompt) + [1] * len(answer)
+            samples.append(Sample(tokens=prompt + answer, loss_mask=mask))
+            advantages.append(reward - sum(rewards) / len(rewards))
+    return samples, advantages
+
+
+def policy_loss(model: torch.nn.Module, samples: list[Sample], advantages: list[float]) -> torch.Tensor:
+    """REINFORCE, its mean over all five samples: any loss of per-sample log-probabilities fits here."""
+    layout = fold(samples)
+    # On a GPU: device="cuda", attention_backend="triton".
+    batch = MicroBatch.from_layout(layout, device="cpu", attention_backend="path")
+    logprob = tree_logprobs(tree_forward(model, batch), batch)  # [tokens after folding]
+    rows = restore(logprob, layout)  # of each sample [tokens]; entry t is that of tokens[t], and 0 of the first
+    print(f"{layout.logical_tokens} tokens of {len(samples)} samples, computed as {layout.physical_tokens}")
+    losses = [
+        -advantage * row[torch.from_numpy(sample.loss_mask) > 0].sum()
+        for sample, advantage, row in zip(samples, advantages, rows, strict=True)
+    ]
+    return torch.stack(losses).sum() / sum(map(len, ANSWERS))
+
+
+def main() -> None:
+    """Both gradients, and how far they are apart."""
+    # What your trainer has already:
+    with single_process():
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_query_groups=2,
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            add_bias_linear=False,
+            attention_dropout=0.0,  # samples that share a token would share its dropout
+            hidden_dropout=0.0,
+            params_dtype=torch.float64,
+            use_cpu_initialization=True,
+        )
+        # What is new: the spec around yours.
+        spec = with_prefix_tree(get_gpt_layer_local_spec())
+        model = GPTModel(config, spec, vocab_size=64, max_sequence_length=64, position_embedding_type="rope").double()
+
+        samples, advantages = rollouts()
+        policy_loss(model, samples, advantages).backward()
+        folded = {name: weight.grad for name, weight in model.named_parameters()}
+
+        model.zero_grad(set_to_none=True)
+        for sample, advantage in zip(samples, advantages, strict=True):
+            policy_loss(model, [sample], [advantage]).backward()
+        errors = [
+            float((folded[name] - weight.grad).norm() / weight.grad.norm()) for name, weight in model.named_parameters()
+        ]
+        print(f"largest relative difference of a gradient: {max(errors):.1e}")
+
+
+if __name__ == "__main__":
+    main()
