@@ -12,8 +12,10 @@ import numpy.typing as npt
 from mcore_prefix_tree.signals import SampleError, Signals, check_signals
 
 INT32_MAX = np.iinfo(np.int32).max
+# Logits of some hundreds divided by less reach beyond what single precision tells apart, and then beyond what it holds.
+MIN_TEMPERATURE = 1e-3
 
-__all__ = ["INT32_MAX", "Sample", "SampleError", "Signals", "Tempered"]
+__all__ = ["INT32_MAX", "MIN_TEMPERATURE", "Sample", "SampleError", "Signals", "Tempered"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class Tempered:
     """A merge key that says at which temperature samples were drawn: their logits are divided by it.
 
     Attributes:
-        temperature: finite and above 0.
+        temperature: finite, and at least ``MIN_TEMPERATURE``.
         key: what else has to be equal for two samples to share.
     """
 
@@ -75,8 +77,11 @@ class Sample:
         object.__setattr__(self, "tokens", checked_tokens)
         object.__setattr__(self, "loss_mask", checked_mask)
         object.__setattr__(self, "merge_key", merge_key)
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise SampleError(f"{source}: the temperature of its merge_key is {self.temperature}; it must be above 0")
+        if not MIN_TEMPERATURE <= self.temperature < math.inf:
+            raise SampleError(
+                f"{source}: the temperature of its merge_key is {self.temperature}; it must be at least "
+                f"{MIN_TEMPERATURE}, and finite"
+            )
         object.__setattr__(self, "source", source)
         checked_signals = NO_SIGNALS if signals is None else check_signals(signals, checked_mask, source)
         object.__setattr__(self, "signals", checked_signals)

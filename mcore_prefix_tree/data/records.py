@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mcore_prefix_tree.data.chat import ChatError, ChatTokenizer, parse_messages, parse_tools
 from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
 from mcore_prefix_tree.data.skipped import Kind, Skipped
-from mcore_prefix_tree.sample import INT32_MAX, Sample, SampleError, Tempered
+from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals
 
 # All that is read of a record.
@@ -111,12 +111,18 @@ def _merge_key(value: object, source: str) -> Hashable:
 
 
 def _tempered(value: object, key: Hashable, source: str) -> Hashable:
-    """The merge key of a record that says its temperature."""
+    """The merge key of a record that says its temperature; 1 is that of a record that does not."""
     if value is None:
         return key
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-        raise SampleError(f"{source}: field 'temperature' is {_short(value)}; it must be a number above 0")
-    return Tempered(temperature=float(value), key=key)
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not MIN_TEMPERATURE <= value <= sys.float_info.max
+    ):
+        raise SampleError(
+            f"{source}: field 'temperature' is {_short(value)}; it must be a number of at least {MIN_TEMPERATURE}"
+        )
+    return key if value == 1 else Tempered(temperature=float(value), key=key)
 
 
 def _token_sample(row: Mapping[str, Any], merge_key: Hashable, source: str) -> Sample:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mcore_prefix_tree.data import ChatMessage, EncodedTurn, Tool, iter_sample_groups, read_samples
 from mcore_prefix_tree.data.chat import ChatError
+from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.sample import INT32_MAX, SampleError, Tempered
 
 
@@ -132,6 +133,13 @@ def test_temperature_is_part_of_the_merge_key(write):
     assert {sample.temperature for sample in turns} == {2.0}
 
 
+def test_a_temperature_of_1_is_that_of_a_sample_without(write):
+    rows = [{"tokens": [1, 2, leaf], "temperature": 1.0} for leaf in (3, 4)] + [{"tokens": [1, 2, 5]}]
+    samples = read_samples(write(*rows, {"tokens": [1, 2, 6], "temperature": 1, "merge_key": "a"}))
+    assert [sample.merge_key for sample in samples] == [None, None, None, "a"]
+    assert fold(samples[:3]).physical_tokens == 2 + 3
+
+
 def test_last_line_needs_no_newline(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"tokens": [1]}\r\n{"tokens": [2]}')
     assert [s.tokens.tolist() for s in read_samples(tmp_path / "a.jsonl")] == [[1], [2]]
@@ -245,9 +253,17 @@ BAD_LINES = {
     "mask text": ('{"tokens": [1], "loss_mask": ["1"]}', "field 'loss_mask' must be a flat list of numbers"),
     "mask null": ('{"tokens": [1], "loss_mask": [null]}', "field 'loss_mask' must be a flat list of numbers"),
     "mask ragged": ('{"tokens": [1, 2], "loss_mask": [1, [2]]}', "field 'loss_mask' must be a flat list of numbers"),
-    "temperature 0": ('{"tokens": [1], "temperature": 0}', "field 'temperature' is 0; it must be a number above 0"),
-    "temperature text": ('{"tokens": [1], "temperature": "1"}', "field 'temperature' is \"1\"; it must be a number"),
-    "temperature nan": ('{"tokens": [1], "temperature": NaN}', "field 'temperature' is NaN; it must be a number above"),
+    "temperature 0": (
+        '{"tokens": [1], "temperature": 0}',
+        "field 'temperature' is 0; it must be a number of at least 0.001",
+    ),
+    "temperature text": ('{"tokens": [1], "temperature": "1"}', "field 'temperature' is \"1\"; it must be a number of"),
+    "temperature nan": ('{"tokens": [1], "temperature": NaN}', "field 'temperature' is NaN; it must be a number of"),
+    "temperature tiny": (
+        '{"tokens": [1], "temperature": 1e-310}',
+        "field 'temperature' is 1e-310; it must be a number of",
+    ),
+    "temperature boolean": ('{"tokens": [1], "temperature": true}', "field 'temperature' is true; it must be a number"),
     "temperature huge": ('{"tokens": [1], "temperature": 1' + "0" * 400 + "}", "field 'temperature' is 1000"),
     "key list": ('{"tokens": [1], "merge_key": [1]}', "field 'merge_key' must be a string, a finite number"),
     "key object": ('{"tokens": [1], "merge_key": {}}', "field 'merge_key' must be a string, a finite number"),

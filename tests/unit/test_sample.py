@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mcore_prefix_tree import Sample, SampleError
-from mcore_prefix_tree.sample import INT32_MAX, Tempered
+from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Tempered
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,10 @@ def test_the_merge_key_may_say_the_temperature():
     assert Sample(tokens=[1]).temperature == 1.0
     assert Sample(tokens=[1], merge_key=0.5).temperature == 1.0
     assert Sample(tokens=[1], merge_key=Tempered(temperature=0.5, key="policy")).temperature == 0.5
-    for temperature in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(SampleError, match=r"^file:3: the temperature of its merge_key is .*; it must be above 0$"):
+    assert Sample(tokens=[1], merge_key=Tempered(temperature=MIN_TEMPERATURE)).temperature == 1e-3
+    for temperature in (0.0, -1.0, 1e-310, 0.0009, float("nan"), float("inf")):
+        with pytest.raises(
+            SampleError,
+            match=r"^file:3: the temperature of its merge_key is .*; it must be at least 0.001, and finite$",
+        ):
             Sample(tokens=[1], merge_key=Tempered(temperature=temperature), source="file:3")
