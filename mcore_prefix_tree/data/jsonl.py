@@ -25,6 +25,8 @@ STDIN = "-"
 _CHUNK_BYTES = 1 << 22
 # How files of gzip, Zstandard, bzip2 and xz begin.
 _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
+# How tables begin, and what they have to be named.
+_TABLES = {b"PAR1": ("Parquet", ".parquet"), b"ARROW1": ("Arrow", ".arrow"), b"\xff\xff\xff\xff": ("Arrow", ".arrow")}
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Line:
             raw = raw.removeprefix(codecs.BOM_UTF8)
             if raw.startswith(_PACKED):
                 raise SampleError(f"{self.source}: the file is compressed; unpack it, or name a gzip file something.gz")
+            for magic, (kind, suffix) in _TABLES.items():
+                if raw.startswith(magic):
+                    raise SampleError(
+                        f"{self.source}: the file is {kind}, known by its name; call it something{suffix}"
+                    )
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -85,7 +92,12 @@ def _open(path: str) -> Any:
     if path == STDIN:
         stdin: BinaryIO = sys.stdin.buffer
         return nullcontext(stdin)
-    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
+    return gzip.open(path, "rb") if is_gzip(path) else open(path, "rb")
+
+
+def is_gzip(path: str) -> bool:
+    """Whether a file is packed, by its name."""
+    return path.lower().endswith(".gz")
 
 
 class LineIndex:
@@ -99,7 +111,7 @@ class LineIndex:
     """
 
     def __init__(self, path: str) -> None:
-        if path == STDIN or path.endswith(".gz"):
+        if path == STDIN or is_gzip(path):
             name = "standard input" if path == STDIN else path
             raise SampleError(
                 f"{name}: cannot be read from the middle, which streaming does; unpack it into a file, or hold all "

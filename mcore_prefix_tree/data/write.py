@@ -15,6 +15,7 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 
 from mcore_prefix_tree.data.files import is_table, require_pyarrow
+from mcore_prefix_tree.data.jsonl import is_gzip
 from mcore_prefix_tree.sample import Sample, Tempered
 from mcore_prefix_tree.signals import Signals, Teacher
 
@@ -84,7 +85,7 @@ def rows_file(path: str | Path) -> Iterator[RowWriter]:
             yield spool
             spool.finish()
     else:
-        with whole_file(path) as unfinished, _open_text(unfinished, packed=str(path).endswith(".gz")) as stream:
+        with whole_file(path) as unfinished, _open_text(unfinished, packed=is_gzip(str(path))) as stream:
             yield _JsonLines(stream)
 
 

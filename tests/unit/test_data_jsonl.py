@@ -13,8 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_prefix_tree.data import ChatMessage, EncodedTurn, Tool, iter_sample_groups, read_samples
+from mcore_prefix_tree.data import (
+    ChatMessage,
+    EncodedTurn,
+    LineOptions,
+    StreamedGroups,
+    Tool,
+    iter_sample_groups,
+    read_samples,
+)
 from mcore_prefix_tree.data.chat import ChatError
+from mcore_prefix_tree.data.write import rows_file
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.sample import INT32_MAX, SampleError, Tempered
 
@@ -182,11 +191,33 @@ def test_a_compressed_file_is_known_for_one(tmp_path, pack):
         read_samples(path)
 
 
-def test_gzip(tmp_path):
-    path = tmp_path / "data.jsonl.gz"
+@pytest.mark.parametrize(
+    ("start", "says"),
+    [
+        (b"PAR1\x15\x04\x15\xe3\n", "Parquet, known by its name; call it something.parquet"),
+        (b"ARROW1\0\0\xff\xff\xff\xff\n", "Arrow, known by its name; call it something.arrow"),
+        (b"\xff\xff\xff\xff\x90\0\0\0\n", "Arrow, known by its name; call it something.arrow"),
+    ],
+)
+def test_a_table_of_another_name_is_known_for_one(write, start, says):
+    path = write(start)
+    for read in (read_samples, lambda path: StreamedGroups(path, LineOptions())):
+        with pytest.raises(SampleError) as caught:
+            read(path)
+        assert str(caught.value) == f"{path}:1: the file is {says}"
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".GZ"])
+def test_gzip(tmp_path, suffix):
+    path = tmp_path / f"data.jsonl{suffix}"
     path.write_bytes(gzip.compress(b'{"tokens": [7, 8]}\n'))
     (sample,) = read_samples(path)
     assert (sample.tokens.tolist(), sample.source) == ([7, 8], f"{path}:1")
+    with pytest.raises(SampleError, match=r"cannot be read from the middle, which streaming does; unpack it"):
+        StreamedGroups(path, LineOptions())
+    with rows_file(path) as file:
+        file.add([{"tokens": [9]}])
+    assert read_samples(path)[0].tokens.tolist() == [9]
 
 
 def test_conversation_is_one_sample_with_every_turn_scored(write):
