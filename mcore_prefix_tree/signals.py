@@ -164,7 +164,8 @@ def _reward(signals: Signals, scored: npt.NDArray[np.bool_], source: str) -> flo
 
 
 def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Teacher:
-    logprobs = _numbers(teacher.logprobs, "teacher.logprobs", source)
+    with np.errstate(over="ignore"):  # becomes inf, which is refused below where it is read
+        logprobs = _numbers(teacher.logprobs, "teacher.logprobs", source).astype(np.float32)
     try:
         token_ids: npt.NDArray[Any] = np.asarray(teacher.token_ids)
     except ValueError:  # a ragged list
@@ -191,17 +192,25 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
     for fault, rows in faults.items():
         if (rows & scored).any():
             raise SampleError(f"{source}: field 'teacher' has {fault} at token {int(np.argmax(rows & scored))}")
-    return Teacher(token_ids=_frozen(token_ids.astype(np.int32)), logprobs=_frozen(logprobs.astype(np.float32)))
+    return Teacher(token_ids=_frozen(token_ids.astype(np.int32)), logprobs=_frozen(logprobs))
 
 
 def _numbers(value: object, name: str, source: str) -> npt.NDArray[Any]:
     """An array of numbers; None in a list is NaN."""
+    kinds: set[type] = set()
     try:
         array = np.asarray(value)
-        if array.dtype == object:
+        # NumPy makes numbers of booleans beside numbers, and of text beside a null.
+        if isinstance(value, list) and array.ndim == 1:
+            kinds = set(map(type, value))
+        elif array.dtype == object:
+            kinds = set(map(type, array.flat))
+        if array.dtype == object and not any(issubclass(kind, (str, bytes)) for kind in kinds):
             array = array.astype(np.float64)
     except (ValueError, TypeError, OverflowError):  # the last: an integer of hundreds of digits
         array = np.empty(0, dtype=np.str_)
+    if array.dtype == np.bool_ or kinds & {bool, np.bool_}:
+        raise SampleError(f"{source}: field '{name}' must be numbers, not true or false")
     if array.dtype.kind not in "iuf":
         raise SampleError(f"{source}: field '{name}' must be numbers")
     return array

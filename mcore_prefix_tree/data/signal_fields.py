@@ -17,7 +17,7 @@ _IDS = ("group", "rollout", "pair")
 def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
     """Of a record with ``tokens``; None if it has no such field, or only null ones.
 
-    ``Sample`` checks the values; here only what NumPy would convert without a word, and ids, are.
+    ``Sample`` checks the values; here only ids and the shape of objects are.
 
     Raises:
         SampleError: names ``source`` and the field.
@@ -27,30 +27,15 @@ def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
         value = given.get(name)
         if not isinstance(value, (str, int, float, type(None))) or value != value:
             raise SampleError(f"{source}: field '{name}' must be a string, a number or a boolean")
-    for name in ("reward", "advantage", *PER_TOKEN):
-        value = given.get(name)
-        if isinstance(value, bool) or _has_booleans(value):
-            raise SampleError(f"{source}: field '{name}' must be numbers, not true or false")
     if "teacher" in given:
         given["teacher"] = _teacher(given["teacher"], source)
     return Signals(**given) if given else None
 
 
-def _has_booleans(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return bool(value.dtype == np.bool_)
-    return isinstance(value, list) and bool in set(map(type, value))
-
-
 def _teacher(value: Any, source: str) -> Teacher:
     if not isinstance(value, dict) or set(value) != {"token_ids", "logprobs"}:
         raise SampleError(f"{source}: field 'teacher' must be an object with 'token_ids' and 'logprobs'")
-    try:
-        return Teacher(token_ids=np.array(value["token_ids"]), logprobs=np.array(value["logprobs"], dtype=np.float32))
-    except (ValueError, TypeError, OverflowError):
-        raise SampleError(
-            f"{source}: fields 'teacher.token_ids' and 'teacher.logprobs' must be lists of k numbers for each token"
-        ) from None
+    return Teacher(token_ids=value["token_ids"], logprobs=value["logprobs"])
 
 
 def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | None:

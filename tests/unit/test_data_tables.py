@@ -244,7 +244,10 @@ BAD = [
     ({"tokens": [1, 2], "old_logprobs": [False, True]}, "field 'old_logprobs' must be numbers, not true or false"),
     ({"tokens": [1, 2], "old_logprobs": [False, None]}, "field 'old_logprobs' must be numbers, not true or false"),
     ({"tokens": [1], "teacher": [[1]]}, "field 'teacher' must be an object"),
-    ({"tokens": [1, 2], "teacher": {"token_ids": [[1], [2, 3]], "logprobs": [[0.0], [0.0]]}}, "lists of k numbers"),
+    (
+        {"tokens": [1, 2], "teacher": {"token_ids": [[1], [2, 3]], "logprobs": [[0.0], [0.0]]}},
+        "must both be 2 lists of k",
+    ),
     ({"tokens": None, "messages": None}, "has neither of the fields 'tokens' and 'messages'"),
     ({"tokens": [1], "messages": CHAT}, "has both of the fields 'tokens' and 'messages'"),
     ({"messages": "hi"}, "field 'messages' must be a list of at least one chat message"),
