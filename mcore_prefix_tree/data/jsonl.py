@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,26 @@ _CHUNK_BYTES = 1 << 22
 _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
 # How tables begin, and what they have to be named.
 _TABLES = {b"PAR1": ("Parquet", ".parquet"), b"ARROW1": ("Arrow", ".arrow"), b"\xff\xff\xff\xff": ("Arrow", ".arrow")}
+
+
+class _Doubled(dict[str, Any]):
+    """An object with a key more than once, of which a dictionary holds the last."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self._times = Counter(name for name, _ in pairs)
+
+    def twice(self) -> str:
+        """The first such key."""
+        return next(name for name, times in self._times.items() if times > 1)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _Doubled(pairs)
+
+
+_parse = json.JSONDecoder(object_pairs_hook=_object).decode
 
 
 @dataclass(frozen=True)
@@ -64,11 +85,13 @@ class Line:
         if not text or text.isspace():
             return None
         try:
-            row = json.loads(text)
+            row = _parse(text)
         except (ValueError, RecursionError) as error:  # ValueError also for an integer of more than 4300 digits
             raise SampleError(f"{self.source}: not valid JSON ({error}); each line must be one JSON object") from None
         if not isinstance(row, dict):
             raise SampleError(f"{self.source}: each line must be one JSON object with 'tokens' or 'messages'")
+        if isinstance(row, _Doubled):
+            raise SampleError(f"{self.source}: has the field '{row.twice()}' twice; drop one of them")
         return {name: value for name, value in row.items() if value is not None}
 
 

@@ -262,6 +262,8 @@ BAD_LINES = {
     "deep": ("[" * 100_000, "not valid JSON"),
     "too many digits": ('{"tokens": [' + "9" * 5000 + "]}", "not valid JSON"),
     "no object": ("[1, 2]", "each line must be one JSON object"),
+    "twice": ('{"tokens": [1, 2], "note": 1, "tokens": [1]}', "has the field 'tokens' twice; drop one of them"),
+    "twice, once null": ('{"reward": 1, "tokens": [1], "reward": null}', "has the field 'reward' twice; drop one of"),
     "neither": ('{"input_ids": [1]}', "neither of the fields 'tokens' and 'messages'"),
     "both": ('{"tokens": [1], "messages": []}', "both of the fields 'tokens' and 'messages'"),
     "empty": ('{"tokens": []}', "field 'tokens' is empty"),
@@ -325,6 +327,11 @@ def test_bad_lines_name_file_line_and_field(write, case):
     )
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_twice_inside_a_field_is_not_looked_at(write):
+    path = write('{"note": {"a": 1, "a": 2}, "messages": [{"role": "user", "role": "assistant", "content": "a"}]}')
+    assert text_of(read_samples(path, tokenizer=CharacterTokenizer())[0]) == "Aa\0"
 
 
 def test_lines_before_a_bad_one_are_delivered(write):
