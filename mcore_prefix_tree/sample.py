@@ -132,4 +132,10 @@ def _mask_array(mask: object, length: int, source: str) -> npt.NDArray[np.float3
     if bad.any():
         at = int(np.argmax(bad))
         raise SampleError(f"{source}: field 'loss_mask' has {array[at]} at index {at}; weights are finite and >= 0")
+    if np.count_nonzero(weights) != np.count_nonzero(array):
+        at = int(np.argmax((weights == 0) & (array != 0)))
+        raise SampleError(
+            f"{source}: field 'loss_mask' has {array[at]} at index {at}, which single precision rounds to 0; give 0, "
+            "or a larger weight"
+        )
     return weights

@@ -32,6 +32,16 @@ from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Tempered
         ({"tokens": [1, 2], "loss_mask": [float("nan"), 1]}, "loss_mask", "nan at index 0"),
         ({"tokens": [1, 2], "loss_mask": [0, float("inf")]}, "loss_mask", "inf at index 1"),
         ({"tokens": [1, 2], "loss_mask": [0, 1e300]}, "loss_mask", "1e+300 at index 1"),
+        (
+            {"tokens": [1, 2], "loss_mask": [0, 1e-50]},
+            "loss_mask",
+            "1e-50 at index 1, which single precision rounds to 0",
+        ),
+        (
+            {"tokens": [1, 2], "loss_mask": np.array([1e-46, 1])},
+            "loss_mask",
+            "1e-46 at index 0, which single precision",
+        ),
     ],
 )
 def test_a_malformed_field_is_named_with_its_source(fields, field, says):
@@ -64,6 +74,10 @@ def test_tokens_become_int32(tokens):
 
 def test_boolean_masks_are_weights():
     assert Sample(tokens=[1, 2], loss_mask=np.array([False, True])).loss_mask.tolist() == [0.0, 1.0]
+
+
+def test_the_smallest_weights_of_single_precision_are_kept():
+    assert Sample(tokens=[1, 2], loss_mask=[-0.0, 2.0**-149]).loss_mask.tolist() == [0.0, 2.0**-149]
 
 
 def test_a_sample_neither_changes_nor_follows_the_arrays_it_was_given():
