@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -25,8 +26,10 @@ def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
     given: dict[str, Any] = {name: row[name] for name in _NAMES if row.get(name) is not None}
     for name in _IDS:
         value = given.get(name)
-        if not isinstance(value, (str, int, float, type(None))) or value != value:
-            raise SampleError(f"{source}: field '{name}' must be a string, a number or a boolean")
+        if not isinstance(value, (str, int, float, type(None))) or (
+            isinstance(value, float) and not math.isfinite(value)
+        ):
+            raise SampleError(f"{source}: field '{name}' must be a string, a finite number or a boolean")
     if "teacher" in given:
         given["teacher"] = _teacher(given["teacher"], source)
     return Signals(**given) if given else None
