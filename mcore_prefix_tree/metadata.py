@@ -104,8 +104,8 @@ class TreeMetadata:
         Raises:
             ValueError: if the arrays do not describe a forest in depth-first pre-order; names the array and the node.
         """
-        borders = np.asarray(cu_node_lens, dtype=np.int64)
-        parent = np.asarray(node_parent, dtype=np.int64)
+        borders = _integers(cu_node_lens, "cu_node_lens")
+        parent = _integers(node_parent, "node_parent")
         depth, subtree_end = _check_forest(borders, parent)
         tokens = int(borders[-1])
         size = tokens if padded_size is None else padded_size
@@ -189,6 +189,13 @@ class TreeMetadata:
             parent=np.concatenate([segment_parent, np.full(len(padding) - 1, -1)]).astype(np.int32),
             depth=np.concatenate([self.node_depth[heads], np.zeros(len(padding) - 1)]).astype(np.int32),
         )
+
+
+def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":  # of nothing at all NumPy makes floating numbers
+        raise ValueError(f"{name} is of {array.dtype}; give integers")
+    return array.astype(np.int64, copy=False)
 
 
 def _check_forest(

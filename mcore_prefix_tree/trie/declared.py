@@ -35,7 +35,7 @@ def trie_from_groups(samples: Sequence[Sample], groups: Sequence[tuple[int, Sequ
     shared = np.zeros(len(samples), dtype=np.int64)
     at = 0
     for number, (prompt_length, members) in enumerate(groups):
-        if not members or prompt_length < 0:
+        if len(members) == 0 or prompt_length < 0:  # an array has no truth value
             raise ValueError(f"group {number} must have at least one sample and a prompt_length >= 0")
         first = samples[members[0]]
         for index in members:
@@ -82,7 +82,7 @@ def trie_from_nodes(
     tokens = [np.asarray(own) for own in node_tokens]
     visited, level, depth = _walk(tokens, node_parent)
     for index, node in enumerate(sample_node):
-        if not 0 <= node < len(tokens):
+        if not 0 <= node < len(tokens) or node != int(node):
             raise ValueError(f"sample_node[{index}] = {node} is not one of {len(tokens)} nodes")
 
     rank = np.empty(len(tokens), dtype=np.int64)
@@ -124,7 +124,7 @@ def _walk(tokens: Sequence[npt.NDArray[np.integer]], parent: Sequence[int]) -> t
     children: list[list[int]] = [[] for _ in tokens]
     roots: list[int] = []
     for node, above in enumerate(parent):
-        if not -1 <= above < len(tokens):
+        if not -1 <= above < len(tokens) or above != int(above):
             raise ValueError(f"node_parent[{node}] = {above} is neither a node nor -1, the mark of a root")
         (roots if above < 0 else children[above]).append(node)
     level, depth = [0] * len(tokens), [0] * len(tokens)

@@ -66,8 +66,9 @@ def test_groups_share_their_prompt_only():
     assert trie.num_tokens == 2 + 2 + 2 + 1 + 3
     assert trie.num_nodes == 5
     assert trie.sample_node[3] == trie.node_parent[1] == 0
-    one = trie_from_groups(samples, [(2, range(5))])
-    assert one.num_tokens == 2 + 2 + 2 + 1 + 1
+    for everyone in (range(5), np.arange(5), tuple(range(5))):
+        one = trie_from_groups(samples, [(2, everyone)])
+        assert one.num_tokens == 2 + 2 + 2 + 1 + 1
     assert trie_from_groups([], []).num_nodes == 0
 
 
@@ -97,6 +98,7 @@ NAMED = [
         ([(2, [0])], ValueError, "each of the 3 samples exactly once"),
         ([(2, [0, 1, 1, 2])], ValueError, "each of the 3 samples exactly once"),
         ([(2, [0, 1]), (0, [2]), (0, [])], ValueError, "group 2 must have at least one sample"),
+        ([(2, np.arange(3)), (0, np.arange(0))], ValueError, "group 1 must have at least one sample"),
         ([(-1, [0, 1, 2])], ValueError, "group 0 must have"),
         ([(3, [0, 1]), (0, [2])], SampleError, "a.jsonl:2: declared to share 3 tokens with a.jsonl:1, but token 2"),
         ([(4, [0, 1]), (0, [2])], SampleError, "a.jsonl:1: 3 tokens are fewer than the declared prompt of 4"),
@@ -114,6 +116,8 @@ def test_wrong_groups_are_refused(groups, kind, says):
         ([[1, 2], [3], [4]], [-1, 0], [1, 2], ValueError, "node_parent .2. needs an entry for each of 3"),
         ([[1, 2], [3], [4]], [-1, 0, 0], [1], ValueError, "sample_node .1. one for each of 2 samples"),
         ([[1, 2], [3], [4]], [-1, 0, 7], [1, 2], ValueError, r"node_parent\[2\] = 7 is neither"),
+        ([[1, 2], [3], [4]], [-1, 0.5, 0], [1, 2], ValueError, r"node_parent\[1\] = 0.5 is neither"),
+        ([[1, 2], [3], [4]], [-1, 0, 0], [1, 2.5], ValueError, r"sample_node\[1\] = 2.5 is not one of 3"),
         ([[1, 2], [3], [4]], [-1, 2, 1], [1, 2], ValueError, "node_parent leads from node 1 around a loop"),
         ([[1, 2], [3], [4]], [-1, 0, 0], [1, 3], ValueError, r"sample_node\[1\] = 3 is not one of 3"),
         ([[1, 2], [3], [4]], [-1, 0, 0], [1, 0], SampleError, "a.jsonl:2: 3 tokens, but the path to its node 0 has 2"),
