@@ -79,7 +79,7 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(
     saved = continue_at(folder, 3, tmp_path / "saved")
     done = run(2, "train", job, *layout, *saving(saved), "--resume")
     assert done.code == 0, done.err
-    assert done.out.startswith(f"resumed from {saved / 'iter_0000003'}\n")
+    assert f"\nresumed from {saved / 'iter_0000003'}\n" in f"\n{done.out}"
     assert done.out.count("resumed from") == 1
     assert list(done.losses) == list(range(4, STEPS + 1))
     for step, loss in done.losses.items():
@@ -190,6 +190,7 @@ def test_all_ranks_go_on_from_the_main_rank_s_checkpoint(
     )
     assert done.code == 0, done.err
     assert done.out.splitlines() == [
+        f"changed since {saved / 'iter_0000003'}: train_iters {STEPS} -> 3",
         f"resumed from {saved / 'iter_0000003'}",
         "nothing to train: train_iters=3 are done",
     ]
