@@ -18,9 +18,14 @@ def upload(array: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
     Args:
         array: of any shape and any dtype that torch has; on the CPU the tensor shares its memory, if it is contiguous.
         device: of the tensor.
+
+    Raises:
+        ValueError: there is no such device here.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     target = torch.device(device)
     if target.type in ("cpu", "meta"):
         return tensor.to(target)
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device}: torch sees no GPU; name device='cpu'")
     return tensor.pin_memory().to(target, non_blocking=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mcore_prefix_tree.data.chat import ChatError, ChatTokenizer, parse_messages, parse_tools
 from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
 from mcore_prefix_tree.data.skipped import Kind, Skipped
+from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals
 
@@ -76,6 +77,7 @@ def samples_of_record(record: Record, options: LineOptions, skipped: Skipped | N
     try:
         row = record.fields()
         kind = "malformed"
+        notice_unread(row or (), FIELDS, record.source)
         samples = [] if row is None else _parse(row, record.source, options)
     except SampleError as error:
         if skipped is None:

@@ -19,6 +19,7 @@ from pyarrow import types
 
 from mcore_prefix_tree.data.records import FIELDS
 from mcore_prefix_tree.data.unchanged import Unchanged
+from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.sample import SampleError
 
 # Rows that are decoded together where rows are read in order.
@@ -250,6 +251,7 @@ def _known(path: str, schema: Any) -> list[str]:
         SampleError: there is nothing to make samples of.
     """
     names = [name for name in schema.names if name in FIELDS]
+    notice_unread(schema.names, FIELDS, path)
     if not {"tokens", "messages"} & set(names):
         raise SampleError(
             f"{path}: has neither of the columns 'tokens' and 'messages', only {', '.join(schema.names) or 'none'}; "
