@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,16 @@ _UNKNOWN_TO_FORMATS = {
     "weight": "give 'tokens' with a 'loss_mask'",
 }
 ROLES = ("system", "user", "assistant", "tool")
+
+# Levels of objects and lists in arguments and tools. What encodes them calls itself for each level, so that without a
+# limit a record would pass or fail with how deep the caller happens to be in calls of its own.
+MAX_DEPTH = 64
+_TOO_DEEP = f"field '{{field}}' is nested more than {MAX_DEPTH} levels deep; flatten or remove it"
+# What JSON consists of, for text to be walked without decoding it.
+_JSON = re.compile(
+    r'[\s,:]*(?:"[^"\\]*(?:\\.[^"\\]*)*"|(?P<opens>[\[{])|(?P<closes>[\]}])|true|false|null|NaN|-?Infinity|[-+.\deE]+)',
+    re.DOTALL,
+)
 
 
 class ChatError(ValueError):
@@ -45,14 +56,22 @@ class Tool:
     """A function that the model was told of.
 
     Attributes:
-        name: of the function.
-        description: what it does; may be empty.
-        parameters: JSON schema of its arguments.
+        definition: ``{"type": "function", "function": {"name": ..., ...}}``, with the keys, the values and the order
+            that the record has. Some chat formats write all of it, so that nothing may be added or lost.
     """
 
-    name: str
-    description: str
-    parameters: dict[str, Any]
+    definition: dict[str, Any]
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """``name``, and what else the record says: mostly ``description`` and ``parameters``, a JSON schema."""
+        function: dict[str, Any] = self.definition["function"]
+        return function
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return str(self.function["name"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +132,7 @@ class ChatTokenizer(Protocol):
             tools: that the model was told of, as ``parse_tools`` returns them.
 
         Raises:
-            ChatError: if the chat format cannot express the conversation.
+            ChatError: if the chat format cannot express the conversation or the tools.
         """
 
 
@@ -124,7 +143,8 @@ def parse_messages(value: object) -> list[ChatMessage]:
     "arguments"}}``; arguments as JSON text or as an object. A call without an id gets its ordinal in the conversation
     as the id (``call00001``, nine alphanumerics, which is what Mistral's formats want), so that rollouts which begin
     alike keep beginning alike. A tool result without ``tool_call_id`` answers the oldest open call (of its name, where
-    it has one). Unknown keys are ignored, but for those that say what the model saw or what is trained on.
+    it has one). Unknown keys are ignored, but for those that say what the model saw or what is trained on. Arguments
+    are at most ``MAX_DEPTH`` levels deep.
 
     Raises:
         ChatError: names the field, such as ``messages[3].tool_calls[0].name``.
@@ -140,7 +160,8 @@ def parse_messages(value: object) -> list[ChatMessage]:
             raise ChatError(f"field '{field}' must be an object with 'role' and 'content', not {_kind(entry)}")
         role = entry.get("role")
         if role not in ROLES:
-            raise ChatError(f"field '{field}.role' is {json.dumps(role, default=repr)}; roles are {', '.join(ROLES)}")
+            found = json.dumps(role) if isinstance(role, str) else _kind(role)
+            raise ChatError(f"field '{field}.role' is {found}; roles are {', '.join(ROLES)}")
         for name, way_out in _UNKNOWN_TO_FORMATS.items():
             if entry.get(name) is not None:
                 raise ChatError(f"field '{field}.{name}' changes what is trained on, and is not supported: {way_out}")
@@ -169,8 +190,10 @@ def parse_messages(value: object) -> list[ChatMessage]:
 def parse_tools(value: object) -> list[Tool]:
     """Check the ``tools`` of a record: what the model was told it may call.
 
-    Each is ``{"name", "description", "parameters"}`` or in OpenAI's shape ``{"type", "function": {...}}``; parameters
-    are a JSON schema, as an object or its JSON text, and none if they are left out.
+    They are kept as they are, since chat formats write them out for the model to read: OpenAI's shape ``{"type",
+    "function": {"name", ...}}`` with all its keys, nulls included. Two things are made alike: a function without that
+    shell, ``{"name", ...}``, gets it, and a JSON schema in ``parameters`` that is JSON text becomes the object. Each
+    value is at most ``MAX_DEPTH`` levels deep.
 
     Raises:
         ChatError: names the field, such as ``tools[3].name``.
@@ -179,43 +202,72 @@ def parse_tools(value: object) -> list[Tool]:
         return []
     if not isinstance(value, list):
         raise ChatError(f"field 'tools' must be a list, not {_kind(value)}")
-    tools = []
-    for index, entry in enumerate(value):
-        field = f"tools[{index}]"
-        function = (entry.get("function") or entry) if isinstance(entry, dict) else None
-        if not isinstance(function, dict):
-            raise ChatError(f"field '{field}' must be an object with 'name', 'description' and 'parameters'")
-        description = function.get("description")
-        tools.append(
-            Tool(
-                name=_text(function.get("name"), f"{field}.name"),
-                description="" if description is None else _text(description, f"{field}.description"),
-                parameters=_schema(function.get("parameters"), f"{field}.parameters"),
-            )
-        )
-    return tools
+    return [_tool(entry, f"tools[{index}]") for index, entry in enumerate(value)]
 
 
-def _schema(value: object, field: str) -> dict[str, Any]:
-    if value is None:
-        return {"type": "object", "properties": {}}
+def _tool(entry: object, field: str) -> Tool:
+    shell = entry if isinstance(entry, dict) else {}
+    in_shell = "function" in shell
+    function = shell["function"] if in_shell else {name: one for name, one in shell.items() if name != "type"}
+    if not isinstance(function, dict) or not shell:
+        raise ChatError(f"field '{field}' must be an object with 'name', 'description' and 'parameters'")
+    if not in_shell:
+        if shell.get("type", "function") != "function":
+            raise ChatError(f"field '{field}.type' must be \"function\", which is what a model can be told of here")
+        shell = {"type": "function"}
+    inner = f"{field}.function" if in_shell else field
+    _text(function.get("name"), f"{inner}.name")
+    if function.get("description") is not None:
+        _text(function["description"], f"{inner}.description")
+    if function.get("parameters") is not None:
+        function = function | {"parameters": _schema(function["parameters"], f"{inner}.parameters")}
+    rest = {name: one for name, one in shell.items() if name != "function"}
+    for where, named in ((field, rest), (inner, function)):
+        for name, one in named.items():
+            _check_depth(one, f"{where}.{name}")
+    definition = shell | {"function": function}
+    _json_text(definition, field)
+    return Tool(definition=definition)
+
+
+def _schema(value: object, field: str) -> object:
     if isinstance(value, str):
+        check_json_depth(value, field)
         try:
             value = json.loads(value)
-        except (ValueError, RecursionError):
+        except ValueError:
             raise ChatError(f"field '{field}' is not valid JSON; give a JSON schema") from None
     if not isinstance(value, dict):
         raise ChatError(f"field '{field}' must be an object or its JSON text, not {_kind(value)}")
-    _json_text(value, field)
-    schema: dict[str, Any] = _without_nulls(value)
-    return schema
+    return value
 
 
-def _without_nulls(value: Any) -> Any:
-    """A table has every key in every row, null where it is missing."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+def _check_depth(value: object, field: str) -> None:
+    """Refuse more than ``MAX_DEPTH`` levels, without a call for each."""
+    level, depth = [value], 0
+    while level := [one for one in level if isinstance(one, (dict, list, tuple))]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ChatError(_TOO_DEEP.format(field=field))
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+
+
+def check_json_depth(text: str, field: str) -> None:
+    """Refuse JSON text of more than ``MAX_DEPTH`` levels, without decoding it. Text that is no JSON passes.
+
+    Raises:
+        ChatError: names ``field``.
+    """
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    depth = at = 0
+    while part := _JSON.match(text, at):
+        at = part.end()
+        depth += (part["opens"] is not None) - (part["closes"] is not None)
+        if depth > MAX_DEPTH:
+            raise ChatError(_TOO_DEEP.format(field=field))
+        if depth <= 0:  # the value has ended; whatever follows makes it no JSON
+            return
 
 
 def _tool_calls(value: object, field: str, calls_seen: int) -> tuple[ToolCall, ...]:
@@ -231,8 +283,10 @@ def _tool_calls(value: object, field: str, calls_seen: int) -> tuple[ToolCall, .
         name = _text(function.get("name"), f"{field}[{index}].name")
         arguments = function.get("arguments")
         if isinstance(arguments, dict):
+            _check_depth(arguments, f"{field}[{index}].arguments")
             arguments = _json_text(arguments, f"{field}[{index}].arguments")
         arguments = _text(arguments, f"{field}[{index}].arguments", expected="an object or its JSON text")
+        check_json_depth(arguments, f"{field}[{index}].arguments")
         _check_escapes(arguments, f"{field}[{index}].arguments")
         call_id = entry.get("id")
         call_id = f"call{calls_seen + index + 1:05d}" if call_id is None else _text(call_id, f"{field}[{index}].id")
@@ -271,7 +325,7 @@ def _check_escapes(arguments: str, field: str) -> None:
         return
     try:
         decoded = json.loads(arguments)
-    except (ValueError, RecursionError):
+    except ValueError:
         return  # it stays text
     _json_text(decoded, field)
 

@@ -58,7 +58,7 @@ class HuggingFaceChatTokenizer:
 
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """See ``ChatTokenizer.encode_turns``."""
-        told = [{"type": "function", "function": vars(tool)} for tool in tools] or None
+        told = [tool.definition for tool in tools] or None
         converted = [_convert(message) for message in messages]
         turn_indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         prompts = [self._render(converted[:index], told, add_generation_prompt=True) for index in turn_indices]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from mistral_common.exceptions import MistralCommonException
+from mistral_common.exceptions import InvalidToolException, InvalidToolSchemaException, MistralCommonException
 from mistral_common.protocol.instruct import messages as mistral
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.tool_calls import Function, FunctionCall
@@ -19,7 +19,7 @@ from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, SpecialTokens, TokenizerVersion
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
-from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool
+from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool, check_json_depth
 
 # v1 and v2 are left out: v1 knows no tools and no control tokens, v2 drops the tool calls of earlier turns.
 FILES = {
@@ -78,11 +78,12 @@ class MistralChatTokenizer:
         """See ``ChatTokenizer.encode_turns``."""
         is_assistant = [message.role == "assistant" for message in messages] + [False]
         turn_ends = [i + 1 for i in range(len(messages)) if is_assistant[i] and not is_assistant[i + 1]]
+        if not self._history_is_stable:  # v3 decodes what tools answer, where it is JSON
+            for index, message in enumerate(messages):
+                if message.role == "tool":
+                    check_json_depth(message.content, f"messages[{index}].content")
         converted = self._convert(messages)
-        told = [
-            MistralTool(function=Function(name=tool.name, description=tool.description, parameters=tool.parameters))
-            for tool in tools
-        ] or None
+        told = [self._told(tool, f"tools[{index}]") for index, tool in enumerate(tools)] or None
         if told or not self._history_is_stable:  # tools go before the last user message
             return [self._turns(self._encode(converted[:end], told))[-1] for end in turn_ends]
         turns = self._turns(self._encode(converted[: turn_ends[-1]], None))
@@ -96,14 +97,31 @@ class MistralChatTokenizer:
         starts = openings[np.searchsorted(openings, ends) - 1]
         return [EncodedTurn(tokens=tokens[:end], start=int(start)) for start, end in zip(starts, ends, strict=True)]
 
+    def _told(self, tool: Tool, field: str) -> MistralTool:
+        """As mistral-common reads OpenAI's shape, but for keys that it would drop; what is left out is empty there."""
+        for given, model in ((tool.definition, MistralTool), (tool.function, Function)):
+            for name in given:
+                if name not in model.model_fields:
+                    raise ChatError(
+                        f"field '{field}' has the key '{name}', which the chat format of tokenizer '{self._name}' "
+                        f"cannot tell, only {', '.join(model.model_fields)}; remove it if the model was not told of it"
+                    )
+        said = {name: one for name, one in tool.function.items() if one is not None}
+        try:
+            return MistralTool(**tool.definition | {"function": Function(**{"parameters": {}} | said)})
+        except ValueError as error:
+            raise self._misfit(field, error) from error
+
+    def _misfit(self, field: str, error: Exception) -> ChatError:
+        reason = " ".join(str(error).split())[:200]
+        return ChatError(f"field '{field}' does not fit the chat format of tokenizer '{self._name}': {reason}")
+
     def _encode(self, messages: list[Any], tools: list[MistralTool] | None) -> npt.NDArray[np.int32]:
         try:
             encoded = self._tokenizer.encode_chat_completion(ChatCompletionRequest(messages=messages, tools=tools))
-        except (MistralCommonException, ValueError) as error:
-            reason = str(error).splitlines()[0][:200]
-            raise ChatError(
-                f"field 'messages' does not fit the chat format of tokenizer '{self._name}': {reason}"
-            ) from error
+        except (MistralCommonException, ValueError, RecursionError) as error:
+            of_tools = isinstance(error, (InvalidToolException, InvalidToolSchemaException))
+            raise self._misfit("tools" if of_tools else "messages", error) from error
         return np.array(encoded.tokens, dtype=np.int32)
 
     def _convert(self, messages: Sequence[ChatMessage]) -> list[Any]:

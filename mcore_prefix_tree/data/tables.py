@@ -29,6 +29,8 @@ _CACHE_BYTES = 1 << 29
 # Of a chunk whose data is mapped: its arrays as Python and Arrow keep them.
 _CHUNK_OVERHEAD = 1 << 16
 _FILE_MAGIC = b"ARROW1"
+# Columns that are read as JSON Lines would have them, lists of numbers included.
+_JSON = ("messages", "tools")
 _FAULTS = (OSError, pa.ArrowException)
 
 Columns = Mapping[str, Any]
@@ -49,12 +51,16 @@ class Row:
     at: int
 
     def fields(self) -> dict[str, Any]:
-        """The fields that are not null. Lists of numbers are arrays, with NaN where a floating one has a null."""
+        """The fields that are not null. Lists of numbers are arrays, with NaN where a floating one has a null.
+
+        Within structs a null is a key that the row does not have, since a column has every key in every row. JSON that
+        has to keep its nulls, such as the schema of a tool's parameters, can be a column of text.
+        """
         row = {}
         for name, column in self.columns.items():
             try:
                 scalar = column[self.at]
-                value = _without_nulls(scalar.as_py()) if name == "messages" else _value_of(scalar)
+                value = _without_nulls(scalar.as_py()) if name in _JSON else _value_of(scalar)
             except (ValueError, OverflowError, *_FAULTS) as error:
                 raise SampleError(f"{self.source}: field '{name}' cannot be read: {error}") from error
             if value is not None:
@@ -87,7 +93,7 @@ def _list_of(values: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the keys that some message of the file has and this one has not: the entries of a column are alike."""
+    """Without the keys that some row of the file has and this one has not: the entries of a column are alike."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

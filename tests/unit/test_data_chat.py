@@ -163,17 +163,29 @@ SCHEMA = {"type": "object", "properties": {"id": {"type": "integer"}}}
 
 def test_the_shapes_of_a_tool_are_one():
     plain = {"name": "find", "description": "It finds.", "parameters": SCHEMA}
-    nulls = {"id": {"type": "integer", "enum": None}, "other": None}
+    expected = {"type": "function", "function": plain}
     for given in (
         plain,
-        {"type": "function", "function": plain},
+        {"type": "function", **plain},
+        expected,
         plain | {"parameters": json.dumps(SCHEMA)},
-        plain | {"parameters": {"type": "object", "properties": nulls}, "strict": None},  # as from a table
+        {"type": "function", "function": plain | {"parameters": json.dumps(SCHEMA)}},
     ):
-        assert parse_tools([given]) == [Tool(name="find", description="It finds.", parameters=SCHEMA)]
-    (bare,) = parse_tools([{"name": "now"}])
-    assert bare == Tool(name="now", description="", parameters={"type": "object", "properties": {}})
+        (tool,) = parse_tools([given])
+        assert tool == Tool(definition=expected)
+        assert list(tool.function) == list(plain)
+        assert tool.name == "find"
     assert parse_tools(None) == parse_tools([]) == []
+
+
+def test_nothing_is_added_to_a_tool_or_lost():
+    given = [
+        {"function": {"parameters": {"default": None}, "name": "f", "strict": None, "x": [None]}, "type": "function"},
+        {"function": {"name": "g", "description": None, "parameters": None}, "id": 3},
+    ]
+    assert json.dumps([tool.definition for tool in parse_tools(given)]) == json.dumps(given)
+    (bare,) = parse_tools([{"name": "now", "strict": True}])
+    assert bare.definition == {"type": "function", "function": {"name": "now", "strict": True}}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +193,12 @@ def test_the_shapes_of_a_tool_are_one():
     [
         ({}, "field 'tools' must be a list, not an object"),
         ([3], "field 'tools[0]' must be an object with 'name', 'description' and 'parameters'"),
+        ([{"function": None}], "field 'tools[0]' must be an object with 'name', 'description' and 'parameters'"),
+        ([{"function": {"name": 1}}], "field 'tools[0].function.name' must be a string, not a number"),
+        (
+            [{"type": "web_search", "name": "f"}],
+            "field 'tools[0].type' must be \"function\", which is what a model can be told of here",
+        ),
         ([{"name": "f"}, {"description": "x"}], "field 'tools[1].name' must be a string, not null"),
         ([{"name": "f", "description": 1}], "field 'tools[0].description' must be a string, not a number"),
         (

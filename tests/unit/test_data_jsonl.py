@@ -421,5 +421,5 @@ def test_tokenizer_sees_parsed_messages(write):
     assert seen == [
         ChatMessage(role="user", content="hi"),
         ChatMessage(role="assistant", content="yo"),
-        Tool(name="find", description="", parameters={"type": "object"}),
+        Tool(definition=tool),
     ]

@@ -1,0 +1,231 @@
+"""The tools of a record: what chat formats are given is what the record has, and what they cannot tell is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+
+import pytest
+from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from test_data_huggingface import CHATML, make_folder, needs_transformers, official
+from test_data_jsonl import CharacterTokenizer
+from test_data_tables import write_table
+
+from mcore_prefix_tree import SampleError
+from mcore_prefix_tree.data import ChatError, load_tokenizer, parse_messages, parse_tools, read_samples
+from mcore_prefix_tree.data.chat import MAX_DEPTH
+
+MISTRAL = ["mistral-v3", "mistral-v3-tekken", "mistral-v7"]
+ROWS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+# Whose schemas say null, as pydantic's do; and what is left out, null, empty or in an order of its own.
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "enum": ["x", None]}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "description": "It finds.",
+            "parameters": {"type": "object", "properties": {"q": OPTIONAL}},
+            "strict": True,
+        },
+    },
+    {"function": {"description": None, "name": "now"}, "type": "function"},
+    {"type": "function", "function": {"name": "all", "parameters": None}},
+    {"type": "function", "function": {"name": "any", "parameters": {}}},
+]
+TELLING = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
+
+
+def write_lines(folder, **fields):
+    path = folder / "tools.jsonl"
+    path.write_text(json.dumps({"messages": ROWS, **fields}))
+    return path
+
+
+class Recorder(CharacterTokenizer):
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def encode_turns(self, messages, tools=()):
+        self.told.append([tool.definition for tool in tools])
+        return super().encode_turns(messages)
+
+
+@needs_transformers
+def test_templates_are_given_what_the_record_has(tmp_path):
+    tools = [*TOOLS, {"type": "function", "strict": None, "function": {"name": "f", "return": {"type": "null"}}}]
+    folder = make_folder(tmp_path / "tokenizer", TELLING)
+    tokenizer = load_tokenizer(folder)
+    (sample,) = read_samples(write_lines(tmp_path, tools=tools), tokenizer=tokenizer)
+    rendered = official(folder).apply_chat_template(ROWS, tools=tools, tokenize=False)
+    assert '"default": null' in rendered
+    assert '"strict": true' in rendered
+    assert tokenizer.decode(sample.tokens) == rendered.rstrip("\n")
+
+
+@pytest.mark.parametrize("name", MISTRAL)
+def test_mistral_is_told_what_mistral_common_makes_of_openais_shape(name, tmp_path):
+    tokenizer = load_tokenizer(name)
+    (sample,) = read_samples(write_lines(tmp_path, tools=TOOLS), tokenizer=tokenizer)
+    request = ChatCompletionRequest.from_openai(messages=ROWS, tools=TOOLS)
+    assert sample.tokens.tolist() == tokenizer._tokenizer.encode_chat_completion(request).tokens
+    assert '"default": null' in tokenizer.decode(sample.tokens)
+
+
+@pytest.mark.parametrize(
+    ("tool", "says"),
+    [
+        (
+            {"type": "function", "function": {"name": "f", "return": {}}},
+            "field 'tools[0]' has the key 'return', which the chat format of tokenizer 'mistral-v7' cannot tell, only "
+            "name, description, parameters",
+        ),
+        ({"name": "f", "cache_control": None}, "field 'tools[0]' has the key 'cache_control', which"),
+        ({"type": "function", "function": {"name": "f"}, "id": 3}, "field 'tools[0]' has the key 'id', which"),
+        ({"name": "f g"}, "field 'tools' does not fit the chat format"),
+        ({"name": "f", "parameters": {"type": 3}}, "field 'tools' does not fit the chat format"),
+        ({"type": "x", "function": {"name": "f"}}, "field 'tools[0]' does not fit the chat format"),
+        ({"name": "f", "strict": "very"}, "field 'tools[0]' does not fit the chat format"),
+    ],
+)
+def test_mistral_names_what_it_cannot_tell(tool, says, tmp_path):
+    path = write_lines(tmp_path, tools=[tool])
+    with pytest.raises(SampleError) as caught:
+        read_samples(path, tokenizer=load_tokenizer("mistral-v7"))
+    assert str(caught.value).startswith(f"{path}:1: {says}")
+    assert "\n" not in str(caught.value)
+
+
+def test_nulls_of_a_table_are_keys_that_the_row_does_not_have(tmp_path):
+    """But those inside of JSON text, and those in lists, are the record's own."""
+    properties = {"q": {"type": "string", "enum": ["x", None]}}
+    tools = [
+        {"name": "find", "parameters": {"type": "object", "properties": properties, "required": ["q"]}, "strict": True},
+        {"name": "now", "parameters": {"maximum": [1, 2]}},
+    ]
+    text = [{"name": "find", "parameters": json.dumps(TOOLS[0]["function"]["parameters"])}]
+    told = []
+    for number, one in enumerate((tools, text)):
+        recorder = Recorder()
+        path = write_table(tmp_path, [{"messages": ROWS, "tools": one}], "parquet", name=str(number))
+        read_samples(path, tokenizer=recorder)
+        told += recorder.told[0]
+    schema = TOOLS[0]["function"]["parameters"]
+    assert [tool["function"] for tool in told] == [*tools, {"name": "find", "parameters": schema}]
+
+
+def nested(levels, kind="object"):
+    value = {}
+    for _ in range(levels - 1):
+        value = {"a": value} if kind == "object" else [value]
+    return value
+
+
+def called(arguments):
+    call = {"name": "f", "arguments": arguments}
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+DEEP = {
+    "brackets": called("[" * 1500),
+    "text": called(json.dumps(nested(MAX_DEPTH + 1))),
+    "object": called(nested(MAX_DEPTH + 1)),
+    "lists": called({"a": nested(MAX_DEPTH, "list")}),
+    "900 levels": called(json.dumps(nested(900))),
+}
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_arguments_that_are_too_deep_are_refused(case):
+    with pytest.raises(ChatError) as caught:
+        parse_messages(DEEP[case])
+    assert str(caught.value) == (
+        "field 'messages[1].tool_calls[0].arguments' is nested more than 64 levels deep; flatten or remove it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tool", "field"),
+    [
+        ({"name": "f", "parameters": nested(MAX_DEPTH + 1)}, "tools[0].parameters"),
+        ({"name": "f", "parameters": json.dumps(nested(900))}, "tools[0].parameters"),
+        ({"function": {"name": "f", "strict": nested(900)}}, "tools[0].function.strict"),
+        ({"function": {"name": "f"}, "type": nested(900, "list")}, "tools[0].type"),
+    ],
+)
+def test_tools_that_are_too_deep_are_refused(tool, field):
+    with pytest.raises(ChatError) as caught:
+        parse_tools([tool])
+    assert str(caught.value) == f"field '{field}' is nested more than 64 levels deep; flatten or remove it"
+
+
+def from_deep_inside(levels, function):
+    return function() if levels == 0 else from_deep_inside(levels - 1, function)
+
+
+TOKENIZERS = [*MISTRAL, pytest.param("folder", marks=needs_transformers)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("tokenizer"), TELLING) if find_spec("transformers") else None
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_whether_a_record_passes_does_not_depend_on_the_callers_depth(name, folder):
+    tokenizer = load_tokenizer(folder if name == "folder" else name)
+    whole = nested(MAX_DEPTH)
+    tools = [{"name": "f", "parameters": whole}]
+    tool_result = {"role": "tool", "content": json.dumps(whole)}
+    rows = [*called(whole), tool_result, {"role": "assistant", "content": "ok"}]
+
+    def encode():
+        return [turn.tokens.tolist() for turn in tokenizer.encode_turns(parse_messages(rows), parse_tools(tools))]
+
+    room = sys.getrecursionlimit()
+    assert from_deep_inside(1, encode) == from_deep_inside(room // 2, encode)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("case", ["brackets", "900 levels"])
+def test_records_that_are_too_deep_are_skipped(case, name, folder, tmp_path):
+    path = write_lines(tmp_path)
+    path.write_text(json.dumps({"messages": DEEP[case]}) + "\n" + path.read_text())
+    tokenizer = load_tokenizer(folder if name == "folder" else name)
+    with pytest.warns(UserWarning, match=r":1: field 'messages\[1\]\.tool_calls\[0\]\.arguments' is nested more than"):
+        (sample,) = read_samples(path, tokenizer=tokenizer, on_error="skip")
+    assert tokenizer.decode(sample.tokens[sample.loss_mask > 0]).strip().startswith("b")
+
+
+TEXT = [
+    "\x1b[1m" * 99,
+    "Found: " + "[" * 99,
+    "[1] " + "{" * 99,
+    '{"a": "' + "[" * 99 + '"}',
+    '["' + "[" * 99,
+    "[]" * 99,
+]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("text", TEXT, ids=range(len(TEXT)))
+def test_brackets_that_are_no_json_are_text(text, name, folder):
+    tokenizer = load_tokenizer(folder if name == "folder" else name)
+    rows = [*called(text), {"role": "tool", "content": text}, {"role": "assistant", "content": "ok"}]
+    assert len(tokenizer.encode_turns(parse_messages(rows))) == 2
+
+
+@pytest.mark.parametrize("name", MISTRAL)
+@pytest.mark.parametrize("content", ["[" * 1500, json.dumps(nested(900))], ids=["brackets", "levels"])
+def test_results_are_json_to_v3_only(content, name):
+    tokenizer = load_tokenizer(name)
+    messages = parse_messages(
+        [*called("{}"), {"role": "tool", "content": content}, {"role": "assistant", "content": "k"}]
+    )
+    if name == "mistral-v7":
+        assert content in tokenizer.decode(tokenizer.encode_turns(messages)[-1].tokens)
+    else:
+        with pytest.raises(ChatError, match=r"^field 'messages\[2\]\.content' is nested more than 64 levels deep"):
+            tokenizer.encode_turns(messages)
