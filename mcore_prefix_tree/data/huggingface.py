@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import jinja2
@@ -13,6 +14,22 @@ from transformers import AutoTokenizer
 
 from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool
 
+# What a template can ask that is answered differently the next time.
+_UNSTEADY = ("strftime_now", "lipsum")
+_UNSTEADY_FILTER = "random"
+# A template is a program of its author's, so any of these says that this conversation does not suit it. What speaks of
+# the machine instead passes through: a package that is missing, a file, memory.
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,  # RecursionError, NotImplementedError
+    TypeError,
+    ValueError,
+)
+
 
 class HuggingFaceChatTokenizer:
     """Encodes with ``apply_chat_template`` of a local folder.
@@ -20,13 +37,17 @@ class HuggingFaceChatTokenizer:
     A turn is one assistant message: the template renders the history with its generation prompt (what the model is
     given) and the history with the message (what it must continue to). Whitespace that the template writes behind the
     end-of-turn token is not part of the turn, because the model does not generate it.
+
+    A template that reads the clock or draws at random is refused: a line would be other tokens on another rank, on
+    another day and when it is read again.
     """
 
     def __init__(self, folder: str) -> None:
         """``folder``: holds what ``save_pretrained`` of a tokenizer writes.
 
         Raises:
-            ValueError: if transformers cannot load the folder, or the tokenizer has no chat template.
+            ValueError: if transformers cannot load the folder, the tokenizer has no chat template, or one that cannot
+                be parsed or that makes something else of a conversation each time.
         """
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -38,9 +59,13 @@ class HuggingFaceChatTokenizer:
                 f"tokenizer '{folder}' has no chat template; add chat_template.jinja to the folder or choose another"
             )
         self._folder = folder
-        special = [token for token in self._tokenizer.added_tokens_decoder.items() if token[1].special]
-        self._special_ids = frozenset(token_id for token_id, _ in special)
-        self._special_texts = sorted((token.content for _, token in special), key=len, reverse=True)
+        _refuse_unsteady(self._tokenizer.chat_template, folder)
+        added = self._tokenizer.added_tokens_decoder
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # Tokenizers look for these before anything else, so the text between two of them is encoded by itself.
+        self._raw_ids = {token.content: token_id for token_id, token in added.items() if not token.normalized}
+        raw = sorted(self._raw_ids, key=len, reverse=True)
+        self._separator = re.compile(f"({'|'.join(map(re.escape, raw))})") if raw else None
 
     @property
     def name(self) -> str:
@@ -70,7 +95,14 @@ class HuggingFaceChatTokenizer:
             if whole[: len(prompt)] != prompt and answered[number].startswith(prompts[number]):
                 # The tokenizer joins the prompt's last characters with the answer's first, such as two line breaks. The
                 # model was given the one and wrote the other.
-                whole = prompt + self._token_ids([answered[number][len(prompts[number]) :]])[0]
+                written = self._written_behind(prompt, answered[number][len(prompts[number]) :], whole)
+                if written is None:
+                    raise ChatError(
+                        f"field 'messages[{turn_indices[number]}]' begins with characters that tokenizer "
+                        f"'{self._folder}' joins with its generation prompt, and cannot write apart from it; end the "
+                        "prompt of the chat template otherwise, such as without a space, or use another tokenizer"
+                    )
+                whole = prompt + written
             if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
                 raise ChatError(
                     f"field 'messages[{turn_indices[number]}]' does not continue its generation prompt in the chat "
@@ -87,30 +119,66 @@ class HuggingFaceChatTokenizer:
             rendered = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except _TEMPLATE_FAULTS as error:
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise ChatError(
-                f"field 'messages' does not fit the chat template of tokenizer '{self._folder}': {error}"
+                f"field 'messages' does not fit the chat template of tokenizer '{self._folder}': "
+                f"{kind}{' '.join(str(error).split())[:200]}"
             ) from error
         return str(rendered)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, ``[n]`` each. The last text is the longest rendering of the conversation.
 
-        The texts of one conversation repeat each other, so the pieces between special tokens are encoded once. That is
-        exact unless a special token changes how its neighbours are encoded (it strips whitespace, or the encoding
-        depends on being first); the last text, encoded whole, tells.
+        The texts of one conversation repeat each other, so what lies between added tokens is encoded once. It is
+        encoded between the two that are beside it (or the border of the text), because that decides: a token may take
+        whitespace of its neighbours or be none beside a letter, and some encodings put a space before a text.
         """
-        present = [re.escape(text) for text in self._special_texts if text in texts[-1]]
-        if not present:
+        if self._separator is None:
             return self._token_ids(texts)
-        separator = re.compile(f"({'|'.join(present)})")
-        pieces = [separator.split(text) for text in texts]
-        distinct = list(dict.fromkeys(piece for text_pieces in pieces for piece in text_pieces if piece))
-        ids_of = dict(zip(distinct, self._token_ids(distinct), strict=True))
-        encoded = [[i for piece in text_pieces if piece for i in ids_of[piece]] for text_pieces in pieces]
-        if encoded[-1] != self._token_ids(texts[-1:])[0]:
+        split = [["", *self._separator.split(text), ""] for text in texts]
+        triples = [[tuple(parts[at : at + 3]) for at in range(0, len(parts) - 2, 2)] for parts in split]
+        distinct = list(dict.fromkeys(triple for text_triples in triples for triple in text_triples))
+        ids_of = {}
+        for triple, ids in zip(distinct, self._token_ids(["".join(triple) for triple in distinct]), strict=True):
+            before, _, after = triple
+            first = [self._raw_ids[before]] if before else []
+            last = [self._raw_ids[after]] if after else []
+            if ids[: len(first)] != first or ids[max(len(ids) - len(last), len(first)) :] != last:
+                return self._token_ids(texts)  # what looks like a token is none here, or is part of another
+            ids_of[triple] = ids[len(first) :]
+        encoded = [[i for triple in text_triples for i in ids_of[triple]] for text_triples in triples]
+        if encoded[-1] != self._token_ids(texts[-1:])[0]:  # a tokenizer that does not go about it in this way
             return self._token_ids(texts)
         return encoded
+
+    def _written_behind(self, prompt: list[int], text: str, joined: list[int]) -> list[int] | None:
+        """Token ids of ``text`` as the model wrote it behind a prompt, None if the tokenizer has no way to say it.
+
+        Some tokenizers put a space before a text, which nobody wrote here. Behind something that ``text`` is not joined
+        with they do not, and how the result decodes tells whether that was found.
+
+        Args:
+            prompt: its token ids, ``[p]``.
+            text: what follows it.
+            joined: token ids of both as one text, which tell how they decode, ``[n]``.
+        """
+        if self._separator is not None and self._separator.match(text):
+            return self._token_ids([text])[0]  # no token is put before an added one
+        kept = 0
+        while kept < min(len(prompt), len(joined)) and prompt[kept] == joined[kept]:
+            kept += 1
+        kept = max(kept - 1, 0)
+        expected = self._text(joined[kept:])
+        for before in ("", next(iter(self._raw_ids), ""), "\n", ":"):
+            ids, skipped = self._token_ids([before + text, before])
+            written = ids[len(skipped) :]
+            if ids[: len(skipped)] == skipped and self._text(prompt[kept:] + written) == expected:
+                return written
+        return None
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _token_ids(self, texts: list[str]) -> list[list[int]]:
         ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -122,6 +190,25 @@ class HuggingFaceChatTokenizer:
                 tail = self._tokenizer.decode(tokens[end:])
                 return len(tokens) if tail.strip() else end
         return len(tokens)
+
+
+def _refuse_unsteady(templates: str | dict[str, str], folder: str) -> None:
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    for name in {"default", "tool_use"} & set(templates):  # those that are rendered
+        try:
+            parts = [part for part in jinja2.Environment().lex(templates[name]) if part[1] != "whitespace"]
+        except jinja2.TemplateError as error:
+            raise ValueError(f"tokenizer '{folder}' has a chat template that cannot be parsed: {error}") from error
+        for (_, _, before), (_, kind, word) in pairwise(parts):
+            if kind != "name":
+                continue
+            if (word in _UNSTEADY and before != ".") or (word == _UNSTEADY_FILTER and before == "|"):
+                raise ValueError(
+                    f"tokenizer '{folder}' has a chat template that uses '{word}', which makes other tokens of the "
+                    "same line each time it is read; write what the model was given, such as a fixed date, in its "
+                    "place into the chat template of the folder"
+                )
 
 
 def _convert(message: ChatMessage) -> dict[str, Any]:

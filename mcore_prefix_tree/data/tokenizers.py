@@ -18,7 +18,8 @@ def load_tokenizer(name_or_path: str = DEFAULT_TOKENIZER) -> ChatTokenizer:
             the mistral-common wheel carries; or the path of a folder with a Hugging Face tokenizer.
 
     Raises:
-        ValueError: for a name that is neither, or a folder that holds no tokenizer with a chat template.
+        ValueError: for a name that is neither, or a folder that holds no tokenizer with a chat template that makes the
+            same of a conversation each time.
         ImportError: for a folder when transformers is not installed.
     """
     # Both libraries take their time to import, and data that is already tokens needs neither.

@@ -2,9 +2,12 @@
 
 import json
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mcore_prefix_tree.data import ChatError, load_tokenizer, parse_messages, parse_tools, read_samples
 from mcore_prefix_tree.sample import SampleError
@@ -23,6 +26,12 @@ THINKING = (
     "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Only the answer is as it was written.
+LAST_DIFFERS = (
+    "{% for m in messages %}<|im_start|>"
+    "{{ m.content if loop.last and not add_generation_prompt else m.content.strip() }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
 NO_CONTINUATION = (
     "{% if add_generation_prompt %}ready?{% else %}{% for m in messages %}{{ m.content }}{% endfor %}{% endif %}"
 )
@@ -30,6 +39,7 @@ PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+PROMPT_ENDS_WITH_SPACE = PLAIN.replace("assistant:", "assistant: ")
 REFUSING = "{{ raise_exception('system messages are not supported') }}"
 
 ROWS = [
@@ -45,12 +55,17 @@ ROWS = [
 ]
 
 
-def make_folder(path, template, *, strip_right=False, prepend_space=False, joins=()):
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+def make_folder(path, template, *, prepend_space=False, prepend_always=False, joins=(), **of_special):
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    if prepend_space:
+    if prepend_always:  # to each piece between special tokens
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        alphabet = [chr(code) for code in range(33, 127)] + ["\n", "▁"]
+    elif prepend_space:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
         alphabet = [chr(code) for code in range(32, 127)] + ["\n"]
@@ -58,7 +73,7 @@ def make_folder(path, template, *, strip_right=False, prepend_space=False, joins
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = [AddedToken(text, special=True, rstrip=strip_right) for text in ("<|im_start|>", "<|im_end|>")]
+    special = [AddedToken(text, special=True, **of_special) for text in ("<|im_start|>", "<|im_end|>")]
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
@@ -97,25 +112,77 @@ def write_rows(tmp_path, rows):
     return path
 
 
-@needs_transformers
-@pytest.mark.parametrize(
-    "variant", [{}, {"strip_right": True}, {"prepend_space": True}], ids=["plain", "rstrip", "metaspace"]
-)
-@pytest.mark.parametrize("template", [CHATML, PLAIN, THINKING], ids=["chatml", "no special tokens", "thinking"])
-def test_every_turn_is_the_official_encoding(tmp_path, template, variant):
-    folder = make_folder(tmp_path / "tokenizer", template, **variant)
-    tokenizer, reference = load_tokenizer(folder), official(folder)
-    messages = parse_messages(ROWS)
+VARIANTS = {
+    "plain": {},
+    "rstrip": {"rstrip": True},
+    "lstrip": {"lstrip": True},
+    "single word": {"single_word": True},
+    "metaspace": {"prepend_space": True},
+    "metaspace, lstrip": {"prepend_space": True, "lstrip": True},
+    "prepend": {"prepend_always": True},
+    "a longer token": {"joins": ["x<|im_start|>", "<|im_end|>\n"]},
+}
+TEMPLATES = {"chatml": CHATML, "no special tokens": PLAIN, "thinking": THINKING, "last differs": LAST_DIFFERS}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Ours and the official one, by template and variant."""
+
+    def load(template, variant):
+        if (template, variant) not in loaded:
+            folder = make_folder(tmp_path_factory.mktemp("tokenizer"), TEMPLATES[template], **VARIANTS[variant])
+            loaded[template, variant] = load_tokenizer(folder), official(folder)
+        return loaded[template, variant]
+
+    loaded = {}
+    return load
+
+
+def check_against_official(tokenizer, reference, messages):
+    """Returns how many turns were compared as a whole, rather than by their prompts: where an answer joins them."""
     turns = tokenizer.encode_turns(messages)
     indices = [i for i, message in enumerate(messages) if message.role == "assistant"]
-    assert len(turns) == len(indices) == 4
+    assert len(turns) == len(indices)
+    compared = 0
     for turn, index in zip(turns, indices, strict=True):
         prompt = official_tokens(reference, messages[:index], add_generation_prompt=True)
         answered = official_tokens(reference, messages[: index + 1])
         assert turn.tokens[: turn.start].tolist() == prompt
-        assert turn.tokens.tolist() == answered[: len(turn.tokens)]
-        assert reference.decode(answered[len(turn.tokens) :]).strip() == ""
+        if answered[: len(prompt)] == prompt:
+            compared += 1
+            assert turn.tokens.tolist() == answered[: len(turn.tokens)]
+            assert reference.decode(answered[len(turn.tokens) :]).strip() == ""
+    return compared
+
+
+@needs_transformers
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_turn_is_the_official_encoding(tokenizers, template, variant):
+    tokenizer, reference = tokenizers(template, variant)
+    whole_turns = check_against_official(tokenizer, reference, parse_messages(ROWS))
+    assert whole_turns == {
+        ("last differs", "single word"): 2,  # beside a letter such a token is text, which is joined with the letter
+        ("thinking", "lstrip"): 3,  # the end of an empty answer strips the prompt
+        ("thinking", "metaspace, lstrip"): 3,
+    }.get((template, variant), 4)
     assert tokenizer.vocab_size == len(reference)
+
+
+PIECES = ["<|im_start|>", "<|im_end|>", "<|im_", " ", "\n", "x", "a b", "look up", "\n\n", "</think>"]
+CONTENT = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
+
+
+@needs_transformers
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(deadline=None, max_examples=15)
+@given(contents=st.lists(CONTENT, min_size=2, max_size=6))
+def test_every_turn_of_any_text_is_the_official_encoding(tokenizers, template, variant, contents):
+    rows = [{"role": ["user", "assistant"][at % 2], "content": content} for at, content in enumerate(contents)]
+    with suppress(ChatError):  # text that strips or joins what it is put beside
+        check_against_official(*tokenizers(template, variant), parse_messages(rows))
 
 
 @needs_transformers
@@ -172,6 +239,32 @@ def test_an_answer_that_begins_as_its_prompt_ends(tmp_path, content):
 
 
 @needs_transformers
+@pytest.mark.parametrize("content", ["no", "nothing", " no", "\nno", "-"])
+@pytest.mark.parametrize("variant", ["plain", "metaspace", "prepend"])
+def test_no_space_is_put_behind_a_prompt_that_ends_in_one(tmp_path, content, variant):
+    folder = make_folder(tmp_path / "tokenizer", PROMPT_ENDS_WITH_SPACE, **VARIANTS[variant])
+    tokenizer, reference = load_tokenizer(folder), official(folder)
+    messages = parse_messages([{"role": "user", "content": "go"}, {"role": "assistant", "content": content}])
+    (turn,) = tokenizer.encode_turns(messages)
+    assert turn.tokens[: turn.start].tolist() == official_tokens(reference, messages[:1], add_generation_prompt=True)
+    assert reference.decode(turn.tokens) == f"user: go\nassistant: {content}\n"
+
+
+@needs_transformers
+def test_a_tokenizer_that_cannot_write_behind_such_a_prompt(tmp_path):
+    """Each text gets a space in front, and what could stand before the answer instead joins it."""
+    folder = make_folder(tmp_path / "tokenizer", PROMPT_ENDS_WITH_SPACE, prepend_always=True, joins=["\nn", ":n"])
+    rows = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "no"}]
+    path = write_rows(tmp_path, rows)
+    with pytest.raises(SampleError) as caught:
+        read_samples(path, tokenizer=load_tokenizer(folder))
+    assert str(caught.value).startswith(
+        f"{path}:1: field 'messages[1]' begins with characters that tokenizer '{folder}' joins with its generation "
+        "prompt, and cannot write apart from it; "
+    )
+
+
+@needs_transformers
 def test_tools_are_told_by_the_template(tmp_path):
     told = "{% for t in tools or [] %}<tool>{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", told + CHATML))
@@ -212,6 +305,62 @@ def test_a_template_that_refuses(tmp_path):
         SampleError, match=r"data\.jsonl:1: field 'messages' does not fit the chat template .* not supp"
     ):
         read_samples(write_rows(tmp_path, ROWS), tokenizer=tokenizer)
+
+
+FAULTY = {
+    "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
+    "{{ range(10 ** 9) }}": "OverflowError: Range too big",
+    "{{ {}.popitem() }}": "is unsafe",
+    "{{ '{x}'.format() }}": "KeyError: 'x'",
+    "{{ '{0}'.format() }}": "IndexError: ",
+    "{{ '%s %s' % ('a',) }}": "TypeError: not enough arguments",
+    "{{ 'a'.index('b') }}": "ValueError: substring not found",
+    "{{ messages[0].content.foo.bar }}": "has no attribute 'foo'",
+    "{{ messages[9].role }}": "has no element 9",
+    "{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}": "RecursionError: ",
+}
+
+
+@needs_transformers
+@pytest.mark.parametrize("template", FAULTY)
+def test_a_template_that_fails(tmp_path, template):
+    folder = make_folder(tmp_path / "tokenizer", template)
+    path = write_rows(tmp_path, ROWS)
+    with pytest.raises(SampleError, match=FAULTY[template]) as caught:
+        read_samples(path, tokenizer=load_tokenizer(folder))
+    start = f"{path}:1: field 'messages' does not fit the chat template of tokenizer '{folder}': "
+    assert str(caught.value).startswith(start)
+    assert "\n" not in str(caught.value)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("head", "word"),
+    [
+        ("{% set today = strftime_now('%d %b %Y') %}", "strftime_now"),
+        ("{%- if strftime_now is defined -%}{{ strftime_now('%Y') }}{% endif %}", "strftime_now"),
+        ("{{ lipsum(1) }}", "lipsum"),
+        ("{{ [1, 2] | random }}", "random"),
+    ],
+)
+def test_a_template_that_makes_something_else_each_time_is_refused(tmp_path, head, word):
+    folder = make_folder(tmp_path / "tokenizer", head + CHATML)
+    with pytest.raises(ValueError, match=f"has a chat template that uses '{word}', which makes other tokens of the"):
+        load_tokenizer(folder)
+
+
+@needs_transformers
+def test_words_that_only_look_like_a_clock(tmp_path):
+    head = "{# strftime_now #}strftime_now {{ 'lipsum' }}{{ messages[0].strftime_now }}{% set random = 1 %}{{ random }}"
+    tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", head + CHATML))
+    assert tokenizer.decode(tokenizer.encode_turns(parse_messages(ROWS))[0].tokens).startswith("strftime_now lipsum1<")
+
+
+@needs_transformers
+def test_a_template_that_cannot_be_parsed(tmp_path):
+    folder = make_folder(tmp_path / "tokenizer", CHATML + "{{ 'open }}")
+    with pytest.raises(ValueError, match="has a chat template that cannot be parsed: "):
+        load_tokenizer(folder)
 
 
 @needs_transformers
