@@ -41,7 +41,7 @@ class MistralChatTokenizer:
 
     v7 writes each message independently of the others, so one encoding of the whole conversation holds every turn.
     v3 moves the system prompt into the last user message, and both put tools before it, so the history changes with
-    every user message and each turn is encoded by itself.
+    every user message, and one encoding holds the turns between it and the next.
     """
 
     def __init__(self, name: str) -> None:
@@ -84,11 +84,27 @@ class MistralChatTokenizer:
                     check_json_depth(message.content, f"messages[{index}].content")
         converted = self._convert(messages)
         told = [self._told(tool, f"tools[{index}]") for index, tool in enumerate(tools)] or None
-        if told or not self._history_is_stable:  # tools go before the last user message
-            return [self._turns(self._encode(converted[:end], told))[-1] for end in turn_ends]
-        turns = self._turns(self._encode(converted[: turn_ends[-1]], None))
+        turns: list[EncodedTurn] = []
+        for ends in self._encoded_together(messages, turn_ends, told is not None):
+            turns += self._turns(self._encode(converted[: ends[-1]], told))[-len(ends) :]
         assert len(turns) == len(turn_ends)
         return turns
+
+    def _encoded_together(
+        self, messages: Sequence[ChatMessage], turn_ends: Sequence[int], told: bool
+    ) -> list[list[int]]:
+        """The turns, by where they end, whose histories are beginnings of that of the last of them."""
+        if self._history_is_stable and not told:
+            return [list(turn_ends)]
+        together: dict[tuple[int, bool], list[int]] = {}
+        last_user, ends = -1, set(turn_ends)
+        for end, message in enumerate(messages, start=1):
+            if message.role == "user":
+                last_user = end
+            if end in ends:
+                # A conversation of one message is refused, so an answer to nothing is not encoded with the next.
+                together.setdefault((last_user, end == 1), []).append(end)
+        return list(together.values())
 
     def _turns(self, tokens: npt.NDArray[np.int32]) -> list[EncodedTurn]:
         """Cut at the control tokens. Text cannot forge them: it is never encoded to a control token's id."""

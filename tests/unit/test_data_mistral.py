@@ -51,6 +51,11 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
+def loaded():
+    return {name: load_tokenizer(name) for name in OFFICIAL}
+
+
+@pytest.fixture(scope="module")
 def official():
     return {name: load() for name, load in OFFICIAL.items()}
 
@@ -155,6 +160,64 @@ def conversations(draw):
 @given(messages=conversations())
 def test_text_that_imitates_control_tokens_does_not_move_the_turns(tokenizer, official, messages):
     check_against_official(tokenizer, official["mistral-v7"], messages)
+
+
+@st.composite
+def any_conversations(draw):
+    """Messages in any order that parse: some of them no chat format has."""
+    rows = []
+    open_calls = 0
+    for _ in range(draw(st.integers(1, 8))):
+        kinds = ["system", "user", "user", "assistant", "assistant", "calls", *(["tool"] * 4 if open_calls else [])]
+        kind = draw(st.sampled_from(kinds))
+        if kind == "calls":
+            calls = [call(name) for name in draw(st.lists(st.sampled_from("ab"), min_size=1, max_size=2))]
+            content = draw(st.sampled_from([None, None, None, "look"]))
+            rows.append({"role": "assistant", "content": content, "tool_calls": calls})
+            open_calls += len(calls)
+        else:
+            content = draw(st.sampled_from(["hi", "</s>", "[/INST]", '{"a":1}', " "]))
+            rows.append({"role": kind, "content": content})
+            open_calls -= kind == "tool"
+    return parse_messages([*rows, {"role": "assistant", "content": "bye"}])
+
+
+def one_by_one(tokenizer, messages, tools):
+    """Each turn's tokens and start, from an encoding of its own."""
+    roles = [message.role for message in messages]
+    ends = [i + 1 for i in range(len(roles)) if roles[i] == "assistant" and roles[i + 1 : i + 2] != ["assistant"]]
+    converted = tokenizer._convert(messages)
+    told = [tokenizer._told(tool, "tools") for tool in tools]
+    turns = [tokenizer._turns(tokenizer._encode(converted[:end], told or None))[-1] for end in ends]
+    return [(turn.tokens.tolist(), turn.start) for turn in turns]
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS], ids=["untold", "told"])
+@pytest.mark.parametrize("name", OFFICIAL)
+@settings(deadline=None, max_examples=60)
+@given(messages=any_conversations())
+def test_turns_that_are_encoded_together_are_what_each_is_by_itself(loaded, name, tools, messages):
+    tokenizer, tools = loaded[name], parse_tools(tools)
+    try:
+        expected = one_by_one(tokenizer, messages, tools)
+    except ChatError:
+        if tools or name != "mistral-v7":
+            with pytest.raises(ChatError):
+                tokenizer.encode_turns(messages, tools)
+        return
+    assert [(turn.tokens.tolist(), turn.start) for turn in tokenizer.encode_turns(messages, tools)] == expected
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_turns_behind_one_user_message_are_encoded_once(name, monkeypatch):
+    tokenizer = load_tokenizer(name)
+    encode, encoded = tokenizer._encode, []
+    monkeypatch.setattr(tokenizer, "_encode", lambda *given: encoded.append(given) or encode(*given))
+    steps = [{"role": "assistant", "content": None, "tool_calls": [call("f")]}, {"role": "tool", "content": "ok"}]
+    rows = [{"role": "user", "content": "go"}, *steps * 9, {"role": "assistant", "content": "done"}]
+    messages = parse_messages([*rows, *rows, {"role": "user", "content": "bye"}])
+    assert len(tokenizer.encode_turns(messages, parse_tools(TOOLS))) == 20
+    assert [len(given[0]) for given in encoded] == [20, 40]
 
 
 def test_scored_tokens_decode_to_what_the_assistant_wrote(tokenizer, official, tmp_path):
