@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.chat import ChatError, ChatTokenizer, parse_messages, parse_tools
+from mcore_prefix_tree.data.chat import ChatError, ChatTokenizer, EncodedTurn, parse_messages, parse_tools
 from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
 from mcore_prefix_tree.data.skipped import Kind, Skipped
 from mcore_prefix_tree.data.unread import notice_unread
@@ -157,7 +157,10 @@ def _first_bad(tokens: object) -> str:
 
 
 def _short(value: object) -> str:
-    text = json.dumps(value, default=str)
+    try:
+        text = json.dumps(value, default=str)
+    except RecursionError:  # it was just read, with a little less of the stack in use
+        return "a nested list or object"
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
@@ -188,9 +191,8 @@ def _chat_samples(row: Mapping[str, Any], merge_key: Hashable, source: str, opti
     for number, turn in enumerate(turns):
         if not np.array_equal(whole[: len(turn.tokens)], turn.tokens):
             raise SampleError(
-                f"{source}: field 'messages' is no single sample, because the chat format of tokenizer "
-                f"'{options.tokenizer.name}' rewrites the history after turn {number}; set data.expand_turns, or use a "
-                "tokenizer that keeps it, such as mistral-v7"
+                f"{source}: field 'messages' is no single sample, because {_departure(options.tokenizer, turn, whole)} "
+                f"after turn {number}; set data.expand_turns, or use a tokenizer that keeps it, such as mistral-v7"
             )
     spans = [(turn.start, len(turn.tokens)) for turn in turns]
     return [
@@ -202,6 +204,13 @@ def _chat_samples(row: Mapping[str, Any], merge_key: Hashable, source: str, opti
             signals=signals_of_conversation(row, source),
         )
     ]
+
+
+def _departure(tokenizer: ChatTokenizer, turn: EncodedTurn, whole: npt.NDArray[np.int32]) -> str:
+    """What makes the history of a conversation other than one of its turns was."""
+    if tokenizer.decode(whole.tolist()).startswith(tokenizer.decode(turn.tokens.tolist())):
+        return f"tokenizer '{tokenizer.name}' writes the same text of the history in other tokens"
+    return f"the chat format of tokenizer '{tokenizer.name}' rewrites the history"
 
 
 def _mask(length: int, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:

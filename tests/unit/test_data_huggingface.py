@@ -292,6 +292,26 @@ def test_a_template_that_removes_reasoning(tmp_path):
 
 
 @needs_transformers
+def test_a_history_whose_text_stays_and_whose_tokens_do_not(tmp_path):
+    """The first answer was written behind a line break, and with it is one token of the history."""
+    folder = make_folder(tmp_path / "tokenizer", CHATML, joins=("\n\n",))
+    rows = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    path = write_rows(tmp_path, rows)
+    with pytest.raises(SampleError) as caught:
+        read_samples(path, tokenizer=load_tokenizer(folder))
+    assert str(caught.value) == (
+        f"{path}:1: field 'messages' is no single sample, because tokenizer '{folder}' writes the same text of the "
+        "history in other tokens after turn 0; set data.expand_turns, or use a tokenizer that keeps it, such as "
+        "mistral-v7"
+    )
+
+
+@needs_transformers
 def test_a_template_whose_answers_do_not_continue_its_prompt(tmp_path):
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", NO_CONTINUATION))
     with pytest.raises(ChatError, match=r"field 'messages\[2\]' does not continue its generation prompt"):

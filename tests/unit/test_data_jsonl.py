@@ -34,6 +34,9 @@ class CharacterTokenizer:
     name = "characters"
     vocab_size = 128
 
+    def decode(self, tokens):
+        return "".join(map(chr, tokens))
+
     def encode_turns(self, messages, tools=()):
         if any(message.content == "unspeakable" for message in messages):
             raise ChatError("field 'messages' does not fit")

@@ -199,6 +199,36 @@ def test_records_that_are_too_deep_are_skipped(case, name, folder, tmp_path):
     assert tokenizer.decode(sample.tokens[sample.loss_mask > 0]).strip().startswith("b")
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"tokens": [1], "temperature": ...},
+        {"tokens": [...]},
+        {"tokens": [1], "loss_mask": [...]},
+        {"tokens": [1], "merge_key": [...]},
+        {"tokens": [1], "reward": ...},
+        {"tokens": [1], "group": ...},
+        {"tokens": [1], "advantage": ...},
+        {"tokens": [1], "teacher": ...},
+        {"messages": [{"role": ..., "content": "a"}]},
+        {"messages": [{"role": "user", "content": ...}]},
+        {"messages": called(...)},
+        {"messages": ROWS, "tools": [{"name": "f", "parameters": ...}]},
+        {"messages": ROWS, "tools": [{"function": {"name": "f"}, "type": ...}]},
+        {"messages": ROWS, "tools": [{"name": "f", "type": ...}]},
+    ],
+)
+def test_no_record_that_can_just_be_read_is_too_deep_for_its_error(record, tmp_path):
+    """Lists of every depth from one that is read to one that is not."""
+    outside, inside = json.dumps(record, default=lambda _: "...").split('"..."')
+    depths = range(sys.getrecursionlimit() - 250, sys.getrecursionlimit())
+    lines = [f"{outside}{'[' * depth}{']' * depth}{inside}\n" for depth in depths]
+    path = tmp_path / "deep.jsonl"
+    path.write_text("".join([*lines, '{"tokens": [1]}\n']))
+    with pytest.warns(UserWarning, match=f"{len(lines)} "):
+        assert len(read_samples(path, tokenizer=CharacterTokenizer(), on_error="skip")) == 1
+
+
 TEXT = [
     "\x1b[1m" * 99,
     "Found: " + "[" * 99,
