@@ -79,7 +79,7 @@ class MistralChatTokenizer:
         is_assistant = [message.role == "assistant" for message in messages] + [False]
         turn_ends = [i + 1 for i in range(len(messages)) if is_assistant[i] and not is_assistant[i + 1]]
         if not self._history_is_stable:  # v3 decodes what tools answer, where it is JSON
-            for index, message in enumerate(messages):
+            for index, message in enumerate(messages[: turn_ends[-1]]):
                 if message.role == "tool":
                     check_json_depth(message.content, f"messages[{index}].content")
         converted = self._convert(messages)

@@ -259,3 +259,4 @@ def test_results_are_json_to_v3_only(content, name):
     else:
         with pytest.raises(ChatError, match=r"^field 'messages\[2\]\.content' is nested more than 64 levels deep"):
             tokenizer.encode_turns(messages)
+    assert len(tokenizer.encode_turns(messages[:3])) == 1  # what follows the last turn is not encoded
