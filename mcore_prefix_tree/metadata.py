@@ -192,9 +192,13 @@ class TreeMetadata:
 
 
 def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64]:
+    """Floating numbers too, which NumPy makes of no numbers at all, so long as nothing is cut off."""
     array = np.asarray(values)
-    if array.size and array.dtype.kind not in "iu":  # of nothing at all NumPy makes floating numbers
+    if array.dtype.kind not in "iuf":
         raise ValueError(f"{name} is of {array.dtype}; give integers")
+    if array.dtype.kind == "f" and (wrong := np.argwhere((array != np.trunc(array)) | np.isinf(array))).size:
+        at = tuple(wrong[0].tolist())
+        raise ValueError(f"{name}{list(at)} = {array[at]} is no integer")
     return array.astype(np.int64, copy=False)
 
 

@@ -98,7 +98,7 @@ NAMED = [
         ([(2, [0])], ValueError, "each of the 3 samples exactly once"),
         ([(2, [0, 1, 1, 2])], ValueError, "each of the 3 samples exactly once"),
         ([(2, [0, 1]), (0, [2]), (0, [])], ValueError, "group 2 must have at least one sample"),
-        ([(2, np.arange(3)), (0, np.arange(0))], ValueError, "group 1 must have at least one sample"),
+        ([(2, np.arange(2)), (0, [2]), (0, np.arange(0))], ValueError, "group 2 must have at least one sample"),
         ([(-1, [0, 1, 2])], ValueError, "group 0 must have"),
         ([(3, [0, 1]), (0, [2])], SampleError, "a.jsonl:2: declared to share 3 tokens with a.jsonl:1, but token 2"),
         ([(4, [0, 1]), (0, [2])], SampleError, "a.jsonl:1: 3 tokens are fewer than the declared prompt of 4"),
