@@ -53,6 +53,8 @@ class DataConfig:
             standard input, or a list of these.
         tokenizer: a tokenizer that mistral-common carries, or the path of a Hugging Face tokenizer folder; for chat
             messages. None if all records have ``tokens``.
+        chat_template_kwargs: what the chat template of such a folder is given besides, such as ``{enable_thinking:
+            false}``; with ``strftime_now``, a date as ``2026-11-20``, its clock shows that date.
         expand_turns: one sample per assistant turn, with its whole history as prefix.
         shuffle: draw lines, or rows, in a new order each epoch; the turns of one stay together.
         on_error: ``raise`` ends before training at the first bad line. ``skip`` leaves out and counts the lines that
@@ -64,6 +66,7 @@ class DataConfig:
 
     path: str | list[str]
     tokenizer: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     expand_turns: bool = False
     shuffle: bool = True
     on_error: Literal["raise", "skip"] = "raise"

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from mcore_prefix_tree.cli.samples import (
+    ChatTemplateKwargs,
     ExpandTurns,
     Files,
     MinSharedTokens,
@@ -16,6 +17,7 @@ from mcore_prefix_tree.cli.samples import (
     Share,
     ShareOption,
     TokenizerName,
+    object_of,
     read_files,
 )
 
@@ -24,6 +26,7 @@ def inspect(
     files: Files,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a drawing.")] = False,
     tokenizer: TokenizerName = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
     expand_turns: ExpandTurns = False,
     on_error: OnErrorOption = None,
     share: ShareOption = None,
@@ -38,7 +41,11 @@ def inspect(
     from mcore_prefix_tree.trie import build_trie
 
     samples, on_demand, skipped = read_files(
-        files, tokenizer=tokenizer, expand_turns=expand_turns, on_error=(on_error or OnError.raise_).value
+        files,
+        tokenizer=tokenizer,
+        chat_template_kwargs=object_of(chat_template_kwargs),
+        expand_turns=expand_turns,
+        on_error=(on_error or OnError.raise_).value,
     )
     trie = build_trie(samples, share=(share or Share.all).value, min_shared_tokens=min_shared_tokens or 0)
     layout = fold(samples, trie=trie)

@@ -12,12 +12,14 @@ import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.samples import (
+    ChatTemplateKwargs,
     ExpandTurns,
     Files,
     MinSharedTokens,
     OnErrorOption,
     ShareOption,
     TokenizerName,
+    object_of,
     read_files,
 )
 
@@ -61,6 +63,7 @@ def plan(
         str | None, typer.Option(metavar="N,N,...", help="The only sizes that micro-batches are padded to.")
     ] = None,
     tokenizer: TokenizerName = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
     expand_turns: ExpandTurns = False,
     on_error: OnErrorOption = None,
     share: ShareOption = None,
@@ -77,6 +80,7 @@ def plan(
     samples, on_demand, skipped = read_files(
         files,
         tokenizer=tokenizer if tokenizer is not None or recipe is None else recipe.data.tokenizer,
+        chat_template_kwargs=object_of(chat_template_kwargs) or (recipe.data.chat_template_kwargs if recipe else None),
         expand_turns=expand_turns or (recipe is not None and recipe.data.expand_turns),
         on_error=on_error.value if on_error is not None else "raise" if recipe is None else recipe.data.on_error,
         limits={"--max-tokens": max_tokens},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,6 +26,14 @@ TokenizerName = Annotated[
         metavar="NAME",
         help="Of chat messages: mistral-v7 (if none is given), mistral-v3, mistral-v3-tekken, or a folder with a "
         "Hugging Face tokenizer.",
+    ),
+]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help="What the chat template of a Hugging Face tokenizer is given besides, as '{\"enable_thinking\": false}'; "
+        "with strftime_now, a date as 2026-11-20, its clock shows that date.",
     ),
 ]
 ExpandTurns = Annotated[
@@ -69,8 +78,9 @@ MinSharedTokens = Annotated[
 class TokenizerOnDemand:
     """Loads a tokenizer when the first chat message comes: files of tokens need none, and some are slow to load."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.name = name
+        self._kwargs = chat_template_kwargs
         self.loaded: ChatTokenizer | None = None
 
     def load(self) -> ChatTokenizer:
@@ -78,7 +88,7 @@ class TokenizerOnDemand:
         from mcore_prefix_tree.data import load_tokenizer
 
         if self.loaded is None:
-            self.loaded = load_tokenizer(self.name)
+            self.loaded = load_tokenizer(self.name, self._kwargs)
         return self.loaded
 
     @property
@@ -95,10 +105,26 @@ class TokenizerOnDemand:
         return self.load().encode_turns(messages, tools)
 
 
+def object_of(option: str | None) -> dict[str, Any] | None:
+    """``--chat-template-kwargs``.
+
+    Raises:
+        ValueError: it is not an object in JSON.
+    """
+    try:
+        found = None if option is None else json.loads(option)
+    except ValueError as error:
+        raise ValueError(f"--chat-template-kwargs: {option!r} is not JSON ({error})") from None
+    if not isinstance(found, dict | None):
+        raise ValueError(f"--chat-template-kwargs: {option!r} is not a JSON object")
+    return found
+
+
 def read_files(
     files: list[str],
     *,
     tokenizer: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     expand_turns: bool,
     on_error: Literal["raise", "skip"] = "raise",
     limits: dict[str, int] | None = None,
@@ -113,7 +139,7 @@ def read_files(
     """
     from mcore_prefix_tree.data import DEFAULT_TOKENIZER, Skipped, read_samples
 
-    on_demand = TokenizerOnDemand(tokenizer or DEFAULT_TOKENIZER)
+    on_demand = TokenizerOnDemand(tokenizer or DEFAULT_TOKENIZER, chat_template_kwargs)
     if tokenizer is not None:
         on_demand.load()  # a wrong name is an error whatever the files hold
     skipped = Skipped()

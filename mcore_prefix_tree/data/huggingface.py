@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import date
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +17,10 @@ from transformers import AutoTokenizer
 from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool
 
 # What a template can ask that is answered differently the next time.
-_UNSTEADY = ("strftime_now", "lipsum")
+_CLOCK = "strftime_now"
+_UNSTEADY = (_CLOCK, "lipsum")
+# What a clock may be asked for, of a date at midnight.
+_DATE_LETTERS = "aAbBcdFHIjmMpSTuUVwWxXyY"
 _UNSTEADY_FILTER = "random"
 # A template is a program of its author's, so any of these says that this conversation does not suit it. What speaks of
 # the machine instead passes through: a package that is missing, a file, memory.
@@ -39,15 +44,19 @@ class HuggingFaceChatTokenizer:
     end-of-turn token is not part of the turn, because the model does not generate it.
 
     A template that reads the clock or draws at random is refused: a line would be other tokens on another rank, on
-    another day and when it is read again.
+    another day and when it is read again. ``chat_template_kwargs`` can say what the date was.
     """
 
-    def __init__(self, folder: str) -> None:
-        """``folder``: holds what ``save_pretrained`` of a tokenizer writes.
+    def __init__(self, folder: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Load it.
+
+        Args:
+            folder: holds what ``save_pretrained`` of a tokenizer writes.
+            chat_template_kwargs: see :func:`mcore_prefix_tree.data.load_tokenizer`.
 
         Raises:
             ValueError: if transformers cannot load the folder, the tokenizer has no chat template, or one that cannot
-                be parsed or that makes something else of a conversation each time.
+                be parsed or that makes something else of a conversation each time; or a keyword is not the template's.
         """
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -59,7 +68,19 @@ class HuggingFaceChatTokenizer:
                 f"tokenizer '{folder}' has no chat template; add chat_template.jinja to the folder or choose another"
             )
         self._folder = folder
-        _refuse_unsteady(self._tokenizer.chat_template, folder)
+        given = dict(chat_template_kwargs or {})
+        _refuse_unsteady(self._tokenizer.chat_template, folder, has_date=bool({_CLOCK, "date_string"} & given.keys()))
+        known = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        for name in given.keys() & known.keys():
+            raise ValueError(f"chat_template_kwargs has '{name}', which is not for the template to read; leave it out")
+        shown = _date_of(given.pop(_CLOCK, None))
+        templates = self._tokenizer.chat_template
+        self._tokenizer.chat_template = (
+            _with_clock(templates, shown)
+            if isinstance(templates, str)
+            else {name: _with_clock(template, shown) for name, template in templates.items()}
+        )
+        self._template_kwargs = given
         added = self._tokenizer.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # Tokenizers look for these before anything else, so the text between two of them is encoded by itself.
@@ -117,7 +138,11 @@ class HuggingFaceChatTokenizer:
     ) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._template_kwargs,
             )
         except _TEMPLATE_FAULTS as error:
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
@@ -192,7 +217,30 @@ class HuggingFaceChatTokenizer:
         return len(tokens)
 
 
-def _refuse_unsteady(templates: str | dict[str, str], folder: str) -> None:
+def _date_of(given: object) -> date | None:
+    try:
+        return None if given is None else date.fromisoformat(str(given))
+    except ValueError:
+        raise ValueError(f"chat_template_kwargs: {_CLOCK} is {given!r}; give a date as 2026-11-20") from None
+
+
+def _with_clock(template: str, shown: date | None) -> str:
+    """A template whose ``strftime_now`` is a macro: of a fixed date, or of a refusal where none is given.
+
+    Transformers hands a template plain data and no functions. The line break belongs to the macro's end.
+    """
+    if _CLOCK not in template:
+        return template
+    if shown is None:
+        body = "{{ raise_exception('it reads the clock: chat_template_kwargs has no strftime_now, as 2026-11-20') }}"
+    else:
+        forms = [f"%{letter}" for letter in _DATE_LETTERS] + ["%-d", "%-m"]
+        shows = "".join(f".replace('{form}', {json.dumps(shown.strftime(form))})" for form in forms)
+        body = f"{{{{ format{shows} }}}}"
+    return f"{{% macro {_CLOCK}(format) %}}{body}{{% endmacro %}}\n{template}"
+
+
+def _refuse_unsteady(templates: str | dict[str, str], folder: str, *, has_date: bool) -> None:
     if isinstance(templates, str):
         templates = {"default": templates}
     for name in {"default", "tool_use"} & set(templates):  # those that are rendered
@@ -201,13 +249,17 @@ def _refuse_unsteady(templates: str | dict[str, str], folder: str) -> None:
         except jinja2.TemplateError as error:
             raise ValueError(f"tokenizer '{folder}' has a chat template that cannot be parsed: {error}") from error
         for (_, _, before), (_, kind, word) in pairwise(parts):
-            if kind != "name":
+            if kind != "name" or (word == _CLOCK and has_date):
                 continue
             if (word in _UNSTEADY and before != ".") or (word == _UNSTEADY_FILTER and before == "|"):
                 raise ValueError(
                     f"tokenizer '{folder}' has a chat template that uses '{word}', which makes other tokens of the "
-                    "same line each time it is read; write what the model was given, such as a fixed date, in its "
-                    "place into the chat template of the folder"
+                    "same line each time it is read; "
+                    + (
+                        "say which date the model was given: chat_template_kwargs with strftime_now, as 2026-11-20"
+                        if word == _CLOCK
+                        else "write what the model was given in its place into the chat template of the folder"
+                    )
                 )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from mcore_prefix_tree.data.chat import ChatTokenizer
 
@@ -10,16 +12,20 @@ from mcore_prefix_tree.data.chat import ChatTokenizer
 DEFAULT_TOKENIZER = "mistral-v7"
 
 
-def load_tokenizer(name_or_path: str = DEFAULT_TOKENIZER) -> ChatTokenizer:
+def load_tokenizer(
+    name_or_path: str = DEFAULT_TOKENIZER, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> ChatTokenizer:
     """Load a tokenizer with its chat format; nothing is downloaded.
 
     Args:
         name_or_path: ``mistral-v7`` (32,768 tokens), ``mistral-v3`` (32,768) or ``mistral-v3-tekken`` (131,072), which
             the mistral-common wheel carries; or the path of a folder with a Hugging Face tokenizer.
+        chat_template_kwargs: what the chat template of a folder is given besides, such as ``enable_thinking``. With
+            ``strftime_now``, a date as ``2026-11-20``, a template that reads the clock finds it at that date.
 
     Raises:
         ValueError: for a name that is neither, or a folder that holds no tokenizer with a chat template that makes the
-            same of a conversation each time.
+            same of a conversation each time; for ``chat_template_kwargs`` that are not a template's.
         ImportError: for a folder when transformers is not installed.
     """
     # Both libraries take their time to import, and data that is already tokens needs neither.
@@ -33,7 +39,7 @@ def load_tokenizer(name_or_path: str = DEFAULT_TOKENIZER) -> ChatTokenizer:
             ) from error
         from mcore_prefix_tree.data.huggingface import HuggingFaceChatTokenizer
 
-        return HuggingFaceChatTokenizer(name_or_path)
+        return HuggingFaceChatTokenizer(name_or_path, chat_template_kwargs)
 
     from mcore_prefix_tree.data.mistral import FILES, MistralChatTokenizer
 
@@ -41,5 +47,10 @@ def load_tokenizer(name_or_path: str = DEFAULT_TOKENIZER) -> ChatTokenizer:
         raise ValueError(
             f"tokenizer '{name_or_path}' is neither a folder nor one of {', '.join(sorted(FILES))}; "
             "for a Hugging Face tokenizer give the path of its local folder"
+        )
+    if chat_template_kwargs:
+        raise ValueError(
+            f"chat_template_kwargs ({', '.join(chat_template_kwargs)}) are for the chat template of a Hugging Face "
+            f"tokenizer; tokenizer '{name_or_path}' has none"
         )
     return MistralChatTokenizer(name_or_path)

@@ -7,6 +7,7 @@ A site's own script takes them with ``extra_args_provider=add_prefix_tree_args``
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,16 @@ class _Enable(argparse.Action):
         namespace.calculate_per_token_loss = True
         if namespace.dataloader_type is None:  # another one, before or after the flag, is refused
             namespace.dataloader_type = "external"
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return found
 
 
 def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -79,6 +90,13 @@ def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         metavar="NAME",
         help="For chat messages: mistral-v7, mistral-v3, mistral-v3-tekken, or the folder of a Hugging Face "
         "tokenizer. Sets the vocabulary where --tokenizer-type and --vocab-size do not.",
+    )
+    group.add_argument(
+        "--prefix-tree-chat-template-kwargs",
+        type=_json_object,
+        metavar="JSON",
+        help="What the chat template of a Hugging Face tokenizer is given besides, such as "
+        """'{"enable_thinking": false}'; with strftime_now, a date as 2026-11-20, its clock shows that date.""",
     )
     group.add_argument(
         "--prefix-tree-expand-turns",

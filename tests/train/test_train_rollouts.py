@@ -67,7 +67,7 @@ class Letters:
 
 @pytest.fixture(autouse=True)
 def letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "load_tokenizer", lambda name: Letters())
+    monkeypatch.setattr(jobs, "load_tokenizer", lambda name, kwargs: Letters())
 
 
 def conversations(shape: Sequence[Sequence[int]] = SHAPE) -> list[dict[str, Any]]:

@@ -157,7 +157,7 @@ def test_text_is_shown_where_the_tokenizer_can_decode(forest, monkeypatch):
         def decode(self, token_ids):
             return " ".join(f"[bold]w{token}\x1b[2J\n" for token in token_ids)
 
-    monkeypatch.setattr(mcore_prefix_tree.data, "load_tokenizer", lambda name: Decoding())
+    monkeypatch.setattr(mcore_prefix_tree.data, "load_tokenizer", lambda name, kwargs: Decoding())
     output = inspect(forest, "--tokenizer", "letters").stdout
     assert "[bold]w1 [2J [bold]w2 [2J [bold]w3" in output
     assert "\x1b" not in output
@@ -296,3 +296,18 @@ def test_a_checkout_on_the_path_has_no_version(monkeypatch):
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0
     assert result.stdout.startswith("mcore-prefix-tree (not installed)\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("{", "error: --chat-template-kwargs: '{' is not JSON (Expecting property name enclosed in double quotes"),
+        ("[1]", "error: --chat-template-kwargs: '[1]' is not a JSON object\n"),
+        ('{"enable_thinking": false}', "error: chat_template_kwargs (enable_thinking) are for the chat template of a "),
+    ],
+)
+def test_keywords_of_a_chat_template(chat, given, says):
+    result = inspect(chat, "--chat-template-kwargs", given)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(says)
+    assert result.stderr.count("\n") == 1

@@ -369,6 +369,65 @@ def test_a_template_that_makes_something_else_each_time_is_refused(tmp_path, hea
         load_tokenizer(folder)
 
 
+TODAY = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
+)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("given", "starts"),
+    [
+        ({"strftime_now": "2026-11-20"}, "20 Nov 2026<"),
+        ({"date_string": "26 Jul 2024"}, "26 Jul 2024<"),
+        ({"date_string": "1 Jan", "strftime_now": "2026-11-20"}, "1 Jan<"),
+    ],
+)
+def test_a_template_s_clock_shows_the_date_that_it_is_told(tmp_path, given, starts):
+    tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", TODAY + CHATML), given)
+    assert tokenizer.decode(tokenizer.encode_turns(parse_messages(ROWS))[0].tokens).startswith(starts)
+
+
+@needs_transformers
+def test_a_template_gets_what_it_is_given(tmp_path):
+    folder = make_folder(tmp_path / "tokenizer", "{{ 'think' if enable_thinking else 'hush' }}" + CHATML)
+    for told, starts in (({"enable_thinking": True}, "think<"), ({"enable_thinking": False}, "hush<"), ({}, "hush<")):
+        tokenizer = load_tokenizer(folder, told)
+        assert tokenizer.decode(tokenizer.encode_turns(parse_messages(ROWS))[0].tokens).startswith(starts)
+
+
+@needs_transformers
+@pytest.mark.parametrize("head", ["\n", "  ", "", "\n\n  x"])
+def test_a_clock_leaves_the_rest_of_a_template_alone(tmp_path, head):
+    """Blanks at its start too, some of which blocks take with them."""
+    plain, clock = head + "{% if 1 %}\n{% set day = '20' %}{{ day }}{% endif %}" + CHATML, "strftime_now('%d')"
+    tokenizers = [
+        load_tokenizer(make_folder(tmp_path / "plain", plain)),
+        load_tokenizer(make_folder(tmp_path / "told", plain.replace("'20'", clock)), {"strftime_now": "2026-11-20"}),
+    ]
+    told = [tokenizer.encode_turns(parse_messages(ROWS)) for tokenizer in tokenizers]
+    assert [turn.tokens.tolist() for turn in told[0]] == [turn.tokens.tolist() for turn in told[1]]
+
+
+@needs_transformers
+def test_keywords_that_are_not_a_template_s(tmp_path):
+    folder = make_folder(tmp_path / "tokenizer", CHATML)
+    with pytest.raises(ValueError, match="chat_template_kwargs has 'tokenize', which is not for the template to read"):
+        load_tokenizer(folder, {"tokenize": True})
+    with pytest.raises(ValueError, match="chat_template_kwargs: strftime_now is 'today'; give a date as 2026-11-20"):
+        load_tokenizer(folder, {"strftime_now": "today"})
+    with pytest.raises(
+        ValueError, match=r"chat_template_kwargs \(a, b\) are for the chat template of a Hugging Face tok"
+    ):
+        load_tokenizer("mistral-v7", {"a": 1, "b": 2})
+    path = write_rows(tmp_path, ROWS)
+    reads = load_tokenizer(make_folder(tmp_path / "reads", "{{ strftime_now('%Y') }}" + CHATML), {"date_string": "x"})
+    with pytest.raises(
+        SampleError, match="it reads the clock: chat_template_kwargs has no strftime_now, as 2026-11-20"
+    ):
+        read_samples(path, tokenizer=reads)
+
+
 @needs_transformers
 def test_words_that_only_look_like_a_clock(tmp_path):
     head = "{# strftime_now #}strftime_now {{ 'lipsum' }}{{ messages[0].strftime_now }}{% set random = 1 %}{{ random }}"

@@ -229,7 +229,7 @@ def _defaults(args: argparse.Namespace) -> dict[str, Any]:
         ArgumentError: the vocabulary is not known, or too small for the tokenizer.
     """
     name = args.prefix_tree_tokenizer
-    size = None if name is None else load_tokenizer(name).vocab_size
+    size = None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs).vocab_size
     if args.tokenizer_type is not None:
         return {}
     if args.use_checkpoint_args:

@@ -188,7 +188,7 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], *, shuffle: bool)
     """
     name = args.prefix_tree_tokenizer
     options = LineOptions(
-        tokenizer=None if name is None else load_tokenizer(name),
+        tokenizer=None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs),
         expand_turns=args.prefix_tree_expand_turns,
         vocab_size=args.padded_vocab_size,
         limits={"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens},

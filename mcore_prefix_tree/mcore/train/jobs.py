@@ -92,7 +92,7 @@ def read_data(
     """
     data = recipe.data
     by = None if every_sample and recipe.batch.groups_per_step is None else _grouped_by(recipe)
-    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.chat_template_kwargs)
     vocab_size = padded_vocab_size(
         recipe.model,
         None if tokenizer is None else tokenizer.vocab_size,
