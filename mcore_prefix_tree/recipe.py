@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic import ValidationError as PydanticError
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
@@ -254,6 +254,34 @@ class CheckpointConfig:
     save_interval: PositiveInt = 100
 
 
+def _json_lines(name: str) -> str:
+    """Other names promise other contents."""
+    if not name.endswith(".jsonl"):
+        raise PydanticCustomError("not_json_lines", "give a name that ends in .jsonl, which is what is written")
+    return name
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class LogConfig:
+    """Where ``train`` writes the numbers of every step, for programs; the main rank does, as soon as a step is done.
+
+    A run that is resumed goes on in the same places: what they have of steps after its checkpoint is dropped. So is all
+    that they have where a run starts with the first step.
+
+    Attributes:
+        metrics: a file that ends in ``.jsonl``, made with its folder: a JSON object a step, with ``iteration``,
+            ``loss``, ``grad_norm``, ``lr``, ``samples``, ``logical_tokens``, ``physical_tokens``, both per second,
+            ``fold_ratio``, ``seconds``, ``plan_seconds``, and in ``metrics`` what the objective reports; null is no
+            number. None writes none.
+        tensorboard: a folder, for TensorBoard: the same under ``loss``, ``grad_norm``, ``lr``, ``fold_ratio``,
+            ``tokens_per_second/...``, ``seconds/...`` and ``objective/...``. Needs the package ``tensorboard``, of the
+            extra by that name. None writes none.
+    """
+
+    metrics: Annotated[str, AfterValidator(_json_lines)] | None = None
+    tensorboard: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class VerifyConfig:
     """Folded against unfolded on the first batch.
@@ -303,6 +331,7 @@ class Recipe:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
 
     @property

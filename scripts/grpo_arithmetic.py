@@ -27,6 +27,7 @@ from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.score import score
+from mcore_prefix_tree.mcore.train.logs import open_logs
 from mcore_prefix_tree.mcore.train.model import build_chunks
 from mcore_prefix_tree.mcore.train.schedule import folding_of
 from mcore_prefix_tree.mcore.train.session import session
@@ -156,7 +157,7 @@ def run(
     order = SampleOrder(lines, seed=recipe.seed, shuffle=True, whole_steps=prompts_per_step)
     generator = torch.Generator().manual_seed(recipe.seed)
     curve = []
-    with session(recipe) as place:
+    with session(recipe) as place, open_logs(recipe.log, done=0, say=print) as log:
         assert recipe.model.vocab_size is not None
         chunks = build_chunks(recipe, place.config, vocab_size=recipe.model.vocab_size, device=place.device)
         warm_up(chunks[0], [line[0].tokens.tolist() for line in lines], warm_up_steps)
@@ -167,6 +168,8 @@ def run(
             samples = with_old_logprobs(chunks, roll_out(chunks[0], prompts, generator), folding)
             started = time.perf_counter()
             reports = [trainer.step(batch * UPDATES + update, samples) for update in range(1, UPDATES + 1)]
+            for report in reports:
+                log(report)
             curve.append(
                 {
                     "reward": reports[0].metrics["reward"],

@@ -50,10 +50,17 @@ def alone(job: Path) -> tuple[Path, Ended]:
 def undisturbed(job: Path) -> tuple[Path, Ended]:
     """Two tensor-parallel ranks, all steps."""
     folder = job.parent / "undisturbed"
-    done = run(2, "train", job, TP2, *saving(folder))
+    done = run(2, "train", job, TP2, *saving(folder), f"log.metrics={folder / 'metrics.jsonl'}")
     assert done.code == 0, done.err
     assert list(done.losses) == list(range(1, STEPS + 1))
     return folder, done
+
+
+def test_one_of_two_ranks_writes_the_metrics(undisturbed: tuple[Path, Ended]) -> None:
+    folder, done = undisturbed
+    written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {line["iteration"]: f"{line['loss']:.6f}" for line in written} == done.losses
+    assert len(written) == STEPS
 
 
 def continue_at(folder: Path, iteration: int, target: Path) -> Path:

@@ -24,6 +24,7 @@ from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration, calibrate
 from mcore_prefix_tree.mcore.train.compare import Comparison, compare
 from mcore_prefix_tree.mcore.train.ending import EndedError, EndingSignals
+from mcore_prefix_tree.mcore.train.logs import open_logs
 from mcore_prefix_tree.mcore.train.objective import forward_step_of, is_weighted_sum, objective_of
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
@@ -193,6 +194,7 @@ class Trainer:
         consumed, workers = (done - self._data_from) * recipe.batch.per_step, recipe.data.num_workers
         # The next step is read and planned while this one computes.
         with (
+            open_logs(recipe.log, done=done, say=reporter.message) as log,
             self._order.stream(consumed, num_workers=workers) as stream,
             Ahead(partial(self._plan, stream), first=done + 1, last=recipe.train_iters + 1) as steps,
             EndingSignals() as signals,
@@ -200,6 +202,7 @@ class Trainer:
             for planned in steps:
                 report = self._step(planned)
                 if self._place.is_main:
+                    log(report)
                     reporter.step(report)
                 ended_by = signals.agreed(self._place.device)
                 if self._is_time_to_save(report.iteration) or (ended_by and recipe.checkpoint.save is not None):

@@ -1,0 +1,201 @@
+"""The numbers of every step, for programs: a file of JSON Lines, and TensorBoard's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_prefix_tree.data.write import check_output, whole_file
+from mcore_prefix_tree.mcore.train.session import on_main_rank
+from mcore_prefix_tree.recipe import LogConfig
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.mcore.train.trainer import StepReport
+
+# What every line begins with, so that the half of one that a killed run left is known for what it is.
+_BEGINNING = b'{"iteration": '
+
+Log = Callable[["StepReport"], None]
+
+
+class LogError(OSError):
+    """A log cannot be written. The message names the setting, the place and the reason."""
+
+
+def check_logs(config: LogConfig) -> None:
+    """See that what the logs need is installed, before anything runs.
+
+    Raises:
+        ImportError: ``tensorboard`` is asked for and is not.
+    """
+    if config.tensorboard is not None:
+        try:
+            import torch.utils.tensorboard  # noqa: F401
+        except ImportError:
+            raise ImportError(
+                f"log.tensorboard={config.tensorboard} needs tensorboard: "
+                "pip install 'mcore-prefix-tree[tensorboard]', or leave it out"
+            ) from None
+
+
+@contextmanager
+def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> Iterator[Log]:
+    """What writes down a step, on the main rank; all ranks together.
+
+    A run that resumes goes on behind its last checkpoint: what the logs have of later steps is dropped.
+
+    Args:
+        config: the recipe's.
+        done: steps that are behind the run; 0 of one that starts.
+        say: is told on the main rank what was dropped.
+
+    Raises:
+        LogError: a log cannot be written.
+        ValueError: the file of metrics holds something else.
+        ImportError: see :func:`check_logs`.
+    """
+    check_logs(config)
+    logs: list[Log] = []
+    with ExitStack() as stack:
+
+        def open_all() -> None:
+            if config.metrics is not None:
+                file = _MetricsFile(config.metrics, done, say)
+                stack.callback(file.close)
+                logs.append(file.step)
+            if config.tensorboard is not None:
+                board = _Board(config.tensorboard, done)
+                stack.callback(board.close)
+                logs.append(board.step)
+
+        on_main_rank(open_all)
+
+        def log(report: StepReport) -> None:
+            for one in logs:
+                one(report)
+
+        yield log
+
+
+class _MetricsFile:
+    """A line a step; what is flushed outlives the process."""
+
+    def __init__(self, name: str, done: int, say: Callable[[str], None]) -> None:
+        self._setting, path = f"log.metrics={name}", Path(name)
+        with _naming(self._setting, "file"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            check_output(path)
+        except ValueError as error:
+            raise ValueError(f"log.metrics={error}") from None
+        with _naming(self._setting, "file"):
+            dropped = _drop_after(path, done, self._setting)
+            self._stream = path.open("a", encoding="utf-8")
+        if dropped:
+            say(f"{self._setting}: dropped {dropped} line{'s' if dropped > 1 else ''} of steps after step {done}")
+
+    def step(self, report: StepReport) -> None:
+        """One more line."""
+        line = {name: _finite(value) for name, value in asdict(report).items() if name != "metrics"}
+        line |= {
+            "fold_ratio": report.fold_ratio,
+            "logical_tokens_per_second": report.logical_tokens / report.seconds,
+            "physical_tokens_per_second": report.physical_tokens / report.seconds,
+            "metrics": {name: _finite(value) for name, value in report.metrics.items()},
+        }
+        with _naming(self._setting, "file"):
+            self._stream.write(json.dumps(line, allow_nan=False) + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Every step was flushed: there is nothing left to write but what could not be, which has been told."""
+        with suppress(OSError):
+            self._stream.close()
+
+
+def _drop_after(path: Path, done: int, setting: str) -> int:
+    """Leave the lines of the first steps in a file; how many others it had.
+
+    Raises:
+        ValueError: the file is of something else.
+    """
+    if not path.exists():
+        return 0
+    # A second pass writes, so that most files are left as they are and a wrong one is not touched.
+    wanted = [_is_wanted(line, done, f"{setting}: line {number}") for number, line in enumerate(_lines(path), start=1)]
+    if not all(wanted):
+        with whole_file(path) as unfinished, unfinished.open("wb") as stream:
+            stream.writelines(line for line, keep in zip(_lines(path), wanted, strict=True) if keep)
+    return len(wanted) - sum(wanted)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as stream:
+        yield from stream
+
+
+def _is_wanted(line: bytes, done: int, where: str) -> bool:
+    if not line.endswith(b"\n") and (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
+        return False  # the run was killed while it wrote this
+    try:
+        found = json.loads(line)
+        iteration = found["iteration"] if isinstance(found, dict) else None
+    except (ValueError, KeyError):
+        iteration = None
+    if not isinstance(iteration, int):
+        raise ValueError(f"{where} is no step of a run, and the file would be added to; name another")
+    return iteration <= done
+
+
+class _Board:
+    """TensorBoard's file; what an earlier run in its folder has of the steps that follow is hidden."""
+
+    def __init__(self, folder: str, done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._setting = f"log.tensorboard={folder}"
+        with _naming(self._setting, "folder"):
+            self._writer: Any = SummaryWriter(folder, purge_step=done + 1)  # type: ignore[no-untyped-call]
+            self._writer.flush()
+
+    def step(self, report: StepReport) -> None:
+        """Its numbers."""
+        numbers = {
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "lr": report.lr,
+            "fold_ratio": report.fold_ratio,
+            "tokens_per_second/logical": report.logical_tokens / report.seconds,
+            "tokens_per_second/physical": report.physical_tokens / report.seconds,
+            "seconds/step": report.seconds,
+            "seconds/plan": report.plan_seconds,
+            **{f"objective/{name}": value for name, value in report.metrics.items()},
+        }
+        with _naming(self._setting, "folder"):
+            for name, value in numbers.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, report.iteration)
+            self._writer.flush()
+
+    def close(self) -> None:
+        """As :meth:`_MetricsFile.close`."""
+        with suppress(OSError):
+            self._writer.close()
+
+
+@contextmanager
+def _naming(setting: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LogError(f"{setting}: {error.strerror or error}; name a {what} that can be written to") from error
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
