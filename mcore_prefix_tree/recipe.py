@@ -244,6 +244,8 @@ class CheckpointConfig:
     Attributes:
         save: folder; None saves nothing.
         save_interval: steps between checkpoints; the last step always saves.
+        keep_last: how many checkpoints stay in ``save``; older ones are removed once a new one is whole. None keeps
+            all.
         pretrained_checkpoint: folder of another run, of Megatron-LM too, whose last checkpoint's weights a run starts
             from; its optimizer and data are left alone. A critic or reward model may start from a language model, and
             a critic from a reward model: a scalar head that the checkpoint does not have starts anew.
@@ -252,6 +254,7 @@ class CheckpointConfig:
     save: str | None = None
     pretrained_checkpoint: str | None = None
     save_interval: PositiveInt = 100
+    keep_last: PositiveInt | None = None
 
 
 def _json_lines(name: str) -> str:

@@ -78,6 +78,20 @@ def test_the_last_step_saves_whatever_the_interval(job: Path, tmp_path: Path) ->
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["iter_0000003", TRACKER]
 
 
+def test_only_the_last_checkpoints_are_kept_and_a_run_goes_on_from_them(
+    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
+) -> None:
+    recipe, reference, losses = undisturbed
+    saved = tmp_path / "saved"
+    options = saving(saved, "checkpoint.keep_last=1")
+    train(recipe, *options, stop_after=5)
+    assert sorted(path.name for path in saved.iterdir()) == ["iter_0000004", TRACKER]
+    resumed = train(recipe, *options, resume=True)
+    assert resumed.losses == losses[4:]
+    assert sorted(path.name for path in saved.iterdir()) == ["iter_0000006", TRACKER]
+    assert_same_bits(checkpoint_content(saved, 6), checkpoint_content(reference, 6))
+
+
 def test_an_interrupted_run_goes_on_with_the_same_bits(
     undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
 ) -> None:

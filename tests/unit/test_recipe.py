@@ -123,6 +123,8 @@ def test_the_last_override_wins_and_none_touches_the_rest(recipe):
         ("optimizer.clip_grad=.nan", "optimizer.clip_grad: input should be a finite number"),
         ("verify.tolerance=0", "verify.tolerance: input should be greater than 0 (given 0)"),
         ("checkpoint.save_interval=0", "checkpoint.save_interval: input should be greater than 0"),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last: input should be greater than 0 (given 0)"),
+        ("log.metrics=runs/m.csv", "log.metrics: give a name that ends in .jsonl, which is what is written (given 'ru"),
         ("model.dtype=fp8", "model.dtype: input should be 'float64', 'float32' or 'bfloat16' (given 'fp8')"),
         ("device=tpu", "device: input should be 'auto', 'cpu' or 'cuda' (given 'tpu')"),
         ("data.path=${nope}", "Interpolation key 'nope' not found full_key: data.path"),

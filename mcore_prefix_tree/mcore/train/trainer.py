@@ -26,6 +26,7 @@ from mcore_prefix_tree.mcore.train.compare import Comparison, compare
 from mcore_prefix_tree.mcore.train.ending import EndedError, EndingSignals
 from mcore_prefix_tree.mcore.train.logs import open_logs
 from mcore_prefix_tree.mcore.train.objective import forward_step_of, is_weighted_sum, objective_of
+from mcore_prefix_tree.mcore.train.retention import remove_older
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.settings import changed_settings
@@ -206,7 +207,7 @@ class Trainer:
                     reporter.step(report)
                 ended_by = signals.agreed(self._place.device)
                 if self._is_time_to_save(report.iteration) or (ended_by and recipe.checkpoint.save is not None):
-                    self._save(report.iteration)
+                    self._save(report.iteration, reporter)
                 if ended_by:
                     if self._place.is_main:
                         reporter.message(self._how_it_ended(ended_by, report.iteration))
@@ -274,12 +275,13 @@ class Trainer:
                     "say --new-data, to begin with the first of the data"
                 )
 
-    def _save(self, iteration: int) -> None:
-        folder = self._recipe.checkpoint.save
-        assert folder is not None
-        checkpoint.save(
-            folder, self._chunks, self._optimizer, self._scheduler, self._progress(iteration), recipe=self._recipe
-        )
+    def _save(self, iteration: int, reporter: Reporter) -> None:
+        options = self._recipe.checkpoint
+        assert options.save is not None
+        progress = self._progress(iteration)
+        checkpoint.save(options.save, self._chunks, self._optimizer, self._scheduler, progress, recipe=self._recipe)
+        if options.keep_last is not None and self._place.is_main:
+            remove_older(options.save, iteration, keep=options.keep_last, say=reporter.message)
 
     def _how_it_ended(self, number: int, iteration: int) -> str:
         folder = self._recipe.checkpoint.save

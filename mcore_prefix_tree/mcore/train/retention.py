@@ -1,0 +1,48 @@
+"""Which checkpoints stay: ``checkpoint.keep_last``."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+_NAME = re.compile(r"iter_(\d{7,})")
+# Of a checkpoint's files the one that Megatron writes last, and what the names of the first ones end in.
+_LAST, _FIRST = "metadata.json", "*.distcp"
+
+
+def remove_older(folder: str | Path, iteration: int, *, keep: int, say: Callable[[str], None]) -> None:
+    """Remove the checkpoints before the newest ones; for the main rank, once the newest is named as the latest.
+
+    What else lies there stays: links, folders that hold no part of a checkpoint, and the checkpoints of later
+    iterations, which this run has not come from.
+
+    Args:
+        folder: where they are.
+        iteration: of the newest.
+        keep: how many stay, the newest among them; at least 1. What a killed run left of one counts for none.
+        say: is told what could not be removed, and why.
+    """
+    try:
+        found = {int(name[1]): path for path in Path(folder).iterdir() if (name := _NAME.fullmatch(path.name))}
+        own = {number: path for number, path in found.items() if _is_checkpoint(path)}
+        whole = sorted(number for number, path in own.items() if number <= iteration and (path / _LAST).exists())
+    except OSError as error:
+        say(f"checkpoint.keep_last={keep}: {folder} cannot be read ({error.strerror}); all in it stays")
+        return
+    oldest = min([iteration, *whole[-keep:]])
+    for number, path in sorted(own.items()):
+        if number < oldest:
+            try:
+                # First what makes it a whole one: no half of it is ever taken for that.
+                (path / _LAST).unlink(missing_ok=True)
+                shutil.rmtree(path)
+            except OSError as error:
+                say(f"checkpoint.keep_last={keep}: {path} could not be removed ({error.strerror}); remove it by hand")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether Megatron's distributed format wrote it, or began to."""
+    is_folder = path.is_dir() and not path.is_symlink()
+    return is_folder and ((path / _LAST).exists() or any(path.glob(_FIRST)))
