@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 from yaml import YAMLError
 
 from mcore_prefix_tree.layout import Padding, sequence_multiple
+from mcore_prefix_tree.recipe_keys import instead_of
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -388,8 +389,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         for fault in error.errors():
             key = ".".join(str(part) for part in fault["loc"] if part not in ("str", "list[str]")) or "the recipe"
             given = "" if fault["type"] in ("missing", "step_size") else f" (given {fault['input']!r})"
-            reason = "there is no such key" if fault["type"] == "unexpected_keyword_argument" else fault["msg"]
-            faults.append(f"{key}: {reason[0].lower()}{reason[1:]}{given}")
+            if fault["type"] == "unexpected_keyword_argument":
+                faults.append(f"{key}: there is no such key{given}, {instead_of(key, Recipe)}")
+            else:
+                faults.append(f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]}{given}")
         raise RecipeError(f"recipe {path}: " + "; ".join(faults)) from None
 
 

@@ -32,7 +32,8 @@ ALLOWED = {
     "attention": {"metadata", "upload"},
     "logprob": {"layout", "upload"},
     "objectives": {"signals", "sample", "layout", "logprob", "upload"},
-    "recipe": {"layout"},
+    "recipe_keys": set(),
+    "recipe": {"layout", "recipe_keys"},
     "mcore": {
         "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
         "objectives", "recipe", "launchers", "memory", "upload",

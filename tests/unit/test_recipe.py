@@ -187,6 +187,33 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, says):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "ends"),
+    [
+        ("optimizr.lr=1", "optimizr: there is no such key (given {'lr': 1}), did you mean optimizer?"),
+        ("train_iter=3", "train_iter: there is no such key (given 3), did you mean train_iters?"),
+        ("model.hiden_size=64", "model.hiden_size: there is no such key (given 64), did you mean model.hidden_size?"),
+        (
+            "model.yarn.beta_fas=1",
+            "model.yarn.beta_fas: there is no such key (given 1), did you mean model.yarn.beta_fast?",
+        ),
+        ("lr=1", "lr: there is no such key (given 1), did you mean optimizer.lr?"),
+        ("checkpoint.beta_slow=1", "(given 1), did you mean model.yarn.beta_slow?"),
+        (
+            "checkpoint.zzz=1",
+            "(given 1), checkpoint has save, pretrained_checkpoint, save_interval, keep_last",
+        ),
+        ("model.yarn.zzz=1", "mscale_all_dim, correction_range_round_to_int"),
+        ("zzz=1", "(given 1), a recipe has data, model, batch, train_iters, seed, attention_backend, "),
+    ],
+)
+def test_an_unknown_key_is_told_with_one_that_there_is(recipe, override, ends):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe, [override])
+    assert ends in str(error.value)
+    assert str(error.value).count("there is no such key") == 1
+
+
 def test_files_that_cannot_be_opened(tmp_path, recipe):
     with pytest.raises(RecipeError, match=r"missing\.yaml does not exist$"):
         load_recipe(tmp_path / "missing.yaml")
