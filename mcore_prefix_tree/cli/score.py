@@ -14,7 +14,9 @@ def score(
     output: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="A sample a line in the data's order: JSON Lines, or a .parquet or .arrow file."
+            metavar="FILE",
+            help="A sample a line in the data's order: JSON Lines (.jsonl, .json, or packed with .gz), or a .parquet, "
+            ".arrow or .feather file. A file that is there is overwritten once all is scored.",
         ),
     ],
     overrides: Annotated[
@@ -33,6 +35,8 @@ def score(
     ] = None,
 ) -> None:
     """Write every sample with its log-probabilities under the last checkpoint in checkpoint.save.
+
+    checkpoint.save is the folder of a run, in the recipe or given here; it is only read.
 
     The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null where none
     was asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.

@@ -14,10 +14,13 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from mcore_prefix_tree.data.files import is_table, require_pyarrow
+from mcore_prefix_tree.data.files import TABLES, is_table, require_pyarrow
 from mcore_prefix_tree.data.jsonl import is_gzip
 from mcore_prefix_tree.sample import Sample, Tempered
 from mcore_prefix_tree.signals import Signals, Teacher
+
+# What names of files of lines end in; tables have their own.
+_LINES, _PACKED_LINES = (".jsonl", ".json"), (".jsonl.gz", ".json.gz")
 
 
 class RowWriter(Protocol):
@@ -65,6 +68,22 @@ def check_output(path: str | Path) -> None:
         raise ValueError(f"{path}: its folder cannot be written to; name another")
     if is_table(str(path)):
         require_pyarrow(str(path))
+
+
+def check_rows_output(path: str | Path) -> None:
+    """As :func:`check_output`, for :func:`rows_file`: a name that promises other contents is refused.
+
+    Raises:
+        ValueError: no rows are written into a file of this name.
+        ImportError: see :func:`check_output`.
+    """
+    name = str(path)
+    if not name.lower().endswith((*_LINES, *_PACKED_LINES, *TABLES)):
+        raise ValueError(
+            f"{path}: give a name that ends in {', '.join((*_LINES, *_PACKED_LINES))} (JSON Lines), "
+            f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
+        )
+    check_output(path)
 
 
 @contextmanager

@@ -15,7 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from train_jobs import BATCH, command, logits_of, rows, stock_model, train, world_of_one, write_job
+from typer.testing import CliRunner
 
+from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.data.write import row_of, rows_file
 from mcore_prefix_tree.mcore.train import checkpoint, scoring
@@ -238,6 +240,22 @@ def test_a_table_without_pyarrow_is_told_before_anything_runs(
         f"error: {tmp_path / 'out.parquet'}: Parquet and Arrow files need pyarrow: "
         "pip install 'mcore-prefix-tree[arrow]'\n"
     )
+
+
+def test_a_name_of_another_kind_is_told_before_anything_runs(job: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.csv"
+    result = command("score", job, "--output", str(output), "model.hidden_size=64")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: --output {output}: give a name that ends in .jsonl, ")
+    assert not output.exists()
+
+
+def test_the_help_says_what_is_read_and_what_is_overwritten() -> None:
+    said = " ".join(
+        CliRunner().invoke(app, ["score", "--help"], env={"COLUMNS": "400"}).stdout.replace("│", " ").split()
+    )
+    assert "A file that is there is overwritten once all is scored." in said
+    assert "checkpoint.save is the folder of a run, in the recipe or given here; it is only read." in said
 
 
 def test_a_folder_that_is_missing_is_told_before_anything_runs(job: Path, tmp_path: Path) -> None:

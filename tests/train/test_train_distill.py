@@ -180,7 +180,7 @@ def test_a_checkpoint_is_a_teacher(tmp_path: Path, k: int) -> None:
 
 def test_what_a_teacher_cannot_be_asked(job: Path, tmp_path: Path) -> None:
     def refused(*arguments: str) -> str:
-        done = command("score", job, f"checkpoint.save={tmp_path}", *arguments, "--output", str(tmp_path / "x"))
+        done = command("score", job, f"checkpoint.save={tmp_path}", *arguments, "--output", str(tmp_path / "x.jsonl"))
         assert done.exit_code == 2
         return str(done.stderr)
 

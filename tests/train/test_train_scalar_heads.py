@@ -209,7 +209,12 @@ def test_one_kind_of_model_is_not_mistaken_for_another(job: Path, tmp_path: Path
     with pytest.raises(RecipeError, match=r"sft/iter_0000002 is damaged or does not fit .*scalar_head\.weight"):
         train(job, *overrides_of("critic"), f"checkpoint.save={language_model}", resume=True)
     scoring = command(
-        "score", job, *overrides_of("critic"), f"checkpoint.save={language_model}", "--output", str(tmp_path / "x")
+        "score",
+        job,
+        *overrides_of("critic"),
+        f"checkpoint.save={language_model}",
+        "--output",
+        str(tmp_path / "x.jsonl"),
     )
     assert scoring.exit_code == 2
     assert "does not fit this recipe's model" in scoring.stderr

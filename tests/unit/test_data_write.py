@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import sys
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from mcore_prefix_tree import Sample, SampleError, Signals
 from mcore_prefix_tree.data import read_samples, write_tables
-from mcore_prefix_tree.data.write import check_output, row_of, rows_file
+from mcore_prefix_tree.data.write import check_output, check_rows_output, row_of, rows_file
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
 
@@ -198,3 +199,20 @@ def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch):
     for name in ("rows.parquet", "rows.arrow", "rows.feather"):
         with pytest.raises(ImportError, match=r"need pyarrow: pip install 'mcore-prefix-tree\[arrow\]'"):
             check_output(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["z.csv", "z.txt", "z", "z.gz", "z.parquet.gz", "z.csv.gz", "z.JSONL.GZ", "jsonl"])
+def test_a_name_that_promises_other_contents_is_refused(tmp_path, name):
+    says = "give a name that ends in .jsonl, .json, .jsonl.gz, .json.gz (JSON Lines), .parquet, .arrow or .feather"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{tmp_path / name}: {says}')}$"):
+        check_rows_output(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name", ["z.jsonl", "z.json", "z.JSONL", "z.a.jsonl.gz", "z.json.gz", "z.Parquet", "z.feather"]
+)
+def test_names_that_say_what_is_written_pass(tmp_path, name):
+    check_rows_output(tmp_path / name)
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match="is a folder"):
+        check_rows_output(tmp_path / name)

@@ -12,7 +12,7 @@ from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.jsonl import STDIN
-from mcore_prefix_tree.data.write import check_output, row_of, rows_file
+from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.score import Scores, ScoringStep, TopTokens, Values
 from mcore_prefix_tree.mcore.train import checkpoint
@@ -164,7 +164,7 @@ def _batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
 
 def _check_output(recipe: Recipe, output: str | Path) -> None:
     try:
-        check_output(output)
+        check_rows_output(output)
     except ValueError as error:
         raise RecipeError(f"--output {error}") from None
     paths = [recipe.data.path] if isinstance(recipe.data.path, str) else recipe.data.path
