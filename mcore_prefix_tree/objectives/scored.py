@@ -20,6 +20,18 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 
+class MissingSignalError(SampleError):
+    """A sample lacks what its objective reads. The message names the sample, the field and the setting.
+
+    Attributes:
+        field: of ``Signals``.
+    """
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 def rollout_keys(samples: Sequence[Sample]) -> list[Hashable]:
     """What is equal for the samples of one rollout: its group and id. A sample without an id is a rollout by itself."""
     return [
@@ -89,7 +101,7 @@ class ScoredTokens:
             setting: what needs it, for the message.
 
         Raises:
-            SampleError: a sample with scored tokens does not have the field.
+            MissingSignalError: a sample with scored tokens does not have the field.
         """
         parts = []
         for index in np.flatnonzero(self.lens).tolist():
@@ -100,11 +112,15 @@ class ScoredTokens:
         return np.concatenate(parts) if parts else np.empty(0)
 
     def required(self, index: int, name: str, setting: str) -> Any:
-        """The field of a sample's signals, which must be there."""
+        """The field of a sample's signals.
+
+        Raises:
+            MissingSignalError: it is not there.
+        """
         sample = self.samples[index]
         value = getattr(sample.signals, name)
         if value is None:
-            raise SampleError(f"{sample.source}: field '{name}' is missing, and {setting} needs it")
+            raise MissingSignalError(f"{sample.source}: field '{name}' is missing, and {setting} needs it", name)
         return value
 
     def per_sample(self, values: Float64Array) -> Float64Array:

@@ -298,6 +298,56 @@ def test_a_sample_without_what_the_objective_reads(tmp_path: Path) -> None:
     assert not notes.reports
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "field", "ends"),
+    [
+        (
+            "grpo",
+            {},
+            "old_logprobs",
+            "and this objective without on_policy=true needs it; `mcore-prefix-tree score` with the checkpoints that "
+            "the samples were drawn from writes it, or set objective.options.on_policy=true if each step's samples are "
+            "of the weights it starts with",
+        ),
+        (
+            "grpo",
+            {"kl_coef": 0.1},
+            "ref_logprobs",
+            "and kl_coef=0.1 needs it; `mcore-prefix-tree score --reference FOLDER` writes it",
+        ),
+        ("dpo", {}, "ref_logprobs", " needs it; `mcore-prefix-tree score --reference FOLDER` writes it"),
+        (
+            "critic",
+            {},
+            "values",
+            "and a critic needs it; `mcore-prefix-tree score` with the recipe of a critic writes it",
+        ),
+        (
+            "grpo",
+            {},
+            "reward",
+            "needs it; `mcore-prefix-tree score` with the recipe of a reward model writes one",
+        ),
+        (
+            "distill",
+            {},
+            "teacher",
+            "needs it; `mcore-prefix-tree score --teacher-top-k K` with the recipe of the teacher writes it",
+        ),
+        ("kto", {}, "label", "and kto needs it"),
+        ("grpo", {"tis_cap": 2.0}, "rollout_logprobs", "and tis_cap=2.0 needs it"),
+    ],
+)
+def test_a_missing_field_is_told_with_the_command_that_writes_it(
+    tmp_path: Path, name: str, options: dict[str, Any], field: str, ends: str
+) -> None:
+    content = [{key: value for key, value in row.items() if key != field} for row in rows(neighbours=2)[:12]]
+    with pytest.raises(SampleError) as error:
+        train(write_job(tmp_path, content), f"objective.name={name}", f"objective.options={json.dumps(options)}")
+    assert f"field '{field}' is missing, " in str(error.value)
+    assert str(error.value).endswith(ends)
+
+
 def test_a_model_that_has_diverged(tmp_path: Path) -> None:
     job, overrides = job_of(tmp_path, "grpo")
     with pytest.raises(SampleError, match=r"data.jsonl:\d+: the model's output for this sample is NaN or infinite"):

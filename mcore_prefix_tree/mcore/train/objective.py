@@ -28,10 +28,19 @@ from mcore_prefix_tree.objectives import (
     SupervisedFineTuning,
     make_objective,
 )
+from mcore_prefix_tree.objectives.scored import MissingSignalError
 from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import Signals
 
+# How to come by what a sample lacks, of the fields that a command can add.
+_SCORES = {
+    "old_logprobs": "`mcore-prefix-tree score` with the checkpoints that the samples were drawn from writes it",
+    "ref_logprobs": "`mcore-prefix-tree score --reference FOLDER` writes it",
+    "values": "`mcore-prefix-tree score` with the recipe of a critic writes it",
+    "reward": "`mcore-prefix-tree score` with the recipe of a reward model writes one",
+    "teacher": "`mcore-prefix-tree score --teacher-top-k K` with the recipe of the teacher writes it",
+}
 _ADVANTAGES_OF_GROUPS = ("group_mean", "group_mean_std", "leave_one_out")
 
 
@@ -100,13 +109,24 @@ def check_samples(objective: ForwardObjective, samples: Sequence[Sample]) -> Non
         samples: all of a group or pair, if the objective compares them.
 
     Raises:
-        SampleError: a sample lacks what the objective reads of it, or contradicts the others of its group.
+        SampleError: a sample lacks what the objective reads of it, or contradicts the others of its group. Says which
+            command adds what is missing, where one does.
     """
     if is_weighted_sum(objective):
         return
     if isinstance(objective, KTO):
         objective = replace(objective, reference_point="zero")  # the other is of a whole step
-    objective.targets(samples)
+    try:
+        objective.targets(samples)
+    except MissingSignalError as error:
+        if error.field not in _SCORES:
+            raise
+        way_out = _SCORES[error.field]
+        if error.field == "old_logprobs" and isinstance(objective, PolicyGradient):
+            way_out += (
+                ", or set objective.options.on_policy=true if each step's samples are of the weights it starts with"
+            )
+        raise SampleError(f"{error}; {way_out}") from None
 
 
 def is_weighted_sum(objective: ForwardObjective) -> bool:
