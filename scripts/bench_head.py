@@ -1,4 +1,4 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """Time and peak memory of the vocabulary head, forward and backward: fused, unfused, torch's and Liger's.
 
     scripts/bench_head.py --output benchmarks/results/head_cpu.json

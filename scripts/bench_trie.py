@@ -1,4 +1,4 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """Host time and memory from samples to tensors, on one core: trie, layout, plan, metadata; beside AReaL's trie builder.
 
     scripts/bench_trie.py ../shared/data/tau_bench_airline_gpt4o.jsonl --expand-turns

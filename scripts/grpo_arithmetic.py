@@ -1,8 +1,10 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """GRPO that learns to add up to nine on a CPU, sampling here; folded, or with every sample by itself.
 
     scripts/grpo_arithmetic.py --output benchmarks/results/grpo_arithmetic.json --plot docs/grpo_arithmetic.png
     scripts/grpo_arithmetic.py --output ... --plot ... --unfolded
+
+In an environment with the package, such as scripts/quickstart makes: .venv/bin/python scripts/grpo_arithmetic.py
 
 A completion is what follows ``3+5=`` up to the full stop. Its reward is the share of its characters that are right, so
 1 is the right sum and nothing more. The output holds both curves, and of each the recipe, the seed and the other
@@ -26,6 +28,7 @@ from mcore_prefix_tree import Sample
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.write import check_output
 from mcore_prefix_tree.mcore.score import score
 from mcore_prefix_tree.mcore.train.logs import open_logs
 from mcore_prefix_tree.mcore.train.model import build_chunks
@@ -235,6 +238,18 @@ def main() -> None:
     if args.write_prompts:
         write_prompts(args.write_prompts)
         return
+    # Where something is missing is better known now than after minutes.
+    for file in (args.output, args.plot):
+        if file is not None:
+            try:
+                check_output(file)
+            except ValueError as error:
+                parser.error(str(error))
+    if args.plot is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            parser.error("--plot needs matplotlib; install it with: pip install matplotlib")
     torch.set_num_threads(1)
     output = None if args.output is None else Path(args.output)
     result: dict[str, Any] = json.loads(output.read_text()) if output is not None and output.exists() else {}
@@ -247,7 +262,7 @@ def main() -> None:
     result.setdefault("curves", {})[name] = curve
     if output is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")
-    if args.plot:
+    if args.plot is not None:
         draw(result["curves"], args.plot)
 
 

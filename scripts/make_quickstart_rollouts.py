@@ -7,9 +7,9 @@ divergence a rollout takes the first variant of every step, there it takes anoth
 and texts are invented. The same code writes the same bytes.
 """
 
+import argparse
 import json
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -318,7 +318,9 @@ def rollouts() -> list[dict]:
 
 
 def main() -> None:
-    output = Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", nargs="?", type=Path, default=OUTPUT, help="JSON Lines (default: %(default)s)")
+    output = parser.parse_args().output
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rollouts()]
     output.write_text("".join(lines), encoding="utf-8", newline="\n")
     print(f"{output}: {len(lines)} rollouts")

@@ -1,8 +1,9 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """Write the tables of the README and of docs/ from the files under benchmarks/results: no figure is typed by hand."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from pathlib import Path
@@ -215,9 +216,14 @@ def draw() -> None:
     draw_roofline((attention_on_gpus() or [loaded("attention_cpu.json")])[0], ROOFLINE)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for name in PAGES:
         page = ROOT / name
         page.write_text(rendered(page.read_text()))
     COSTS.write_text(attention_costs())
     draw()
+
+
+if __name__ == "__main__":
+    main()

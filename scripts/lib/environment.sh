@@ -3,7 +3,23 @@
 # Without a GPU, pip finds a CPU build of torch for torch==2.13.0. Where the Python that runs this already has a torch
 # that sees a GPU, the environment keeps it.
 
+# As it was called, before this goes elsewhere.
+called=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+# answer_help ARGUMENTS: where they ask for help, print what the script says of itself at its top, and do nothing more.
+answer_help() {
+    local argument
+    for argument in "$@"; do
+        case $argument in
+        --) return ;;
+        -h | --help)
+            sed -n -e 1d -e '/^#/!q' -e 's/^# \{0,1\}//p' "$called"
+            exit 0
+            ;;
+        esac
+    done
+}
 
 # prepare_environment REQUIREMENTS [FOLDER [PYTHON]]
 prepare_environment() {

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from train_jobs import train
+
+from mcore_prefix_tree import SampleError
+from mcore_prefix_tree.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 SMALL = [f"data.path={ROOT / 'recipes/data/arithmetic_prompts.jsonl'}", "batch.global_batch_size=32", "train_iters=8"]
@@ -47,6 +52,45 @@ def test_a_curve_says_what_made_it(script: dict[str, Any]) -> None:
     different = {name for name in folded if folded[name] != unfolded[name]}
     assert different == {"recipe"}
     assert unfolded["recipe"]["batch"] == folded["recipe"]["batch"] | {"min_shared_tokens": 1_000_000}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--plot", "curve.png"], "--plot needs matplotlib; install it with: pip install matplotlib"),
+        (["--plot", "nowhere/curve.png"], "nowhere/curve.png: its folder does not exist; create it"),
+        (["--output", "nowhere/curves.json"], "nowhere/curves.json: its folder does not exist; create it"),
+    ],
+)
+def test_what_the_end_of_a_run_would_miss_is_told_before_it(
+    script: dict[str, Any],
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(script["main"].__globals__, "run", lambda *_, **__: pytest.fail("it trained"))
+    monkeypatch.setattr(sys, "argv", ["grpo_arithmetic.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        script["main"]()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: {says}\n")
+
+
+def test_the_recipe_says_that_it_is_the_script_s() -> None:
+    """``train`` would end with a missing group: the prompts are no rollouts."""
+    recipe = ROOT / "recipes/grpo_arithmetic.yaml"
+    top = recipe.read_text().partition("\ndata:")[0]
+    assert "not for `mcore-prefix-tree train`" in top
+    (row,) = [
+        line for line in (ROOT / "recipes/README.md").read_text().splitlines() if "(grpo_arithmetic.yaml)" in line
+    ]
+    assert "not for `mcore-prefix-tree train`" in row
+    with pytest.raises(SampleError, match="field 'group' is missing"):
+        train(load_recipe(recipe, [SMALL[0], "checkpoint.save=null"]))
 
 
 def test_folded_and_unfolded_runs_are_one_curve(script: dict[str, Any]) -> None:

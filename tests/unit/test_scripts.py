@@ -1,0 +1,58 @@
+"""Whoever asks a script for help is told what it does, and nothing is done."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHELL = ["gpu_check", "quickstart", "test", "versions"]
+PYTHON = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
+
+
+def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=os.environ | variables, capture_output=True, text=True
+    )
+
+
+def test_the_scripts_are_those_that_are_tested() -> None:
+    files = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
+    assert files == {*SHELL, *PYTHON, "patches"}
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+@pytest.mark.parametrize("name", SHELL)
+def test_help_of_a_shell_script_is_its_own_top(tmp_path: Path, name: str, option: str) -> None:
+    """Before anything is installed: no Python is asked."""
+    python = tmp_path / "python3"
+    python.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+    python.chmod(0o755)
+    for words in ([option], ["--only", option]):
+        done = run(os.path.relpath(ROOT / "scripts" / name, tmp_path), *words, cwd=tmp_path, PYTHON=str(python))
+        assert (done.returncode, done.stderr) == (0, "")
+        top = (ROOT / "scripts" / name).read_text().partition("\n#")[2].partition("\nset -")[0]
+        assert done.stdout.splitlines() == [line.removeprefix("#").removeprefix(" ") for line in top.splitlines()]
+        assert f"scripts/{name} " in done.stdout
+    assert not (tmp_path / "asked").exists()
+
+
+def test_help_behind_two_dashes_is_for_another_program(tmp_path: Path) -> None:
+    done = run(ROOT / "scripts" / "gpu_check", "--", "--help", cwd=tmp_path, PYTHON="/bin/false")
+    assert done.returncode == 2
+    assert "/bin/false is not Python 3.10 or newer" in done.stderr
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_help_of_a_python_script_changes_nothing(tmp_path: Path, name: str) -> None:
+    wanted = [ROOT / "README.md", ROOT / "docs" / "attention_roofline.png", ROOT / "recipes" / "data"]
+    before = [path.stat().st_mtime_ns for path in wanted]
+    done = run(sys.executable, ROOT / "scripts" / name, "--help", cwd=tmp_path, COLUMNS="100")
+    assert done.returncode == 0, done.stderr
+    assert f"usage: {name}".lower() in done.stdout.lower()
+    assert [path.stat().st_mtime_ns for path in wanted] == before
+    assert not list(tmp_path.iterdir())
