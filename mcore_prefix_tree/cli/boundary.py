@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import logging
+import sys
+import unicodedata
 import warnings
 from typing import Any
 
@@ -22,10 +26,26 @@ def quiet_upstream() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def _plainer(error: UnicodeError) -> tuple[str, int]:
+    """Instead of what an encoding does not have, what it is made of (``...`` for an ellipsis), or a question mark."""
+    assert isinstance(error, UnicodeEncodeError), "it is asked of what is written"
+    parts = unicodedata.normalize("NFKD", error.object[error.start : error.end])
+    plain = "".join(part for part in parts if not unicodedata.combining(part))
+    return plain.encode("ascii", "replace").decode("ascii"), error.end
+
+
+def write_anything() -> None:
+    """Let standard output take any character: its encoding is the terminal's, the text is the data's."""
+    codecs.register_error("mcore_prefix_tree.plainer", _plainer)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="mcore_prefix_tree.plainer")
+
+
 class Commands(TyperGroup):
     """A group whose every command runs inside :func:`readable_errors`; Typer handles a reader that has gone away."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the arguments name."""
+        write_anything()
         with readable_errors():
             return super().invoke(ctx)

@@ -311,3 +311,24 @@ def test_keywords_of_a_chat_template(chat, given, says):
     assert result.exit_code == 2
     assert result.stderr.startswith(says)
     assert result.stderr.count("\n") == 1
+
+
+    ("encoding", "name", "words", "more"),
+    [
+        ("ascii", "r?sume.jsonl:1", "cafe and ? go on", "..."),
+        ("latin-1", "r?sum\xe9.jsonl:1", "caf\xe9 and ? go on", "..."),
+        ("utf-8", "r?sum\xe9.jsonl:1", "caf\xe9 and \u2603 go on", "\u2026"),
+    ],
+)
+def test_a_terminal_may_have_any_encoding(tmp_path, encoding, name, words, more):
+    """What it does not have is spelt with what it has; and a file's name may be no text at all."""
+    talk = [("user", "caf\xe9 and \u2603 go on " + "and on " * 20), ("assistant", "Yes")]
+    file = tmp_path / "r\udce9sum\xe9.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}) + "\n")
+    done = subprocess.run(
+        [*COMMAND, str(file)], capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding}, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    shown = done.stdout.decode(encoding)
+    for part in (name, words, more):
+        assert part in shown
