@@ -43,9 +43,7 @@ def train(
     # Megatron takes seconds to import: a wrong recipe is told before.
     from mcore_prefix_tree.mcore.train.ending import EndedError
     from mcore_prefix_tree.mcore.train.jobs import VerificationError, run_train
-    from mcore_prefix_tree.mcore.train.logs import check_logs
 
-    check_logs(loaded.log)
     reporter = ConsoleReporter(Console())
     try:
         run_train(loaded, reporter, resume=resume, new_data=new_data)

@@ -45,6 +45,12 @@ K = 4
 OPTIONS = {"divergence": "jsd", "jsd_beta": 0.3, "normalise": "sample"}
 
 
+def options_of(divergence: str, **more: str) -> dict[str, Any]:
+    """These, of another divergence."""
+    chosen = {name: value for name, value in OPTIONS.items() if name != "jsd_beta" or divergence == "jsd"}
+    return chosen | {"divergence": divergence} | more
+
+
 def taught(content: list[dict[str, Any]], k: int = K) -> list[dict[str, Any]]:
     """A teacher that is a function of the path, as a model is."""
     made = []
@@ -75,7 +81,7 @@ def overrides_of(options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("fused_head", [True, False], ids=["fused", "unfused"])
 def test_every_step_is_the_stock_model_s_step(job: Path, divergence: str, fused_head: bool) -> None:
     """Losses, gradient norms and weights of six steps in fp64 equal AdamW on each sample alone."""
-    options = OPTIONS | {"divergence": divergence}
+    options = options_of(divergence)
     recipe = load_recipe(job, [*FLOAT64, *overrides_of(options), f"fused_head={str(fused_head).lower()}"])
     check_steps(recipe, divergence, lambda world, place: top_k_loss(make_objective("distill", options), world))
 
@@ -212,7 +218,7 @@ def recipe_of_teacher(folder: Path, job: Path, **model: Any) -> Path:
 
 
 def from_model(teacher: Path, divergence: str = "reverse_kl") -> list[str]:
-    options = OPTIONS | {"divergence": divergence, "teacher": "full"}
+    options = options_of(divergence, teacher="full")
     return [*FLOAT64, *overrides_of(options), f"objective.teacher_recipe={teacher}"]
 
 
@@ -228,7 +234,7 @@ def test_every_step_from_a_second_model_is_the_stock_models_step(tmp_path: Path,
             stock.append(stock_model(recipe, replace(place, config=transformer_config(recipe, on_gpu=False))))
             checkpoint.load_weights(tmp_path / "teacher", 2, stock)
         taught_by: Any = Alone(partial(logits_of, stock[0]), world.samples)
-        return full_loss(make_objective("distill", OPTIONS | {"divergence": divergence}), world, taught_by)
+        return full_loss(make_objective("distill", options_of(divergence)), world, taught_by)
 
     notes = check_steps(load_recipe(job, from_model(teacher, divergence)), divergence, loss_of)
     assert f"the teacher's weights are {tmp_path / 'teacher' / 'iter_0000002'}" in notes.messages

@@ -313,6 +313,7 @@ def test_keywords_of_a_chat_template(chat, given, says):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
     ("encoding", "name", "words", "more"),
     [
         ("ascii", "r?sume.jsonl:1", "cafe and ? go on", "..."),

@@ -31,6 +31,7 @@ from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration
 from mcore_prefix_tree.mcore.train.claim import claimed
 from mcore_prefix_tree.mcore.train.compare import Comparison
+from mcore_prefix_tree.mcore.train.logs import check_logs
 from mcore_prefix_tree.mcore.train.model import build_chunks, padded_vocab_size
 from mcore_prefix_tree.mcore.train.objective import check_samples, grouped_by, objective_of
 from mcore_prefix_tree.mcore.train.session import Session, session
@@ -252,6 +253,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         RecipeError, SampleError, NotImplementedError: see what raises them.
     """
     check_setting(recipe.attention_backend)
+    check_logs(recipe.log)
     objective_of(recipe)
     _check_trainable(recipe)
     teacher_recipe = read_teacher_recipe(recipe)
