@@ -8,12 +8,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.data.same import checksum
 from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.sample import Sample, SampleError
 
@@ -37,10 +39,8 @@ class SampleOrder:
             samples each has.
         whole_steps: of how many samples, or lines, if steps take whole lines and no line twice: an epoch then ends with
             its last whole step. Counted in samples, all lines have as many, a divisor of that.
-        checksum: of the samples; what is streamed has one of its own.
 
     Attributes:
-        checksums: what the same data have again when a run resumes, by what was summed up.
         per_epoch: how many samples, or lines, an epoch draws.
         left_out: how many it draws less than there are.
 
@@ -56,12 +56,8 @@ class SampleOrder:
         shuffle: bool,
         by_line: bool = False,
         whole_steps: int | None = None,
-        checksum: int | None = None,
     ) -> None:
         self.groups = groups
-        self.checksums: dict[str, int] = {} if checksum is None else {"samples": checksum}
-        if isinstance(groups, StreamedGroups):
-            self.checksums = {"files": groups.checksum}
         self.by_line = by_line
         self._seed = seed
         self._shuffle = shuffle
@@ -86,6 +82,12 @@ class SampleOrder:
     def is_streamed(self) -> bool:
         """Whether samples are read as they are needed."""
         return isinstance(self.groups, StreamedGroups)
+
+    @cached_property
+    def checksums(self) -> dict[str, int]:
+        """What the same samples have again when a run resumes, by how they were read."""
+        of_all = not self.is_streamed
+        return {"read" if of_all else "streamed": checksum(self.groups, self._sizes, all_of_them=of_all)}
 
     @property
     def samples_per_epoch(self) -> int:

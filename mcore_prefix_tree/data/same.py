@@ -11,6 +11,7 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 
 from mcore_prefix_tree.sample import NO_SIGNALS, Sample, SampleError
 from mcore_prefix_tree.signals import Signals, Teacher
@@ -59,7 +60,7 @@ class Digest:
     files: dict[str, int]
 
 
-def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str], ranks: Ranks) -> int:
+def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str], ranks: Ranks) -> None:
     """See that every rank holds the same samples; all ranks together, once after reading and after a resume too.
 
     Compares tokens, masks, merge keys and signals by a checksum that takes milliseconds a million tokens. Streamed
@@ -70,22 +71,18 @@ def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str],
         paths: of the files, for the message.
         ranks: of the job.
 
-    Returns:
-        The checksum, by which a later run knows them again.
-
     Raises:
         SampleError: some rank holds others than the first; names ranks, machines and files. On every rank.
     """
+    if ranks.size == 1:
+        return
     crc = _crc_of(chain.from_iterable(groups), crc32(np.array([len(group) for group in groups]).data))
     samples, tokens = sum(map(len, groups)), sum(map(len, chain.from_iterable(groups)))
     what = f"{_count(samples, 'sample')} of {_count(tokens, 'token')} in {_count(len(groups), 'record')}"
     _check_same(what, crc, paths, ranks)
-    return crc
 
 
-def check_same_files(
-    records: int, paths: Sequence[str], read: Callable[[int], Sequence[Sample]], ranks: Ranks, *, looks: int = 4
-) -> int:
+def check_same_files(records: int, paths: Sequence[str], read: Callable[[int], Sequence[Sample]], ranks: Ranks) -> None:
     """As :func:`check_same_samples`, of files that no rank reads as a whole: their sizes and a few of their records.
 
     Args:
@@ -93,19 +90,33 @@ def check_same_files(
         paths: of the files.
         read: the samples of a record; it may raise SampleError, and then has none here.
         ranks: of the job.
-        looks: how many records are read, the first and the last among them.
-
-    Returns:
-        The checksum.
 
     Raises:
         SampleError: as there.
     """
+    if ranks.size == 1:
+        return
     crc = crc32(repr([_bytes_of(path) for path in paths]).encode())
-    for record in sorted(set(np.linspace(0, records - 1, looks).astype(int).tolist())) if records else []:
+    for record in _some_of(records):
         crc = _crc_of(_read(read, record), crc)
     _check_same(_count(records, "record"), crc, paths, ranks)
-    return crc
+
+
+def checksum(groups: Sequence[Sequence[Sample]], sizes: npt.NDArray[np.int64], *, all_of_them: bool) -> int:
+    """By which a later run knows samples and their order again, whatever their signals have become since.
+
+    Args:
+        groups: the samples of each record.
+        sizes: how many each has.
+        all_of_them: or four groups, and the sizes of all.
+    """
+    some = groups if all_of_them else [groups[index] for index in _some_of(len(groups))]
+    return _crc_of(chain.from_iterable(some), crc32(np.ascontiguousarray(sizes, dtype=np.int64).data), signals=False)
+
+
+def _some_of(number: int) -> list[int]:
+    """The first, the last and two between them."""
+    return sorted(set(np.linspace(0, number - 1, 4).astype(int).tolist())) if number else []
 
 
 def _read(read: Callable[[int], Sequence[Sample]], record: int) -> Sequence[Sample]:
@@ -135,8 +146,6 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _check_same(what: str, crc: int, paths: Sequence[str], ranks: Ranks) -> None:
-    if ranks.size == 1:
-        return
     files = {path: _bytes_of(path) for path in paths}
     digests: list[Digest] = ranks.gather(Digest(host=socket.gethostname(), what=what, crc=crc, files=files))
     first = digests[0]
@@ -191,7 +200,7 @@ def _bytes_of(path: str) -> int:
         return 0
 
 
-def _crc_of(samples: Iterable[Sample], crc: int) -> int:
+def _crc_of(samples: Iterable[Sample], crc: int, *, signals: bool = True) -> int:
     rest = iter(samples)
     while some := list(islice(rest, _AT_ONCE)):  # many are short, and a checksum's call takes its time
         crc = crc32(np.array([len(sample) for sample in some]).data, crc)
@@ -200,7 +209,7 @@ def _crc_of(samples: Iterable[Sample], crc: int) -> int:
         for sample in some:
             if sample.merge_key is not None:
                 crc = crc32(repr(sample.merge_key).encode(), crc)
-            if sample.signals is not NO_SIGNALS:
+            if signals and sample.signals is not NO_SIGNALS:
                 crc = _crc_of_signals(sample, crc)
     return crc
 

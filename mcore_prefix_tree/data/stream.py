@@ -101,7 +101,6 @@ class StreamedGroups(Sequence[list[Sample]]):
         sizes: int32 ``[len(self)]``, how many samples each record, or group, has.
         repeated: the first group whose key an earlier one has too, or None.
         fault: what ``check`` raised first, or nothing.
-        checksum: of the files' sizes and a few of their records.
 
     Raises:
         SampleError: bad data, the first in the order of the files, on every rank; or other files on some rank, see
@@ -131,7 +130,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         self.repeated: int | None = None
         self.fault = ""
         index, size = self._index, ranks.size
-        self.checksum = check_same_files(
+        check_same_files(
             len(index), resolved, lambda record: samples_of_record(index.read(record), options, Skipped()), ranks
         )
         borders = [*(index.record_at(index.total_bytes * rank // size) for rank in range(size)), len(index)]

@@ -60,7 +60,7 @@ def test_checkpoints_are_where_megatron_puts_them(undisturbed: tuple[Path, Path,
     assert (saved / TRACKER).read_text() == "6"
     assert (saved / "iter_0000004" / "metadata.json").exists()
     progress = checkpoint_content(saved, 4)["progress"]
-    assert [*progress.pop("checksums")] == ["samples"]
+    assert [*progress.pop("checksums")] == ["read"]
     assert progress == {
         "iteration": 4,
         "consumed_samples": 4 * BATCH,
@@ -364,7 +364,7 @@ def test_a_checkpoint_of_another_program_is_refused(job: Path, tmp_path: Path, m
 
 
 def assert_same_but_for_checksums(one: Path, other: Path) -> None:
-    """Of files that are streamed, these are of something else."""
+    """Of samples that are streamed, these are of something else."""
     contents = [checkpoint_content(folder, 6) for folder in (one, other)]
     for content in contents:
         content["progress"].pop("checksums")

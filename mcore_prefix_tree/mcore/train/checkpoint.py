@@ -60,7 +60,7 @@ class Progress:
         samples_per_epoch: of the first epoch.
         consumed_samples: logical samples of these data that were trained on.
         data_from: steps that were done before the first of them.
-        checksums: of the data, by what was summed up: where they are read in another way there is nothing to compare.
+        checksums: of the samples, by how they were read; where that is another way there is nothing to compare.
     """
 
     iteration: int

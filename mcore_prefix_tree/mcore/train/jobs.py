@@ -108,7 +108,6 @@ def read_data(
     skipped = Skipped()
     step, setting = recipe.batch.global_batch_size, f"objective.name={recipe.objective.name}"
     groups: Sequence[Sequence[Sample]]
-    checksum = None
     if data.streaming:
         stream = partial(
             StreamedGroups,
@@ -125,7 +124,7 @@ def read_data(
         if groups.fault:
             raise SampleError(groups.fault)
     else:
-        groups, skipped, checksum = _read_all(recipe, options, place)
+        groups, skipped = _read_all(recipe, options, place)
         if by is not None:
             with _naming_what_was_skipped(skipped):
                 groups = whole_groups(groups, by, step=step, setting=setting)
@@ -139,7 +138,6 @@ def read_data(
             shuffle=data.shuffle,
             by_line=recipe.batch.groups_per_step is not None,
             whole_steps=None if by is None or every_sample else recipe.batch.per_step,
-            checksum=checksum,
         )
     except ValueError as error:
         raise RecipeError(str(error)) from None
@@ -175,8 +173,7 @@ def _limits(recipe: Recipe) -> dict[str, int]:
     return limits
 
 
-def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[list[list[Sample]], Skipped, int]:
-    """What all ranks hold, what was left out of it, and a checksum."""
+def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[list[list[Sample]], Skipped]:
     paths = [recipe.data.path] if isinstance(recipe.data.path, str) else recipe.data.path
 
     def read() -> tuple[list[list[Sample]], Skipped]:
@@ -186,7 +183,8 @@ def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[lis
 
     if "-" not in paths or dist.get_world_size() == 1:
         groups, skipped = read()
-        return groups, skipped, check_same_samples(groups, resolve_paths(paths), all_ranks())
+        check_same_samples(groups, resolve_paths(paths), all_ranks())
+        return groups, skipped
     outcome: list[Any] = [None]
     if place.is_main:
         try:
@@ -197,7 +195,7 @@ def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[lis
     if isinstance(outcome[0], SampleError):
         raise outcome[0]
     groups, skipped = outcome[0]
-    return groups, skipped, check_same_samples(groups, paths, all_ranks())
+    return groups, skipped
 
 
 def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
