@@ -6,7 +6,6 @@ what another version of Triton makes of it.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 import subprocess
@@ -52,11 +51,22 @@ class Report:
     spilled: int
     shared: int
     matrix_instructions: int
+    warpgroup_products: int = 0
+    warpgroup_waits: int = 0
 
     @property
     def multiplies(self):
         """Whether it has matrix products: all have but the sums of rows."""
         return self.kernel != delta_kernel.__name__
+
+    @property
+    def serialized(self):
+        """Whether Hopper's matrix instructions, which run beside others, wait for each other instead, one by one.
+
+        ptxas makes it so where something else writes their sums while they may be running: each gets a wait of its own.
+        Sound kernels have a wait for each product of tiles, of several instructions: 0.4 of them or fewer.
+        """
+        return self.warpgroup_waits > 0.5 * self.warpgroup_products
 
 
 def case_of(architecture, head_dim, value_dim, *, dtype=torch.bfloat16, deterministic=True, options=None):
@@ -150,7 +160,8 @@ def reports(architecture, which, case):
 
 def report(kernel, case, launch, engine, architecture, absent=()):
     compiled = compile_kernel(kernel, case, launch, engine=engine, absent=absent, architecture=architecture)
-    resources = dump(compiled.asm["cubin"])
+    resources = dump(compiled.asm["cubin"], "cuobjdump", "--dump-resource-usage")
+    instructions = dump(compiled.asm["cubin"], "nvdisasm", "-c") if architecture == 90 else ""
     return Report(
         kernel=kernel.__name__,
         registers=int(re.search(r"REG:(\d+)", resources)[1]),
@@ -158,22 +169,20 @@ def report(kernel, case, launch, engine, architecture, absent=()):
         spilled=int(re.search(r"STACK:(\d+)", resources)[1]) + int(re.search(r"LOCAL:(\d+)", resources)[1]),
         shared=compiled.metadata.shared,
         matrix_instructions=compiled.asm["ptx"].count(MATRIX_INSTRUCTION[architecture]),
+        warpgroup_products=instructions.count("HGMMA."),
+        warpgroup_waits=instructions.count("WARPGROUP.DEPBAR.LE"),
     )
 
 
-def dump(cubin):
+def dump(cubin, tool, option):
+    """What one of CUDA's tools, those that come with Triton, says of it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [cuobjdump(), "--dump-resource-usage", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-@functools.cache
-def cuobjdump():
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
-
-
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
@@ -185,7 +194,7 @@ def main(architectures):
         case = case_of(architecture, head_dim, value_dim, deterministic=which != "fast", options=options)
         for found in reports(architecture, which, case):
             fits = found.shared <= SHARED_MEMORY[architecture] and not found.spilled
-            fits = fits and (found.matrix_instructions > 0 or not found.multiplies)
+            fits = fits and (found.matrix_instructions > 0 or not found.multiplies) and not found.serialized
             print(architecture, f"{head_dim}/{value_dim}", which, name, "" if fits else "FAULT", found, flush=True)
 
 

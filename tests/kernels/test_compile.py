@@ -6,10 +6,13 @@ import re
 import warnings
 from pathlib import Path
 
+import compilation
 import pytest
 import torch
 import triton
 from compilation import HEAD_DIMS, KERNELS, OPTIONS, SHARED_MEMORY, Report, case_of, reports
+
+from mcore_prefix_tree.attention.triton_tree import backward, forward
 
 OFTEN = [(90, dims) for dims in HEAD_DIMS] + [(80, (128, 128)), (100, (128, 128))]
 SELDOM = [(architecture, dims) for architecture in SHARED_MEMORY for dims in HEAD_DIMS]
@@ -31,7 +34,7 @@ def assert_keeps_to_registers(report, version=triton.__version__):
 
 
 def assert_fit(architecture, dims, options):
-    """Tensor-core instructions in each kernel (an empty one once compiled), room for it, and nothing spilled."""
+    """Tensor-core instructions in each kernel (an empty one once compiled), side by side, room, nothing spilled."""
     found = []
     for which in KERNELS:
         case = case_of(architecture, *dims, deterministic=which != "fast", options=OPTIONS[options])
@@ -40,6 +43,9 @@ def assert_fit(architecture, dims, options):
     assert {report.kernel for report in found} == kernels
     for report in found:
         assert report.matrix_instructions > 0 or not report.multiplies, report
+        assert not report.serialized, report
+        # Else the names of instructions have changed, and nothing was counted.
+        assert architecture != 90 or (report.warpgroup_products > 0 and report.warpgroup_waits > 0) == report.multiplies
         assert report.shared <= SHARED_MEMORY[architecture], report
         assert_keeps_to_registers(report)
 
@@ -60,6 +66,18 @@ def test_options_on_hopper(dims, options):
 @pytest.mark.parametrize(("architecture", "dims"), [one for one in SELDOM if one not in OFTEN])
 def test_other_chips(architecture, dims):
     assert_fit(architecture, dims, "plain")
+
+
+@pytest.mark.parametrize(("which", "module"), [("forward", forward), ("query", backward)])
+def test_a_stepped_pointer_serializes_a_kernel(monkeypatch, which, module):
+    """Why places in a schedule are sums of 32 bits; and the assertion above can fail."""
+    name, place = f"{which}_kernel", "schedule + (blocks + place + 1)"
+    stepped = triton.JITFunction(getattr(module, name).fn)
+    assert stepped.src.count(place) == 1
+    stepped._unsafe_update_src(stepped.src.replace(place, "(schedule + blocks) + place + 1"))
+    monkeypatch.setattr(compilation, name, stepped)
+    (found,) = reports(90, which, case_of(90, 128, 128))
+    assert found.serialized
 
 
 def test_float32_fits():

@@ -24,24 +24,13 @@ from kernel_cases import (
 from oracles import metadata_of, random_forest, worst
 
 from mcore_prefix_tree import TreeMetadata
-from mcore_prefix_tree.attention import AttentionOptions, Case, tree_attention
+from mcore_prefix_tree.attention import Case, tree_attention
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.attention.triton_tree import attend, attend_as_tabled, launch
 from mcore_prefix_tree.attention.triton_tree.config import configs_for
 from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
 
 EVERYTHING = {"window": 50, "logit_softcap": 3.0}
-CASE = Case(
-    device=DEVICE,
-    capability=None,
-    dtype=torch.float32,
-    heads=2,
-    kv_heads=1,
-    head_dim=64,
-    value_dim=64,
-    needs_grad=True,
-    options=AttentionOptions(softmax_scale=1.0),
-)
 
 
 @settings(max_examples=40)
@@ -348,33 +337,6 @@ def test_a_tree_in_the_place_of_another(window, deterministic):
         ):
             assert torch.equal(actual[:live], before[:live])
     assert places == [tensor.data_ptr() for tensor in (plan.end, plan.position, *plan.schedules)]
-
-
-@given(
-    seed=st.integers(0, 10_000),
-    nodes=st.integers(0, 30),
-    lens=st.sampled_from([(0, 1, 3), (1, 57, 64, 130), (200,)]),
-    window=st.sampled_from([None, 1, 40, 100_000]),
-    deterministic=st.booleans(),
-)
-def test_there_is_room_for_every_tree(seed, nodes, lens, window, deterministic):
-    tree = metadata_of(*random_forest(seed, nodes=nodes, node_lens=lens, root_rate=0.2), padding=1 + seed % 70)
-    for configs in (small_configs(deterministic=deterministic), configs_for(CASE)):
-        plan = DevicePlan.of(tree, configs, window)
-        room = DevicePlan.with_room(tree.padded_size, configs, window, torch.device("cpu"))
-        room.overwrite(plan)
-        for kept, given_ in zip(room.schedules, plan.schedules, strict=True):
-            assert torch.equal(kept[: len(given_)], given_)
-
-
-def test_a_plan_that_does_not_fit_is_refused():
-    configs, cpu = small_configs(), torch.device("cpu")
-    path, forest, shorter = (metadata_of(*nodes) for nodes in (([160], [-1]), ([80, 80], [-1, -1]), ([150], [-1])))
-    with pytest.raises(ValueError, match=r"does not fit the .*; capture with DevicePlan\.with_room"):
-        DevicePlan.of(forest, configs, None).overwrite(DevicePlan.of(path, configs, None))
-    # Of as many blocks, so that its lists would fit; but the launches would compute rows that it does not have.
-    with pytest.raises(ValueError, match=r"a plan of 150 tokens cannot take the place of one of 160, .* pad the"):
-        DevicePlan.with_room(160, configs, None, cpu).overwrite(DevicePlan.of(shorter, configs, None))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a graph is of a GPU's launches")

@@ -108,12 +108,12 @@ def key_value_kernel(
     heads = GROUP // splits
     first_head = kv_head * GROUP + out_head % splits * heads
     key_block = tl.load(schedule + 4 * key_blocks + tl.program_id(0) // (KV_HEADS * splits))
-    bounds = schedule + 4 * key_block
+    bounds = schedule + key_block
     blocks = schedule + 5 * key_blocks
     first = tl.load(bounds)
-    diagonal_end = tl.load(bounds + 1)
-    full = tl.load(bounds + 2) - diagonal_end
-    masked = tl.load(bounds + 3) - first - full
+    diagonal_end = tl.load(bounds + key_blocks)
+    full = tl.load(bounds + 2 * key_blocks) - diagonal_end
+    masked = tl.load(bounds + 3 * key_blocks) - first - full
 
     start = key_block * BLOCK_N
     column = start + tl.arange(0, BLOCK_N)
@@ -216,8 +216,7 @@ def query_kernel(
     head = tl.program_id(0) % HEADS
     kv_head = head // GROUP
     query_block = tl.load(schedule + 4 * query_blocks + tl.program_id(0) // HEADS)
-    bounds = schedule + 4 * query_block
-    blocks = schedule + 5 * query_blocks
+    blocks = 5 * query_blocks
 
     start = query_block * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
@@ -229,13 +228,14 @@ def query_kernel(
     do = load_rows(grad_out, head, start, size, BLOCK_M, VALUE_DIM, W, ENGINE)
     grad_q = tl.zeros([BLOCK_M, D], dtype=tl.float32)
 
+    last = tl.load(schedule + query_block)
     for KIND in tl.static_range(KINDS):
-        first = tl.load(bounds + KIND)
-        last = tl.load(bounds + KIND + 1)
-        block = tl.load(blocks + first)
+        first = last
+        last = tl.load(schedule + ((KIND + 1) * query_blocks + query_block))
+        block = tl.load(schedule + (blocks + first))
         for place in tl.range(first, last, num_stages=STAGES):
             key_start = block * BLOCK_N
-            block = tl.load(blocks + place + 1)  # a step ahead, as in the forward kernel
+            block = tl.load(schedule + (blocks + place + 1))  # a step ahead, as in the forward kernel
             k = load_rows(key, kv_head, key_start, size, BLOCK_N, HEAD_DIM, D, ENGINE)
             v = load_rows(value, kv_head, key_start, size, BLOCK_N, VALUE_DIM, W, ENGINE)
             score = tl.dot(q, tl.trans(k), input_precision="ieee")

@@ -45,8 +45,7 @@ def forward_kernel(
     head = tl.program_id(0) % HEADS
     kv_head = head // GROUP
     query_block = tl.load(schedule + 4 * query_blocks + tl.program_id(0) // HEADS)
-    bounds = schedule + 4 * query_block
-    blocks = schedule + 5 * query_blocks
+    blocks = 5 * query_blocks
 
     start = query_block * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
@@ -61,13 +60,16 @@ def forward_kernel(
         highest = tl.zeros([BLOCK_M], dtype=tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         total = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
 
+    last = tl.load(schedule + query_block)
     for KIND in tl.static_range(KINDS):
-        first = tl.load(bounds + KIND)
-        last = tl.load(bounds + KIND + 1)
-        block = tl.load(blocks + first)
+        first = last
+        last = tl.load(schedule + ((KIND + 1) * query_blocks + query_block))
+        block = tl.load(schedule + (blocks + first))
         for place in tl.range(first, last, num_stages=STAGES):
             key_start = block * BLOCK_N
-            block = tl.load(blocks + place + 1)  # a step ahead: the next tile's address must not wait for memory
+            # A step ahead: the next tile's address must not wait for memory. The place is a sum of 32 bits: for a
+            # stepped pointer, ptxas has each matrix instruction wait for the one before it (test_compile.py).
+            block = tl.load(schedule + (blocks + place + 1))
             k = load_rows(key, kv_head, key_start, size, BLOCK_N, HEAD_DIM, D, ENGINE)
             score = tl.dot(q, tl.trans(k), input_precision="ieee")
             if cap is not None:

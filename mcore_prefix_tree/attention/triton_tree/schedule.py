@@ -1,6 +1,6 @@
 """The block lists of a micro-batch as the kernels read them, on the device.
 
-A schedule of n blocks is one int32 tensor: ``bounds`` [n, 4], ``order`` [n], then the list that the bounds point into,
+A schedule of n blocks is one int32 tensor: ``bounds`` [4, n], ``order`` [n], then the list that the bounds point into,
 then one more number, which a kernel that reads a step ahead may read.
 """
 
@@ -93,4 +93,4 @@ class DevicePlan:
 
 def _schedule(tiles: Tiles) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     blocks = np.zeros(0, dtype=np.int32) if tiles.blocks is None else tiles.blocks
-    return np.concatenate([tiles.bounds.ravel(), tiles.longest_first, blocks, np.zeros(1, dtype=np.int32)])
+    return np.concatenate([tiles.bounds.T.ravel(), tiles.longest_first, blocks, np.zeros(1, dtype=np.int32)])
