@@ -128,9 +128,11 @@ def key_value_kernel(
     for KIND in tl.static_range(KINDS - 1):
         count = masked if KIND == DIAGONAL else full
         # One loop over blocks and heads: a head's first loads hide behind the last products of the head before.
-        for step in tl.range(0, count * heads, num_stages=STAGES):
-            head = first_head + step // count
-            place = (first if KIND == DIAGONAL else diagonal_end) + step % count
+        # Both are counted: a division for each tile takes many instructions.
+        head = first_head
+        index = 0
+        for _ in tl.range(0, count * heads, num_stages=STAGES):
+            place = (first if KIND == DIAGONAL else diagonal_end) + index
             if KIND == DIAGONAL:
                 place += tl.where(place < diagonal_end, 0, full)
             row_start = (tl.load(blocks + place) if LISTED else place) * BLOCK_M
@@ -172,6 +174,9 @@ def key_value_kernel(
                         # Both of R and D are rounded up, so that nothing has to be masked.
                         at = statistics[:, None] * D + tl.arange(0, D)[None, :]
                         tl.atomic_add(grad_query + at, share, sem="relaxed")
+            index += 1
+            head += tl.where(index == count, 1, 0)
+            index = tl.where(index == count, 0, index)
 
     if grad_key is not None:
         grad_k *= softmax_scale
