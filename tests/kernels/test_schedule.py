@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +13,9 @@ from kernel_cases import DEVICE, small_configs
 from oracles import metadata_of, random_forest
 
 from mcore_prefix_tree.attention import AttentionOptions, Case
+from mcore_prefix_tree.attention.blocks import block_plan
 from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, configs_for
+from mcore_prefix_tree.attention.triton_tree.launch import PARTIAL_BYTES, splits_for
 from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
 
 CASE = Case(
@@ -24,6 +29,60 @@ CASE = Case(
     needs_grad=True,
     options=AttentionOptions(softmax_scale=1.0),
 )
+
+
+def busy(metadata, heads, kv_heads, splits, processors):
+    """Of the time that dK and dV take, the share that processors work, each on the next program in the list."""
+    tiles = block_plan(metadata, 64, 128).by_key
+    # Half a tile for what a program does besides.
+    length = (tiles.bounds[:, 3] - tiles.bounds[:, 0])[tiles.longest_first] + 0.5
+    costs = np.repeat(length * (heads // kv_heads // splits), kv_heads * splits).tolist()
+    free_at = [0.0] * processors
+    for cost in costs:
+        heapq.heapreplace(free_at, free_at[0] + cost)
+    return sum(costs) / processors / max(free_at)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "heads", "kv_heads", "with_two_each"),
+    [
+        (4096, 1024, 8, 2, 0.50),
+        (4096, 1024, 8, 1, 0.50),
+        (4096, 1024, 16, 4, 0.99),
+        (1000, 1750, 8, 2, 0.24),
+        (1000, 1750, 8, 1, 0.24),
+        (1000, 1750, 16, 4, 0.48),
+    ],
+)
+def test_few_key_heads_keep_a_device_busy(prompt, response, heads, kv_heads, with_two_each):
+    """Programs of two a processor would, in number; but the prompt's have most of the work."""
+    metadata = metadata_of([prompt] + [response] * 16, [-1] + [0] * 16)
+    group, programs = heads // kv_heads, -(-metadata.padded_size // 128) * kv_heads
+    undivided = 4 * metadata.padded_size * kv_heads * (128 + 128)
+    splits = splits_for(programs, group, processors=132, warps=8, bytes_undivided=undivided)
+    assert busy(metadata, heads, kv_heads, splits, 132) >= 0.9
+    two_each = next(one for one in range(1, group + 1) if group % one == 0 and programs * one >= 2 * 132)
+    assert busy(metadata, heads, kv_heads, two_each, 132) == pytest.approx(with_two_each, abs=0.01)
+    assert splits * undivided <= PARTIAL_BYTES
+
+
+@given(
+    programs=st.integers(1, 5000),
+    group=st.integers(1, 48),
+    processors=st.integers(1, 200),
+    warps=st.sampled_from([4, 8]),
+    undivided=st.integers(1, PARTIAL_BYTES),
+)
+def test_a_group_is_divided_as_little_as_fills_the_device(programs, group, processors, warps, undivided):
+    splits = splits_for(programs, group, processors=processors, warps=warps, bytes_undivided=undivided)
+    assert group % splits == 0
+    assert splits * undivided <= PARTIAL_BYTES
+    wanted = 8 * processors * (8 // warps)
+    fewer, more = (
+        [one for one in range(1, group + 1) if group % one == 0 and one * sign > splits * sign] for sign in (-1, 1)
+    )
+    assert not fewer or programs * fewer[-1] < wanted
+    assert not more or programs * splits >= wanted or more[0] * undivided > PARTIAL_BYTES
 
 
 @given(

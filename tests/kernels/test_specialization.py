@@ -32,7 +32,7 @@ KERNELS = {
 }
 # One token; powers of two, numbers beside them and odd ones; one block, several, and so many that no group is split.
 SIZES = (1, 2, 15, 16, 17, 127, 128, 129, 240, 255, 1000, 1024, 1601, 4096, 5000, 20_000)
-PROCESSORS = 132
+PROCESSORS = 16
 
 
 def forests():

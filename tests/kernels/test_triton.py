@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -106,15 +105,19 @@ def test_grouped_queries(ratio, key_heads):
 
 @pytest.mark.parametrize("splits", [2, 3, 6])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_group_divided_among_programs(splits, deterministic):
+def test_a_group_divided_among_programs(splits, deterministic, monkeypatch):
     """What few key heads on a large GPU lead to."""
-    metadata = metadata_of(*random_forest(8, nodes=6, node_lens=(4, 30)), padding=2)
+    metadata = metadata_of(*random_forest(8, nodes=20, node_lens=(4, 30)), padding=2)
     key_blocks = -(-metadata.padded_size // 32)
-    with mock.patch.object(launch, "processors", return_value=splits * 2 * key_blocks // 2):
-        assert launch._splits(2 * key_blocks, 6, DEVICE) == splits
-        assert_is_reference(
-            metadata, heads=12, key_heads=2, dim=24, configs=small_configs(deterministic=deterministic), seed=splits
-        )
+    programs = []
+    partial_sums = launch._partial_sums
+    # Four warps a program, of which a processor wants sixteen.
+    monkeypatch.setattr(launch, "processors", lambda device: splits * 2 * key_blocks // 16)
+    monkeypatch.setattr(launch, "_partial_sums", lambda *given: programs.append(given[1]) or partial_sums(*given))
+    assert_is_reference(
+        metadata, heads=12, key_heads=2, dim=24, configs=small_configs(deterministic=deterministic), seed=splits
+    )
+    assert set(programs) == {splits}
 
 
 def test_a_group_that_is_not_divided(monkeypatch):

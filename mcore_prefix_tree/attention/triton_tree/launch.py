@@ -21,6 +21,13 @@ from mcore_prefix_tree.attention.triton_tree.schedule import ROUND
 
 # Of multiplication and addition: the default until Triton 3.10. Triton 3.9 warns where a launch does not say it.
 _FP_FUSION = True
+# Programs to want for each that a processor runs at a time, launched longest first. Keys of a prompt are seen by every
+# sample, so that few programs have most of the work: with two for each, the longest runs alone for half of the time.
+_PROGRAMS_AT_A_TIME = 8
+# The registers of a processor are enough for as many warps of these kernels.
+_WARPS_AT_A_TIME = 8
+# The most that the sums of divided groups may take, in bytes, of a call.
+PARTIAL_BYTES = 256 << 20
 # Of the kernel of row sums, on every chip. It has neither keys nor a pipeline.
 ROW_SUMS = Launch(query_block=ROUND, key_block=ROUND, warps=8, stages=1)
 
@@ -170,7 +177,15 @@ def key_value_grads(
     size, heads, _ = query.shape
     kv_heads = key.shape[1]
     key_blocks = triton.cdiv(size, launch.key_block)
-    splits = _splits(key_blocks * kv_heads, heads // kv_heads, query.device) if call.configs.divides else 1
+    splits = 1
+    if call.configs.divides:
+        splits = splits_for(
+            key_blocks * kv_heads,
+            heads // kv_heads,
+            processors=processors(query.device),
+            warps=launch.warps,
+            bytes_undivided=4 * len(call.end) * kv_heads * sum(rounded(like.shape[2]) for like in (key, value)),
+        )
     grads = [like.new_empty((size, kv_heads, like.shape[2])) for like in (key, value)]
     partials = [_partial_sums(grad, splits, call) if heads > kv_heads else None for grad in grads]
     tiles = [call.tiles(grad, launch.key_block) for grad in grads]
@@ -260,7 +275,24 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _splits(programs: int, group: int, device: torch.device) -> int:
-    """Among how many programs to divide a group's query heads, so that few key heads still fill the device."""
-    wanted = 2 * processors(device)
-    return next((splits for splits in range(1, group) if group % splits == 0 and programs * splits >= wanted), group)
+def splits_for(programs: int, group: int, *, processors: int, warps: int, bytes_undivided: int) -> int:
+    """Among how many programs to divide a group's query heads, so that few key heads still fill the device.
+
+    It depends on the padded size and the machine, not on the tree: a captured launch fits any tree of its capacity.
+
+    Args:
+        programs: that there are if no group is divided.
+        group: query heads of a key head.
+        processors: of the device.
+        warps: of a program.
+        bytes_undivided: of the fp32 sums of dK and dV if they took one program each. As many for each split are at most
+            :data:`PARTIAL_BYTES`.
+    """
+    wanted = _PROGRAMS_AT_A_TIME * processors * max(1, _WARPS_AT_A_TIME // warps)
+    splits = 1
+    for larger in range(2, group + 1):
+        if programs * splits >= wanted or larger * bytes_undivided > PARTIAL_BYTES:
+            break
+        if group % larger == 0:
+            splits = larger
+    return splits
