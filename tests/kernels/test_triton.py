@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import e, inf, log2
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
@@ -28,6 +31,7 @@ from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.attention.triton_tree import attend, attend_as_tabled, launch
 from mcore_prefix_tree.attention.triton_tree.config import configs_for
 from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
+from mcore_prefix_tree.attention.triton_tree.tiles import capped
 
 EVERYTHING = {"window": 50, "logit_softcap": 3.0}
 
@@ -196,6 +200,50 @@ def test_a_cap_on_small_and_large_scores(scale, limit):
         configs=small_configs(),
         settings={"softmax_scale": scale, "logit_softcap": 20.0},
         limit=limit,
+    )
+
+
+@triton.jit
+def capping_kernel(score, logit, scale, cap, SIZE: tl.constexpr, EXACT: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    tl.store(logit + place, capped(tl.load(score + place), scale, cap, EXACT))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, 30.0), (0.088 / 50, 50 * log2(e)), (3.0, 0.5)])
+def test_a_cap_in_fp64(scale, cap, exact):
+    """Both forms of it, over all sizes of scores, infinite ones and those whose exponential is not finite."""
+    sizes = torch.logspace(-30, 38, 2044, dtype=torch.float64)
+    score = (
+        torch.cat([-sizes, sizes, torch.tensor([0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, inf, -inf])]).float().to(DEVICE)
+    )
+    logit = torch.empty_like(score)
+    capping_kernel[(1,)](score, logit, scale, cap, SIZE=len(score), EXACT=exact)
+    truth = cap * torch.tanh(score.double() * scale)
+    error = (logit.double() - truth).abs()
+    limit = (4 if INTERPRETED else 16) * 2**-24
+    assert error.max() < limit * cap
+    large = score.abs() * scale > 20
+    assert large.sum() > 1000
+    assert torch.equal(logit[large], torch.full_like(logit, cap).copysign(score)[large])
+    assert (logit[score == 0] == 0).all()
+    # Only the exact one has the digits of small ones.
+    relative = (error / truth.abs())[(score.abs() > 1e-30) & ~large]
+    assert (relative.max() < limit) == exact
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("scale", "cap"), [(0.01, 20.0), (0.25, 20.0), (0.25, 1.0), (1.0, 2.0)])
+def test_a_cap_in_float16(scale, cap, deterministic):
+    """Which takes the exponential form, in the straight part of the cap, the bend and the flat one."""
+    assert_is_reference(
+        metadata_of(*random_forest(5, nodes=8, node_lens=(1, 20, 50)), padding=3),
+        heads=4,
+        key_heads=2,
+        dim=32,
+        dtype=torch.float16,
+        sinks=True,
+        settings={"softmax_scale": scale, "logit_softcap": cap, "deterministic": deterministic},
     )
 
 

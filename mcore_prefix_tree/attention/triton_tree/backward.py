@@ -146,7 +146,7 @@ def key_value_kernel(
             # Keys by queries, so that the weights are where the products with dO and Q want them.
             score = tl.dot(k, tl.trans(q), input_precision="ieee")
             if cap is not None:
-                score = capped(score, scale, cap)
+                score = capped(score, scale, cap, k.dtype == tl.float32)
             weight = tl.exp2(score * (scale if cap is None else 1.0) - row_lse)
             if KIND != FULL:
                 row_position = tl.load(position + row)[None, :] if window is not None else None
@@ -246,7 +246,7 @@ def query_kernel(
             score = tl.dot(q, tl.trans(k), input_precision="ieee")
             weight_grad = tl.dot(do, tl.trans(v), input_precision="ieee")
             if cap is not None:
-                score = capped(score, scale, cap)
+                score = capped(score, scale, cap, k.dtype == tl.float32)
             weight = tl.exp2(score * (scale if cap is None else 1.0) - row_lse)
             if KIND != FULL:
                 column = key_start + tl.arange(0, BLOCK_N)

@@ -73,7 +73,7 @@ def forward_kernel(
             k = load_rows(key, kv_head, key_start, size, BLOCK_N, HEAD_DIM, D, ENGINE)
             score = tl.dot(q, tl.trans(k), input_precision="ieee")
             if cap is not None:
-                score = capped(score, scale, cap)
+                score = capped(score, scale, cap, k.dtype == tl.float32)
             factor = scale if cap is None else 1.0
             if KIND != FULL:
                 column = key_start + tl.arange(0, BLOCK_N)
