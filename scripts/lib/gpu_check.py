@@ -24,8 +24,11 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 RECIPES = (ROOT / "recipes" / "quickstart.yaml", ROOT / "recipes" / "one_gpu.yaml")
 PARTS = ("tests", "attention", "steps", "head")
+# For who changes the kernels: only where --only asks for it.
+OPTIONAL = ("tune",)
 BENCH = ("-m", "mcore_prefix_tree", "bench")
 BENCH_HEAD = (str(ROOT / "scripts" / "bench_head.py"),)
+TUNE = (str(ROOT / "scripts" / "tune_triton.py"),)
 # Between looks at what a benchmark has written so far.
 POLL_SECONDS = 5.0
 USAGE_ERROR = 2
@@ -176,6 +179,8 @@ def run_parts(parts: Sequence[str], for_attention: Sequence[str], results: Resul
         well &= not any("failed" in step for step in steps.values())
     if "head" in parts:
         well &= run_part("head", BENCH_HEAD, results, folder)
+    if "tune" in parts:
+        well &= run_part("tune", TUNE, results, folder)
     return well
 
 
@@ -188,12 +193,15 @@ def arguments_of(given: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--only", action="append", choices=PARTS, help="run this part, into the file of the others; can be repeated"
+        "--only",
+        action="append",
+        choices=PARTS + OPTIONAL,
+        help="run this part, into the file of the others; can be repeated",
     )
     own = list(given)
     behind = own.index("--") if "--" in own else len(own)
     chosen, unknown = parser.parse_known_args(own[:behind])
-    parts = tuple(part for part in PARTS if part in (chosen.only or PARTS))
+    parts = tuple(part for part in PARTS + OPTIONAL if part in (chosen.only or PARTS))
     return parts, [*unknown, *own[behind + 1 :]]
 
 

@@ -41,6 +41,10 @@ def test_operator_in_the_interpreter():
     interpreted("test_operator.py", "not slow")
 
 
+def test_the_tuner_in_the_interpreter():
+    interpreted("test_tune.py", "not slow")
+
+
 @pytest.mark.slow
 def test_thousands_of_tokens_in_the_interpreter():
     interpreted("test_triton.py", "slow")

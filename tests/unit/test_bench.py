@@ -708,6 +708,18 @@ def test_gpu_check_measures_the_head(gpu_check, gpu_parts):
     assert gpu_check.main(["--only", "head"]) == 1
 
 
+def test_gpu_check_tunes_where_it_is_asked_to(gpu_check, gpu_parts):
+    assert gpu_check.main(["--only", "tune"]) == 0
+    assert set(gpu_result(gpu_check)) == {"kind", "machine", "tune"}
+    name, (script,) = gpu_parts["tests"]["asked"].pop()
+    assert (name, Path(script)) == ("tune", ROOT / "scripts" / "tune_triton.py")
+    assert Path(script).exists()
+    assert gpu_check.main([]) == 0
+    assert "tune" not in gpu_result(gpu_check)
+    assert gpu_parts["tests"]["asked"]
+    assert all(name != "tune" for name, _ in gpu_parts["tests"]["asked"])
+
+
 @pytest.fixture
 def bench_head(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))

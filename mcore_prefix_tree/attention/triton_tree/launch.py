@@ -6,6 +6,7 @@ head_dim.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from math import e, log2
 from typing import Any
@@ -168,8 +169,9 @@ def key_value_grads(
     schedule: torch.Tensor,
     call: Call,
     grad_query: torch.Tensor | None,
+    made: tuple[bool, bool] = (True, True),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dK ``[P, K, D]`` and dV ``[P, K, W]``.
+    """dK ``[P, K, D]`` and dV ``[P, K, W]``, or, where they are made apart, those of the two that ``made`` names.
 
     If ``grad_query`` is given, fp32 ``[H, R, D rounded up]``, dQ without the softmax scale is added to it.
     """
@@ -191,7 +193,8 @@ def key_value_grads(
     tiles = [call.tiles(grad, launch.key_block) for grad in grads]
     tiles += [call.sums(partial, launch.key_block) for partial in partials]
     of_key, of_value = [tiles[0], None, tiles[2], None], [None, tiles[1], None, tiles[3]]
-    for written in (of_key, of_value) if call.configs.apart else (tiles,):
+    apart = [one for one, wanted in zip((of_key, of_value), made, strict=True) if wanted]
+    for written in apart if call.configs.apart else (tiles,):
         key_value_kernel[(key_blocks * kv_heads * splits,)](
             call.tiles(query, launch.query_block),
             call.tiles(key, launch.key_block),
@@ -215,7 +218,7 @@ def key_value_grads(
             **_constants(query, value, launch, call),
         )
     if splits > 1:
-        for grad, partial in zip(grads, partials, strict=True):
+        for grad, partial in itertools.compress(zip(grads, partials, strict=True), made):
             assert partial is not None
             total = partial.unflatten(0, (kv_heads, splits)).sum(1)
             grad.copy_(total[:, :size, : grad.shape[2]].transpose(0, 1))

@@ -1,0 +1,102 @@
+"""The tuner from end to end on two tiny trees. Its clock is a fake: the interpreter's time says nothing of a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED
+
+from mcore_prefix_tree.attention.triton_tree import launch
+from mcore_prefix_tree.attention.triton_tree.config import Launch
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="with a fake clock; on a GPU scripts/gpu_check --only tune runs it"
+)
+SMALL = ["--heads", "2", "--group", "2", "--scale", "0.005", "--repeats", "2"]
+
+
+@pytest.fixture
+def tune(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    import tune_triton
+
+    ticks = itertools.count(1)
+
+    def fake(run, device):
+        run()
+        return float(next(ticks))
+
+    monkeypatch.setattr(tune_triton, "seconds_of", fake)
+    return tune_triton
+
+
+def tuned(tune, tmp_path, *arguments):
+    output = tmp_path / "tune.json"
+    code = tune.main([*SMALL, *arguments, "--output", str(output)])
+    return code, json.loads(output.read_text())
+
+
+def test_every_part_and_candidate(tune, tmp_path, capsys):
+    code, result = tuned(tune, tmp_path, "--dims", "64", "64", "--dims", "192", "128")
+    assert code == 0
+    assert result["interpreted"]
+    assert result["machine"]["torch"] == torch.__version__
+    parts = {(case["head_dim"], case["part"]) for case in result["cases"]}
+    wide = {(192, part) for part in ("forward", "query", "key", "value")}
+    assert parts == {(64, part) for part in ("forward", "query", "key_value", "fast")} | wide
+    assert len({case["tree"] for case in result["cases"]}) == 2
+    for case in result["cases"]:
+        dims = (case["head_dim"], case["value_dim"])
+        table, *others = case["launches"]
+        assert table["table"]
+        assert [tuple(row["launch"]) for row in others] == tune.CANDIDATES.get((case["part"], dims), [])
+        for row in case["launches"]:
+            assert len(row["seconds"]) == 2
+            assert 0 < row["ratio"]["least"] <= row["ratio"]["median"] <= row["ratio"]["most"]
+    assert "x the table's" in capsys.readouterr().out
+
+
+def test_what_does_not_compile_or_spills_or_is_wrong_is_left_out(tune, tmp_path, monkeypatch):
+    broken, spilling, wrong = Launch(64, 32, 4, 1), Launch(32, 64, 4, 1), Launch(32, 32, 4, 1)
+    monkeypatch.setitem(tune.CANDIDATES, ("forward", (64, 64)), [broken, spilling, wrong])
+    forward = launch.forward
+
+    def run(*arguments):
+        call = arguments[-1]
+        if call.configs.forward == broken:
+            raise RuntimeError("out of resource: shared memory")
+        out, lse = forward(*arguments)
+        return out + 0.1 * (call.configs.forward == wrong), lse
+
+    class Spilling(tune.Watched):
+        def __getitem__(self, grid):
+            def run(*arguments, **options):
+                self.kernel[grid](*arguments, **options)
+                spills = options["BLOCK_M"] == 32 and options["BLOCK_N"] == 64
+                self.compiled.append(SimpleNamespace(n_spills=8 * spills))
+
+            return run
+
+    monkeypatch.setattr(launch, "forward", run)
+    monkeypatch.setattr(tune, "Watched", Spilling)
+    code, result = tuned(tune, tmp_path, "--dims", "64", "64", "--part", "forward")
+    assert code == 1
+    for case in result["cases"]:
+        table, *others = case["launches"]
+        assert table["seconds"]
+        said = [row.get("skipped") or row.get("failed") for row in others]
+        assert said[0] == "RuntimeError: out of resource: shared memory"
+        assert said[1] == "it spills 8 registers"
+        assert "from the table's result" in said[2]
+        assert not any("seconds" in row for row in others)
+
+
+def test_without_a_gpu_or_the_interpreter_it_says_so(tune, monkeypatch, capsys):
+    monkeypatch.setattr(tune.triton, "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=False)))
+    assert tune.main([]) == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
