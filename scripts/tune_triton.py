@@ -44,7 +44,7 @@ DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 GROUPS = (1, 4, 8)
 # dK and dV are made by one launch, or, of wide heads, by one each. "fast" adds up dQ as well.
 PARTS = ("forward", "query", "key_value", "key", "value", "fast")
-# Beside the table's, by part and head dimensions: half its block sizes and twice the programs at a time, or larger tiles.
+# Beside the table's, by part and head dimensions: half its blocks and twice the programs at a time, or larger tiles.
 # None has been measured; what spills or does not compile is left out where it would run.
 CANDIDATES = {
     ("forward", (64, 64)): [Launch(128, 64, 4, 3), Launch(128, 64, 8, 3)],
