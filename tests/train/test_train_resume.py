@@ -263,6 +263,8 @@ def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Pat
     rest = train(job, *saving(tmp_path / "second", *options), resume=True)
     assert rest.spans == [(5, 8)]
     assert rest.losses == straight.losses[2:]
+    done = train(job, *saving(tmp_path / "second", *options, "compare=true"), resume=True, new_data=True)
+    assert (done.spans, len(done.comparisons)) == ([(9, 8)], 1)
     result = command("train", job, *saving(tmp_path / "third"), "--new-data")
     assert result.stderr == "error: --new-data goes with --resume: a run that begins has no other data\n"
 

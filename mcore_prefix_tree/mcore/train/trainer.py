@@ -228,7 +228,8 @@ class Trainer:
 
     def _samples(self, iteration: int) -> list[Sample]:
         batch = self._recipe.batch.per_step
-        return self._order.take((iteration - 1 - self._data_from) * batch, batch)
+        # Of a finished run that is told of new data, the last step's are not there any more.
+        return self._order.take(max(0, iteration - 1 - self._data_from) * batch, batch)
 
     def _progress(self, iteration: int) -> checkpoint.Progress:
         batch = self._recipe.batch
