@@ -23,7 +23,7 @@ def parse(*arguments: str) -> argparse.Namespace:
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--position-embedding-type", default="rope")
     for flag in (
-        *("--mock-data", "--sft", "--full-validation", "--use-torch-fsdp2", "--fp16", "--tp-comm-overlap"),
+        *("--mock-data", "--sft", "--full-validation", "--use-torch-fsdp2", "--fp16"),
         *("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss", "--ddp-average-in-collective"),
         "--defer-embedding-wgrad-compute",
     ):
@@ -85,7 +85,6 @@ def test_accepted(arguments: tuple[str, ...]) -> None:
         (("--full-validation",), "--eval-iters"),
         (("--iterations-to-skip", "3"), "--iterations-to-skip"),
         (("--use-torch-fsdp2",), "--use-distributed-optimizer"),
-        (("--tp-comm-overlap",), "--tp-comm-overlap"),
         (("--fp16",), "--bf16"),
         (("--reset-position-ids",), "--reset-position-ids"),
         (("--reset-attention-mask",), "--reset-attention-mask"),
