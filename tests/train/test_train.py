@@ -206,7 +206,14 @@ def ended_by(ending: signal.Signals, job: Path, *overrides: str) -> tuple[int, l
         return process.wait(timeout=60), lines, process.stderr.read()
 
 
-@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),  # torchrun's test has it too
+        pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_ends_a_run_after_its_step(job: Path, tmp_path: Path, ending: signal.Signals, code: int) -> None:
     saved = tmp_path / "saved"
     ended, lines, error = ended_by(ending, job, f"checkpoint.save={saved}", "checkpoint.save_interval=100000")
