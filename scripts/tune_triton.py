@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,8 @@ from mcore_prefix_tree.attention.triton_tree import launch
 from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, configs_for, rounded
 from mcore_prefix_tree.attention.triton_tree.launch import Call
 from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
-from mcore_prefix_tree.bench.machine import describe_machine, seconds_of
+from mcore_prefix_tree.bench.attention import difference
+from mcore_prefix_tree.bench.machine import describe_machine, name_in_files, seconds_of
 from mcore_prefix_tree.bench.workloads import standard_workloads
 from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -188,18 +188,15 @@ def why_not(
         return results, {"spilled": spilled}
     if spilled:
         return [], {"skipped": f"it spills {spilled} registers", "spilled": spilled}
-    difference = max(apart(one, other) for one, other in zip(results, expected, strict=True))
-    if not difference <= EPSILONS * epsilon:  # NaN is not
-        return [], {"failed": f"it is {difference:.1e} from the table's result", "difference": difference}
-    return results, {"spilled": spilled, "difference": difference}
-
-
-def apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Relative, in the norm, where the other is finite: log-sum-exps of rows past the end are not."""
-    finite = other.isfinite()
-    assert torch.equal(finite, one.isfinite())
-    truth = other[finite].float()
-    return float((one[finite].float() - truth).norm() / truth.norm().clamp_min(1e-30))
+    # Log-sum-exps of rows past the end are not finite.
+    finite = [other.isfinite() for other in expected]
+    apart = difference(
+        [one[known] for one, known in zip(results, finite, strict=True)],
+        [other[known] for other, known in zip(expected, finite, strict=True)],
+    )
+    if not apart <= EPSILONS * epsilon:  # NaN is not
+        return [], {"failed": f"it is {apart:.1e} from the table's result", "difference": apart}
+    return results, {"spilled": spilled, "difference": apart}
 
 
 def measure(problem: Problem, part: str, dims: tuple[int, int], repeats: int) -> list[dict[str, Any]]:
@@ -295,8 +292,7 @@ def main(given: Sequence[str]) -> int:
     machine = describe_machine()
     output = arguments.output
     if output is None and on_gpu and not (arguments.dims or arguments.group or arguments.part):
-        slug = re.sub(r"[^a-z0-9]+", "_", str(machine["device"]).lower()).strip("_")
-        output = RESULTS / f"tune_{slug}.json"
+        output = RESULTS / f"tune_{name_in_files(machine)}.json"
     dims = [tuple(one) for one in arguments.dims or DIMS]
     device = torch.device("cuda" if on_gpu else "cpu")
     result: dict[str, Any] = {"kind": "tune_triton", "machine": machine, "interpreted": not on_gpu, "cases": []}

@@ -351,7 +351,7 @@ def _measure(
 
         def warm_up(runner: _Runner = runner, layout: str = layout) -> None:
             results = runner.warm_up()
-            runner.difference = _difference(results, first.get(layout, results))
+            runner.difference = difference(results, first.get(layout, results))
             if math.isfinite(runner.difference):
                 first.setdefault(layout, results)
 
@@ -391,8 +391,8 @@ def _inputs(size: int, settings: Settings) -> list[torch.Tensor]:
     return [*(tensor.requires_grad_() for tensor in tensors[:3]), tensors[3]]
 
 
-def _difference(results: list[torch.Tensor], first: list[torch.Tensor]) -> float:
-    """Of all of them the largest; NaN if any has a number that is not finite."""
+def difference(results: list[torch.Tensor], first: list[torch.Tensor]) -> float:
+    """How far results are from others in the norm, the largest; NaN if any has a number that is not finite."""
     found = [_apart(one, other) for one, other in zip(results, first, strict=True)]
     return max(found) if all(map(math.isfinite, found)) else math.nan
 

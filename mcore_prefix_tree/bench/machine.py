@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -50,6 +51,11 @@ def describe_machine() -> dict[str, object]:
         "cuda": torch.version.cuda,
     }
     return found | {package: installed for package in _PACKAGES if (installed := version_of(package)) is not None}
+
+
+def name_in_files(machine: dict[str, object]) -> str:
+    """Of its device, for the names of result files: ``nvidia_h200``."""
+    return re.sub(r"[^a-z0-9]+", "_", str(machine["device"]).lower()).strip("_")
 
 
 def _lines(path: Path) -> list[str]:

@@ -69,17 +69,15 @@ class HuggingFaceChatTokenizer:
             )
         self._folder = folder
         given = dict(chat_template_kwargs or {})
-        _refuse_unsteady(self._tokenizer.chat_template, folder, has_date=bool({_CLOCK, "date_string"} & given.keys()))
+        templates = self._tokenizer.chat_template
+        if isinstance(templates, str):
+            templates = {"default": templates}
+        _refuse_unsteady(templates, folder, has_date=bool({_CLOCK, "date_string"} & given.keys()))
         known = inspect.signature(self._tokenizer.apply_chat_template).parameters
         for name in given.keys() & known.keys():
             raise ValueError(f"chat_template_kwargs has '{name}', which is not for the template to read; leave it out")
         shown = _date_of(given.pop(_CLOCK, None))
-        templates = self._tokenizer.chat_template
-        self._tokenizer.chat_template = (
-            _with_clock(templates, shown)
-            if isinstance(templates, str)
-            else {name: _with_clock(template, shown) for name, template in templates.items()}
-        )
+        self._tokenizer.chat_template = {name: _with_clock(template, shown) for name, template in templates.items()}
         self._template_kwargs = given
         added = self._tokenizer.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -240,9 +238,7 @@ def _with_clock(template: str, shown: date | None) -> str:
     return f"{{% macro {_CLOCK}(format) %}}{body}{{% endmacro %}}\n{template}"
 
 
-def _refuse_unsteady(templates: str | dict[str, str], folder: str, *, has_date: bool) -> None:
-    if isinstance(templates, str):
-        templates = {"default": templates}
+def _refuse_unsteady(templates: dict[str, str], folder: str, *, has_date: bool) -> None:
     for name in {"default", "tool_use"} & set(templates):  # those that are rendered
         try:
             parts = [part for part in jinja2.Environment().lex(templates[name]) if part[1] != "whitespace"]

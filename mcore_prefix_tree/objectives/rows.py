@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -111,9 +112,7 @@ class Targets:
         entries, local, token = self.located(layout, indices)
         chosen = np.asarray(indices, dtype=np.int64)
 
-        def on_device(array: npt.NDArray[np.generic]) -> torch.Tensor:
-            return upload(array, device)
-
+        on_device = partial(upload, device=device)
         return Rows(
             token=on_device(token),
             predictor=on_device(layout.predictor[token].astype(np.int64)),

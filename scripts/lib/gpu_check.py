@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mcore_prefix_tree.bench.machine import describe_machine
+from mcore_prefix_tree.bench.machine import describe_machine, name_in_files
 from mcore_prefix_tree.data.write import whole_file
 
 ROOT = Path(__file__).parents[2]
@@ -211,8 +210,7 @@ def main(given: Sequence[str]) -> int:
         print("gpu_check: torch sees no GPU; run it on a machine with one", file=sys.stderr)
         return USAGE_ERROR
     machine = describe_machine()
-    slug = re.sub(r"[^a-z0-9]+", "_", str(machine["device"]).lower()).strip("_")
-    target = RESULTS / f"gpu_{slug}.json"
+    target = RESULTS / f"gpu_{name_in_files(machine)}.json"
     try:
         results = ResultFile.at(target, machine, keep=parts != PARTS)
     except ValueError as error:

@@ -100,3 +100,15 @@ def test_without_a_gpu_or_the_interpreter_it_says_so(tune, monkeypatch, capsys):
     monkeypatch.setattr(tune.triton, "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=False)))
     assert tune.main([]) == 2
     assert "torch sees no GPU" in capsys.readouterr().err
+
+
+def test_a_number_that_is_not_finite_is_a_failure_and_no_end(tune):
+    """In any of the results, where the table's is finite; elsewhere nothing is compared."""
+    expected = [torch.ones(3), torch.tensor([1.0, 2.0, float("inf")])]
+    sound = [one.clone() for one in expected]
+    sound[1][2] = 7.0
+    assert "failed" not in tune.why_not(lambda: sound, expected, 1e-3)[1]
+    broken = [one.clone() for one in expected]
+    broken[1][0] = float("nan")
+    results, known = tune.why_not(lambda: broken, expected, 1e-3)
+    assert (results, known["failed"]) == ([], "it is nan from the table's result")

@@ -359,7 +359,7 @@ def test_one_that_fails_does_not_cost_the_others(field):
 
 
 def test_one_that_fails_while_it_is_compared_does_not_cost_the_others(field, monkeypatch):
-    difference, calls = bench._difference, []
+    difference, calls = bench.difference, []
 
     def too_large(results, first):
         calls.append(first)
@@ -367,7 +367,7 @@ def test_one_that_fails_while_it_is_compared_does_not_cost_the_others(field, mon
             raise torch.OutOfMemoryError("2 GiB")
         return difference(results, first)
 
-    monkeypatch.setattr(bench, "_difference", too_large)
+    monkeypatch.setattr(bench, "difference", too_large)
     field["ours"] = [contestant("one"), contestant("two"), contestant("three")]
     (workload,) = bench_attention(standard_workloads(0.001)[:1], TINY).workloads
     assert [row.method for row in workload.rows] == ["one", "three"]
@@ -462,9 +462,9 @@ def test_differences_are_summed_over_parts(rows, monkeypatch):
     largest = []
     convert = torch.Tensor.float
     monkeypatch.setattr(torch.Tensor, "float", lambda self: largest.append(len(self)) or convert(self))
-    assert bench._difference([one], [other]) == pytest.approx(expected, rel=1e-5)
+    assert bench.difference([one], [other]) == pytest.approx(expected, rel=1e-5)
     assert max(largest) <= 8192
-    assert bench._difference([one], [one]) == 0.0
+    assert bench.difference([one], [one]) == 0.0
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -472,7 +472,7 @@ def test_a_difference_that_is_no_number_is_not_lost_among_others(place):
     good, bad = torch.ones(3, 1), torch.tensor([[1.0], [float("nan")], [1.0]])
     results = [good, good]
     results[place] = bad
-    assert np.isnan(bench._difference(results, [good, good]))
+    assert np.isnan(bench.difference(results, [good, good]))
 
 
 def test_the_clock_of_a_plan_starts_when_the_device_is_idle(monkeypatch):
