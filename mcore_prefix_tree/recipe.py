@@ -276,14 +276,37 @@ class LogConfig:
         metrics: a file that ends in ``.jsonl``, made with its folder: a JSON object a step, with ``iteration``,
             ``loss``, ``grad_norm``, ``lr``, ``samples``, ``logical_tokens``, ``physical_tokens``, both per second,
             ``fold_ratio``, ``seconds``, ``plan_seconds``, and in ``metrics`` what the objective reports; null is no
-            number. None writes none.
+            number. Each evaluation of ``validation`` is an object of its own, with ``iteration``,
+            ``validation_loss``, ``validation_metrics`` and ``validation_seconds``. None writes none.
         tensorboard: a folder, for TensorBoard: the same under ``loss``, ``grad_norm``, ``lr``, ``fold_ratio``,
-            ``tokens_per_second/...``, ``seconds/...`` and ``objective/...``. Needs the package ``tensorboard``, of the
-            extra by that name. None writes none.
+            ``tokens_per_second/...``, ``seconds/...``, ``objective/...`` and ``validation/...``. Needs the package
+            ``tensorboard``, of the extra by that name. None writes none.
     """
 
     metrics: Annotated[str, AfterValidator(_json_lines)] | None = None
     tensorboard: str | None = None
+
+
+def _no_standard_input(path: str | list[str] | None) -> str | list[str] | None:
+    if "-" in ([path] if isinstance(path, str) else path or []):
+        raise PydanticCustomError("standard_input", "standard input is for data.path; name a file")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ValidationConfig:
+    """Samples that are held out: the loss of the recipe's objective on all of them is told, and none is learnt from.
+
+    They are read as ``data`` says, but for ``data.streaming``: memory holds them. The loss has one normaliser for all
+    of them, so that it does not depend on how many are computed together.
+
+    Attributes:
+        path: as ``data.path``, without standard input; None validates nothing.
+        eval_interval: steps between two evaluations. There is one before the first step and one after the last, too.
+    """
+
+    path: Annotated[str | list[str] | None, AfterValidator(_no_standard_input)] = None
+    eval_interval: PositiveInt = 100
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -335,6 +358,7 @@ class Recipe:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     log: LogConfig = field(default_factory=LogConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.train.compare import Comparison, Measurement
+    from mcore_prefix_tree.mcore.train.held_out import Evaluation
     from mcore_prefix_tree.mcore.train.trainer import StepReport
     from mcore_prefix_tree.mcore.train.verify import VerifyReport
 
@@ -85,14 +87,21 @@ class ConsoleReporter:
         rate = f"{report.logical_tokens / report.seconds:,.0f} logical tokens/s"
         tokens = f"tokens {report.logical_tokens:,} -> {report.physical_tokens:,} (fold ratio {report.fold_ratio:.2f})"
         norm = "" if report.grad_norm is None else f" | grad norm {report.grad_norm:.3f}"
-        metrics = "".join(f" | {name.replace('_', ' ')} {value:.4g}" for name, value in report.metrics.items())
         self.message(
-            f"step {report.iteration} | loss {report.loss:.6f}{metrics}{norm} | lr {report.lr:.3e} | {tokens} | "
-            f"{report.seconds:.2f} s, plan {report.plan_seconds * 1000:.0f} ms | {rate} | "
+            f"step {report.iteration} | loss {report.loss:.6f}{_told(report.metrics)}{norm} | lr {report.lr:.3e} | "
+            f"{tokens} | {report.seconds:.2f} s, plan {report.plan_seconds * 1000:.0f} ms | {rate} | "
             f"{report.physical_tokens / report.seconds:,.0f} physical tokens/s"
         )
         if self._progress is not None:
             self._progress.update(self._task, completed=report.iteration)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """A line, like a step's."""
+        self.message(
+            f"validation after step {evaluation.iteration} | loss {evaluation.loss:.6f}{_told(evaluation.metrics)} | "
+            f"{evaluation.samples:,} samples, tokens {evaluation.logical_tokens:,} -> {evaluation.physical_tokens:,} | "
+            f"{evaluation.seconds:.2f} s"
+        )
 
     def compared(self, comparison: Comparison) -> None:
         """The closing table."""
@@ -107,6 +116,10 @@ class ConsoleReporter:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def _told(metrics: Mapping[str, float]) -> str:
+    return "".join(f" | {name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
 
 
 def verify_table(report: VerifyReport) -> Table:

@@ -80,6 +80,7 @@ class Notes:
     read: list[tuple[int, int]] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     reports: list[Any] = field(default_factory=list)
+    evaluations: list[Any] = field(default_factory=list)
     verifications: list[Any] = field(default_factory=list)
     comparisons: list[Any] = field(default_factory=list)
     stop_after: int | None = None
@@ -105,6 +106,9 @@ class Notes:
         self.reports.append(report)
         if report.iteration == self.stop_after:
             raise KeyboardInterrupt
+
+    def evaluated(self, evaluation: Any) -> None:
+        self.evaluations.append(evaluation)
 
     def compared(self, comparison: Any) -> None:
         self.comparisons.append(comparison)

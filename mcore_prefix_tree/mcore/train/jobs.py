@@ -3,199 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
-from typing import Any
+from dataclasses import replace
 
-import torch.distributed as dist
 from torch.nn import Module
 
 from mcore_prefix_tree.attention.auto import check_setting
-from mcore_prefix_tree.data import (
-    LineOptions,
-    Skipped,
-    StreamedGroups,
-    check_same_samples,
-    iter_sample_groups,
-    load_tokenizer,
-    resolve_paths,
-)
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.grouping import GroupedBy, streamed_whole_groups, whole_groups
 from mcore_prefix_tree.mcore.backend import resolve_backend
-from mcore_prefix_tree.mcore.ranks import all_ranks, everyone
+from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration
 from mcore_prefix_tree.mcore.train.claim import claimed
 from mcore_prefix_tree.mcore.train.compare import Comparison
+from mcore_prefix_tree.mcore.train.held_out import HeldOut
 from mcore_prefix_tree.mcore.train.logs import check_logs
-from mcore_prefix_tree.mcore.train.model import build_chunks, padded_vocab_size
-from mcore_prefix_tree.mcore.train.objective import check_samples, grouped_by, objective_of
+from mcore_prefix_tree.mcore.train.model import build_chunks
+from mcore_prefix_tree.mcore.train.objective import objective_of
+from mcore_prefix_tree.mcore.train.reading import read_data, read_held_out
 from mcore_prefix_tree.mcore.train.session import Session, session
 from mcore_prefix_tree.mcore.train.teacher import load_teacher, read_teacher_recipe
 from mcore_prefix_tree.mcore.train.trainer import Reporter, Trainer
 from mcore_prefix_tree.mcore.train.verify import VerifyReport, verify
 from mcore_prefix_tree.objectives import KTO, PolicyGradient, Preference
 from mcore_prefix_tree.recipe import Recipe, RecipeError
-from mcore_prefix_tree.sample import Sample, SampleError
 
 logger = logging.getLogger(__name__)
-
-_CHECKED_AT_ONCE = 64
 
 
 class VerificationError(RuntimeError):
     """Folded and unfolded runs differ by more than the tolerance."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Data:
-    """What a recipe trains on.
-
-    Attributes:
-        order: of the samples.
-        vocab_size: padded, which they fit into.
-        skipped: bad samples, left out under ``data.on_error=skip``.
-    """
-
-    order: SampleOrder
-    vocab_size: int
-    skipped: Skipped
-
-
-def read_data(
-    recipe: Recipe,
-    place: Session,
-    *,
-    every_sample: bool = False,
-    checked: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> Data:
-    """The samples: all of them, or where they are, under ``data.streaming``.
-
-    Standard input reaches one process only: the main rank reads it for all.
-
-    Args:
-        recipe: the job's.
-        place: this rank's.
-        every_sample: an epoch leaves none out, and samples need no group or pair unless ``batch.groups_per_step``
-            counts them. For what does not train, whatever the objective.
-        checked: see that no sample lacks what the objective reads, before the first step.
-        progress: under ``data.streaming``, is told how far the files are gone through, in bytes done and in all.
-
-    Raises:
-        SampleError: bad data; names file, line and field. Or ranks that read different data; names them.
-        RecipeError: the vocabulary is not known or too small, there are fewer samples than a step of whole groups
-            takes, or steps are to be so many groups of an objective that has none.
-    """
-    data = recipe.data
-    by = None if every_sample and recipe.batch.groups_per_step is None else _grouped_by(recipe)
-    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.chat_template_kwargs)
-    vocab_size = padded_vocab_size(
-        recipe.model,
-        None if tokenizer is None else tokenizer.vocab_size,
-        recipe.parallel.tensor_model_parallel_size,
-    )
-    options = LineOptions(
-        tokenizer=tokenizer,
-        expand_turns=data.expand_turns,
-        vocab_size=recipe.model.vocab_size or vocab_size,
-        limits=_limits(recipe),
-    )
-    skipped = Skipped()
-    step, setting = recipe.batch.global_batch_size, f"objective.name={recipe.objective.name}"
-    groups: Sequence[Sequence[Sample]]
-    if data.streaming:
-        stream = partial(
-            StreamedGroups,
-            data.path,
-            options,
-            on_error=data.on_error,
-            skipped=skipped,
-            ranks=all_ranks(),
-            progress=progress,
-            check=partial(check_samples, objective_of(recipe)) if checked else None,
-        )
-        with _naming_what_was_skipped(skipped):
-            groups = stream() if by is None else streamed_whole_groups(stream, by, step=step, setting=setting)
-        if groups.fault:
-            raise SampleError(groups.fault)
-    else:
-        groups, skipped = _read_all(recipe, options, place)
-        if by is not None:
-            with _naming_what_was_skipped(skipped):
-                groups = whole_groups(groups, by, step=step, setting=setting)
-        for start in range(0, len(groups) if checked else 0, _CHECKED_AT_ONCE):
-            together = groups[start : start + _CHECKED_AT_ONCE]
-            check_samples(objective_of(recipe), list(chain.from_iterable(together)))
-    try:
-        order = SampleOrder(
-            groups,
-            seed=recipe.seed,
-            shuffle=data.shuffle,
-            by_line=recipe.batch.groups_per_step is not None,
-            whole_steps=None if by is None or every_sample else recipe.batch.per_step,
-        )
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
-    return Data(order=order, vocab_size=vocab_size, skipped=skipped)
-
-
-@contextmanager
-def _naming_what_was_skipped(skipped: Skipped) -> Iterator[None]:
-    """A group or a pair may be at fault because data.on_error=skip took a part of it away: say so."""
-    try:
-        yield
-    except SampleError as error:
-        if skipped.count:
-            raise SampleError(f"{error} ({skipped})") from None
-        raise
-
-
-def _grouped_by(recipe: Recipe) -> GroupedBy | None:
-    by = grouped_by(objective_of(recipe))
-    if by is None and recipe.batch.groups_per_step is not None:
-        raise RecipeError(
-            f"batch.groups_per_step={recipe.batch.groups_per_step}: objective.name={recipe.objective.name} as it is "
-            "set compares no samples of a group or pair; set batch.global_batch_size instead"
-        )
-    return by
-
-
-def _limits(recipe: Recipe) -> dict[str, int]:
-    """How long a sample may be, by the setting that says so."""
-    limits = {"batch.max_tokens": recipe.batch.max_tokens}
-    if recipe.model.position_embedding_type == "learned_absolute":
-        limits["model.max_position_embeddings"] = recipe.model.max_position_embeddings
-    return limits
-
-
-def _read_all(recipe: Recipe, options: LineOptions, place: Session) -> tuple[list[list[Sample]], Skipped]:
-    paths = [recipe.data.path] if isinstance(recipe.data.path, str) else recipe.data.path
-
-    def read() -> tuple[list[list[Sample]], Skipped]:
-        skipped = Skipped()
-        groups = iter_sample_groups(paths, **vars(options), on_error=recipe.data.on_error, skipped=skipped)
-        return list(groups), skipped
-
-    if "-" not in paths or dist.get_world_size() == 1:
-        groups, skipped = read()
-        check_same_samples(groups, resolve_paths(paths), all_ranks())
-        return groups, skipped
-    outcome: list[Any] = [None]
-    if place.is_main:
-        try:
-            outcome = [read()]
-        except SampleError as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], SampleError):
-        raise outcome[0]
-    groups, skipped = outcome[0]
-    return groups, skipped
 
 
 def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
@@ -272,6 +110,11 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         recipe = with_vocabulary(recipe, data.vocab_size)
         if data.skipped.count and place.is_main:
             reporter.message(str(data.skipped))
+        held_out_groups = None
+        if recipe.validation.path is not None:
+            held_out_groups, skipped = read_held_out(recipe, data.options, place)
+            if skipped.count and place.is_main:
+                reporter.message(f"of validation.path: {skipped}")
         if data.order.left_out and place.is_main:
             things = ("group" if data.order.by_line else "sample") + ("" if data.order.left_out == 1 else "s")
             reporter.message(
@@ -311,7 +154,9 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
                     "folded and unfolded runs differ by more than rounding, of the gradients most in "
                     f"{report.worst_parameter}; nothing was trained"
                 )
-        Trainer(recipe, place, data.order, chunks, teacher=teacher).train(saved, reporter, new_data=new_data)
+        held_out = None if held_out_groups is None else HeldOut(held_out_groups, recipe, place)
+        trainer = Trainer(recipe, place, data.order, chunks, teacher=teacher, held_out=held_out)
+        trainer.train(saved, reporter, new_data=new_data)
         if data.skipped.count and place.is_main:
             reporter.message(f"not trained on: {data.skipped}")
 

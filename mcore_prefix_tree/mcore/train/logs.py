@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +15,11 @@ from mcore_prefix_tree.mcore.train.session import on_main_rank
 from mcore_prefix_tree.recipe import LogConfig
 
 if TYPE_CHECKING:
+    from mcore_prefix_tree.mcore.train.held_out import Evaluation
     from mcore_prefix_tree.mcore.train.trainer import StepReport
 
 # What every line begins with, so that the half of one that a killed run left is known for what it is.
 _BEGINNING = b'{"iteration": '
-
-Log = Callable[["StepReport"], None]
 
 
 class LogError(OSError):
@@ -43,9 +42,30 @@ def check_logs(config: LogConfig) -> None:
             ) from None
 
 
+class Logs:
+    """Where a run's numbers go; nowhere on other ranks than the main one."""
+
+    def __init__(self) -> None:
+        self._logs: list[_MetricsFile | _Board] = []
+
+    def add(self, log: _MetricsFile | _Board) -> None:
+        """One more place."""
+        self._logs.append(log)
+
+    def step(self, report: StepReport) -> None:
+        """Write down a step."""
+        for one in self._logs:
+            one.step(report)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Write down what the weights make of the samples that are held out."""
+        for one in self._logs:
+            one.evaluation(evaluation)
+
+
 @contextmanager
-def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> Iterator[Log]:
-    """What writes down a step, on the main rank; all ranks together.
+def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> Iterator[Logs]:
+    """What writes down steps, on the main rank; all ranks together.
 
     A run that resumes goes on behind its last checkpoint: what the logs have of later steps is dropped.
 
@@ -60,30 +80,25 @@ def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> It
         ImportError: see :func:`check_logs`.
     """
     check_logs(config)
-    logs: list[Log] = []
+    logs = Logs()
     with ExitStack() as stack:
 
         def open_all() -> None:
             if config.metrics is not None:
                 file = _MetricsFile(config.metrics, done, say)
                 stack.callback(file.close)
-                logs.append(file.step)
+                logs.add(file)
             if config.tensorboard is not None:
                 board = _Board(config.tensorboard, done)
                 stack.callback(board.close)
-                logs.append(board.step)
+                logs.add(board)
 
         on_main_rank(open_all)
-
-        def log(report: StepReport) -> None:
-            for one in logs:
-                one(report)
-
-        yield log
+        yield logs
 
 
 class _MetricsFile:
-    """A line a step; what is flushed outlives the process."""
+    """A line a step, and one an evaluation; what is flushed outlives the process."""
 
     def __init__(self, name: str, done: int, say: Callable[[str], None]) -> None:
         self._setting, path = f"log.metrics={name}", Path(name)
@@ -108,6 +123,20 @@ class _MetricsFile:
             "physical_tokens_per_second": report.physical_tokens / report.seconds,
             "metrics": {name: _finite(value) for name, value in report.metrics.items()},
         }
+        self._write(line)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """A line of its own, by other names: whoever reads losses of steps takes it for none."""
+        self._write(
+            {
+                "iteration": evaluation.iteration,
+                "validation_loss": _finite(evaluation.loss),
+                "validation_metrics": {name: _finite(value) for name, value in evaluation.metrics.items()},
+                "validation_seconds": evaluation.seconds,
+            }
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
         with _naming(self._setting, "file"):
             self._stream.write(json.dumps(line, allow_nan=False) + "\n")
             self._stream.flush()
@@ -176,10 +205,18 @@ class _Board:
             "seconds/plan": report.plan_seconds,
             **{f"objective/{name}": value for name, value in report.metrics.items()},
         }
+        self._write(numbers, report.iteration)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Its numbers."""
+        numbers = {f"validation/{name}": value for name, value in evaluation.metrics.items()}
+        self._write({"validation/loss": evaluation.loss, **numbers}, evaluation.iteration)
+
+    def _write(self, numbers: Mapping[str, float | None], iteration: int) -> None:
         with _naming(self._setting, "folder"):
             for name, value in numbers.items():
                 if value is not None:
-                    self._writer.add_scalar(name, value, report.iteration)
+                    self._writer.add_scalar(name, value, iteration)
             self._writer.flush()
 
     def close(self) -> None:

@@ -129,15 +129,25 @@ def plan_folded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> Fo
     """
     objective, folding = objective_of(recipe), folding_of(recipe, place)
     targets = targets_of(objective, samples)
-    # The loss of a pair is of both sides.
-    kept = together(samples) if grouped_by(objective) == "pair" else None
-    plan = folding.plan(samples, together=kept)
-    mine = plan.micro_batches[place.dp_rank]
+    mine = cut_step(samples, objective, folding, place)
     return FoldedStep(
         sample_index=mine,
         micro_batches=fold_micro_batches(samples, mine, folding, objective, targets),
         metrics={} if targets is None else targets.metrics,
     )
+
+
+def cut_step(
+    samples: Sequence[Sample], objective: ForwardObjective, folding: Folding, place: Session
+) -> tuple[tuple[int, ...], ...]:
+    """This data-parallel rank's micro-batches of a step: for each, the indices of its samples.
+
+    Raises:
+        BudgetError: as of :func:`plan_folded`.
+    """
+    # The loss of a pair is of both sides.
+    kept = together(samples) if grouped_by(objective) == "pair" else None
+    return folding.plan(samples, together=kept).micro_batches[place.dp_rank]
 
 
 def targets_of(objective: ForwardObjective, samples: Sequence[Sample]) -> Targets | None:

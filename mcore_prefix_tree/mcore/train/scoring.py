@@ -16,9 +16,10 @@ from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.score import Scores, ScoringStep, TopTokens, Values
 from mcore_prefix_tree.mcore.train import checkpoint
-from mcore_prefix_tree.mcore.train.jobs import read_data, with_backend, with_vocabulary
+from mcore_prefix_tree.mcore.train.jobs import with_backend, with_vocabulary
 from mcore_prefix_tree.mcore.train.model import build_chunks
 from mcore_prefix_tree.mcore.train.objective import plain
+from mcore_prefix_tree.mcore.train.reading import read_data
 from mcore_prefix_tree.mcore.train.schedule import folding_of
 from mcore_prefix_tree.mcore.train.session import session
 from mcore_prefix_tree.recipe import Recipe, RecipeError

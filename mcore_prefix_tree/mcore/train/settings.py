@@ -13,7 +13,7 @@ from mcore_prefix_tree.recipe import Recipe
 
 FILE = "recipe.yaml"
 # What changes nothing of the training itself.
-_ASIDE = ("checkpoint", "log", "verify", "compare")
+_ASIDE = ("checkpoint", "validation", "log", "verify", "compare")
 
 
 def write_settings(folder: Path, recipe: Recipe) -> None:

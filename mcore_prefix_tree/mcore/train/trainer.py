@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,21 +19,20 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
 from mcore_prefix_tree.mcore.forward_step import sft_forward_step
-from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration, calibrate
 from mcore_prefix_tree.mcore.train.compare import Comparison, compare
 from mcore_prefix_tree.mcore.train.ending import EndedError, EndingSignals
-from mcore_prefix_tree.mcore.train.logs import open_logs
+from mcore_prefix_tree.mcore.train.held_out import Evaluation, HeldOut
+from mcore_prefix_tree.mcore.train.logs import Logs, open_logs
 from mcore_prefix_tree.mcore.train.objective import forward_step_of, is_weighted_sum, objective_of
 from mcore_prefix_tree.mcore.train.retention import remove_older
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.settings import changed_settings
 from mcore_prefix_tree.mcore.train.teacher import TeacherModel
+from mcore_prefix_tree.mcore.train.totals import Totals, check_finite
 from mcore_prefix_tree.mcore.train.verify import VerifyReport
-from mcore_prefix_tree.objectives import add_means
-from mcore_prefix_tree.objectives.metrics import NO_SAMPLE, not_finite
 from mcore_prefix_tree.plan import Ahead
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
@@ -98,6 +97,9 @@ class Reporter(Protocol):
     def step(self, report: StepReport) -> None:
         """A step is done."""
 
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """The samples that are held out were gone through."""
+
     def compared(self, comparison: Comparison) -> None:
         """The last batch was run folded and unfolded."""
 
@@ -119,6 +121,7 @@ class Trainer:
         order: of the samples.
         chunks: bare model chunks; they are wrapped in Megatron's DDP.
         teacher: the second model of an objective that has one.
+        held_out: what to evaluate the weights on now and then.
     """
 
     def __init__(
@@ -129,13 +132,14 @@ class Trainer:
         chunks: list[torch.nn.Module],
         *,
         teacher: TeacherModel | None = None,
+        held_out: HeldOut | None = None,
     ) -> None:
-        self._recipe, self._place, self._order, self._teacher = recipe, place, order, teacher
+        self._recipe, self._place, self._order = recipe, place, order
+        self._teacher, self._held_out = teacher, held_out
         self._data_from = 0  # steps before the first of the order
         objective = objective_of(recipe)
         self._forward_step = forward_step_of(objective)
-        # Names of the objective's metrics, which only the last pipeline stage sees; known after the first step.
-        self._metric_names: list[str] | None = [] if is_weighted_sum(objective) else None
+        self._totals = Totals(place, has_metrics=not is_weighted_sum(objective))
         options = recipe.optimizer
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=place.config.bf16, use_distributed_optimizer=options.use_distributed_optimizer
@@ -200,12 +204,17 @@ class Trainer:
             Ahead(partial(self._plan, stream), first=done + 1, last=recipe.train_iters + 1) as steps,
             EndingSignals() as signals,
         ):
+            if saved is None:
+                self._evaluate(done, log, reporter)
             for planned in steps:
                 report = self._step(planned)
                 if self._place.is_main:
-                    log(report)
+                    log.step(report)
                     reporter.step(report)
                 ended_by = signals.agreed(self._place.device)
+                if not ended_by and self._is_time_to_evaluate(report.iteration):
+                    self._evaluate(report.iteration, log, reporter)
+                    ended_by = signals.agreed(self._place.device)
                 if self._is_time_to_save(report.iteration) or (ended_by and recipe.checkpoint.save is not None):
                     self._save(report.iteration, reporter)
                 if ended_by:
@@ -216,6 +225,14 @@ class Trainer:
             comparison = self.compare(recipe.train_iters, repeats=1)
             if self._place.is_main:
                 reporter.compared(comparison)
+
+    def _evaluate(self, iteration: int, log: Logs, reporter: Reporter) -> None:
+        if self._held_out is None:
+            return
+        evaluation = self._held_out.evaluate(self._chunks, iteration, teacher=self._teacher)
+        if self._place.is_main:
+            log.evaluation(evaluation)
+            reporter.evaluated(evaluation)
 
     def compare(self, iteration: int, *, repeats: int) -> Comparison:
         """Forward and backward of one iteration's batch, folded and unfolded."""
@@ -297,6 +314,9 @@ class Trainer:
             iteration % options.save_interval == 0 or iteration == self._recipe.train_iters
         )
 
+    def _is_time_to_evaluate(self, iteration: int) -> bool:
+        return iteration % self._recipe.validation.eval_interval == 0 or iteration == self._recipe.train_iters
+
     def step(self, iteration: int, samples: list[Sample]) -> StepReport:
         """One optimizer step on samples that are not read from the data, such as rollouts of the weights as they are.
 
@@ -323,13 +343,19 @@ class Trainer:
         if self._teacher is not None:
             folded = self._teacher.teach(folded)
         reported = run_schedule(self._chunks, folded, self._forward_step)
-        self._check_finite(reported, planned)
+        if self._forward_step is not sft_forward_step:
+            # Before the optimizer sees its gradient.
+            check_finite(reported, planned.folded.sample_index, samples, self._place)
         self._check_gradients(planned)
         lr = self._optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, "only loss scaling skips steps, and there is none"
         self._scheduler.step(increment=self._recipe.batch.per_step)
-        loss, physical, metrics = self._totals(reported, planned.folded)
+        loss, physical, metrics = self._totals.of(
+            reported,
+            physical_tokens=sum(batch.layout.physical_tokens for batch in planned.folded.micro_batches),
+            known=planned.folded.metrics,
+        )
         return StepReport(
             iteration=planned.iteration,
             loss=loss,
@@ -342,24 +368,6 @@ class Trainer:
             seconds=time.perf_counter() - started,
             metrics=metrics,
         )
-
-    def _check_finite(self, reported: list[Any], planned: _PlannedStep) -> None:
-        """Let all ranks refuse a step with a model output that is not finite, before the optimizer sees its gradient.
-
-        Raises:
-            SampleError: names the first such sample; only for objectives that look at samples.
-        """
-        if self._forward_step is sft_forward_step:
-            return
-        first = len(planned.samples)
-        if self._place.has_logits:
-            for entry, indices in zip(reported, planned.folded.sample_index, strict=True):
-                bad = int(entry["bad_sample"])
-                first = min(first, first if bad == NO_SAMPLE else indices[bad])
-        of_all = torch.tensor(first, device=self._place.device)
-        dist.all_reduce(of_all, op=dist.ReduceOp.MIN)
-        if int(of_all) < len(planned.samples):
-            raise not_finite(planned.samples[int(of_all)])
 
     def _check_gradients(self, planned: _PlannedStep) -> None:
         """Let all ranks refuse a step with a gradient that is not finite, before the optimizer sees it.
@@ -377,27 +385,3 @@ class Trainer:
                 "larger than the model's dtype can hold. Nothing of this step was applied or saved; lower optimizer.lr "
                 "or set optimizer.clip_grad"
             )
-
-    def _totals(self, reported: list[Any], folded: FoldedStep) -> tuple[float, int, dict[str, float]]:
-        """The step's mean loss, physical tokens and metrics, known to every rank after one collective."""
-        if not self._place.has_logits:
-            reported = []
-        means = add_means(entry.get("metrics", {}) for entry in reported)
-        if self._metric_names is None:
-            self._metric_names = list(dict.fromkeys(name for names in everyone(list(means)) for name in names))
-        totals = torch.zeros(2 + len(self._metric_names), 2, dtype=torch.float64, device=self._place.device)
-        if self._place.has_logits:
-            totals[0, 0] = sum(float(entry["loss_sum"]) for entry in reported)
-            totals[0, 1] = sum(int(entry["num_tokens"]) for entry in reported)
-            totals[1, 0] = sum(batch.layout.physical_tokens for batch in folded.micro_batches)
-            assert means.keys() == set(self._metric_names), "an objective reports the same metrics in every step"
-            for row, name in enumerate(self._metric_names, start=2):
-                totals[row] = means[name]
-        dist.all_reduce(totals)
-        (loss_sum, num_tokens), (physical, _), *of_names = totals.tolist()
-        metrics = dict(folded.metrics) | dict(zip(self._metric_names, of_names, strict=True))
-        return (
-            loss_sum / max(num_tokens, 1),
-            int(physical),
-            {name: total / weight for name, (total, weight) in metrics.items() if weight},
-        )
