@@ -25,7 +25,8 @@ def train(
         bool,
         typer.Option(
             "--new-data",
-            help="With --resume: weights, optimizer and steps go on, with other data, from their beginning.",
+            help="With --resume: if the data are not the checkpoint's, begin with their first; weights, optimizer and "
+            "steps go on.",
         ),
     ] = False,
 ) -> None:

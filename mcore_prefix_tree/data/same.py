@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain, islice
 from typing import Any
@@ -112,6 +112,16 @@ def checksum(groups: Sequence[Sequence[Sample]], sizes: npt.NDArray[np.int64], *
     """
     some = groups if all_of_them else [groups[index] for index in _some_of(len(groups))]
     return _crc_of(chain.from_iterable(some), crc32(np.ascontiguousarray(sizes, dtype=np.int64).data), signals=False)
+
+
+def is_other(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
+    """Whether checksums are of other samples; those that were made in another way cannot tell.
+
+    Args:
+        before: of an earlier run, by how its samples were read.
+        now: of this one.
+    """
+    return any(before[way] != now[way] for way in before.keys() & now.keys())
 
 
 def _some_of(number: int) -> list[int]:

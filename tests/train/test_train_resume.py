@@ -260,9 +260,16 @@ def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Pat
     assert straight.reports[0].logical_tokens == sum(map(len, batch_of(load_recipe(job, options), 1)))
 
     train(job, *saving(tmp_path / "second", *options), resume=True, new_data=True, stop_after=6)
+    shutil.copytree(tmp_path / "second", tmp_path / "again")
     rest = train(job, *saving(tmp_path / "second", *options), resume=True)
     assert rest.spans == [(5, 8)]
     assert rest.losses == straight.losses[2:]
+    # As by a scheduler, which starts a job again with the words that it was started with.
+    again = train(job, *saving(tmp_path / "again", *options), resume=True, new_data=True)
+    assert again.losses == rest.losses
+    known = "which was trained on these data already: they go on where it stopped"
+    assert [known in text for text in again.messages if text.startswith("resumed from")] == [True]
+    assert not any(known in text for text in (*rest.messages, *straight.messages))
     done = train(job, *saving(tmp_path / "second", *options, "compare=true"), resume=True, new_data=True)
     assert (done.spans, len(done.comparisons)) == ([(9, 8)], 1)
     result = command("train", job, *saving(tmp_path / "third"), "--new-data")

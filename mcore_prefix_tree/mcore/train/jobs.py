@@ -82,7 +82,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         recipe: the job's.
         reporter: is told on the main rank.
         resume: continue from the last complete checkpoint in ``checkpoint.save``, if there is one.
-        new_data: with ``resume``: on data that are not the checkpoint's, from their beginning.
+        new_data: with ``resume``: data that are not the checkpoint's are taken from their beginning.
 
     Raises:
         VerificationError: folded and unfolded differ on the first batch; nothing was trained.

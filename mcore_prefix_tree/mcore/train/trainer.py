@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -18,6 +17,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
+from mcore_prefix_tree.data.same import is_other
 from mcore_prefix_tree.mcore.forward_step import sft_forward_step
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration, calibrate
@@ -187,7 +187,7 @@ class Trainer:
         Args:
             saved: the iteration, None for the start.
             reporter: is told.
-            new_data: the order is not that of the saved run, and begins here.
+            new_data: where the order is not that of the saved run, it begins here.
 
         Raises:
             EndedError: a signal ended it before; the step was finished, and saved if there is a folder for it.
@@ -270,28 +270,32 @@ class Trainer:
             # Before it is read: a model that does not fit may be one of them.
             reporter.message(f"changed since {source}: {', '.join(changed)}")
         progress = checkpoint.load(folder, saved, self._chunks, self._optimizer, self._scheduler)
-        self._data_from = saved if new_data else progress.data_from
-        if not new_data:
-            self._check_data(progress, source)
+        self._data_from = progress.data_from
+        told = f"resumed from {source}"
+        if (other := self._other_data(progress)) is not None:
+            if not new_data:
+                raise RecipeError(
+                    f"checkpoint {source} {other}; the data would not continue where it stopped: change it back, or "
+                    "say --new-data, to begin with the first of the data"
+                )
+            self._data_from = saved
+        elif new_data:
+            # A job that is started again with the same words must not begin its data again.
+            told += ", which was trained on these data already: they go on where it stopped"
         if self._place.is_main:
-            reporter.message(f"resumed from {source}")
+            reporter.message(told)
         return saved
 
-    def _check_data(self, progress: checkpoint.Progress, source: Path) -> None:
-        """Refuse to go on where the data would not continue where they stopped; raises RecipeError."""
+    def _other_data(self, progress: checkpoint.Progress) -> str | None:
+        """What a checkpoint has otherwise than this run, if the data would not continue where it stopped."""
         for name, now in vars(self._progress(progress.iteration)).items():
             before = getattr(progress, name)
             if name == "checksums":
-                same = all(before[key] == now[key] for key in before.keys() & now.keys())
-                found = f"is of other samples than data.path={self._recipe.data.path} gives, though of as many"
-            else:
-                same = before == now
-                found = f"was written with {name}={before}, this run has {name}={now}"
-            if not same:
-                raise RecipeError(
-                    f"checkpoint {source} {found}; the data would not continue where it stopped: change it back, or "
-                    "say --new-data, to begin with the first of the data"
-                )
+                if is_other(before, now):
+                    return f"is of other samples than data.path={self._recipe.data.path} gives, though of as many"
+            elif before != now:
+                return f"was written with {name}={before}, this run has {name}={now}"
+        return None
 
     def _save(self, iteration: int, reporter: Reporter) -> None:
         options = self._recipe.checkpoint
