@@ -110,6 +110,12 @@ def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         help="Keep the order of the files. Otherwise lines are drawn in a new order each epoch, by --seed.",
     )
     group.add_argument(
+        "--prefix-tree-new-data",
+        action="store_true",
+        help="A job that resumes with other samples than its checkpoint was trained on, which it knows again, begins "
+        "with the first of them. Otherwise they are refused. With the same samples it goes on where it stopped.",
+    )
+    group.add_argument(
         "--prefix-tree-on-error",
         choices=["raise", "skip"],
         default="raise",

@@ -224,6 +224,7 @@ MEGATRON_LM = (
     Uses("megatron.training.arguments:parse_args", "extra_args_provider"),
     Uses("megatron.training.arguments:validate_args", "args defaults"),
     Uses("megatron.training.arguments:core_transformer_config_from_args", "args"),
+    Uses("megatron.training.checkpointing:load_args_from_checkpoint", "args"),
     Uses("megatron.training.theoretical_memory_usage:compute_weight_and_optimizer_memory", "args"),
     Uses(
         "megatron.core.models.gpt:GPTModel",

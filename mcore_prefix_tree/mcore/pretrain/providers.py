@@ -32,6 +32,7 @@ from mcore_prefix_tree.mcore.layer_specs import stock_block_spec, with_prefix_tr
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.pretrain.adapter import model_arguments
 from mcore_prefix_tree.mcore.pretrain.backend import device_of_this_rank, with_backend
+from mcore_prefix_tree.mcore.pretrain.resumed import consumed_before
 from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
 from mcore_prefix_tree.mcore.pretrain.steps import StepDealer, StepIterator, StepSize, check_steps
 from mcore_prefix_tree.mcore.ranks import all_ranks
@@ -247,6 +248,7 @@ class TreeDatasetsProvider:
 
     def __init__(self) -> None:
         self._training: StepDealer | None = None
+        self._consumed_before = 0  # samples, of other data than these
         self._validation: StepDealer | None = None
 
     def __call__(
@@ -255,7 +257,7 @@ class TreeDatasetsProvider:
         """Iterators for training, validation and no test.
 
         Raises:
-            ArgumentError: a step does not fit its micro-batches.
+            ArgumentError: a step does not fit its micro-batches, or the job resumes with other samples than it had.
             SampleError: bad data.
         """
         args = get_args()
@@ -267,6 +269,7 @@ class TreeDatasetsProvider:
             if self._training is None:
                 order = training_order(args)
                 print_rank_0(f"> {order.samples_per_epoch} samples an epoch from {args.prefix_tree_data_path}")
+                self._consumed_before = consumed_before(args, order)
                 # Streamed data would be read and encoded once more, which a dry run does for who wants to know: here a
                 # step that does not fit is told when it is planned, while the one before computes.
                 constant = args.rampup_batch_size is None and getattr(args, "step_batch_size_schedule", None) is None
@@ -275,14 +278,15 @@ class TreeDatasetsProvider:
                         order,
                         constant_size(args),
                         folding,
-                        consumed=args.consumed_train_samples,
-                        end=train_val_test_num_samples[0] or 0,
+                        consumed=args.consumed_train_samples - self._consumed_before,
+                        end=(train_val_test_num_samples[0] or 0) - self._consumed_before,
                     )
                 folding = with_backend(folding, args, order)
                 self._training = StepDealer(
                     order, folding, dp_rank=dp_rank, num_workers=args.num_workers, clock=training_seconds
                 )
-            train = StepIterator(self._training, consumed=args.consumed_train_samples, size=lambda: _current_size(args))
+            consumed = args.consumed_train_samples - self._consumed_before
+            train = StepIterator(self._training, consumed=consumed, size=lambda: _current_size(args))
         if not args.prefix_tree_valid_data_path:
             if args.eval_iters:
                 print_rank_0("> no --prefix-tree-valid-data-path: nothing is evaluated")

@@ -1,0 +1,120 @@
+"""``pretrain_gpt`` that resumes knows its samples again, and begins others where they begin if it is told so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from megatron_lm import (
+    CPU,
+    ENTRY,
+    FOLDED,
+    LOSS,
+    MODEL,
+    TRAIN,
+    VARIABLE,
+    WEIGHTS_ONLY,
+    Stock,
+    megatron,
+    trained,
+)
+
+if VARIABLE not in os.environ:
+    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+pytest.importorskip("triton", reason="megatron.training imports triton")
+pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+
+BEFORE = 3
+CONSTANT = TRAIN.replace("cosine", "constant").replace("--lr-warmup-iters 2", "--lr-warmup-iters 0")
+
+
+def of(data: Path, saved: Path, *others: str) -> tuple[str, ...]:
+    return CPU, MODEL, CONSTANT, FOLDED, f"--prefix-tree-data-path {data}", f"--save {saved}", *others
+
+
+@pytest.fixture(scope="module")
+def samples(stock: Stock) -> Path:
+    return Path(stock.data.split()[1])
+
+
+@pytest.fixture(scope="module")
+def others(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many, but not the same."""
+    lines = samples.read_text().splitlines(keepends=True)
+    path = tmp_path_factory.mktemp("others") / "others.jsonl"
+    path.write_text("".join(lines[1:] + lines[:1]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def interrupted(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interrupted")
+    trained(ENTRY, *of(samples, folder, f"--exit-interval {BEFORE}"))
+    return folder
+
+
+def copied(folder: Path, target: Path) -> Path:
+    shutil.copytree(folder, target)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("", "was trained on other samples than --prefix-tree-data-path gives, though on as many"),
+        ("--seed 7", "was trained with seed=1234, this job has seed=7 (--seed)"),
+        (
+            "--prefix-tree-no-shuffle",
+            "was trained with shuffle=True, this job has shuffle=False (--prefix-tree-no-shuffle)",
+        ),
+    ],
+    ids=["samples", "seed", "shuffle"],
+)
+def test_what_would_not_continue_is_refused(
+    samples: Path, others: Path, interrupted: Path, tmp_path: Path, change: str, says: str
+) -> None:
+    run = megatron(ENTRY, *of(samples if change else others, tmp_path, f"--load {interrupted}", change))
+    assert run.status != 0
+    (said,) = {line for line in run.output.splitlines() if "the checkpoint in --load" in line}
+    assert f"the checkpoint in --load {interrupted} {says}; the data would not continue after its 48 samples" in said
+    assert run.losses == {}
+
+
+def test_new_data_begin_with_their_first_sample(others: Path, interrupted: Path, tmp_path: Path) -> None:
+    """And go on in their middle when the job is started once more with the same words, as a scheduler does."""
+    straight, twice = (copied(interrupted, tmp_path / name) for name in ("straight", "twice"))
+
+    def run(folder: Path, until: int) -> dict[int, float]:
+        arguments = of(others, folder, f"--load {folder}", "--prefix-tree-new-data", f"--exit-interval {until}")
+        done = trained(ENTRY, *arguments, ranks=2)
+        begins = f"> new data: their first sample follows the {16 * BEFORE} of the checkpoint"
+        assert (begins in done.output) == (folder == straight or until == BEFORE + 2)
+        return done.losses
+
+    undisturbed = run(straight, BEFORE + 4)
+    assert sorted(undisturbed) == list(range(BEFORE + 1, BEFORE + 5))
+    first, rest = run(twice, BEFORE + 2), run(twice, BEFORE + 4)
+    assert sorted(first | rest) == sorted(undisturbed)
+    assert first | rest == pytest.approx(undisturbed, rel=LOSS)
+
+    alone = trained(ENTRY, *of(others, tmp_path / "alone", f"--load {interrupted} {WEIGHTS_ONLY} --exit-interval 1"))
+    assert undisturbed[BEFORE + 1] == pytest.approx(alone.losses[1], rel=LOSS)
+
+
+def test_a_stock_checkpoint_does_not_say_its_samples(others: Path, base: Path, tmp_path: Path) -> None:
+    """It goes on at its count, as stock Megatron does; or with the first sample, if it is told so."""
+    lines = []
+    for name, told in (("counted", ""), ("new", "--prefix-tree-new-data")):
+        data = f"{others} --prefix-tree-no-shuffle"
+        arguments = of(Path(data), tmp_path / name, f"--load {base} --exit-interval 2 --no-load-optim", told)
+        lines.append(trained(ENTRY, *arguments).losses[2])
+    alone = trained(
+        ENTRY,
+        *of(Path(f"{others} --prefix-tree-no-shuffle"), tmp_path / "alone", f"--load {base} {WEIGHTS_ONLY}"),
+        "--exit-interval 1",
+    )
+    counted, new = lines
+    assert new == pytest.approx(alone.losses[1], rel=LOSS)
+    assert counted != pytest.approx(new, rel=100 * LOSS)
