@@ -172,7 +172,7 @@ def run(
             started = time.perf_counter()
             reports = [trainer.step(batch * UPDATES + update, samples) for update in range(1, UPDATES + 1)]
             for report in reports:
-                log(report)
+                log.step(report)
             curve.append(
                 {
                     "reward": reports[0].metrics["reward"],

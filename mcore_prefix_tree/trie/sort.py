@@ -6,6 +6,7 @@ Legend: S samples.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -23,8 +24,9 @@ def sort_samples(
 ) -> tuple[IntArray, IntArray]:
     """Depth-first order of the samples and the prefix each shares with the one before it.
 
-    The order depends on the samples' content alone (equal samples keep the caller's order), so every rank and every
-    shuffle of the same samples builds the same trie. Needs 4 bytes for every logical token while it sorts.
+    The order depends on the samples' content alone (those that score the same of equal tokens keep the caller's order),
+    so every rank and every shuffle of the same samples builds the same trie and plans the same. Needs 4 bytes for every
+    logical token while it sorts.
 
     Args:
         samples: any number.
@@ -63,7 +65,7 @@ def _sorted_runs(samples: Sequence[Sample], shareable: Sequence[npt.NDArray[np.i
     # Big-endian bytes compare like the integers they hold, so the sort is memcmp on whole samples. What is not shared
     # decides between equal prompts alone, or their order would be the caller's.
     keys = [
-        (part.astype(">i4").tobytes(), sample.tokens[len(part) :].astype(">i4").tobytes())
+        (part.astype(">i4").tobytes(), sample.tokens[len(part) :].astype(">i4").tobytes(), _Scored(sample.loss_mask))
         for part, sample in zip(shareable, samples, strict=True)
     ]
     groups: dict[Hashable, list[int]] = {}
@@ -72,6 +74,27 @@ def _sorted_runs(samples: Sequence[Sample], shareable: Sequence[npt.NDArray[np.i
     runs = [sorted(group, key=keys.__getitem__) for group in groups.values()]
     # The merge key's repr decides between groups that start with the same tokens.
     return sorted(runs, key=lambda run: (keys[run[0]], repr(samples[run[0]].merge_key)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Scored:
+    """What decides between equal tokens, and is made for these alone: more scored ones first, then earlier ones.
+
+    What the others of them score is then mostly scored already, as a plan's cost takes for granted.
+    """
+
+    mask: npt.NDArray[np.float32]
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        unscored = self.mask == 0
+        return int(np.count_nonzero(unscored)), unscored.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Scored) and self.key == other.key
+
+    def __lt__(self, other: _Scored) -> bool:
+        return self.key < other.key
 
 
 def prompt_length(sample: Sample) -> int:

@@ -30,7 +30,7 @@ from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import EncodedTurn, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
-from mcore_prefix_tree.mcore.train import jobs
+from mcore_prefix_tree.mcore.train import reading
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
 
@@ -67,7 +67,7 @@ class Letters:
 
 @pytest.fixture(autouse=True)
 def letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "load_tokenizer", lambda name, kwargs: Letters())
+    monkeypatch.setattr(reading, "load_tokenizer", lambda name, kwargs: Letters())
 
 
 def conversations(shape: Sequence[Sequence[int]] = SHAPE) -> list[dict[str, Any]]:

@@ -92,6 +92,17 @@ def test_the_order_of_the_samples_does_not_matter(problem, seed):
     assert content(shuffled, plan_step(shuffled, **options)) == content(samples, plan_step(samples, **options))
 
 
+def test_equal_tokens_with_other_masks_cost_the_same_in_any_order():
+    """Of two that are equal the scored one counts, whichever comes first."""
+    scored, unscored = (Sample(tokens=[7] * 5, loss_mask=[0, 0, 0, 0, one]) for one in (1, 0))
+    model = CostModel(token=2.0, pair=0.25, scored=16.0)
+    for samples in ([scored, unscored], [unscored, scored]):
+        report = report_plan(
+            samples, plan_step(samples, max_tokens=5, dp_size=1, cost_model=model), model, max_tokens=5
+        )
+        assert report.ranks[0][0].scored == 1
+
+
 @given(problems())
 def test_reports_count_right(problem):
     samples, options = problem
