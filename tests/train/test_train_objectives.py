@@ -352,3 +352,18 @@ def test_a_model_that_has_diverged(tmp_path: Path) -> None:
     job, overrides = job_of(tmp_path, "grpo")
     with pytest.raises(SampleError, match=r"data.jsonl:\d+: the model's output for this sample is NaN or infinite"):
         train(job, *overrides, "model.transformer.init_method_std=1e38")
+
+
+def test_a_step_without_a_mismatched_sample_is_known_before_the_first_step(tmp_path: Path) -> None:
+    """The only one is among the first six samples, which the first of two steps takes."""
+    content = [row | {"mismatched": at == 1} for at, row in enumerate(rows(neighbours=3))]
+    job = write_job(tmp_path, content)
+    overrides = ["objective.name=kto", "data.shuffle=false", "train_iters=2"]
+    notes = Notes()
+    with pytest.raises(
+        SampleError, match=r"^step 2, which \S+data\.jsonl:7 is in, has no mismatched sample, and kto with"
+    ):
+        run_train(load_recipe(job, overrides), notes)
+    assert notes.reports == []
+    train(job, *overrides, "objective.options={reference_point: zero}")
+    train(job, *overrides, "train_iters=1", "optimizer.lr_warmup_steps=0")

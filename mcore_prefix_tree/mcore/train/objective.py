@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 
@@ -127,6 +127,27 @@ def check_samples(objective: ForwardObjective, samples: Sequence[Sample]) -> Non
                 ", or set objective.options.on_policy=true if each step's samples are of the weights it starts with"
             )
         raise SampleError(f"{error}; {way_out}") from None
+
+
+def check_steps(objective: ForwardObjective, steps: Iterable[tuple[int, Sequence[Sample]]]) -> None:
+    """See before the first step what the samples of a whole step show alone, and would end the run when it comes.
+
+    Args:
+        objective: of the recipe.
+        steps: iterations and their samples, which are looked at only for objectives that ask for it.
+
+    Raises:
+        SampleError: the objective cannot train on the samples of a step together.
+    """
+    if not isinstance(objective, KTO) or objective.reference_point != "mismatched":
+        return
+    for iteration, samples in steps:
+        if not any(sample.signals.mismatched for sample in samples):
+            raise SampleError(
+                f"step {iteration}, which {samples[0].source} is in, has no mismatched sample, and kto with "
+                "reference_point=mismatched needs one in every step; raise batch.global_batch_size, mix them in and "
+                "keep the files' order with data.shuffle=false, or set objective.options.reference_point=zero"
+            )
 
 
 def is_weighted_sum(objective: ForwardObjective) -> bool:

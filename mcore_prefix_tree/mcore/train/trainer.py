@@ -25,7 +25,7 @@ from mcore_prefix_tree.mcore.train.compare import Comparison, compare
 from mcore_prefix_tree.mcore.train.ending import EndedError, EndingSignals
 from mcore_prefix_tree.mcore.train.held_out import Evaluation, HeldOut
 from mcore_prefix_tree.mcore.train.logs import Logs, open_logs
-from mcore_prefix_tree.mcore.train.objective import forward_step_of, is_weighted_sum, objective_of
+from mcore_prefix_tree.mcore.train.objective import check_steps, forward_step_of, is_weighted_sum, objective_of
 from mcore_prefix_tree.mcore.train.retention import remove_older
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
@@ -194,6 +194,7 @@ class Trainer:
         """
         recipe = self._recipe
         done = 0 if saved is None else self._resume(saved, reporter, new_data=new_data)
+        self._check_steps(done)
         if self._place.is_main:
             reporter.started(done + 1, recipe.train_iters)
         consumed, workers = (done - self._data_from) * recipe.batch.per_step, recipe.data.num_workers
@@ -225,6 +226,15 @@ class Trainer:
             comparison = self.compare(recipe.train_iters, repeats=1)
             if self._place.is_main:
                 reporter.compared(comparison)
+
+    def _check_steps(self, done: int) -> None:
+        """As :func:`check_steps`, after so many steps; streamed samples are not there to look at."""
+        if self._order.is_streamed:
+            return
+        batch = self._recipe.batch.per_step
+        with self._order.stream((done - self._data_from) * batch) as stream:
+            following = range(done + 1, self._recipe.train_iters + 1)
+            check_steps(objective_of(self._recipe), ((iteration, stream.take(batch)) for iteration in following))
 
     def _evaluate(self, iteration: int, log: Logs, reporter: Reporter) -> None:
         if self._held_out is None:
