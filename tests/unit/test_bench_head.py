@@ -1,0 +1,65 @@
+"""``scripts/bench_head.py``, and what is rendered of its file."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def bench_head(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import bench_head
+
+    monkeypatch.setattr(bench_head, "EXACT_ROWS", 5)
+    return bench_head
+
+
+def run_bench_head(bench_head, monkeypatch, tmp_path):
+    output = tmp_path / "head.json"
+    cases = ["--case", "16", "4", "50", "--case", "7", "3", "20"]
+    monkeypatch.setattr(sys, "argv", ["bench_head.py", "--repeats", "2", *cases, "--output", str(output)])
+    bench_head.main()
+    return json.loads(output.read_text())
+
+
+def test_the_heads_benchmark(bench_head, monkeypatch, tmp_path):
+    result = run_bench_head(bench_head, monkeypatch, tmp_path)
+    assert [(case["rows"], case["supervised"]) for case in result["cases"]] == [
+        (16, 1.0),
+        (16, 0.4),
+        (7, 1.0),
+        (7, 0.4),
+    ]
+    assert result["missing"]["Liger-Kernel"] == "its kernels need a GPU"
+    for case in result["cases"]:
+        for name, way in case["ways"].items():
+            assert way["gradient_error"] < 1e-5, name
+            assert len(way["seconds"]) == 2
+    render = runpy.run_path(str(ROOT / "scripts" / "render_results.py"))
+    tables = render["head_on_gpus"]([{"steps": {}}, {"head": result}])
+    assert "**16 rows, hidden 4, vocabulary 50, 40% of them scored**" in tables
+    assert "| fused, any loss |" in tables
+
+
+def test_a_way_that_fails_loses_its_row_alone(bench_head, monkeypatch, tmp_path):
+    def broken(case):
+        raise torch.OutOfMemoryError("CUDA out of memory\nwith details")
+
+    monkeypatch.setattr(bench_head.Case, "torch_two_steps", broken)
+    with pytest.raises(SystemExit, match="some ways failed"):
+        run_bench_head(bench_head, monkeypatch, tmp_path)
+    result = json.loads((tmp_path / "head.json").read_text())
+    ways = result["cases"][0]["ways"]
+    assert ways["torch: linear, cross_entropy"] == {"failed": "OutOfMemoryError: CUDA out of memory"}
+    assert ways["unfused"]["seconds"]
+    render = runpy.run_path(str(ROOT / "scripts" / "render_results.py"))
+    failed = "| torch: linear, cross_entropy | failed: OutOfMemoryError: CUDA out of memory | | | |"
+    assert failed in render["bench_head_tables"](result)
