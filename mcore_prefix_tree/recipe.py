@@ -337,6 +337,9 @@ class Recipe:
         deterministic_attention: attention gives the same bits twice. False lets back-ends take a faster backward that
             adds up in any order, and admits those that have no other.
         fused_head: score the supervised tokens a chunk of logits at a time. False keeps the logits of all tokens.
+        head_chunk_rows: predictors of a chunk, at most. None takes 256 on a CPU and 2,048 on a GPU, or more where a
+            rank's part of the vocabulary is small. Where samples (of ``gspo``, ``kto``) or pairs score more positions
+            than that, a larger number saves time and costs memory: see docs/head.md.
         device: ``auto`` takes the GPU where there is one; ``cpu`` runs megatron-core under emulation.
         distributed_timeout_minutes: that ranks wait for each other before the job ends; None takes torch's and
             Megatron's defaults, 10 minutes on GPUs for all ranks together and 30 for parts of them.
@@ -351,6 +354,7 @@ class Recipe:
     attention_backend: str = "auto"
     deterministic_attention: bool = True
     fused_head: bool = True
+    head_chunk_rows: PositiveInt | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     distributed_timeout_minutes: PositiveInt | None = None
     compare: bool = True
@@ -361,6 +365,14 @@ class Recipe:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     log: LogConfig = field(default_factory=LogConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse chunks of a head that has none."""
+        if self.head_chunk_rows is not None and (not self.fused_head or self.objective.has_scalar_head):
+            why = "fused_head=false" if not self.fused_head else f"objective.name={self.objective.name}"
+            raise PydanticCustomError(
+                "no_chunks", f"head_chunk_rows is of the fused head, which there is none with {why}; leave it out"
+            )
 
     @property
     def padding(self) -> Padding:
@@ -412,7 +424,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         faults = []
         for fault in error.errors():
             key = ".".join(str(part) for part in fault["loc"] if part not in ("str", "list[str]")) or "the recipe"
-            given = "" if fault["type"] in ("missing", "step_size") else f" (given {fault['input']!r})"
+            given = "" if fault["type"] in ("missing", "step_size", "no_chunks") else f" (given {fault['input']!r})"
             if fault["type"] == "unexpected_keyword_argument":
                 faults.append(f"{key}: there is no such key{given}, {instead_of(key, Recipe)}")
             else:

@@ -91,14 +91,22 @@ class Case:
         """For a loss of one term, which reads all sequences."""
         return self._fused_edges(self.needed_whole, by_rows=False)
 
-    def _fused_edges(self, edges: Edges, *, by_rows: bool) -> torch.Tensor:
+    def fused_whole_at_once(self) -> torch.Tensor:
+        """The same, with a chunk that holds all rows: what is left to save is the rows that are not scored."""
+        return self._fused_edges(self.needed_whole, by_rows=False, chunk_rows=len(self.needed_whole.host_row))
+
+    def _fused_edges(self, edges: Edges, *, by_rows: bool, chunk_rows: int | None = None) -> torch.Tensor:
         edge_weight = self.loss_weight[edges.token]
 
         def loss(logprob: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
             return -torch.dot(logprob, edge_weight)
 
         gradient, logprob, _ = head_edge_loss(
-            self.hidden[edges.row], self.weight, Head(edges=edges), loss=loss, by_rows=by_rows
+            self.hidden[edges.row],
+            self.weight,
+            Head(edges=edges, rows_at_a_time=chunk_rows),
+            loss=loss,
+            by_rows=by_rows,
         )
         return loss(logprob, None) + gradient
 
@@ -133,6 +141,7 @@ def ways(device: torch.device) -> tuple[dict[str, Callable[[Case], torch.Tensor]
         "fused, loss by rows": Case.fused_rows,
         "fused, loss of sequences": Case.fused_sequences,
         "fused, loss of the whole": Case.fused_whole,
+        "fused, loss of the whole in one chunk": Case.fused_whole_at_once,
         "fused, linear loss": Case.fused_sum,
         "unfused": Case.unfused,
         "torch: linear, cross_entropy": Case.torch_two_steps,

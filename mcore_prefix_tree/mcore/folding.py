@@ -33,6 +33,7 @@ class Folding:
         deterministic_attention: whether it has to give the same bits twice.
         output: what their last pipeline stage is asked for.
         only_supervised: ask for the tokens with a non-zero loss mask alone.
+        head_chunk_rows: see :class:`MicroBatch`.
 
     Raises:
         ValueError: on construction, if no length bucket holds ``max_tokens``.
@@ -51,6 +52,7 @@ class Folding:
     deterministic_attention: bool = True
     output: Output = "logits"
     only_supervised: bool = False
+    head_chunk_rows: int | None = None
 
     def __post_init__(self) -> None:
         self.padding.check_holds(self.max_tokens)
@@ -117,4 +119,5 @@ class Folding:
             deterministic_attention=self.deterministic_attention,
             output=self.output,
             needed=layout.loss_weight != 0 if self.only_supervised else None,
+            head_chunk_rows=self.head_chunk_rows,
         )

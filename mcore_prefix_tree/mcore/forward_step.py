@@ -121,6 +121,7 @@ def _head_arguments(
         edge_loss=edge_loss,
         by_rows=by_rows,
         logit_loss=logit_loss,
+        chunk_rows=batch.head_chunk_rows,
     )
     return request_arguments(request)
 

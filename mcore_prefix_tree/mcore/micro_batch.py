@@ -47,6 +47,7 @@ class MicroBatch:
         output: what the last pipeline stage is asked for; values need a model with
             :func:`~mcore_prefix_tree.mcore.scalar_head.with_scalar_head`, anything else but logits one with
             :func:`~mcore_prefix_tree.mcore.output_layer.with_edge_head`.
+        head_chunk_rows: predictors whose logits that head holds at a time, at most; None leaves it to the head.
         rows: what the loss of the step's objective reads, where that is not a weighted sum of log-probabilities.
         teacher: on the last pipeline stage, what a distillation by whole vocabularies reads besides.
     """
@@ -59,6 +60,7 @@ class MicroBatch:
     temperature: torch.Tensor | None
     packed_seq_params: TreePackedSeqParams
     output: Output = "logits"
+    head_chunk_rows: int | None = None
     rows: Rows | TeacherRows | None = None
     teacher: TeacherHidden | None = None
 
@@ -72,6 +74,7 @@ class MicroBatch:
         deterministic_attention: bool = True,
         output: Output = "logits",
         needed: npt.NDArray[np.bool_] | None = None,
+        head_chunk_rows: int | None = None,
     ) -> MicroBatch:
         """Moves what a layout holds to ``device``.
 
@@ -81,6 +84,7 @@ class MicroBatch:
             attention_backend, deterministic_attention: see :class:`TreePackedSeqParams`.
             output: as above.
             needed: bool ``[P]``, tokens whose log-probabilities will be read; None is all.
+            head_chunk_rows: as above.
         """
         metadata = TreeMetadata.from_layout(layout, device=device)
         return cls(
@@ -94,4 +98,5 @@ class MicroBatch:
                 metadata, attention_backend=attention_backend, deterministic_attention=deterministic_attention
             ),
             output=output,
+            head_chunk_rows=head_chunk_rows,
         )

@@ -70,6 +70,7 @@ class HeadRequest:
             ``[P]``.
         by_rows: of it; see :func:`~mcore_prefix_tree.logprob.head_edge_loss`.
         logit_loss: for ``logit_losses``.
+        chunk_rows: predictors whose logits there are at a time, at most; None leaves it to the head.
     """
 
     output: Output
@@ -79,6 +80,7 @@ class HeadRequest:
     edge_loss: EdgeLoss | None = None
     by_rows: bool = False
     logit_loss: LogitLoss | None = None
+    chunk_rows: int | None = None
 
     def __bool__(self) -> bool:
         """Never mistaken for ``runtime_gather_output=True``."""
@@ -159,7 +161,7 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
             rows = copy_to_tensor_model_parallel_region(rows, group=layer.tp_group)
     if request.output == "hidden":
         return rows[:, None]
-    head = _head(layer, weight, edges, request.temperature)
+    head = _head(layer, weight, edges, request.temperature, chunk_rows=request.chunk_rows)
     if request.output == "logit_losses":
         assert request.logit_loss is not None, "tree_forward asks for no losses of logits without it"
         gradient, values = head_logit_losses(rows, weight, head, loss=request.logit_loss)
@@ -179,13 +181,16 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
     return torch.stack(scores, dim=1)[:, None]
 
 
-def _head(layer: Any, weight: torch.Tensor, edges: Edges, temperature: torch.Tensor | None) -> Head:
+def _head(
+    layer: Any, weight: torch.Tensor, edges: Edges, temperature: torch.Tensor | None, *, chunk_rows: int | None = None
+) -> Head:
     return Head(
         edges=edges,
         shape=_logit_shape(layer.config),
         temperature=temperature,
         vocab_start=layer.tp_group.rank() * len(weight),
         group=layer.tp_group if layer.tp_group.size() > 1 else None,
+        rows_at_a_time=chunk_rows,
         weight_grad=_MainGrad(weight) if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") else None,
     )
 

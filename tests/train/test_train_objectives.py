@@ -31,6 +31,7 @@ from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
+from mcore_prefix_tree.logprob import chunks
 from mcore_prefix_tree.mcore.score import score
 from mcore_prefix_tree.mcore.train.jobs import run_train
 from mcore_prefix_tree.mcore.train.schedule import folding_of
@@ -367,3 +368,30 @@ def test_a_step_without_a_mismatched_sample_is_known_before_the_first_step(tmp_p
     assert notes.reports == []
     train(job, *overrides, "objective.options={reference_point: zero}")
     train(job, *overrides, "train_iters=1", "optimizer.lr_warmup_steps=0")
+
+
+def test_chunks_of_the_head_are_as_large_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses are those of any other; of samples that are longer than a chunk, logits are formed twice."""
+    job, overrides = job_of(tmp_path, "gspo")
+    formed, logits = [], chunks.Chunks.logits
+    monkeypatch.setattr(chunks.Chunks, "logits", lambda self, rows: formed.append(rows) or logits(self, rows))
+
+    def run(*settings: str) -> list[float]:
+        formed.clear()
+        return train(job, *overrides, *FLOAT64, *settings).losses
+
+    usual = run()
+    once = sum(rows.stop - rows.start for rows in formed)
+    assert run("head_chunk_rows=100") == pytest.approx(usual, rel=1e-12)
+    assert sum(rows.stop - rows.start for rows in formed) == once
+    assert run("head_chunk_rows=2") == pytest.approx(usual, rel=1e-12)
+    assert max(rows.stop - rows.start for rows in formed) == 2
+    assert sum(rows.stop - rows.start for rows in formed) > 1.2 * once
+
+
+@pytest.mark.parametrize("without", ["fused_head=false", "objective.name=critic"])
+def test_chunks_of_no_head_are_refused(tmp_path: Path, without: str) -> None:
+    job, _ = job_of(tmp_path, "sft")
+    message = f"head_chunk_rows is of the fused head, which there is none with {without}; leave it out"
+    with pytest.raises(RecipeError, match=f"{job}: the recipe: {message}$"):
+        load_recipe(job, [without, "head_chunk_rows=8"])

@@ -116,6 +116,7 @@ def folding_of(recipe: Recipe, place: Session) -> Folding:
         deterministic_attention=recipe.deterministic_attention,
         output=output_of(objective_of(recipe), fused_head=recipe.fused_head),
         only_supervised=recipe.fused_head,
+        head_chunk_rows=recipe.head_chunk_rows,
     )
 
 
