@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from triton.compiler import ASTSource
 
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.triton_tree.backward import delta_kernel, key_value_kernel, query_kernel
-from mcore_prefix_tree.attention.triton_tree.config import configs_for, rounded
+from mcore_prefix_tree.attention.triton_tree.config import configs_for, part
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
 from mcore_prefix_tree.attention.triton_tree.launch import ROW_SUMS
 
@@ -53,6 +54,7 @@ class Report:
     matrix_instructions: int
     warpgroup_products: int = 0
     warpgroup_waits: int = 0
+    multiplied: int = 0  # numbers, by one run through the code of all warps of a program, on Hopper
 
     @property
     def multiplies(self):
@@ -86,7 +88,7 @@ def case_of(architecture, head_dim, value_dim, *, dtype=torch.bfloat16, determin
 def tiles_of(case, block, width, engine, dtype=None):
     """The type of what ``Call.tiles`` makes."""
     dtype = dtype or {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[case.dtype]
-    return f"tensordesc<{dtype}[1, {block}, {rounded(width)}]>" if engine else (f"*{dtype}", "i32", "i32")
+    return f"tensordesc<{dtype}[1, {block}, {part(width)}]>" if engine else (f"*{dtype}", "i32", "i32")
 
 
 def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
@@ -100,8 +102,8 @@ def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
     partial = {"partial_key": (columns, head_dim), "partial_value": (columns, value_dim)}
     constants = {
         "HEADS": case.heads, "KV_HEADS": case.kv_heads, "GROUP": case.heads // case.kv_heads, "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim, "D": rounded(head_dim), "W": rounded(value_dim), "BLOCK_M": rows, "BLOCK_N": columns,
-        "STAGES": launch.stages, "ENGINE": engine, "LISTED": case.options.window is not None,
+        "VALUE_DIM": value_dim, "HEAD_PART": part(head_dim), "VALUE_PART": part(value_dim), "BLOCK_M": rows,
+        "BLOCK_N": columns, "STAGES": launch.stages, "ENGINE": engine, "LISTED": case.options.window is not None,
     }  # fmt: skip
     constants |= dict.fromkeys(absent)
     if case.options.window is None:
@@ -162,6 +164,7 @@ def report(kernel, case, launch, engine, architecture, absent=()):
     compiled = compile_kernel(kernel, case, launch, engine=engine, absent=absent, architecture=architecture)
     resources = dump(compiled.asm["cubin"], "cuobjdump", "--dump-resource-usage")
     instructions = dump(compiled.asm["cubin"], "nvdisasm", "-c") if architecture == 90 else ""
+    shapes = re.findall(r"HGMMA\.(\d+)x(\d+)x(\d+)", instructions)
     return Report(
         kernel=kernel.__name__,
         registers=int(re.search(r"REG:(\d+)", resources)[1]),
@@ -171,6 +174,7 @@ def report(kernel, case, launch, engine, architecture, absent=()):
         matrix_instructions=compiled.asm["ptx"].count(MATRIX_INSTRUCTION[architecture]),
         warpgroup_products=instructions.count("HGMMA."),
         warpgroup_waits=instructions.count("WARPGROUP.DEPBAR.LE"),
+        multiplied=sum(prod(map(int, shape)) for shape in shapes) * launch.warps // 4,
     )
 
 
@@ -183,7 +187,7 @@ def dump(cubin, tool, option):
 
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256))
 
 
 def main(architectures):

@@ -13,6 +13,7 @@ import triton
 from compilation import HEAD_DIMS, KERNELS, OPTIONS, SHARED_MEMORY, Report, case_of, reports
 
 from mcore_prefix_tree.attention.triton_tree import backward, forward
+from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
 OFTEN = [(90, dims) for dims in HEAD_DIMS] + [(80, (128, 128)), (100, (128, 128))]
 SELDOM = [(architecture, dims) for architecture in SHARED_MEMORY for dims in HEAD_DIMS]
@@ -66,6 +67,19 @@ def test_options_on_hopper(dims, options):
 @pytest.mark.parametrize(("architecture", "dims"), [one for one in SELDOM if one not in OFTEN])
 def test_other_chips(architecture, dims):
     assert_fit(architecture, dims, "plain")
+
+
+# Loops over tiles, and products over and into head_dim and value head_dim.
+@pytest.mark.parametrize(
+    ("which", "loops", "of_head", "of_value"), [("forward", 3, 1, 1), ("key_value", 2, 2, 2), ("query", 3, 2, 1)]
+)
+def test_a_head_dim_of_192_is_not_padded(which, loops, of_head, of_value):
+    """Its parts are multiplied, and nothing else: a tile of 256 would be a third more."""
+    case = case_of(90, 192, 128)
+    (found,) = reports(90, which, case)
+    launch = getattr(configs_for(case), which)
+    tile = launch.query_block * launch.key_block
+    assert found.multiplied == loops * tile * (192 * of_head + 128 * of_value)
 
 
 @pytest.mark.parametrize(("which", "module"), [("forward", forward), ("query", backward)])

@@ -170,6 +170,22 @@ def test_head_dims(dim, value_dim, engine):
     )
 
 
+@pytest.mark.parametrize(("deterministic", "engine"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("divided", [False, True])
+def test_heads_in_parts(deterministic, engine, divided, monkeypatch):
+    """Of 160, the last of three parts reaches past the end; the sums in fp32 have whole parts."""
+    monkeypatch.setattr(launch, "processors", lambda device: 1000 if divided else 0)
+    assert_is_reference(
+        metadata_of([20, 30, 13], [-1, 0, 0], padding=2),
+        heads=2,
+        dim=160,
+        value_dim=192,
+        sinks=True,
+        configs=small_configs(deterministic=deterministic, engine=engine),
+        settings=EVERYTHING,
+    )
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_float16(seed, deterministic):

@@ -199,7 +199,7 @@ def test_every_row_of_the_table():
     """Per-token arrays are rounded up to whole blocks of any size, and operators get the same launches back."""
     for capability, dims, dtype, cap, deterministic in itertools.product(
         [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)],
-        [(16, 16), (64, 64), (128, 64), (192, 128), (128, 192), (256, 256)],
+        [(16, 16), (64, 64), (128, 64), (192, 128), (128, 192), (256, 128), (256, 256)],
         [torch.bfloat16, torch.float32],
         [None, 30.0],
         [False, True],

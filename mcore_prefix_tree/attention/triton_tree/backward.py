@@ -12,7 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mcore_prefix_tree.attention.triton_tree.tiles import DIAGONAL, FULL, KINDS, capped, load_rows, store_rows, visible
+from mcore_prefix_tree.attention.triton_tree.tiles import (
+    DIAGONAL,
+    FULL,
+    KINDS,
+    add_weighted,
+    capped,
+    load_rows,
+    products,
+    store_rows,
+    visible,
+    zeros,
+)
 
 
 @triton.jit(do_not_specialize=["size", "stride"])
@@ -24,46 +35,69 @@ def delta_kernel(
     stride,  # R
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    W: tl.constexpr,  # VALUE_DIM rounded up
+    VALUE_PART: tl.constexpr,  # the width of the parts that VALUE_DIM is taken in
     BLOCK_M: tl.constexpr,
     ENGINE: tl.constexpr,
 ):
     """One program for each block of queries of one head: ``sum(out * grad_out)`` of their rows."""
     head = tl.program_id(0) % HEADS
     start = tl.program_id(0) // HEADS * BLOCK_M
-    product = load_rows(out, head, start, size, BLOCK_M, VALUE_DIM, W, ENGINE).to(tl.float32)
-    product *= load_rows(grad_out, head, start, size, BLOCK_M, VALUE_DIM, W, ENGINE).to(tl.float32)
-    tl.store(delta + head.to(tl.int64) * stride + start + tl.arange(0, BLOCK_M), tl.sum(product, 1))
+    o = load_rows(out, head, start, size, BLOCK_M, VALUE_DIM, VALUE_PART, ENGINE)
+    do = load_rows(grad_out, head, start, size, BLOCK_M, VALUE_DIM, VALUE_PART, ENGINE)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for part in tl.static_range(len(o)):
+        total += tl.sum(o[part].to(tl.float32) * do[part].to(tl.float32), 1)
+    tl.store(delta + head.to(tl.int64) * stride + start + tl.arange(0, BLOCK_M), total)
 
 
 @triton.jit
-def _store_sums(
-    target,
-    partial,
-    rows,
-    head,
-    start,
-    size,
-    stride,
-    splits,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ENGINE: tl.constexpr,
+def _sums_at(
+    sums, head, start, stride, part: tl.constexpr, parts: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr
 ):
+    """Pointers to one part of a tile of ``sums``, fp32 ``[heads, stride, parts * PART]``.
+
+    Both of tokens and of columns it has whole tiles, so that nothing has to be masked.
+    """
+    row = head.to(tl.int64) * stride + start + tl.arange(0, ROWS)
+    column = tl.arange(0, PART) + part * PART
+    return sums + row[:, None] * (parts * PART) + column[None, :]
+
+
+@triton.jit
+def _store_sums(target, partial, rows, head, start, size, stride, splits, WIDTH: tl.constexpr, ENGINE: tl.constexpr):
     """To ``target``, or to ``partial`` if a group is split. Either is compiled: how many tokens there are decides."""
     if partial is None:
-        store_rows(target, rows, head, start, size, ROWS, WIDTH, BLOCK, ENGINE)
+        store_rows(target, rows, head, start, size, WIDTH, ENGINE)
     else:
+        ROWS: tl.constexpr = rows[0].shape[0]
+        PART: tl.constexpr = rows[0].shape[1]
         if splits > 1:
-            if ENGINE:
-                partial.store([head, start, 0], tl.reshape(rows, [1, ROWS, BLOCK]))
-            else:
-                # Both of R and D are rounded up, so that nothing has to be masked.
-                row = head.to(tl.int64) * stride + start + tl.arange(0, ROWS)
-                tl.store(partial + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], rows)
+            for part in tl.static_range(len(rows)):
+                if ENGINE:
+                    partial.store([head, start, part * PART], tl.reshape(rows[part], [1, ROWS, PART]))
+                else:
+                    pointers = _sums_at(partial, head, start, stride, part, len(rows), ROWS, PART)
+                    tl.store(pointers, rows[part])
         else:
-            store_rows(target, rows, head, start, size, ROWS, WIDTH, BLOCK, ENGINE)
+            store_rows(target, rows, head, start, size, WIDTH, ENGINE)
+
+
+@triton.jit
+def _add_shares(grad_query, score_grad, k, head, start, stride, ENGINE: tl.constexpr):
+    """The share of a tile of keys in dQ without the softmax scale, ``score_grad.T @ k``, added with atomics."""
+    ROWS: tl.constexpr = score_grad.shape[1]
+    PART: tl.constexpr = k[0].shape[1]
+    for part in tl.static_range(len(k)):
+        # The matrix instructions of chips with a copy engine take 64 rows or more.
+        if ENGINE and ROWS < 64:
+            share = tl.trans(tl.dot(tl.trans(k[part]), score_grad, input_precision="ieee"))
+        else:
+            share = tl.dot(tl.trans(score_grad), k[part], input_precision="ieee")
+        if ENGINE:
+            grad_query.atomic_add([head, start, part * PART], tl.reshape(share, [1, ROWS, PART]))
+        else:
+            pointers = _sums_at(grad_query, head, start, stride, part, len(k), ROWS, PART)
+            tl.atomic_add(pointers, share, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["size", "key_blocks", "stride", "splits", "window"])
@@ -74,9 +108,9 @@ def key_value_kernel(
     grad_out,  # [H, P, W], likewise
     grad_key,  # None or [K, P, D], likewise, written unless splits is above 1
     grad_value,  # None or [K, P, W], likewise
-    partial_key,  # None or fp32 [K * splits, R, D], written if splits is above 1; a descriptor if ENGINE
-    partial_value,  # None or fp32 [K * splits, R, W], likewise
-    grad_query,  # None or fp32 [H, R, D], to which dQ without the softmax scale is added; a descriptor if ENGINE
+    partial_key,  # None or fp32 [K * splits, R, D in whole parts], written if splits is above 1; a descriptor if ENGINE
+    partial_value,  # None or fp32 [K * splits, R, W in whole parts], likewise
+    grad_query,  # None or fp32 [H, R, D in whole parts], to which dQ without the softmax scale is added; likewise
     lse,  # fp32 [H, R]
     delta,  # fp32 [H, R]
     end,  # int32 [R]
@@ -94,8 +128,8 @@ def key_value_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    D: tl.constexpr,  # HEAD_DIM and VALUE_DIM rounded up
-    W: tl.constexpr,
+    HEAD_PART: tl.constexpr,  # the width of the parts that HEAD_DIM is taken in
+    VALUE_PART: tl.constexpr,  # likewise
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -119,10 +153,10 @@ def key_value_kernel(
     column = start + tl.arange(0, BLOCK_N)
     column_end = tl.load(end + column)[:, None]
     column_position = tl.load(position + column)[:, None] if window is not None else None
-    k = load_rows(key, kv_head, start, size, BLOCK_N, HEAD_DIM, D, ENGINE)
-    v = load_rows(value, kv_head, start, size, BLOCK_N, VALUE_DIM, W, ENGINE)
-    grad_k = tl.zeros([BLOCK_N, D], dtype=tl.float32)
-    grad_v = tl.zeros([BLOCK_N, W], dtype=tl.float32)
+    k = load_rows(key, kv_head, start, size, BLOCK_N, HEAD_DIM, HEAD_PART, ENGINE)
+    v = load_rows(value, kv_head, start, size, BLOCK_N, VALUE_DIM, VALUE_PART, ENGINE)
+    grad_k = zeros(BLOCK_N, HEAD_DIM, HEAD_PART)
+    grad_v = zeros(BLOCK_N, VALUE_DIM, VALUE_PART)
 
     # Diagonal and tail tiles share a loop, and the tails compare what they need not: a third loop would spill.
     for KIND in tl.static_range(KINDS - 1):
@@ -137,54 +171,42 @@ def key_value_kernel(
                 place += tl.where(place < diagonal_end, 0, full)
             row_start = (tl.load(blocks + place) if LISTED else place) * BLOCK_M
             row = row_start + tl.arange(0, BLOCK_M)
-            q = load_rows(query, head, row_start, size, BLOCK_M, HEAD_DIM, D, ENGINE)
-            do = load_rows(grad_out, head, row_start, size, BLOCK_M, VALUE_DIM, W, ENGINE)
+            q = load_rows(query, head, row_start, size, BLOCK_M, HEAD_DIM, HEAD_PART, ENGINE)
+            do = load_rows(grad_out, head, row_start, size, BLOCK_M, VALUE_DIM, VALUE_PART, ENGINE)
             statistics = head.to(tl.int64) * stride + row
             row_lse = tl.load(lse + statistics)[None, :]
             row_delta = tl.load(delta + statistics)[None, :]
 
             # Keys by queries, so that the weights are where the products with dO and Q want them.
-            score = tl.dot(k, tl.trans(q), input_precision="ieee")
+            score = products(k, q)
             if cap is not None:
-                score = capped(score, scale, cap, k.dtype == tl.float32)
+                score = capped(score, scale, cap, k[0].dtype == tl.float32)
             weight = tl.exp2(score * (scale if cap is None else 1.0) - row_lse)
             if KIND != FULL:
                 row_position = tl.load(position + row)[None, :] if window is not None else None
                 seen = visible(row[None, :], column[:, None], column_end, row_position, column_position, window, KIND)
                 weight = tl.where(seen, weight, 0.0)
             if grad_value is not None:
-                grad_v = tl.dot(weight.to(do.dtype), do, grad_v, input_precision="ieee")
+                grad_v = add_weighted(grad_v, weight, do)
             if grad_key is not None:
                 # Not before the product above: two tiles of scores at once would not fit the registers.
-                weight_grad = tl.dot(v, tl.trans(do), input_precision="ieee")
+                weight_grad = products(v, do)
                 score_grad = weight * (weight_grad - row_delta)
                 if cap is not None:
                     score_grad *= 1.0 - (score / cap) * (score / cap)
-                score_grad = score_grad.to(q.dtype)
-                grad_k = tl.dot(score_grad, q, grad_k, input_precision="ieee")
+                score_grad = score_grad.to(q[0].dtype)
+                grad_k = add_weighted(grad_k, score_grad, q)
                 if grad_query is not None:
-                    # The matrix instructions of chips with a copy engine take 64 rows or more.
-                    if ENGINE and BLOCK_M < 64:
-                        share = tl.trans(tl.dot(tl.trans(k), score_grad, input_precision="ieee"))
-                    else:
-                        share = tl.dot(tl.trans(score_grad), k, input_precision="ieee")
-                    if ENGINE:
-                        grad_query.atomic_add([head, row_start, 0], tl.reshape(share, [1, BLOCK_M, D]))
-                    else:
-                        # Both of R and D are rounded up, so that nothing has to be masked.
-                        at = statistics[:, None] * D + tl.arange(0, D)[None, :]
-                        tl.atomic_add(grad_query + at, share, sem="relaxed")
+                    _add_shares(grad_query, score_grad, k, head, row_start, stride, ENGINE)
             index += 1
             head += tl.where(index == count, 1, 0)
             index = tl.where(index == count, 0, index)
 
     if grad_key is not None:
-        grad_k *= softmax_scale
-        _store_sums(grad_key, partial_key, grad_k, out_head, start, size, stride, splits, BLOCK_N, HEAD_DIM, D, ENGINE)
+        grad_k = [part * softmax_scale for part in grad_k]
+        _store_sums(grad_key, partial_key, grad_k, out_head, start, size, stride, splits, HEAD_DIM, ENGINE)
     if grad_value is not None:
-        _store_sums(
-            grad_value, partial_value, grad_v, out_head, start, size, stride, splits, BLOCK_N, VALUE_DIM, W, ENGINE
-        )
+        _store_sums(grad_value, partial_value, grad_v, out_head, start, size, stride, splits, VALUE_DIM, ENGINE)
 
 
 @triton.jit(do_not_specialize=["size", "query_blocks", "stride", "window"])
@@ -210,8 +232,8 @@ def query_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    D: tl.constexpr,  # HEAD_DIM and VALUE_DIM rounded up
-    W: tl.constexpr,
+    HEAD_PART: tl.constexpr,  # the width of the parts that HEAD_DIM is taken in
+    VALUE_PART: tl.constexpr,  # likewise
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -229,9 +251,9 @@ def query_kernel(
     row_lse = tl.load(lse + statistics)[:, None]
     row_delta = tl.load(delta + statistics)[:, None]
     row_position = tl.load(position + row)[:, None] if window is not None else None
-    q = load_rows(query, head, start, size, BLOCK_M, HEAD_DIM, D, ENGINE)
-    do = load_rows(grad_out, head, start, size, BLOCK_M, VALUE_DIM, W, ENGINE)
-    grad_q = tl.zeros([BLOCK_M, D], dtype=tl.float32)
+    q = load_rows(query, head, start, size, BLOCK_M, HEAD_DIM, HEAD_PART, ENGINE)
+    do = load_rows(grad_out, head, start, size, BLOCK_M, VALUE_DIM, VALUE_PART, ENGINE)
+    grad_q = zeros(BLOCK_M, HEAD_DIM, HEAD_PART)
 
     last = tl.load(schedule + query_block)
     for KIND in tl.static_range(KINDS):
@@ -241,12 +263,12 @@ def query_kernel(
         for place in tl.range(first, last, num_stages=STAGES):
             key_start = block * BLOCK_N
             block = tl.load(schedule + (blocks + place + 1))  # a step ahead, as in the forward kernel
-            k = load_rows(key, kv_head, key_start, size, BLOCK_N, HEAD_DIM, D, ENGINE)
-            v = load_rows(value, kv_head, key_start, size, BLOCK_N, VALUE_DIM, W, ENGINE)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee")
-            weight_grad = tl.dot(do, tl.trans(v), input_precision="ieee")
+            k = load_rows(key, kv_head, key_start, size, BLOCK_N, HEAD_DIM, HEAD_PART, ENGINE)
+            v = load_rows(value, kv_head, key_start, size, BLOCK_N, VALUE_DIM, VALUE_PART, ENGINE)
+            score = products(q, k)
+            weight_grad = products(do, v)
             if cap is not None:
-                score = capped(score, scale, cap, k.dtype == tl.float32)
+                score = capped(score, scale, cap, k[0].dtype == tl.float32)
             weight = tl.exp2(score * (scale if cap is None else 1.0) - row_lse)
             if KIND != FULL:
                 column = key_start + tl.arange(0, BLOCK_N)
@@ -257,5 +279,6 @@ def query_kernel(
             score_grad = weight * (weight_grad - row_delta)
             if cap is not None:
                 score_grad *= 1.0 - (score / cap) * (score / cap)
-            grad_q = tl.dot(score_grad.to(k.dtype), k, grad_q, input_precision="ieee")
-    store_rows(grad_query, grad_q * softmax_scale, head, start, size, BLOCK_M, HEAD_DIM, D, ENGINE)
+            grad_q = add_weighted(grad_q, score_grad, k)
+    grad_q = [part * softmax_scale for part in grad_q]
+    store_rows(grad_query, grad_q, head, start, size, HEAD_DIM, ENGINE)

@@ -66,9 +66,18 @@ class Configs:
         )
 
 
+def part(width: int) -> int:
+    """The width of the parts, each a tile, in which the kernels take a head dimension: a power of two.
+
+    One part holds it, of at least the 16 of a matrix product. But what three of 64 hold, such as the 192 of multi-head
+    latent attention, would have one of 256: a third more work.
+    """
+    return 64 if 128 < width <= 192 else max(16, 1 << (width - 1).bit_length())
+
+
 def rounded(width: int) -> int:
-    """A head dimension as the kernels see it: the power of two that holds it, at least the 16 of a matrix product."""
-    return max(16, 1 << (width - 1).bit_length())
+    """A head dimension rounded up to whole parts."""
+    return -(-width // part(width)) * part(width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +90,7 @@ class _Row:
     apart: bool = False
 
 
-# Per chip: head dimensions up to 64, up to 128, of queries above 128 with values up to it, and up to 256.
+# Per chip: head dimensions up to 64, up to 128, of queries up to 192 and up to 256 with values up to 128, and others.
 _HOPPER = (
     _Row(
         forward=Launch(128, 128, 8, 3),
@@ -95,6 +104,12 @@ _HOPPER = (
         capped=Launch(32, 128, 8, 2),
         query=Launch(128, 64, 8, 2),
         fast=Launch(64, 64, 8, 2),
+    ),
+    _Row(
+        forward=Launch(128, 128, 8, 2),
+        key_value=Launch(32, 128, 8, 2),
+        capped=Launch(32, 64, 8, 2),
+        query=Launch(128, 64, 8, 2),
     ),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
@@ -112,6 +127,7 @@ _BLACKWELL = (
         query=Launch(128, 64, 8, 2),
         fast=Launch(32, 128, 8, 2),
     ),
+    _Row(forward=Launch(128, 64, 8, 3), key_value=Launch(64, 128, 8, 2), query=Launch(128, 64, 8, 2)),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(64, 64, 8, 2), query=Launch(128, 32, 8, 2)),
     _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(128, 32, 8, 2)),
 )
@@ -129,6 +145,7 @@ _OTHERS = (
         query=Launch(64, 64, 8, 2),
         fast=Launch(32, 64, 8, 2),
     ),
+    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(16, 128, 8, 2), query=Launch(128, 16, 8, 2)),
     _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(64, 32, 8, 2), apart=True),
     _Row(forward=Launch(64, 32, 8, 2), key_value=Launch(16, 64, 8, 2), query=Launch(64, 16, 8, 2), apart=True),
 )
@@ -138,13 +155,16 @@ _FLOAT32 = (
     _Row(forward=Launch(32, 32, 8, 2), key_value=Launch(16, 32, 8, 2), query=Launch(32, 16, 8, 2)),
     _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
     _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
+    _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
 )
 
 
 def _column(head_dim: int, value_dim: int) -> int:
     if max(head_dim, value_dim) <= 128:
         return 0 if max(head_dim, value_dim) <= 64 else 1
-    return 2 if value_dim <= 128 else 3
+    if value_dim > 128:
+        return 4
+    return 2 if head_dim <= 192 else 3
 
 
 def configs_for(case: Case) -> Configs:

@@ -9,7 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mcore_prefix_tree.attention.triton_tree.tiles import DIAGONAL, FULL, KINDS, capped, load_rows, store_rows, visible
+from mcore_prefix_tree.attention.triton_tree.tiles import (
+    DIAGONAL,
+    FULL,
+    KINDS,
+    add_weighted,
+    capped,
+    load_rows,
+    products,
+    store_rows,
+    visible,
+    zeros,
+)
 
 
 @triton.jit(do_not_specialize=["size", "query_blocks", "stride", "window"])
@@ -33,8 +44,8 @@ def forward_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    D: tl.constexpr,  # HEAD_DIM and VALUE_DIM rounded up
-    W: tl.constexpr,
+    HEAD_PART: tl.constexpr,  # the width of the parts that HEAD_DIM is taken in
+    VALUE_PART: tl.constexpr,  # likewise
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -50,8 +61,8 @@ def forward_kernel(
     start = query_block * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
     row_position = tl.load(position + row)[:, None] if window is not None else None
-    q = load_rows(query, head, start, size, BLOCK_M, HEAD_DIM, D, ENGINE)
-    result = tl.zeros([BLOCK_M, W], dtype=tl.float32)
+    q = load_rows(query, head, start, size, BLOCK_M, HEAD_DIM, HEAD_PART, ENGINE)
+    result = zeros(BLOCK_M, VALUE_DIM, VALUE_PART)
     if sinks is None:
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -70,10 +81,10 @@ def forward_kernel(
             # A step ahead: the next tile's address must not wait for memory. The place is a sum of 32 bits: for a
             # stepped pointer, ptxas has each matrix instruction wait for the one before it (test_compile.py).
             block = tl.load(schedule + (blocks + place + 1))
-            k = load_rows(key, kv_head, key_start, size, BLOCK_N, HEAD_DIM, D, ENGINE)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            k = load_rows(key, kv_head, key_start, size, BLOCK_N, HEAD_DIM, HEAD_PART, ENGINE)
+            score = products(q, k)
             if cap is not None:
-                score = capped(score, scale, cap, k.dtype == tl.float32)
+                score = capped(score, scale, cap, k[0].dtype == tl.float32)
             factor = scale if cap is None else 1.0
             if KIND != FULL:
                 column = key_start + tl.arange(0, BLOCK_N)
@@ -90,11 +101,12 @@ def forward_kernel(
             decay = tl.exp2(highest - base)
             total = total * decay + tl.sum(weight, 1)
             highest = higher
-            v = load_rows(value, kv_head, key_start, size, BLOCK_N, VALUE_DIM, W, ENGINE)
-            result = tl.dot(weight.to(v.dtype), v, result * decay[:, None], input_precision="ieee")
+            v = load_rows(value, kv_head, key_start, size, BLOCK_N, VALUE_DIM, VALUE_PART, ENGINE)
+            result = add_weighted([part * decay[:, None] for part in result], weight, v)
         if KIND == DIAGONAL:
             # Every token has seen itself now. Rows past the end never see anything, and may not stay infinite.
             highest = tl.where(row < size, highest, 0.0)
 
-    store_rows(out, result / total[:, None], head, start, size, BLOCK_M, VALUE_DIM, W, ENGINE)
+    result = [part / total[:, None] for part in result]
+    store_rows(out, result, head, start, size, VALUE_DIM, ENGINE)
     tl.store(lse + head.to(tl.int64) * stride + row, highest + tl.log2(total), mask=row < size)

@@ -16,7 +16,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mcore_prefix_tree.attention.triton_tree.backward import delta_kernel, key_value_kernel, query_kernel
-from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, rounded
+from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, part, rounded
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
 from mcore_prefix_tree.attention.triton_tree.schedule import ROUND
 
@@ -66,13 +66,13 @@ class Call:
         head_stride = tensor.stride(1) if heads > 1 else width
         if not self.configs.engine:
             return (tensor, head_stride, stride)
-        return TensorDescriptor(tensor, [heads, size, width], [head_stride, stride, 1], [1, rows, rounded(width)])
+        return TensorDescriptor(tensor, [heads, size, width], [head_stride, stride, 1], [1, rows, part(width)])
 
     def sums(self, tensor: torch.Tensor | None, rows: int) -> Any:
-        """fp32 ``[H, R, D rounded up]``, dense, as the kernels take it; None if it is None."""
+        """fp32 ``[H, R, D in whole parts]``, dense, as the kernels take it; None if it is None."""
         if tensor is None or not self.configs.engine:
             return tensor
-        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, tensor.shape[2]])
+        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, part(tensor.shape[2])])
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,8 +90,8 @@ def _constants(query: torch.Tensor, value: torch.Tensor, launch: Launch, call: C
         "GROUP": query.shape[1] // value.shape[1],
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
-        "D": rounded(head_dim),
-        "W": rounded(value_dim),
+        "HEAD_PART": part(head_dim),
+        "VALUE_PART": part(value_dim),
         "BLOCK_M": launch.query_block,
         "BLOCK_N": launch.key_block,
         "STAGES": launch.stages,
@@ -150,7 +150,7 @@ def row_sums(out: torch.Tensor, grad_out: torch.Tensor, call: Call) -> torch.Ten
         rows,
         HEADS=heads,
         VALUE_DIM=width,
-        W=rounded(width),
+        VALUE_PART=part(width),
         BLOCK_M=launch.query_block,
         ENGINE=call.configs.engine,
         num_warps=launch.warps,
@@ -173,7 +173,7 @@ def key_value_grads(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dK ``[P, K, D]`` and dV ``[P, K, W]``, or, where they are made apart, those of the two that ``made`` names.
 
-    If ``grad_query`` is given, fp32 ``[H, R, D rounded up]``, dQ without the softmax scale is added to it.
+    If ``grad_query`` is given, fp32 ``[H, R, D in whole parts]``, dQ without the softmax scale is added to it.
     """
     launch = call.configs.key_value
     size, heads, _ = query.shape
@@ -226,7 +226,7 @@ def key_value_grads(
 
 
 def _partial_sums(grad: torch.Tensor, splits: int, call: Call) -> torch.Tensor:
-    """fp32 ``[K * splits, R, D rounded up]`` for the parts of ``grad`` ``[P, K, D]``; of one row if that is the whole.
+    """fp32 ``[K * splits, R, D in whole parts]`` for what splits have of ``grad`` ``[P, K, D]``; one row for a whole.
 
     The kernel is given it in either case, so that the same one runs whether a group is split or not.
     """
