@@ -42,12 +42,12 @@ def tuned(tune, tmp_path, *arguments):
 
 
 def test_every_part_and_candidate(tune, tmp_path, capsys):
-    code, result = tuned(tune, tmp_path, "--dims", "64", "64", "--dims", "192", "128")
+    code, result = tuned(tune, tmp_path, "--dims", "64", "64", "--dims", "256", "256")
     assert code == 0
     assert result["interpreted"]
     assert result["machine"]["torch"] == torch.__version__
     parts = {(case["head_dim"], case["part"]) for case in result["cases"]}
-    wide = {(192, part) for part in ("forward", "query", "key", "value")}
+    wide = {(256, part) for part in ("forward", "query", "key", "value")}
     assert parts == {(64, part) for part in ("forward", "query", "key_value", "fast")} | wide
     assert len({case["tree"] for case in result["cases"]}) == 2
     for case in result["cases"]:

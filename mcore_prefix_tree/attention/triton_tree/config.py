@@ -145,7 +145,7 @@ _OTHERS = (
         query=Launch(64, 64, 8, 2),
         fast=Launch(32, 64, 8, 2),
     ),
-    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(16, 128, 8, 2), query=Launch(128, 16, 8, 2)),
+    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(16, 128, 8, 2), query=Launch(128, 16, 8, 2), apart=True),
     _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(64, 32, 8, 2), apart=True),
     _Row(forward=Launch(64, 32, 8, 2), key_value=Launch(16, 64, 8, 2), query=Launch(64, 16, 8, 2), apart=True),
 )
