@@ -90,7 +90,8 @@ class _Row:
     apart: bool = False
 
 
-# Per chip: head dimensions up to 64, up to 128, of queries up to 192 and up to 256 with values up to 128, and others.
+# Of queries and of values, up to which head dimensions each row of a chip is for; the first that holds both is taken.
+_UP_TO = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256))
 _HOPPER = (
     _Row(
         forward=Launch(128, 128, 8, 3),
@@ -113,6 +114,7 @@ _HOPPER = (
     ),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
+    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
 )
 _BLACKWELL = (
     _Row(
@@ -128,6 +130,7 @@ _BLACKWELL = (
         fast=Launch(32, 128, 8, 2),
     ),
     _Row(forward=Launch(128, 64, 8, 3), key_value=Launch(64, 128, 8, 2), query=Launch(128, 64, 8, 2)),
+    _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(128, 32, 8, 2)),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(64, 64, 8, 2), query=Launch(128, 32, 8, 2)),
     _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(128, 32, 8, 2)),
 )
@@ -146,6 +149,7 @@ _OTHERS = (
         fast=Launch(32, 64, 8, 2),
     ),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(16, 128, 8, 2), query=Launch(128, 16, 8, 2), apart=True),
+    _Row(forward=Launch(128, 16, 8, 2), key_value=Launch(16, 64, 8, 2), query=Launch(64, 16, 8, 2), apart=True),
     _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(64, 32, 8, 2), apart=True),
     _Row(forward=Launch(64, 32, 8, 2), key_value=Launch(16, 64, 8, 2), query=Launch(64, 16, 8, 2), apart=True),
 )
@@ -156,15 +160,8 @@ _FLOAT32 = (
     _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
     _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
     _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
+    _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
 )
-
-
-def _column(head_dim: int, value_dim: int) -> int:
-    if max(head_dim, value_dim) <= 128:
-        return 0 if max(head_dim, value_dim) <= 64 else 1
-    if value_dim > 128:
-        return 4
-    return 2 if head_dim <= 192 else 3
 
 
 def configs_for(case: Case) -> Configs:
@@ -173,7 +170,11 @@ def configs_for(case: Case) -> Configs:
     rows = {9: _HOPPER, 10: _BLACKWELL}.get(chip, _OTHERS)
     if case.dtype == torch.float32 and case.capability is not None:
         rows = _FLOAT32
-    row = rows[_column(case.head_dim, case.value_dim)]
+    row = next(
+        row
+        for (head_dim, value_dim), row in zip(_UP_TO, rows, strict=True)
+        if case.head_dim <= head_dim and case.value_dim <= value_dim
+    )
     # Neither are registers left for what adds up dQ where scores are capped.
     capped = case.options.logit_softcap is not None
     fast = None if case.options.deterministic or capped else row.fast
