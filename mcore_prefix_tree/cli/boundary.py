@@ -14,8 +14,13 @@ from typer.core import TyperGroup
 
 from mcore_prefix_tree.errors import readable_errors
 
-# What they say below an error: that GPTModel will give way to HybridModel, that nvcc is there and a GPU is not.
-_CHATTY_LOGGERS = ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension")
+# What they say below an error: that GPTModel will give way to HybridModel, that a way to save in the background will
+# go, which is not used here, and that nvcc is there and a GPU is not.
+_CHATTY_LOGGERS = (
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "torch.utils.cpp_extension",
+)
 
 
 def quiet_upstream() -> None:

@@ -5,6 +5,7 @@ The interpreter takes a process that has had TRITON_INTERPRET=1 since before Tri
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import subprocess
@@ -101,6 +102,14 @@ def test_refusals(changes, says):
 def test_refused_without_triton(monkeypatch):
     monkeypatch.setattr(triton_tree, "_has_triton", lambda: False)
     assert triton_tree.refusal(HOPPER) == "device cuda (it needs the package triton, 3.4 or newer)"
+
+
+@pytest.mark.parametrize("module", ["forward", "backward", "tiles"])
+def test_kernels_are_in_the_language_of_the_oldest_triton(module):
+    """3.4 has no comprehensions; from what else there is it compiles the kernels, as was tried."""
+    source = Path(triton_tree.__file__).with_name(f"{module}.py").read_text()
+    newer = (ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
+    assert not [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, newer)]
 
 
 def test_a_call_on_a_machine_without_a_gpu_names_the_others():

@@ -20,6 +20,7 @@ from mcore_prefix_tree.attention.triton_tree.tiles import (
     capped,
     load_rows,
     products,
+    scaled,
     store_rows,
     visible,
     zeros,
@@ -203,7 +204,7 @@ def key_value_kernel(
             index = tl.where(index == count, 0, index)
 
     if grad_key is not None:
-        grad_k = [part * softmax_scale for part in grad_k]
+        grad_k = scaled(grad_k, softmax_scale)
         _store_sums(grad_key, partial_key, grad_k, out_head, start, size, stride, splits, HEAD_DIM, ENGINE)
     if grad_value is not None:
         _store_sums(grad_value, partial_value, grad_v, out_head, start, size, stride, splits, VALUE_DIM, ENGINE)
@@ -280,5 +281,5 @@ def query_kernel(
             if cap is not None:
                 score_grad *= 1.0 - (score / cap) * (score / cap)
             grad_q = add_weighted(grad_q, score_grad, k)
-    grad_q = [part * softmax_scale for part in grad_q]
+    grad_q = scaled(grad_q, softmax_scale)
     store_rows(grad_query, grad_q, head, start, size, HEAD_DIM, ENGINE)

@@ -17,6 +17,7 @@ from mcore_prefix_tree.attention.triton_tree.tiles import (
     capped,
     load_rows,
     products,
+    scaled,
     store_rows,
     visible,
     zeros,
@@ -102,11 +103,11 @@ def forward_kernel(
             total = total * decay + tl.sum(weight, 1)
             highest = higher
             v = load_rows(value, kv_head, key_start, size, BLOCK_N, VALUE_DIM, VALUE_PART, ENGINE)
-            result = add_weighted([part * decay[:, None] for part in result], weight, v)
+            result = add_weighted(scaled(result, decay[:, None]), weight, v)
         if KIND == DIAGONAL:
             # Every token has seen itself now. Rows past the end never see anything, and may not stay infinite.
             highest = tl.where(row < size, highest, 0.0)
 
-    result = [part / total[:, None] for part in result]
+    result = scaled(result, 1.0 / total[:, None])
     store_rows(out, result, head, start, size, VALUE_DIM, ENGINE)
     tl.store(lse + head.to(tl.int64) * stride + row, highest + tl.log2(total), mask=row < size)

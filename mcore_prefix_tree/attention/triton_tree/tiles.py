@@ -48,7 +48,7 @@ def load_rows(
         else:
             pointers, inside = _addresses(source, head, start, size, first, ROWS, WIDTH, PART)
             part = tl.load(pointers, mask=inside, other=0.0)
-        rows += (part,)  # type: ignore[assignment]
+        rows += (part,)
     return rows
 
 
@@ -70,7 +70,7 @@ def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
     """Where :func:`add_weighted` begins: ``[ROWS, WIDTH]`` in parts, fp32."""
     sums = ()
     for _ in tl.static_range(0, WIDTH, PART):
-        sums += (tl.zeros([ROWS, PART], dtype=tl.float32),)  # type: ignore[assignment]
+        sums += (tl.zeros([ROWS, PART], dtype=tl.float32),)
     return sums
 
 
@@ -88,8 +88,17 @@ def add_weighted(sums, weight, rows):
     """``sums + weight @ rows``, fp32, in parts."""
     added = ()
     for part in tl.static_range(len(rows)):
-        added += (tl.dot(weight.to(rows[part].dtype), rows[part], sums[part], input_precision="ieee"),)  # type: ignore[assignment]
+        added += (tl.dot(weight.to(rows[part].dtype), rows[part], sums[part], input_precision="ieee"),)
     return added
+
+
+@triton.jit
+def scaled(rows, factor):
+    """``rows * factor``, in parts."""
+    parts = ()
+    for part in tl.static_range(len(rows)):
+        parts += (rows[part] * factor,)
+    return parts
 
 
 @triton.jit
