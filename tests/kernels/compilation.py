@@ -54,7 +54,7 @@ class Report:
     matrix_instructions: int
     warpgroup_products: int = 0
     warpgroup_waits: int = 0
-    multiplied: int = 0  # numbers, by one run through the code of all warps of a program, on Hopper
+    multiplied: int = 0  # numbers, by one run through the code of all warps; of instructions with a shape in their name
 
     @property
     def multiplies(self):
@@ -164,7 +164,9 @@ def report(kernel, case, launch, engine, architecture, absent=()):
     compiled = compile_kernel(kernel, case, launch, engine=engine, absent=absent, architecture=architecture)
     resources = dump(compiled.asm["cubin"], "cuobjdump", "--dump-resource-usage")
     instructions = dump(compiled.asm["cubin"], "nvdisasm", "-c") if architecture == 90 else ""
-    shapes = re.findall(r"HGMMA\.(\d+)x(\d+)x(\d+)", instructions)
+    # Four warps have one of Hopper's instructions together, and each warp an older one of its own.
+    shapes = re.findall(r"HGMMA\.(\d+)x(\d+)x(\d+)", instructions) * (launch.warps // 4)
+    shapes += re.findall(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", compiled.asm["ptx"]) * launch.warps
     return Report(
         kernel=kernel.__name__,
         registers=int(re.search(r"REG:(\d+)", resources)[1]),
@@ -174,7 +176,7 @@ def report(kernel, case, launch, engine, architecture, absent=()):
         matrix_instructions=compiled.asm["ptx"].count(MATRIX_INSTRUCTION[architecture]),
         warpgroup_products=instructions.count("HGMMA."),
         warpgroup_waits=instructions.count("WARPGROUP.DEPBAR.LE"),
-        multiplied=sum(prod(map(int, shape)) for shape in shapes) * launch.warps // 4,
+        multiplied=sum(prod(map(int, shape)) for shape in shapes),
     )
 
 

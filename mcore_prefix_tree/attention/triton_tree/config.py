@@ -7,7 +7,7 @@ tests/kernels/test_compile.py. Which rows are fastest has been measured nowhere 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -134,7 +134,8 @@ _BLACKWELL = (
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(64, 64, 8, 2), query=Launch(128, 32, 8, 2)),
     _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(128, 32, 8, 2)),
 )
-# mma.sync: Ampere, Ada and the small Blackwells, of which all but the A100 have 99 KiB of shared memory.
+# mma.sync: Ampere, Ada and the small Blackwells, of which all but the A100 have 99 KiB of shared memory. A warp has 16
+# rows of a product, and warps that find none left multiply the same rows again.
 _OTHERS = (
     _Row(
         forward=Launch(128, 64, 8, 3),
@@ -144,14 +145,22 @@ _OTHERS = (
     ),
     _Row(
         forward=Launch(128, 32, 8, 3),
-        key_value=Launch(32, 64, 8, 2),
+        key_value=Launch(32, 64, 4, 2),
         query=Launch(64, 64, 8, 2),
         fast=Launch(32, 64, 8, 2),
     ),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(16, 128, 8, 2), query=Launch(128, 16, 8, 2), apart=True),
-    _Row(forward=Launch(128, 16, 8, 2), key_value=Launch(16, 64, 8, 2), query=Launch(64, 16, 8, 2), apart=True),
-    _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(64, 32, 8, 2), apart=True),
-    _Row(forward=Launch(64, 32, 8, 2), key_value=Launch(16, 64, 8, 2), query=Launch(64, 16, 8, 2), apart=True),
+    _Row(forward=Launch(128, 16, 8, 2), key_value=Launch(16, 64, 4, 2), query=Launch(64, 16, 4, 2), apart=True),
+    _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 4, 2), query=Launch(64, 32, 4, 2), apart=True),
+    _Row(forward=Launch(64, 32, 8, 2), key_value=Launch(16, 64, 4, 2), query=Launch(64, 16, 8, 2), apart=True),
+)
+# Where some of these would spill.
+_SMALL_BLACKWELL = (
+    _OTHERS[0],
+    replace(_OTHERS[1], key_value=Launch(32, 32, 4, 2)),
+    *_OTHERS[2:4],
+    replace(_OTHERS[4], key_value=Launch(32, 64, 8, 2), query=Launch(64, 32, 8, 2)),
+    _OTHERS[5],
 )
 # Without tensor cores, for tests: small enough for every chip.
 _FLOAT32 = (
@@ -167,7 +176,7 @@ _FLOAT32 = (
 def configs_for(case: Case) -> Configs:
     """The launches of a case that is not refused. On the CPU, in Triton's interpreter, those of Hopper."""
     chip = 9 if case.capability is None else case.capability[0]
-    rows = {9: _HOPPER, 10: _BLACKWELL}.get(chip, _OTHERS)
+    rows = {9: _HOPPER, 10: _BLACKWELL, 12: _SMALL_BLACKWELL}.get(chip, _OTHERS)
     if case.dtype == torch.float32 and case.capability is not None:
         rows = _FLOAT32
     row = next(
