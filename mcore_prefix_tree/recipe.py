@@ -302,7 +302,8 @@ class ValidationConfig:
 
     Attributes:
         path: as ``data.path``, without standard input; None validates nothing.
-        eval_interval: steps between two evaluations. There is one before the first step and one after the last, too.
+        eval_interval: steps between two evaluations. There is one before the first step and one after the last, too. A
+            signal that ends the run leaves out that of its step.
     """
 
     path: Annotated[str | list[str] | None, AfterValidator(_no_standard_input)] = None

@@ -114,14 +114,15 @@ def checksum(groups: Sequence[Sequence[Sample]], sizes: npt.NDArray[np.int64], *
     return _crc_of(chain.from_iterable(some), crc32(np.ascontiguousarray(sizes, dtype=np.int64).data), signals=False)
 
 
-def is_other(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    """Whether checksums are of other samples; those that were made in another way cannot tell.
+def is_other(before: Mapping[str, int], now: Mapping[str, int]) -> bool | None:
+    """Whether checksums are of other samples; None where they were made in different ways and cannot tell.
 
     Args:
         before: of an earlier run, by how its samples were read.
         now: of this one.
     """
-    return any(before[way] != now[way] for way in before.keys() & now.keys())
+    ways = before.keys() & now.keys()
+    return any(before[way] != now[way] for way in ways) if ways else None
 
 
 def _some_of(number: int) -> list[int]:

@@ -249,6 +249,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         found.append(f"--dataloader-type {args.dataloader_type}: folded micro-batches come from outside; leave it out")
     if getattr(args, "transformer_impl", None) == "inference_optimized":
         found.append("--transformer-impl inference_optimized: use local or transformer_engine")
+    if getattr(args, "non_persistent_ckpt_type", None) == "local":
+        found.append(
+            "--non-persistent-ckpt-type local: which samples it was trained on cannot be read of it; use global"
+        )
     if getattr(args, "position_embedding_type", None) == "mrope":
         found.append("--position-embedding-type mrope: its positions are three-dimensional; use rope")
     if getattr(args, "multi_latent_attention", False) and args.tensor_model_parallel_size > 1 and args.spec is None:

@@ -58,9 +58,9 @@ def evaluated(job: Path, ranks: int, name: str, *layout: str) -> list[dict[str, 
     assert done.code == 0, done.err
     found = [line for line in map(json.loads, log.read_text().splitlines()) if "validation_loss" in line]
     told = [f"validation after step {line['iteration']} | loss {line['validation_loss']:.6f} | " for line in found]
-    assert [line for line in done.out.splitlines() if line.startswith(tuple(told))] == [
-        line for line in done.out.splitlines() if line.startswith("validation")
-    ]
+    lines = [line for line in done.out.splitlines() if line.startswith("validation")]
+    assert len(lines) == len(told)
+    assert all(line.startswith(beginning) for line, beginning in zip(lines, told, strict=True))
     return found
 
 

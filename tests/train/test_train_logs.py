@@ -110,7 +110,7 @@ def test_a_run_that_starts_again_starts_its_file_again(job: Path, tmp_path: Path
     file = tmp_path / "metrics.jsonl"
     train(job, f"log.metrics={file}", "train_iters=3")
     again = train(job, f"log.metrics={file}", "train_iters=2")
-    assert again.told == [f"log.metrics={file}: dropped 3 lines of steps after step 0"]
+    assert again.told == [f"log.metrics={file}: dropped 3 lines of another run"]
     assert lines(file) == [line_of(report) for report in again.reports]
 
 

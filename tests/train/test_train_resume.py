@@ -270,9 +270,16 @@ def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Pat
     known = "which was trained on these data already: they go on where it stopped"
     assert [known in text for text in again.messages if text.startswith("resumed from")] == [True]
     assert not any(known in text for text in (*rest.messages, *straight.messages))
+    # Samples that were read in another way are not known again: it is as the user says.
+    streamed = [f"data.path={other}", "train_iters=3", "data.streaming=true", "data.num_workers=0"]
+    shutil.copytree(tmp_path / "first" / "iter_0000002", tmp_path / "third" / "iter_0000002")
+    (tmp_path / "third" / "latest_checkpointed_iteration.txt").write_text("2")
+    unknown = train(job, *saving(tmp_path / "third", *streamed), resume=True, new_data=True)
+    assert unknown.reports[0].loss == pytest.approx(straight.reports[0].loss, rel=1e-6)
+
     done = train(job, *saving(tmp_path / "second", *options, "compare=true"), resume=True, new_data=True)
     assert (done.spans, len(done.comparisons)) == ([(9, 8)], 1)
-    result = command("train", job, *saving(tmp_path / "third"), "--new-data")
+    result = command("train", job, *saving(tmp_path / "fourth"), "--new-data")
     assert result.stderr == "error: --new-data goes with --resume: a run that begins has no other data\n"
 
 

@@ -192,6 +192,20 @@ def test_a_resumed_run_goes_on_with_the_next(tmp_path: Path, job: Path, held_out
     assert [line["iteration"] for line in written if "loss" in line] == list(range(1, 10))
 
 
+def test_a_run_that_starts_again_does_not_keep_another_s(tmp_path: Path, job: Path, held_out: Path) -> None:
+    log, board = tmp_path / "metrics.jsonl", tmp_path / "board"
+    settings = ["train_iters=2", f"validation.path={held_out}", f"log.metrics={log}", f"log.tensorboard={board}"]
+    for _ in range(2):
+        notes = train(job, *settings)
+        written = [json.loads(line) for line in log.read_text().splitlines()]
+        assert [line["iteration"] for line in written if "validation_loss" in line] == [0, 2]
+    assert f"log.metrics={log}: dropped 4 lines of another run" in notes.told
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    shown = events.EventAccumulator(str(board))
+    shown.Reload()
+    assert [one.step for one in shown.Scalars("validation/loss")] == [0, 2]
+
+
 def test_tensorboard_has_them(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     job, overrides = job_of(tmp_path, "dpo")
@@ -249,7 +263,7 @@ def test_what_is_skipped_is_told(tmp_path: Path, job: Path) -> None:
     notes = train(
         job, "train_iters=1", "data.on_error=skip", f"validation.path={held_out}", "optimizer.lr_warmup_steps=0"
     )
-    assert [text for text in notes.messages if text.startswith("of validation.path: ") and "17" in text]
+    assert [text for text in notes.messages if text.startswith("of validation.path: ") and ":17: " in text]
     assert notes.evaluations[0].samples == 16
 
 

@@ -95,6 +95,7 @@ def test_accepted(arguments: tuple[str, ...]) -> None:
         (("--num-experts", "4"), "--moe-token-dispatcher-type alltoall"),
         (("--position-embedding-type", "mrope"), "mrope"),
         (("--transformer-impl", "inference_optimized"), "inference_optimized"),
+        (("--non-persistent-ckpt-type", "local"), "--non-persistent-ckpt-type local"),
         (("--logits-load-dir", "x"), "--logits-load-dir"),
         (("--gtp-weight-remat-size", "2"), "--tensor-parallel-num-weight-shards"),
         (

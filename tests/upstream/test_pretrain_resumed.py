@@ -118,3 +118,18 @@ def test_a_stock_checkpoint_does_not_say_its_samples(others: Path, base: Path, t
     counted, new = lines
     assert new == pytest.approx(alone.losses[1], rel=LOSS)
     assert counted != pytest.approx(new, rel=100 * LOSS)
+
+
+def test_a_job_that_is_set_back_before_its_samples_is_refused(others: Path, interrupted: Path, tmp_path: Path) -> None:
+    """An argument since core_v0.18; the data of before are not there any more."""
+    if "--override-ckpt-iteration" not in (Path(os.environ[VARIABLE]) / "megatron/training/arguments.py").read_text():
+        pytest.skip("this Megatron-LM has no --override-ckpt-iteration")
+    saved = copied(interrupted, tmp_path / "saved")
+    arguments = of(others, saved, f"--load {saved}", "--prefix-tree-new-data")
+    trained(ENTRY, *arguments, f"--exit-interval {BEFORE + 1}")
+    run = megatron(ENTRY, *arguments, "--override-ckpt-iteration 1")
+    assert run.status != 0
+    assert (
+        "the job goes on after 16 samples, but its data began after 48; leave --override-ckpt-iteration out"
+        in run.output
+    )

@@ -38,7 +38,8 @@ def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
         order: of the training samples.
 
     Raises:
-        ArgumentError: the checkpoint was trained on other samples, and ``--prefix-tree-new-data`` is not given.
+        ArgumentError: the checkpoint was trained on other samples, and ``--prefix-tree-new-data`` is not given; or the
+            job is set back before the first of its samples.
     """
     now = {
         "seed": args.seed,
@@ -51,17 +52,24 @@ def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
         before = _of_checkpoint(args)
         # A run of stock Megatron, or of an older version of this package, does not say.
         other = None if before is None else _difference(before, now)
+        is_known = before is not None and is_other(before["checksums"], now["checksums"]) is not None
         if other is not None and not args.prefix_tree_new_data:
             raise ArgumentError(
                 f"the checkpoint in --load {args.load} {other}; the data would not continue after its "
                 f"{args.consumed_train_samples:,} samples: change it back, or give --prefix-tree-new-data, to begin "
                 "with the first of the data"
             )
-        if other is not None or (before is None and args.prefix_tree_new_data):
+        if other is not None or (args.prefix_tree_new_data and not is_known):
             consumed = args.consumed_train_samples
             print_rank_0(f"> new data: their first sample follows the {consumed:,} of the checkpoint")
         elif before is not None:
             consumed = before["consumed_before"]
+        if consumed > args.consumed_train_samples:
+            # Since core_v0.18 an argument can set an iteration back.
+            raise ArgumentError(
+                f"the job goes on after {args.consumed_train_samples:,} samples, but its data began after "
+                f"{consumed:,}; leave --override-ckpt-iteration out"
+            )
     args.prefix_tree_samples = now | {"consumed_before": consumed}
     return consumed
 

@@ -112,7 +112,8 @@ class _MetricsFile:
             dropped = _drop_after(path, done, self._setting)
             self._stream = path.open("a", encoding="utf-8")
         if dropped:
-            say(f"{self._setting}: dropped {dropped} line{'s' if dropped > 1 else ''} of steps after step {done}")
+            of = f"steps after step {done}" if done else "another run"
+            say(f"{self._setting}: dropped {dropped} line{'s' if dropped > 1 else ''} of {of}")
 
     def step(self, report: StepReport) -> None:
         """One more line."""
@@ -178,7 +179,8 @@ def _is_wanted(line: bytes, done: int, where: str) -> bool:
         iteration = None
     if not isinstance(iteration, int):
         raise ValueError(f"{where} is no step of a run, and the file would be added to; name another")
-    return iteration <= done
+    # What a run that starts finds is another run's, also of before the first step.
+    return done > 0 and iteration <= done
 
 
 class _Board:
@@ -189,7 +191,7 @@ class _Board:
 
         self._setting = f"log.tensorboard={folder}"
         with _naming(self._setting, "folder"):
-            self._writer: Any = SummaryWriter(folder, purge_step=done + 1)  # type: ignore[no-untyped-call]
+            self._writer: Any = SummaryWriter(folder, purge_step=done + 1 if done else 0)  # type: ignore[no-untyped-call]
             self._writer.flush()
 
     def step(self, report: StepReport) -> None:

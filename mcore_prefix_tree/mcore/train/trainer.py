@@ -282,16 +282,17 @@ class Trainer:
         progress = checkpoint.load(folder, saved, self._chunks, self._optimizer, self._scheduler)
         self._data_from = progress.data_from
         told = f"resumed from {source}"
-        if (other := self._other_data(progress)) is not None:
-            if not new_data:
-                raise RecipeError(
-                    f"checkpoint {source} {other}; the data would not continue where it stopped: change it back, or "
-                    "say --new-data, to begin with the first of the data"
-                )
-            self._data_from = saved
-        elif new_data:
+        other = self._other_data(progress)
+        if other is not None and not new_data:
+            raise RecipeError(
+                f"checkpoint {source} {other}; the data would not continue where it stopped: change it back, or "
+                "say --new-data, to begin with the first of the data"
+            )
+        if new_data and other is None and is_other(progress.checksums, self._order.checksums) is False:
             # A job that is started again with the same words must not begin its data again.
             told += ", which was trained on these data already: they go on where it stopped"
+        elif new_data:
+            self._data_from = saved
         if self._place.is_main:
             reporter.message(told)
         return saved
