@@ -32,8 +32,7 @@ ALLOWED = {
     "attention": {"metadata", "upload"},
     "logprob": {"layout", "upload"},
     "objectives": {"signals", "sample", "layout", "logprob", "upload"},
-    "recipe_keys": set(),
-    "recipe": {"layout", "recipe_keys"},
+    "recipe": {"layout"},
     "mcore": {
         "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
         "objectives", "recipe", "launchers", "memory", "upload",

@@ -32,6 +32,7 @@ def parse(*arguments: str) -> argparse.Namespace:
     parser.add_argument("--data-path", nargs="*")
     parser.add_argument("--logits-load-dir")
     parser.add_argument("--gtp-weight-remat-size", type=int)
+    parser.add_argument("--non-persistent-ckpt-type")
     parser.add_argument("--iterations-to-skip", nargs="+", type=int, default=[])
     assert add_prefix_tree_args(parser) is parser
     return parser.parse_args(arguments)

@@ -1,0 +1,38 @@
+"""A recipe: everything a training job is told, from a YAML file and ``key=value`` overrides.
+
+Its keys are in :mod:`mcore_prefix_tree.recipe.sections`.
+"""
+
+from mcore_prefix_tree.recipe.load import load_recipe
+from mcore_prefix_tree.recipe.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    RecipeError,
+    ValidationConfig,
+    VerifyConfig,
+    YarnConfig,
+)
+
+__all__ = [
+    "BatchConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Recipe",
+    "RecipeError",
+    "ValidationConfig",
+    "VerifyConfig",
+    "YarnConfig",
+    "load_recipe",
+]
