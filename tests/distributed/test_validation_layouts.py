@@ -76,7 +76,7 @@ def alone(job: Path) -> list[dict[str, Any]]:
     "layout",
     [
         pytest.param((), id="data parallel"),
-        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline parallel"),
+        pytest.param(("parallel.pipeline_model_parallel_size=2",), id="pipeline parallel", marks=pytest.mark.slow),
         pytest.param(
             ("parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2"),
             id="interleaved",
