@@ -205,7 +205,7 @@ class Trainer:
             Ahead(partial(self._plan, stream), first=done + 1, last=recipe.train_iters + 1) as steps,
             EndingSignals() as signals,
         ):
-            if saved is None:
+            if saved is None and self._is_time_to_evaluate(done):
                 self._evaluate(done, log, reporter)
             for planned in steps:
                 report = self._step(planned)
@@ -237,8 +237,7 @@ class Trainer:
             check_steps(objective_of(self._recipe), ((iteration, stream.take(batch)) for iteration in following))
 
     def _evaluate(self, iteration: int, log: Logs, reporter: Reporter) -> None:
-        if self._held_out is None:
-            return
+        assert self._held_out is not None
         evaluation = self._held_out.evaluate(self._chunks, iteration, teacher=self._teacher)
         if self._place.is_main:
             log.evaluation(evaluation)
@@ -330,7 +329,9 @@ class Trainer:
         )
 
     def _is_time_to_evaluate(self, iteration: int) -> bool:
-        return iteration % self._recipe.validation.eval_interval == 0 or iteration == self._recipe.train_iters
+        return self._held_out is not None and (
+            iteration % self._recipe.validation.eval_interval == 0 or iteration == self._recipe.train_iters
+        )
 
     def step(self, iteration: int, samples: list[Sample]) -> StepReport:
         """One optimizer step on samples that are not read from the data, such as rollouts of the weights as they are.
