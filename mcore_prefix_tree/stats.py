@@ -26,11 +26,13 @@ class ForestStats:
         nodes: maximal token runs shared by the same set of samples.
         logical_tokens: sum of the sample lengths.
         physical_tokens: unique tokens.
-        fold_ratio: logical over physical tokens: the ideal speed-up of token-wise work.
+        fold_ratio: logical over physical tokens: the bound of token-wise work alone.
         unfolded_pairs: (query, key) pairs of causal attention over each sample alone.
         visible_pairs: (query, key) pairs of tree attention.
-        pair_ratio: unfolded over visible pairs: the ideal speed-up of attention.
+        pair_ratio: unfolded over visible pairs: the bound of attention alone.
         supervised_tokens: logical tokens that have a predictor and a non-zero loss mask.
+        predictors: unique tokens that predict one of these: the positions that a fused head projects.
+        predictor_ratio: supervised tokens over predictors: the bound of a fused head alone.
         longest_path: tokens on the longest path; that is the longest sample.
         deepest_node: nodes on the path with the most nodes.
     """
@@ -45,6 +47,8 @@ class ForestStats:
     visible_pairs: int
     pair_ratio: float
     supervised_tokens: int
+    predictors: int
+    predictor_ratio: float
     longest_path: int
     deepest_node: int
 
@@ -62,6 +66,8 @@ def forest_stats(layout: FlatLayout) -> ForestStats:
         visible_pairs=layout.visible_pairs,
         pair_ratio=layout.pair_ratio,
         supervised_tokens=layout.num_supervised,
+        predictors=layout.num_predictors,
+        predictor_ratio=layout.predictor_ratio,
         longest_path=int(np.diff(layout.cu_sample_lens).max(initial=0)),
         deepest_node=int(_levels(layout).max(initial=0)),
     )

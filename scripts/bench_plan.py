@@ -27,20 +27,22 @@ from rich.table import Table
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.bench.machine import describe_machine as machine
 from mcore_prefix_tree.data import load_tokenizer, read_samples
-from mcore_prefix_tree.plan import CostModel, ForestPlan, plan_step, report_plan
+from mcore_prefix_tree.plan import CostModel, ForestPlan, ModelWork, plan_step, report_plan
 from mcore_prefix_tree.plan.cuts import fewest_runs
 from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.trie import sort_samples
 
 # A 7B model: 32 layers of 4096, grouped queries, a vocabulary of 131,072.
-COST = CostModel.from_dimensions(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_attention_heads=32,
-    num_query_groups=8,
-    vocab_size=131072,
-    fused_head=True,
+COST = CostModel.from_work(
+    ModelWork.from_dimensions(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=131072,
+        fused_head=True,
+    )
 )
 # Karmarkar-Karp in Python is quadratic: beyond so many (items x ranks) it is left out.
 KK_LIMIT = 2_000_000

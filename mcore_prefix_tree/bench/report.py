@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_prefix_tree.plan.work import pair_flops
+
 
 def flops(pairs: int, heads: int, head_dim: int, value_dim: int) -> tuple[float, float]:
-    """Of the forward and of the backward, by visible pairs, whatever a method visits.
-
-    Two products forward and five backward, the scores once more among them (Dao, FlashAttention-2, section 4.1):
-    ``2 * H * pairs * (D + W)`` and ``2 * H * pairs * (3 * D + 2 * W)``.
-    """
-    return 2.0 * heads * pairs * (head_dim + value_dim), 2.0 * heads * pairs * (3 * head_dim + 2 * value_dim)
+    """Return those of the forward and of the backward, by visible pairs, whatever a method visits."""
+    each = pair_flops(heads, head_dim, value_dim)
+    return pairs * each.forward, pairs * each.backward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,14 +21,16 @@ class StepResult:
 
     def to_json(self) -> dict[str, Any]:
         """For ``json.dump``."""
-        speedup = self.comparison.speedup
+        comparison = self.comparison
+        speedups = comparison.speedups
         return {
             "kind": "step",
             "machine": self.machine,
             "recipe": asdict(self.recipe),
-            "comparison": asdict(self.comparison),
-            "speedup": speedup,
-            "speedup_over_fold_ratio": speedup / self.comparison.fold_ratio,
+            "comparison": asdict(comparison)
+            | {"fold_ratio": comparison.fold_ratio, "bound": comparison.bound.to_json()},
+            "speedup": {"min": speedups[0], "median": comparison.speedup, "max": speedups[-1]},
+            "share_of_bound": comparison.share_of_bound,
         }
 
 

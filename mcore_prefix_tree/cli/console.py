@@ -146,11 +146,13 @@ def verify_table(report: VerifyReport) -> Table:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Step time and peak memory of each way, next to the ideal."""
+    """Return step time and peak memory of each way, next to the bound."""
+    low, high = comparison.speedups[0], comparison.speedups[-1]
+    spread = f" ({low:.2f} to {high:.2f})" if len(comparison.speedups) > 1 else ""
     table = Table(
         title="forward and backward of the last batch, same process",
-        caption=f"folded is {comparison.speedup:.2f}x the faster unfolded way; ideal {comparison.fold_ratio:.2f}x "
-        "(fold ratio: logical over physical tokens)",
+        caption=f"folded is {comparison.speedup:.2f}x the faster unfolded way{spread}, {comparison.share_of_bound:.0%} "
+        f"of its bound {comparison.bound}",
         title_justify="left",
         caption_justify="left",
     )

@@ -12,6 +12,7 @@ from rich.tree import Tree as Drawing
 
 from mcore_prefix_tree.data import ChatTokenizer
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.plan import Bound
 from mcore_prefix_tree.stats import Chains, ForestStats, Tree, chains
 
 # A drawing is for a glance: about a screen of lines, narrow enough for the deepest one.
@@ -22,8 +23,11 @@ _WORDS_TOKENS = 24
 _WORDS_WIDTH = 48
 
 
-def summary(stats: ForestStats) -> Table:
-    """The counts, one a row."""
+def summary(stats: ForestStats, bound: Bound | None = None) -> Table:
+    """Return the counts, one a row, and what folding gains by them, as far as is known without a model."""
+    ratios = (stats.fold_ratio, stats.pair_ratio, stats.predictor_ratio)
+    between = f"{min(ratios):.2f}x-{max(ratios):.2f}x"
+    parts = "by the model: --model RECIPE computes it" if bound is None else bound.of_parts
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
@@ -32,8 +36,10 @@ def summary(stats: ForestStats) -> Table:
         ("samples", f"{stats.samples:,}", f"longest {stats.longest_path:,} tokens"),
         ("logical tokens", f"{stats.logical_tokens:,}", f"{stats.supervised_tokens:,} supervised"),
         ("physical tokens", f"{stats.physical_tokens:,}", "each computed once"),
-        ("fold ratio", f"{stats.fold_ratio:.2f}x", "ideal speed-up of token-wise work"),
-        ("visible-pair ratio", f"{stats.pair_ratio:.2f}x", "ideal speed-up of attention"),
+        ("fold ratio", f"{stats.fold_ratio:.2f}x", "bound of a model's body alone"),
+        ("visible-pair ratio", f"{stats.pair_ratio:.2f}x", "bound of attention alone"),
+        ("predictor ratio", f"{stats.predictor_ratio:.2f}x", "bound of the fused vocabulary head alone"),
+        ("bound of a step", between if bound is None else f"{bound.ratio:.2f}x", parts),
         ("trees", f"{stats.trees:,}", ""),
         ("nodes", f"{stats.nodes:,}", f"at most {stats.deepest_node:,} deep"),
     ]

@@ -21,6 +21,7 @@ from mcore_prefix_tree.cli.samples import (
     TokenizerName,
     object_of,
     read_files,
+    work_of,
 )
 
 if TYPE_CHECKING:
@@ -79,23 +80,19 @@ def plan(
     recipe = None if model is None else load_recipe(model)
     samples, on_demand, skipped = read_files(
         files,
-        tokenizer=tokenizer if tokenizer is not None or recipe is None else recipe.data.tokenizer,
-        chat_template_kwargs=object_of(chat_template_kwargs) or (recipe.data.chat_template_kwargs if recipe else None),
-        expand_turns=expand_turns or (recipe is not None and recipe.data.expand_turns),
-        on_error=on_error.value if on_error is not None else "raise" if recipe is None else recipe.data.on_error,
+        tokenizer=tokenizer,
+        chat_template_kwargs=object_of(chat_template_kwargs),
+        expand_turns=expand_turns,
+        on_error=on_error,
         limits={"--max-tokens": max_tokens},
+        recipe=recipe,
     )
 
     cost_model, padding, multiple, bubble = CostModel(), Padding(), 1, 0.0
     sharing: _Sharing = {"share": "all", "min_shared_tokens": 0}
     if recipe is not None:
         vocab_size = None if recipe.model.vocab_size else on_demand.vocab_size
-        cost_model = CostModel.from_model(
-            recipe.model,
-            vocab_size=vocab_size,
-            fused_head=recipe.fused_head,
-            scalar_head=recipe.objective.has_scalar_head,
-        )
+        cost_model = CostModel.from_work(work_of(recipe, vocab_size))
         padding, multiple, bubble = recipe.padding, recipe.parallel.micro_batch_multiple, recipe.parallel.bubble
         sharing = {"share": recipe.batch.share, "min_shared_tokens": recipe.batch.min_shared_tokens}
         calibration = calibration or recipe.batch.calibration

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
+    from mcore_prefix_tree.plan import ModelWork
+    from mcore_prefix_tree.recipe import Recipe
     from mcore_prefix_tree.sample import Sample
 
 Files = Annotated[
@@ -75,6 +77,22 @@ MinSharedTokens = Annotated[
 ]
 
 
+def work_of(recipe: Recipe, vocab_size: int | None) -> ModelWork:
+    """Return the FLOPs of a recipe's model; ``vocab_size`` is the tokenizer's, where the recipe leaves it to that.
+
+    Raises:
+        ValueError: neither gives a vocabulary size.
+    """
+    from mcore_prefix_tree.plan import ModelWork
+
+    return ModelWork.from_model(
+        recipe.model,
+        vocab_size=vocab_size,
+        fused_head=recipe.fused_head,
+        scalar_head=recipe.objective.has_scalar_head,
+    )
+
+
 class TokenizerOnDemand:
     """Loads a tokenizer when the first chat message comes: files of tokens need none, and some are slow to load."""
 
@@ -126,12 +144,16 @@ def read_files(
     tokenizer: str | None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     expand_turns: bool,
-    on_error: Literal["raise", "skip"] = "raise",
+    on_error: OnError | None = None,
     limits: dict[str, int] | None = None,
+    recipe: Recipe | None = None,
 ) -> tuple[list[Sample], TokenizerOnDemand, Skipped]:
-    """The samples of the files, the tokenizer, which is loaded if a line or the caller named one, and what was skipped.
+    """Read files as options say and, where these say nothing, as a recipe reads its own.
 
-    Says on standard error what was skipped, if anything.
+    Reports on standard error what was skipped, if anything.
+
+    Returns:
+        The samples; the tokenizer, which is loaded if a line, an option or the recipe names one; and what was skipped.
 
     Raises:
         SampleError: bad data; names file, line and field.
@@ -139,6 +161,11 @@ def read_files(
     """
     from mcore_prefix_tree.data import DEFAULT_TOKENIZER, Skipped, read_samples
 
+    if recipe is not None:
+        tokenizer = recipe.data.tokenizer if tokenizer is None else tokenizer
+        chat_template_kwargs = chat_template_kwargs or recipe.data.chat_template_kwargs
+        expand_turns |= recipe.data.expand_turns
+        on_error = on_error or OnError(recipe.data.on_error)
     on_demand = TokenizerOnDemand(tokenizer or DEFAULT_TOKENIZER, chat_template_kwargs)
     if tokenizer is not None:
         on_demand.load()  # a wrong name is an error whatever the files hold
@@ -148,7 +175,7 @@ def read_files(
         tokenizer=on_demand,
         expand_turns=expand_turns,
         limits=limits,
-        on_error=on_error,
+        on_error=(on_error or OnError.raise_).value,
         skipped=skipped,
     )
     if skipped.count:

@@ -91,7 +91,7 @@ class FlatLayout:
 
     @property
     def fold_ratio(self) -> float:
-        """Logical over physical tokens: the ideal speed-up of all token-wise work. 1 for an empty layout."""
+        """Logical over physical tokens: the bound of token-wise work alone. 1 for an empty layout."""
         return self.logical_tokens / self.physical_tokens if self.physical_tokens else 1.0
 
     @cached_property
@@ -121,9 +121,24 @@ class FlatLayout:
         lengths = np.diff(self.cu_sample_lens)
         return int((lengths * (lengths + 1) // 2).sum())
 
+    @cached_property
+    def num_predictors(self) -> int:
+        """Tokens that predict a token with a loss weight: the positions that a fused vocabulary head projects.
+
+        One that predicts several, at a branch, counts once.
+        """
+        predicts = np.zeros(self.padded_size, dtype=np.bool_)
+        predicts[self.predictor[self.loss_weight != 0]] = True
+        return int(np.count_nonzero(predicts))
+
+    @property
+    def predictor_ratio(self) -> float:
+        """Supervised tokens over their predictors: the bound of a fused head alone. 1 if none is supervised."""
+        return self.num_supervised / self.num_predictors if self.num_predictors else 1.0
+
     @property
     def pair_ratio(self) -> float:
-        """Unfolded over visible pairs: the ideal speed-up of attention. 1 for an empty layout."""
+        """Unfolded over visible pairs: the bound of attention alone. 1 for an empty layout."""
         return self.unfolded_pairs / self.visible_pairs if self.visible_pairs else 1.0
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_prefix_tree.layout import NO_PADDING, Padding, fold
+from mcore_prefix_tree.layout import NO_PADDING, FlatLayout, Padding, fold
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.plan import CostModel, ForestPlan, fewest_micro_batches, plan_step
@@ -103,15 +103,19 @@ class Folding:
         _, shared = sort_samples(samples, share=self.share, min_shared_tokens=self.min_shared_tokens)
         return sum(map(len, samples)) - int(shared.sum())
 
-    def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
+    def layout(self, samples: Sequence[Sample]) -> FlatLayout:
         """Fold one micro-batch's samples."""
         trie = build_trie(samples, share=self.share, min_shared_tokens=self.min_shared_tokens)
-        layout = fold(
+        return fold(
             samples,
             trie=trie,
             pad_to_multiple_of=self.padding.multiple,
             padded_size=self.padding.size(trie.num_tokens),
         )
+
+    def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
+        """Fold one micro-batch's samples, and move it to the device."""
+        layout = self.layout(samples)
         return MicroBatch.from_layout(
             layout,
             device=self.device,

@@ -2,18 +2,22 @@
 
 from mcore_prefix_tree.plan.ahead import Ahead
 from mcore_prefix_tree.plan.bound import makespan_bound
-from mcore_prefix_tree.plan.cost import CostModel, LatentAttention, Measured, read_measured
+from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
 from mcore_prefix_tree.plan.plan import BudgetError, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.plan.report import MicroBatchReport, PlanReport, report_plan
+from mcore_prefix_tree.plan.work import Bound, Counts, LatentAttention, ModelWork
 
 __all__ = [
     "Ahead",
+    "Bound",
     "BudgetError",
     "CostModel",
+    "Counts",
     "ForestPlan",
     "LatentAttention",
     "Measured",
     "MicroBatchReport",
+    "ModelWork",
     "PlanReport",
     "fewest_micro_batches",
     "makespan_bound",

@@ -30,7 +30,7 @@ from mcore_prefix_tree import fold
 from mcore_prefix_tree.mcore.train.ending import EndingSignals
 from mcore_prefix_tree.mcore.train.jobs import run_train
 from mcore_prefix_tree.mcore.train.trainer import DivergedError
-from mcore_prefix_tree.plan import CostModel, plan_step
+from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.recipe import load_recipe
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -141,7 +141,7 @@ def test_what_a_step_reports(job: Path) -> None:
     assert [report.iteration for report in notes.reports] == [1, 2, 3, 4, 5, 6]
     for report in notes.reports:
         samples = batch_of(recipe, report.iteration)
-        cost_model = CostModel.from_model(recipe.model, fused_head=True)
+        cost_model = CostModel.from_work(ModelWork.from_model(recipe.model, fused_head=True))
         plan = plan_step(samples, max_tokens=recipe.batch.max_tokens, cost_model=cost_model)
         assert plan.num_micro_batches > 1, "or this test is too easy"
         assert report.samples == BATCH

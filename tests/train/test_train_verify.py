@@ -20,7 +20,7 @@ from mcore_prefix_tree.mcore.train import jobs, trainer
 from mcore_prefix_tree.mcore.train.compare import Comparison
 from mcore_prefix_tree.mcore.train.jobs import VerificationError, run_compare, run_verify
 from mcore_prefix_tree.mcore.train.verify import HALF_FACTOR, VerifyReport, verify
-from mcore_prefix_tree.plan import CostModel, plan_step
+from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.recipe import load_recipe
 from mcore_prefix_tree.sample import SampleError
 
@@ -133,7 +133,7 @@ def test_folding_changes_nothing(
     plan = plan_step(
         samples,
         max_tokens=recipe.batch.max_tokens,
-        cost_model=CostModel.from_model(recipe.model, fused_head=recipe.fused_head),
+        cost_model=CostModel.from_work(ModelWork.from_model(recipe.model, fused_head=recipe.fused_head)),
         share=recipe.batch.share,
         min_shared_tokens=recipe.batch.min_shared_tokens,
     )

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.plan import CostModel, plan_step
+from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.recipe import load_recipe
 
 RECIPE = """
@@ -53,7 +53,7 @@ def test_a_recipe_gives_flops_and_padding(rows, tmp_path):
     result = plan(rows, "--max-tokens", "64", "--dp", "1", "--model", str(recipe), "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    model = CostModel.from_model(load_recipe(recipe).model, fused_head=True)
+    model = CostModel.from_work(ModelWork.from_model(load_recipe(recipe).model, fused_head=True))
     (batch,) = report["ranks"][0]
     assert batch["padding"] == 4
     assert 0 < batch["scored"] < batch["tokens"]
@@ -67,7 +67,7 @@ def test_a_critic_has_no_vocabulary_to_pay_for(rows, tmp_path):
     result = plan(rows, "--max-tokens", "64", "--model", str(recipe), "--json")
     assert result.exit_code == 0, result.output
     (batch,) = json.loads(result.stdout)["ranks"][0]
-    model = CostModel.from_model(load_recipe(recipe).model, scalar_head=True)
+    model = CostModel.from_work(ModelWork.from_model(load_recipe(recipe).model, scalar_head=True))
     assert model.scored == 0
     assert batch["cost"] == model.of_micro_batch(batch["tokens"], batch["pairs"], batch["scored"])
 

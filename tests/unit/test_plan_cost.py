@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,64 +8,22 @@ from hypothesis import given
 from oracles import sample_lists
 
 from mcore_prefix_tree import fold
-from mcore_prefix_tree.plan import CostModel, LatentAttention, Measured
+from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN
-from mcore_prefix_tree.recipe import ModelConfig
 from mcore_prefix_tree.trie import build_trie
 
-SMALL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "vocab_size": 100}
 
-
-def test_flops_by_hand():
-    """Head size 2. A layer: q and out 8 x 8 each, k and v 8 x 4 each, three of 8 x 16. The head: 8 x 100."""
-    model = CostModel.from_dimensions(**SMALL, num_query_groups=2, ffn_hidden_size=16)
-    weights = 2 * (2 * 64 + 2 * 32 + 3 * 128) + 800
-    assert model.token == 3 * 2 * weights
-    # Scores and values: 2 FLOPs x 2 channels x 4 heads x 2 layers each; the backward 2.5 times the forward.
-    assert model.pair == 3.5 * 2 * (2 * 2 * 4 * 2)
-    assert model.micro_batch == model.scored == 0
-    fused = CostModel.from_dimensions(**SMALL, num_query_groups=2, ffn_hidden_size=16, fused_head=True)
-    assert (fused.token, fused.scored, fused.pair) == (model.token - 3 * 2 * 800, 3 * 2 * 800, model.pair)
-
-
-def test_flops_of_latent_attention_by_hand():
-    """Four heads, whose queries and keys have 3 channels without a position and 2 with one, and whose values have 5."""
-    latent = LatentAttention(q_lora_rank=6, kv_lora_rank=7, qk_head_dim=3, qk_pos_emb_head_dim=2, v_head_dim=5)
-    queries = 8 * 6 + 6 * (4 * (3 + 2))
-    keys_values = 8 * (7 + 2) + 7 * (4 * (3 + 5))
-    layer = queries + keys_values + (4 * 5) * 8 + 3 * 8 * 16
-    model = CostModel.from_dimensions(**SMALL, ffn_hidden_size=16, latent=latent)
-    assert model.token == 3 * 2 * (2 * layer + 800)
-    # Scores of 5 channels three times in the backward, and those of values twice.
-    assert model.pair == 2 * 2 * 4 * ((5 + 5) + (3 * 5 + 2 * 5))
-    whole = replace(latent, q_lora_rank=None)
-    assert whole.weights(8, 4) == latent.weights(8, 4) - queries + 8 * (4 * 5)
-
-    settings = {"multi_latent_attention": True, **vars(latent), "rope_type": "rope"}
-    recipe = ModelConfig(**SMALL, ffn_hidden_size=16, transformer=settings)
-    assert CostModel.from_model(recipe) == model
-    assert LatentAttention.from_settings({"multi_latent_attention": True}) == LatentAttention()
-    assert LatentAttention.from_settings(settings | {"multi_latent_attention": False}) is None
-
-
-def test_a_recipe_s_model():
-    dense = ModelConfig(**SMALL, num_query_groups=2, ffn_hidden_size=16)
-    assert CostModel.from_model(dense) == CostModel.from_dimensions(**SMALL, num_query_groups=2, ffn_hidden_size=16)
-    plain = ModelConfig(**SMALL, swiglu=False, kv_channels=5)
-    assert CostModel.from_model(plain) == CostModel.from_dimensions(
-        **SMALL, ffn_hidden_size=32, swiglu=False, kv_channels=5
-    )
-    experts = {"num_moe_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 6}
-    experts["moe_shared_expert_intermediate_size"] = 4
-    moe = ModelConfig(**SMALL, ffn_hidden_size=16, transformer=experts)
-    assert CostModel.from_model(moe) == CostModel.from_dimensions(**SMALL, ffn_hidden_size=3 * 6 + 4)
-    unknown = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=4, ffn_hidden_size=16)
-    with pytest.raises(ValueError, match=r"model\.vocab_size"):
-        CostModel.from_model(unknown)
-    assert CostModel.from_model(unknown, vocab_size=100) == CostModel.from_dimensions(**SMALL, ffn_hidden_size=16)
-    no_head = CostModel.from_dimensions(**SMALL | {"vocab_size": 0}, ffn_hidden_size=16)
+def test_costs_are_the_flops_of_forward_and_backward():
+    dimensions = {"num_layers": 3, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 4, "vocab_size": 100}
+    settings = {"window_size": (4, 0), "window_attn_skip_freq": 3}
     for fused_head in (False, True):
-        assert CostModel.from_model(unknown, fused_head=fused_head, scalar_head=True) == no_head
+        work = ModelWork.from_dimensions(**dimensions, fused_head=fused_head, settings=settings)
+        head = 3 * work.position
+        cost = CostModel.from_work(work)
+        assert cost.token == 3 * work.token + (0 if fused_head else head)
+        assert cost.scored == (head if fused_head else 0)
+        assert cost.pair == 3 * work.pair.total, "a window is not planned with"
+        assert cost.micro_batch == 0
 
 
 @pytest.mark.parametrize(

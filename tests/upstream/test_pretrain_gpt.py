@@ -34,7 +34,7 @@ from megatron_lm import (
 )
 
 from mcore_prefix_tree.data import read_samples
-from mcore_prefix_tree.plan import CostModel, plan_step
+from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 
 if VARIABLE not in os.environ:
     pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
@@ -286,7 +286,7 @@ def test_dry_run(stock: Stock) -> None:
     run = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, stock.data, "--prefix-tree-dry-run")
     assert f"{BATCH} a step, in 4 micro-batches on each of 1 data-parallel ranks" in run.output
     samples = read_samples(stock.data.split()[1])[:BATCH]
-    cost_model = CostModel.from_dimensions(
+    work = ModelWork.from_dimensions(
         num_layers=4,
         hidden_size=32,
         ffn_hidden_size=64,  # Megatron's default with SwiGLU: two thirds of four times the hidden size, in 64s
@@ -295,6 +295,7 @@ def test_dry_run(stock: Stock) -> None:
         vocab_size=VOCAB,
         fused_head=True,
     )
+    cost_model = CostModel.from_work(work)
     plan = plan_step(samples, max_tokens=400, micro_batches=4, cost_model=cost_model)
     ratio = sum(map(len, samples)) / sum(map(sum, plan.physical_tokens))
     assert f"fold ratio {ratio:.2f}" in run.output

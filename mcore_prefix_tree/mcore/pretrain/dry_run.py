@@ -11,6 +11,7 @@ import torch
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
+from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.pretrain.memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.mcore.pretrain.providers import (
     constant_size,
@@ -18,8 +19,11 @@ from mcore_prefix_tree.mcore.pretrain.providers import (
     folding_of,
     training_order,
     validation_order,
+    work_of,
 )
 from mcore_prefix_tree.mcore.pretrain.steps import check_steps, plan_exactly
+from mcore_prefix_tree.plan import Bound, ForestPlan
+from mcore_prefix_tree.sample import Sample
 
 GIB = 1024**3
 
@@ -60,6 +64,7 @@ def dry_run(args: argparse.Namespace) -> str:
         f"{order.samples_per_epoch} samples an epoch, {size.samples} a step, in {size.micro_batches} micro-batches on "
         f"each of {size.dp_size} data-parallel ranks",
         f"first step: {logical} logical tokens, {physical} physical, fold ratio {logical / physical:.2f}",
+        f"first step: bound {_bound(args, samples, plan, folding)}",
     ]
     lines += [
         f"  data-parallel rank {rank}: {_dealt(batches, sizes)}"
@@ -77,6 +82,12 @@ def dry_run(args: argparse.Namespace) -> str:
         for case, tokens in cases.items()
     ]
     return "\n".join(lines)
+
+
+def _bound(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding) -> Bound:
+    """Return the bound of a step of all ranks."""
+    cuts = [batch for rank in plan.micro_batches for batch in rank]
+    return work_of(args).bound([folding.layout([samples[index] for index in batch]) for batch in cuts])
 
 
 def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:

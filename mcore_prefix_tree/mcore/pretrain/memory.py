@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_prefix_tree.mcore.backend import head_dims
+from mcore_prefix_tree.plan.work import layers_with_experts
 
 # In the formulas below: h hidden size, q and kv widths of all queries and of all keys, f of an MLP, k experts a token.
 
@@ -147,10 +148,7 @@ def _layer(config: Any, tokens: int, has_experts: bool) -> _Layer:
 
 
 def _have_experts(config: Any) -> list[bool]:
-    """Of each layer."""
+    """For each layer, whether it has experts."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(config.num_layers)]
-    return [bool(has_experts) for has_experts in frequency]
+    return layers_with_experts(config.num_layers, config.moe_layer_freq)

@@ -37,7 +37,7 @@ from mcore_prefix_tree.mcore.pretrain.step import tree_forward_step
 from mcore_prefix_tree.mcore.pretrain.steps import StepDealer, StepIterator, StepSize, check_steps
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.validation import check_config, check_model
-from mcore_prefix_tree.plan import CostModel, LatentAttention
+from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.testing.specs import cpu_spec
 
@@ -131,7 +131,7 @@ def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
     return Folding(
         max_tokens=args.prefix_tree_max_tokens,
         dp_size=args.data_parallel_size,
-        cost_model=cost_model_of(args),
+        cost_model=CostModel.from_work(work_of(args)),
         device=device,
         micro_batch_multiple=stages if in_stages else 1,
         bubble=(stages - 1) / (args.virtual_pipeline_model_parallel_size or 1),
@@ -160,23 +160,19 @@ def _padding_of(args: argparse.Namespace) -> Padding:
     return padding
 
 
-def cost_model_of(args: argparse.Namespace) -> CostModel:
-    """Training FLOPs of the model that the arguments describe."""
-    width = args.ffn_hidden_size
-    if args.num_experts is not None:
-        width = (args.moe_ffn_hidden_size or width) * args.moe_router_topk
-        width += args.moe_shared_expert_intermediate_size or 0
-    return CostModel.from_dimensions(
+def work_of(args: argparse.Namespace) -> ModelWork:
+    """Return the FLOPs of the model that the arguments describe."""
+    return ModelWork.from_dimensions(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
-        ffn_hidden_size=width,
+        ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,
         vocab_size=args.padded_vocab_size,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         kv_channels=args.kv_channels,
-        latent=LatentAttention.from_settings(vars(args)),
         swiglu=args.swiglu,
         fused_head=args.prefix_tree_fused_head,
+        settings=vars(args),
     )
 
 

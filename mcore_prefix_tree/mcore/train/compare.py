@@ -13,9 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.forward_step import ForwardStep
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.train.objective import forward_step_of, objective_of, plain
-from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule
+from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule, work_of
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.unfolded import (
     plan_unfolded,
@@ -24,6 +23,7 @@ from mcore_prefix_tree.mcore.train.unfolded import (
     why_stock_does_not_fit,
 )
 from mcore_prefix_tree.memory import PeakMemory
+from mcore_prefix_tree.plan import Bound, Counts
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample, Tempered
 
@@ -56,12 +56,12 @@ class Comparison:
 
     Attributes:
         folded: as ``train`` runs it.
-        packed: the same back-end and budget, with every sample a tree of its own: a packed varlen batch.
+        packed: the same back-end, head and budget, with every sample a tree of its own: a packed varlen batch.
         stock: Megatron's own attention and cross-entropy, one sample a micro-batch; None where it cannot hold the
-            longest sample.
+            longest sample. It projects all positions to the vocabulary, where the fused head of the others does not.
         stock_missing: why, in that case.
         logical_tokens: of the batch.
-        fold_ratio: logical over physical tokens, the ideal.
+        bound: the most that folding can gain over ``packed``, and so over the faster of both unfolded ways.
     """
 
     folded: Measurement
@@ -69,16 +69,29 @@ class Comparison:
     stock: Measurement | None
     stock_missing: str | None
     logical_tokens: int
-    fold_ratio: float
+    bound: Bound
+
+    @property
+    def fold_ratio(self) -> float:
+        """Logical over physical tokens."""
+        return self.logical_tokens / max(self.folded.tokens, 1)
+
+    @property
+    def speedups(self) -> list[float]:
+        """How many times faster folded is than the faster unfolded way, in each round, ascending."""
+        unfolded_ways = [way for way in (self.packed, self.stock) if way is not None]
+        fastest = min(unfolded_ways, key=lambda way: way.median_seconds)
+        return sorted(unfolded / folded for unfolded, folded in zip(fastest.seconds, self.folded.seconds, strict=True))
 
     @property
     def speedup(self) -> float:
-        """Over the faster of the two unfolded ways, the median of the rounds' own ratios."""
-        unfolded_ways = [way for way in (self.packed, self.stock) if way is not None]
-        fastest = min(unfolded_ways, key=lambda way: way.median_seconds)
-        return statistics.median(
-            unfolded / folded for unfolded, folded in zip(fastest.seconds, self.folded.seconds, strict=True)
-        )
+        """The median of the rounds'."""
+        return statistics.median(self.speedups)
+
+    @property
+    def share_of_bound(self) -> float:
+        """Speed-up over its bound."""
+        return self.speedup / self.bound.ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +133,15 @@ def compare(
         for index, sample in enumerate(samples)
     ]
     logical = sum(len(sample) for sample in samples)
-    physical = physical_tokens(plan_folded(samples, recipe, place).micro_batches, place)
+    work, layouts = work_of(recipe), [batch.layout for batch in plan_folded(samples, recipe, place).micro_batches]
+    folded, unfolded = (
+        over_ranks(counts, place)
+        for counts in (Counts.folded(layouts, work.window), Counts.unfolded(layouts, work.window))
+    )
     ways = [
         _Way(
             name="folded",
-            tokens=physical,
+            tokens=folded.tokens,
             make=lambda: plan_folded(samples, recipe, place).micro_batches,
             step=step,
         ),
@@ -161,15 +178,15 @@ def compare(
         stock=measured[2] if stock_missing is None else None,
         stock_missing=stock_missing,
         logical_tokens=logical,
-        fold_ratio=logical / max(physical, 1),
+        bound=Bound(folded=work.of(folded), unfolded=work.of(unfolded)),
     )
 
 
-def physical_tokens(batches: Sequence[MicroBatch], place: Session) -> int:
-    """Unique tokens over all data-parallel ranks, without padding."""
-    total = torch.tensor(sum(batch.layout.physical_tokens for batch in batches), device=place.device)
+def over_ranks(counts: Counts, place: Session) -> Counts:
+    """Sum over the data-parallel ranks."""
+    total = torch.tensor(counts, device=place.device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return int(total)
+    return Counts(*total.tolist())
 
 
 def _seconds(way: _Way, chunks: Sequence[Any], place: Session) -> float:

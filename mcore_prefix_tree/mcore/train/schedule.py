@@ -15,7 +15,7 @@ from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.train.objective import grouped_by, is_weighted_sum, objective_of, output_of
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.objectives import Targets, together
-from mcore_prefix_tree.plan import CostModel
+from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
 
@@ -90,6 +90,17 @@ class FoldedStep:
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
+def work_of(recipe: Recipe) -> ModelWork:
+    """Return the FLOPs of the recipe's model.
+
+    Raises:
+        ValueError: ``model.vocab_size`` is not known.
+    """
+    return ModelWork.from_model(
+        recipe.model, fused_head=recipe.fused_head, scalar_head=recipe.objective.has_scalar_head
+    )
+
+
 def folding_of(recipe: Recipe, place: Session) -> Folding:
     """How the job folds: its ranks are balanced by what the recipe's model costs.
 
@@ -97,9 +108,7 @@ def folding_of(recipe: Recipe, place: Session) -> Folding:
         ValueError: ``model.vocab_size`` is not known, which the cost depends on.
         RecipeError: the length buckets fit neither the budget nor the parallel layout.
     """
-    cost_model = CostModel.from_model(
-        recipe.model, fused_head=recipe.fused_head, scalar_head=recipe.objective.has_scalar_head
-    )
+    cost_model = CostModel.from_work(work_of(recipe))
     if place.measured:
         cost_model = cost_model.calibrated(place.measured)
     return Folding(

@@ -22,7 +22,7 @@ from mcore_prefix_tree.mcore.forward_step import ValueObjective, objective_outpu
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.score import score, score_values
-from mcore_prefix_tree.mcore.train.compare import physical_tokens
+from mcore_prefix_tree.mcore.train.compare import over_ranks
 from mcore_prefix_tree.mcore.train.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.train.objective import objective_of, plain
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, folding_of, plan_folded, run_schedule
@@ -35,6 +35,7 @@ from mcore_prefix_tree.mcore.train.unfolded import (
     stock_square_loss,
     why_stock_does_not_fit,
 )
+from mcore_prefix_tree.plan import Counts
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
@@ -178,7 +179,7 @@ def verify(
         unfolded_errors=_rounding(unfolded, reference, samples) if half else None,
         samples=len(samples),
         logical_tokens=sum(len(sample) for sample in samples),
-        physical_tokens=physical_tokens(step.micro_batches, place),
+        physical_tokens=over_ranks(Counts.folded([batch.layout for batch in step.micro_batches]), place).tokens,
         parameters=count,
         dtype=recipe.model.dtype,
     )

@@ -1,0 +1,114 @@
+"""The bound that a comparison reports, against the FLOPs that torch counts in the very passes that it times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, mm_flop, sdpa_backward_flop_count, sdpa_flop_count
+from train_jobs import write_job
+
+from mcore_prefix_tree.attention import path as path_attention
+from mcore_prefix_tree.mcore.train import compare
+from mcore_prefix_tree.mcore.train.jobs import run_compare
+from mcore_prefix_tree.mcore.train.schedule import work_of
+from mcore_prefix_tree.plan.work import Work
+from mcore_prefix_tree.recipe import load_recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron", "ignore:::torch")
+
+aten = torch.ops.aten
+VOCAB = 67  # the size of nothing else
+BATCH = ("batch.global_batch_size=10", "batch.max_tokens=50", f"model.vocab_size={VOCAB}")
+MODEL = "model.transformer"
+LATENT = (
+    "model.num_query_groups=null",
+    f"{MODEL}={{multi_latent_attention: true, q_lora_rank: 12, kv_lora_rank: 10, qk_head_dim: 6, "
+    "qk_pos_emb_head_dim: 2, v_head_dim: 8}",
+)
+EXPERTS = (
+    f"{MODEL}={{num_moe_experts: 4, moe_router_topk: 2, moe_ffn_hidden_size: 20, moe_layer_freq: 2, "
+    "moe_shared_expert_intermediate_size: 28, moe_router_load_balancing_type: none, moe_aux_loss_coeff: 0.0}",
+)
+
+
+@contextmanager
+def counted(found: Counter[str], columns: int) -> Iterator[None]:
+    """Count multiplications of matrices by part: those of the head are the ones with its columns."""
+
+    def product(*shapes: Sequence[int], **_: Any) -> int:
+        one, other = shapes[-2:]
+        flops = int(mm_flop(one, other))
+        found["head" if columns in (*one, *other) else "body"] += flops
+        return flops
+
+    def scores(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        flops = int(sdpa_flop_count(query, key, value))
+        found["attention forward"] += flops
+        return flops
+
+    def score_gradients(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        flops = int(sdpa_backward_flop_count(grad, query, key, value))
+        found["attention backward"] += flops
+        return flops
+
+    counts = {
+        aten.mm: product,
+        aten.addmm: product,
+        aten.addmm_: product,
+        aten._scaled_dot_product_flash_attention_for_cpu: scores,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: score_gradients,
+    }
+    with FlopCounterMode(display=False, custom_mapping=counts):
+        yield
+
+
+def assert_agree(found: Counter[str], work: Work) -> None:
+    # The back-end computes its scores once more in backward, of which a kernel would keep the statistics.
+    assert found.pop("attention forward") == 2 * work.attention.forward
+    assert found.pop("attention backward") == work.attention.backward
+    assert found == {"body": work.body.total, "head": work.head.total}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param((), id="fused head"),
+        pytest.param(("fused_head=false",), id="all logits"),
+        pytest.param(("objective.name=critic",), id="scalar head"),
+        pytest.param(("model.swiglu=false", "model.kv_channels=16"), id="no gate, wide heads"),
+        pytest.param((f"{MODEL}={{attention_output_gate: true}}",), id="gated attention"),
+        pytest.param(EXPERTS, id="experts"),
+        pytest.param(LATENT, id="latent attention"),
+    ],
+)
+def test_the_bound_is_what_torch_counts(
+    changes: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries one at a time: no block computes scores that it masks."""
+    monkeypatch.setattr(path_attention, "QUERY_BLOCK", 1)
+    monkeypatch.setattr(path_attention, "_fused", lambda *_, **__: path_attention._Fused(roots=False, windows=True))
+    run, found = compare._seconds, {}
+
+    def seconds(way: Any, *others: Any) -> float:
+        if way.name in found:
+            return 1.0  # the timed round, which is as the one that warms up
+        found[way.name] = Counter[str]()
+        with counted(found[way.name], 1 if recipe.objective.has_scalar_head else VOCAB):
+            return run(way, *others)
+
+    monkeypatch.setattr(compare, "_seconds", seconds)
+    recipe = load_recipe(write_job(tmp_path), ["attention_backend=path", "device=cpu", *BATCH, *changes])
+    comparison, _ = run_compare(recipe, repeats=1)
+    bound = comparison.bound
+    assert bound.parts["body"][0] == comparison.fold_ratio > 1.5
+    assert_agree(found["folded"], bound.folded)
+    assert_agree(found["unfolded, packed"], bound.unfolded)
+    # Megatron's own way multiplies as much in the body, and projects all positions.
+    stock, whole_head = found["unfolded, stock"], 3 * work_of(recipe).position * comparison.logical_tokens
+    assert stock["body"] + stock["head"] == bound.unfolded.body.total + whole_head

@@ -1,0 +1,159 @@
+"""FLOPs by hand, counts by brute force. What torch counts in a step: tests/train/test_train_bound.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.transformer.utils import is_layer_window_attention
+from oracles import sample_lists
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.plan import Bound, Counts, LatentAttention, ModelWork
+from mcore_prefix_tree.plan.work import Flops, layers_with_window, pair_flops
+from mcore_prefix_tree.recipe import ModelConfig
+
+SMALL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "vocab_size": 100}
+DENSE = SMALL | {"ffn_hidden_size": 16}
+
+
+def test_flops_by_hand():
+    """Head size 2. A layer: q and out 8 x 8 each, k and v 8 x 4 each, three of 8 x 16. The head: 8 x 100."""
+    work = ModelWork.from_dimensions(**DENSE, num_query_groups=2)
+    assert work.token == 2 * 2 * (2 * 64 + 2 * 32 + 3 * 128)
+    assert work.position == 2 * 800
+    assert work.pair == Flops(forward=2 * 2 * 2 * 4, backward=2.5 * 2 * 2 * 2 * 4)
+    counts = Counts(tokens=10, pairs=30, window_pairs=0, predictors=3)
+    body, attention, head = work.of(counts)
+    assert body == Flops(forward=10 * work.token, backward=20 * work.token)
+    assert attention == Flops(forward=2 * 30 * work.pair.forward, backward=2 * 30 * work.pair.backward)
+    assert head == Flops(forward=10 * work.position, backward=20 * work.position)
+    fused = replace(work, fused_head=True).of(counts)
+    assert fused == (body, attention, Flops(forward=3 * work.position, backward=6 * work.position))
+
+
+def test_flops_of_latent_attention_by_hand():
+    """Four heads, whose queries and keys have 3 channels without a position and 2 with one, and whose values have 5."""
+    latent = LatentAttention(q_lora_rank=6, kv_lora_rank=7, qk_head_dim=3, qk_pos_emb_head_dim=2, v_head_dim=5)
+    settings = {"multi_latent_attention": True, **vars(latent), "rope_type": "rope"}
+    queries = 8 * 6 + 6 * (4 * (3 + 2))
+    keys_values = 8 * (7 + 2) + 7 * (4 * (3 + 5))
+    layer = queries + keys_values + (4 * 5) * 8 + 3 * 8 * 16
+    work = ModelWork.from_dimensions(**DENSE, settings=settings)
+    assert work.token == 2 * 2 * layer
+    # Scores of 5 channels three times in the backward, and those of values twice.
+    assert work.pair == Flops(forward=2 * 4 * (5 + 5), backward=2 * 4 * (3 * 5 + 2 * 5)) == pair_flops(4, 5, 5)
+    assert pair_flops(1, 3, 5) == Flops(forward=2 * 8, backward=2 * 19)
+    whole = replace(latent, q_lora_rank=None)
+    assert whole.weights(8, 4) == latent.weights(8, 4) - queries + 8 * (4 * 5)
+    assert LatentAttention.from_settings({"multi_latent_attention": True}) == LatentAttention()
+    assert LatentAttention.from_settings(settings | {"multi_latent_attention": False}) is None
+
+
+def test_flops_of_experts_by_hand():
+    """The second layer is dense. A token passes a router, three experts of 6 channels and a shared one of 4."""
+    settings = {"moe_router_topk": 3, "moe_ffn_hidden_size": 6, "moe_shared_expert_intermediate_size": 4}
+    settings |= {"moe_layer_freq": [1, 0]}
+    dense = ModelWork.from_dimensions(**DENSE)
+    work = ModelWork.from_dimensions(**DENSE, settings={"num_moe_experts": 8} | settings)
+    assert work.token - dense.token == 2 * (8 * 8 + 3 * 8 * (3 * 6 + 4) - 3 * 8 * 16)
+    # As Megatron-LM's arguments call them, with what they leave out as None.
+    assert ModelWork.from_dimensions(**DENSE, settings={"num_experts": 8, "moe_latent_size": None} | settings) == work
+    narrow = ModelWork.from_dimensions(**DENSE, settings={"num_experts": 8, "moe_latent_size": 5} | settings)
+    assert work.token - narrow.token == 2 * (3 * (8 - 5) * 3 * 6 - 2 * 8 * 5)
+    plain = ModelWork.from_dimensions(**DENSE, settings={"num_experts": 8, "moe_ffn_hidden_size": None})
+    assert plain.token - dense.token == 2 * 2 * (8 * 8 + 3 * 8 * 16)
+    assert ModelWork.from_dimensions(**DENSE, settings={"num_experts": None}) == dense
+
+
+def test_a_recipe_s_model():
+    recipe = ModelConfig(**SMALL, num_query_groups=2, ffn_hidden_size=16)
+    assert ModelWork.from_model(recipe) == ModelWork.from_dimensions(**DENSE, num_query_groups=2)
+    plain = ModelConfig(**SMALL, swiglu=False, kv_channels=5, transformer={"window_size": [3, 0]})
+    assert ModelWork.from_model(plain, fused_head=True) == ModelWork.from_dimensions(
+        **SMALL, ffn_hidden_size=32, swiglu=False, kv_channels=5, fused_head=True, settings={"window_size": (3, 0)}
+    )
+    unknown = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=4, ffn_hidden_size=16)
+    with pytest.raises(ValueError, match=r"model\.vocab_size"):
+        ModelWork.from_model(unknown)
+    assert ModelWork.from_model(unknown, vocab_size=100) == ModelWork.from_dimensions(**DENSE)
+    # A scalar head is a column, for all tokens.
+    for fused_head in (False, True):
+        work = ModelWork.from_model(unknown, fused_head=fused_head, scalar_head=True)
+        assert work == ModelWork.from_dimensions(**DENSE | {"vocab_size": 1})
+
+
+@pytest.mark.parametrize("skip", [None, 1, 2, 3, [1, 0, 0, 1, 1, 0, 1]])
+def test_the_layers_with_a_window_are_megatron_s(skip):
+    settings = {"window_size": (4, 0), "window_attn_skip_freq": skip}
+    expected = [is_layer_window_attention((4, 0), skip, layer) for layer in range(1, 8)]
+    assert layers_with_window(7, settings) == expected
+    assert not any(layers_with_window(7, settings | {"window_size": None}))
+    work = ModelWork.from_dimensions(**DENSE | {"num_layers": 7}, settings=settings)
+    assert (work.layers, work.window_layers) == (7 - sum(expected), sum(expected))
+    assert work.window == (5 if any(expected) else None)
+
+
+def paths(samples):
+    """All prefixes of each sample that computes for itself what its merge key does not share."""
+    return [(repr(one.merge_key), tuple(one.tokens[: n + 1].tolist())) for one in samples for n in range(len(one))]
+
+
+@given(sample_lists(), st.one_of(st.none(), st.integers(1, 6)))
+def test_counts_are_those_of_prefixes(samples, window):
+    """A token is a prefix of a sample: folded it counts once, unfolded as often as there are samples with it."""
+    layout = fold(samples)
+    scored = [bool(weight) and n > 0 for one in samples for n, weight in enumerate(one.loss_mask)]
+    for counts, tokens in (
+        (Counts.unfolded([layout], window), list(enumerate(paths(samples)))),
+        (Counts.folded([layout], window), [(path, path) for path in set(paths(samples))]),
+    ):
+        depths = [len(prefix) for _, (_, prefix) in tokens]
+        assert counts.tokens == len(tokens)
+        assert counts.pairs == sum(depths)
+        assert counts.window_pairs == (0 if window is None else sum(min(depth, window) for depth in depths))
+    assert Counts.unfolded([layout]).predictors == sum(scored)
+    predictors = {(key, path[:-1]) for (key, path), is_scored in zip(paths(samples), scored, strict=True) if is_scored}
+    assert Counts.folded([layout]).predictors == len(predictors)
+
+
+def test_counts_of_micro_batches_add_up():
+    samples = [Sample(tokens=[1, 2, 3]), Sample(tokens=[1, 2, 4]), Sample(tokens=[1, 5])]
+    assert Counts.folded([fold(samples)]) == Counts(tokens=5, pairs=1 + 2 + 3 + 3 + 2, window_pairs=0, predictors=2)
+    cut = [fold(samples[:1], padded_size=8), fold(samples[1:]), fold([])]
+    assert Counts.folded(cut) == Counts(tokens=7, pairs=6 + 8, window_pairs=0, predictors=2 + 2)
+    assert Counts.unfolded(cut) == Counts.unfolded([fold(samples)]) == Counts(8, 6 + 6 + 3, 0, 5)
+
+
+def test_the_bound_is_the_mean_of_its_parts():
+    work = ModelWork.from_dimensions(**DENSE, fused_head=True)
+    prompt = list(range(40))
+    samples = [Sample(tokens=[*prompt, 50 + n, 60], loss_mask=[0] * 40 + [1, 1]) for n in range(8)]
+    bound = work.bound([fold(samples)])
+    parts = bound.parts
+    assert parts["body"][0] == 8 * 42 / (40 + 16)
+    assert parts["head"][0] == 16 / 9, "the prompt's last token predicts eight"
+    assert bound.ratio == pytest.approx(sum(ratio * share for ratio, share in parts.values()))
+    assert sum(share for _, share in parts.values()) == pytest.approx(1)
+    assert bound.ratio < parts["body"][0]
+    # Scoring is a forward alone, of which attention has less.
+    assert bound.forward_ratio != bound.ratio
+    said = json.loads(json.dumps(bound.to_json()))
+    assert said["ratio"] == bound.ratio
+    assert said["head"]["folded"] == {"forward": 9 * work.position, "backward": 18 * work.position}
+    assert str(bound).startswith(f"{bound.ratio:.2f}x (body 6.00x of ")
+
+
+def test_nothing_has_a_bound_of_one():
+    work = ModelWork.from_dimensions(**DENSE)
+    empty = work.bound([fold([])])
+    assert empty == work.bound([])
+    assert (empty.ratio, empty.forward_ratio) == (1, 1)
+    assert empty.parts == {"body": (1, 0), "attention": (1, 0), "head": (1, 0)}
+    alone = [fold([Sample(tokens=np.arange(9))])]
+    assert {ratio for ratio, _ in work.bound(alone).parts.values()} == {work.bound(alone).ratio} == {1}
+    assert isinstance(work.bound(alone), Bound)
