@@ -152,7 +152,7 @@ def comparison_table(comparison: Comparison) -> Table:
     table = Table(
         title="forward and backward of the last batch, same process",
         caption=f"folded is {comparison.speedup:.2f}x the faster unfolded way{spread}, {comparison.share_of_bound:.0%} "
-        f"of its bound {comparison.bound}",
+        f"of its bound by FLOPs, {comparison.bound}",
         title_justify="left",
         caption_justify="left",
     )

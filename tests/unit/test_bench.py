@@ -591,7 +591,7 @@ def test_the_step_command_writes_a_well_formed_file(tmp_path):
     small += ["model.kv_channels=8", "model.num_query_groups=1", "batch.global_batch_size=4", "device=cpu"]
     command = [sys.executable, "-m", "mcore_prefix_tree", "bench", "step", "recipes/quickstart.yaml", *small]
     done = subprocess.run(
-        [*command, "--repeats", "1", "--output", str(output)],
+        [*command, "--repeats", "2", "--output", str(output)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -602,8 +602,13 @@ def test_the_step_command_writes_a_well_formed_file(tmp_path):
     result = json.loads(output.read_text())
     assert result["kind"] == "step"
     assert result["machine"]["torch"] == torch.__version__
-    assert result["comparison"]["folded"]["tokens"] < result["comparison"]["packed"]["tokens"]
-    assert result["speedup_over_fold_ratio"] == pytest.approx(result["speedup"] / result["comparison"]["fold_ratio"])
+    comparison, speedup = result["comparison"], result["speedup"]
+    bound = comparison["bound"]
+    assert comparison["folded"]["tokens"] < comparison["packed"]["tokens"]
+    assert comparison["fold_ratio"] == bound["body"]["ratio"] > bound["ratio"] > bound["head"]["ratio"] >= 1
+    assert result["share_of_bound"] == pytest.approx(speedup["median"] / bound["ratio"])
+    assert speedup["min"] <= speedup["median"] <= speedup["max"]
+    assert "of its bound by FLOPs, " in " ".join(done.stdout.split())
 
 
 def test_settings_are_the_case():

@@ -62,6 +62,9 @@ def test_json_is_one_object_and_nothing_else(forest):
         "visible_pairs": 1 + 2 + 3 + 4 + 4 + 5 + 1 + 2 + 3,
         "pair_ratio": 44 / 25,
         "supervised_tokens": 13,
+        "predictors": 6,
+        "predictor_ratio": 13 / 6,
+        "bound": None,
         "skipped": 0,
         "skipped_by_kind": {},
         "longest_path": 5,
@@ -79,18 +82,20 @@ def test_the_drawing_says_the_same(forest):
     result = inspect(forest)
     assert result.exit_code == 0
     lines = [line.rstrip() for line in result.stdout.splitlines()]
-    counts = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1] for line in lines[:7]}
+    counts = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1] for line in lines[:9]}
     assert counts == {
         "samples": "5",
         "logical tokens": "18",
         "physical tokens": "9",
         "fold ratio": "2.00x",
         "visible-pair ratio": "1.76x",
+        "predictor ratio": "2.17x",
+        "bound of a step": "1.76x-2.17x",
         "trees": "2",
         "nodes": "5",
     }
-    assert lines[7] == f"longest sample: {forest}:2"
-    assert lines[8:] == [
+    assert lines[9] == f"longest sample: {forest}:2"
+    assert lines[10:] == [
         "",
         "3 tokens in a chain of 2 nodes, 4 samples  1 2 3",
         "├── 1 token, 2 samples  4",
@@ -98,6 +103,36 @@ def test_the_drawing_says_the_same(forest):
         "",
         "3 tokens, 1 sample  9 9 9",
     ]
+
+
+def test_a_model_has_a_bound(chat, tmp_path):
+    """By hand: a layer of 8 x 8 x (4 + 3 x 4) weights, two heads of 4 channels, a vocabulary of 128."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "data: {path: unread.jsonl, expand_turns: true, tokenizer: mistral-v3}\n"
+        "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2, vocab_size: 128}\n"
+        "batch: {global_batch_size: 4, max_tokens: 64}\ntrain_iters: 1\n"
+    )
+    report = json.loads(inspect(chat, "--json", "--model", path).stdout)
+    assert (report["samples"], report["tokenizer"]) == (4, "mistral-v3"), "read as the recipe reads its own"
+    bound = report["bound"]
+    ratios = {part: bound[part]["ratio"] for part in ("body", "attention", "head")}
+    assert ratios == {
+        "body": report["fold_ratio"],
+        "attention": report["pair_ratio"],
+        "head": report["predictor_ratio"],
+    }
+    body, attention, head = (6 * n for n in (8 * 8 * 16, 8 * 2 * 3.5 / 3, 8 * 128))
+    unfolded, folded = (
+        body * report[tokens] + attention * report[pairs] + head * report[scored]
+        for tokens, pairs, scored in (
+            ("logical_tokens", "unfolded_pairs", "supervised_tokens"),
+            ("physical_tokens", "visible_pairs", "predictors"),
+        )
+    )
+    assert bound["ratio"] == pytest.approx(unfolded / folded)
+    (line,) = [line for line in inspect(chat, "--model", path).stdout.splitlines() if line.startswith("bound")]
+    assert line.split()[4:7] == [f"{unfolded / folded:.2f}x", "body", f"{report['fold_ratio']:.2f}x"]
 
 
 def test_trees_limits_the_drawings_and_says_so(forest):
@@ -121,15 +156,15 @@ def test_large_fan_outs_are_cut_and_counted(tmp_path):
 def test_deep_trees_are_cut_and_counted(tmp_path):
     path = write_tokens(tmp_path / "comb.jsonl", [sample.tokens for sample in comb(300)])
     lines = inspect(path).stdout.splitlines()
-    assert max(re.search(r"\d|…|$", line).start() for line in lines[8:]) == 4 * drawing.MAX_LEVELS
+    assert max(re.search(r"\d|…|$", line).start() for line in lines[10:]) == 4 * drawing.MAX_LEVELS
     assert any("… 2 branches, " in line for line in lines)
-    drawn = sum(int(found.replace(",", "")) for line in lines[8:] for found in re.findall(r"([\d,]+) tokens?", line))
+    drawn = sum(int(found.replace(",", "")) for line in lines[10:] for found in re.findall(r"([\d,]+) tokens?", line))
     assert drawn == 600  # what is cut is counted where it is cut: nothing is lost
 
 
 def test_long_chains_are_one_line(tmp_path):
     path = write_tokens(tmp_path / "turns.jsonl", [range(length) for length in range(5, 105, 5)])
-    drawn = inspect(path).stdout.splitlines()[9:]
+    drawn = inspect(path).stdout.splitlines()[11:]
     assert len(drawn) == 1
     assert drawn[0].startswith("100 tokens in a chain of 20 nodes, 20 samples  0 1 2 3")
 
@@ -168,7 +203,7 @@ def test_ids_are_shown_where_the_tokenizer_has_them_not(tmp_path, tokenizer, bey
     path = write_tokens(tmp_path / "beyond.jsonl", [[1, 2, 1100], [1, 2, beyond], [1, 2, 2**31 - 1]])
     result = inspect(path, "--tokenizer", tokenizer)
     assert result.exit_code == 0, result.output
-    root, *branches = [line.rstrip() for line in result.stdout.splitlines()[9:]]
+    root, *branches = [line.rstrip() for line in result.stdout.splitlines()[11:]]
     assert "  1 2" not in root
     assert not branches[0].endswith("1100")
     assert [line.rpartition("  ")[2] for line in branches[1:]] == [str(beyond), str(2**31 - 1)]

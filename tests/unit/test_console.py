@@ -59,6 +59,11 @@ def verify_report():
 @pytest.fixture(scope="module")
 def comparison():
     from mcore_prefix_tree.mcore.train.compare import Comparison, Measurement
+    from mcore_prefix_tree.plan import Bound
+    from mcore_prefix_tree.plan.work import Flops, Work
+
+    def work(body, attention, head):
+        return Work(*(Flops(forward=flops, backward=2 * flops) for flops in (body, attention, head)))
 
     return Comparison(
         folded=Measurement(name="folded", seconds=[1.0, 1.2, 1.1], peak_bytes=100 * 2**20, tokens=3_000),
@@ -66,7 +71,7 @@ def comparison():
         stock=Measurement(name="unfolded, stock", seconds=[8.0, 8.0, 8.8], peak_bytes=None, tokens=12_000),
         stock_missing=None,
         logical_tokens=12_000,
-        fold_ratio=4.0,
+        bound=Bound(folded=work(10, 2, 8), unfolded=work(40, 12, 48)),
     )
 
 
@@ -197,8 +202,16 @@ def test_the_table_of_costs(comparison):
     text = table_lines(comparison_table(comparison))
     assert cells(text, "unfolded, packed") == ["unfolded, packed", "12,000", "4.400", "4.00", "400 MiB"]
     assert cells(text, "unfolded, stock") == ["unfolded, stock", "12,000", "8.000", "7.27", "not known here"]
-    assert "folded is 4.00x the faster unfolded way; ideal 4.00x (fold ratio: logical over physical tokens)" in (
-        unwrapped(text)
+    assert unwrapped(text).endswith(
+        "folded is 4.00x the faster unfolded way (4.00 to 4.00), 80% of its bound by FLOPs, 5.00x (body 4.00x of 50% of "
+        "the folded FLOPs, attention 6.00x of 10%, head 6.00x of 40%)"
+    )
+
+
+def test_one_round_has_no_spread(comparison):
+    ways = {name: replace(getattr(comparison, name), seconds=[2.0]) for name in ("folded", "packed", "stock")}
+    assert "folded is 1.00x the faster unfolded way, 20% of its bound" in unwrapped(
+        table_lines(comparison_table(replace(comparison, **ways)))
     )
 
 
