@@ -13,25 +13,45 @@ from mcore_prefix_tree.bench.costs import costs_of
 from mcore_prefix_tree.bench.plot import draw_roofline
 from mcore_prefix_tree.bench.report import cells, columns, headline, lines_of
 from mcore_prefix_tree.plan import CostModel
+from mcore_prefix_tree.plan.work import Work, parts_as_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def bench_step_table(result: dict[str, Any]) -> str:
-    """Markdown for a result of ``mcore-prefix-tree bench step``."""
-    comparison, machine = result["comparison"], result["machine"]
-    lines = ["| | tokens | seconds | peak memory |", "|---|---|---|---|"]
-    for name in ("folded", "packed", "stock"):
-        row = comparison[name]
-        seconds, mebibytes = statistics.median(row["seconds"]), row["peak_bytes"] / 2**20
-        lines.append(f"| {row['name']} | {row['tokens']:,} | {seconds:.2f} | {mebibytes:,.0f} MiB |")
-    lines.append("")
-    lines.append(
-        f"{result['speedup']:.2f}x the faster unfolded way, at a fold ratio of {comparison['fold_ratio']:.2f} "
-        f"({device_of(machine)}, torch {machine['torch']}, megatron-core {machine['megatron-core']})."
-    )
-    return "\n".join(lines)
+STEP_COLUMNS = ("model", "times faster (range)", "bound", "share", "folded", "unfolded, packed", "unfolded, stock")
+
+
+def bench_step_tables(results: list[dict[str, Any]]) -> str:
+    """Markdown for results of ``mcore-prefix-tree bench step``, a line each, widest model first."""
+    lines = [f"| {' | '.join(STEP_COLUMNS)} |", "|---|" + "---:|" * (len(STEP_COLUMNS) - 1)]
+    notes, batches = [], []
+    for result in sorted(results, key=lambda result: -result["recipe"]["model"]["hidden_size"]):
+        comparison, speedup, bound = result["comparison"], result["speedup"], result["comparison"]["bound"]
+        model = "{num_layers} layers of {hidden_size}".format(**result["recipe"]["model"])
+        cells = [
+            f"**{speedup['median']:.2f}x** ({speedup['min']:.2f}-{speedup['max']:.2f})",
+            f"{bound['ratio']:.2f}x",
+            f"{result['share_of_bound']:.0%}",
+            *(_seconds_and_memory(comparison[name]) for name in ("folded", "packed", "stock")),
+        ]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+        of_parts = parts_as_text({name: (bound[name]["ratio"], bound[name]["share"]) for name in Work._fields})
+        notes.append(f"- bound of {model}: {of_parts}")
+        machine = result["machine"]
+        batches.append(
+            f"- {result['recipe']['batch']['global_batch_size']} samples, {comparison['logical_tokens']:,} tokens "
+            f"unfolded and {comparison['folded']['tokens']:,} folded; {device_of(machine)}, torch {machine['torch']}, "
+            f"megatron-core {machine['megatron-core']}"
+        )
+    return "\n".join([*lines, "", *notes, *dict.fromkeys(batches)])
+
+
+def _seconds_and_memory(way: dict[str, Any] | None) -> str:
+    if way is None:
+        return "does not fit"
+    memory = "" if way["peak_bytes"] is None else f", {way['peak_bytes'] / 2**20:,.0f} MiB"
+    return f"{statistics.median(way['seconds']):.2f} s{memory}"
 
 
 def bench_trie_table(result: dict[str, Any]) -> str:
@@ -52,13 +72,13 @@ def bench_trie_table(result: dict[str, Any]) -> str:
 
 def bench_plan_table(result: dict[str, Any]) -> str:
     """Markdown for a result of scripts/bench_plan.py."""
-    ways = list(result["results"][0]["over_bound"])
+    ways = list(result["results"][0]["over_lower_bound"])
     lines = [
         f"| input | ranks | {' | '.join(ways)} | plan, ms |",
         f"|---|---|{'---|' * len(ways)}---|",
     ]
     for row in result["results"]:
-        ratios = [row["over_bound"].get(way) for way in ways]
+        ratios = [row["over_lower_bound"].get(way) for way in ways]
         cells = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
         milliseconds = f"{row['plan_seconds'] * 1e3:,.0f}"
         name = f"{row['case']} ({row['samples']:,} samples)"
@@ -139,7 +159,7 @@ def head_on_gpus(results: list[dict[str, Any]]) -> str:
 def steps_on_gpus(results: list[dict[str, Any]]) -> str:
     """Markdown for the steps of all results of scripts/gpu_check."""
     found = [
-        f"`recipes/{name}.yaml`, {device_of(step['machine'])}:\n\n{bench_step_table(step)}"
+        f"`recipes/{name}.yaml`, {device_of(step['machine'])}:\n\n{bench_step_tables([step])}"
         for result in results
         for name, step in result.get("steps", {}).items()
         if "comparison" in step
@@ -177,7 +197,7 @@ def attention_costs() -> str:
 
 
 TABLES = {
-    "bench_step": ("step_quickstart_cpu.json", bench_step_table),
+    "bench_step": ("step_*_cpu.json", bench_step_tables),
     "bench_trie": ("trie.json", bench_trie_table),
     "bench_plan": ("plan.json", bench_plan_table),
     "bench_step_gpu": ("gpu_*.json", steps_on_gpus),

@@ -123,7 +123,7 @@ def plan(
         _draw(report, unit, plot)
     if as_json:
         left_out = {"skipped": skipped.count, "skipped_by_kind": skipped.kinds}
-        more = {"imbalance": report.imbalance, "over_bound": report.over_bound, "cost_unit": unit}
+        more = {"imbalance": report.imbalance, "over_lower_bound": report.over_lower_bound, "cost_unit": unit}
         typer.echo(json.dumps({"samples": len(samples), **left_out, **asdict(report), **more}))
     else:
         _print(report, unit, len(samples), max_tokens)
@@ -171,7 +171,7 @@ def _print(report: PlanReport, unit: str, samples: int, max_tokens: int) -> None
         ("micro-batches", f"{per_rank} on each of {len(report.ranks)} ranks, up to {max_tokens:,} tokens"),
         ("slowest rank", f"{report.slowest:.4g} {unit}"),
         ("  over the mean", f"{report.imbalance:.3f}"),
-        ("  over the lower bound", f"{report.over_bound:.3f}"),
+        ("  over the lower bound", f"{report.over_lower_bound:.3f}"),
     ]:
         summary.add_row(name, value)
     ranks = Table(box=None, title_justify="left")
@@ -229,7 +229,7 @@ def _draw(report: PlanReport, unit: str, path: str) -> None:
         axes.bar(ranks, cost, bottom=below, width=0.9, color=f"C{number % 2}", edgecolor="white", linewidth=0.5)
         below = [low + more for low, more in zip(below, cost, strict=True)]
     axes.axhline(report.mean, color="black", linewidth=1, linestyle="--", label="mean")
-    axes.axhline(report.bound, color="red", linewidth=1, label="lower bound of the slowest")
+    axes.axhline(report.lower_bound, color="red", linewidth=1, label="lower bound of the slowest")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("data-parallel rank")
     axes.set_ylabel(f"predicted cost, {unit}")

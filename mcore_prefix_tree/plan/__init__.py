@@ -1,8 +1,8 @@
 """A step's samples to micro-batches on ranks."""
 
 from mcore_prefix_tree.plan.ahead import Ahead
-from mcore_prefix_tree.plan.bound import makespan_bound
 from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
+from mcore_prefix_tree.plan.makespan import least_makespan
 from mcore_prefix_tree.plan.plan import BudgetError, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.plan.report import MicroBatchReport, PlanReport, report_plan
 from mcore_prefix_tree.plan.work import Bound, Counts, LatentAttention, ModelWork
@@ -20,7 +20,7 @@ __all__ = [
     "ModelWork",
     "PlanReport",
     "fewest_micro_batches",
-    "makespan_bound",
+    "least_makespan",
     "plan_step",
     "read_measured",
     "report_plan",

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.plan.bound import makespan_bound
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, longest_runs, reach, reach_of_several
+from mcore_prefix_tree.plan.makespan import least_makespan
 from mcore_prefix_tree.plan.pack import MAX_ATOMS, Atoms, Leaves, place
 from mcore_prefix_tree.plan.refine import refine
 from mcore_prefix_tree.plan.subtrees import SubtreePlacer
@@ -44,7 +44,7 @@ def balance(
         bubble: how many times the cost of its largest micro-batch a rank takes on top of the sum of all.
     """
     trie = trie_from_order(np.arange(len(leaves)), leaves.context, leaves.length)
-    bound = makespan_bound(
+    least = least_makespan(
         trie,
         cost_model,
         dp_size=dp_size,
@@ -58,7 +58,7 @@ def balance(
         dp_size=dp_size,
         micro_batches=micro_batches,
         max_tokens=max_tokens,
-        bound=bound - cost_model.units_of_micro_batch * micro_batches,  # which every plan has
+        least=least - cost_model.units_of_micro_batch * micro_batches,  # which every plan has
         bubble=bubble,
     )
     search.even_runs()
@@ -81,7 +81,7 @@ class _Search:
         dp_size: int,
         micro_batches: int,
         max_tokens: int,
-        bound: int,
+        least: int,
         bubble: float,
     ) -> None:
         self.leaves = leaves
@@ -89,7 +89,7 @@ class _Search:
         self.dp_size = dp_size
         self.micro_batches = micro_batches
         self.max_tokens = max_tokens
-        self.bound = bound
+        self.least = least
         self.bubble = bubble
         self.best: list[RankBins] = []
         self.makespan = -1
@@ -99,7 +99,7 @@ class _Search:
 
     def done(self) -> bool:
         # The largest micro-batch is no smaller than the average one.
-        bound = self.bound + round(self.bubble * self.bound / self.micro_batches)
+        bound = self.least + round(self.bubble * self.least / self.micro_batches)
         return self.makespan * 1000 <= bound * (1000 + _GOOD_ENOUGH)
 
     def cost_of(self, rank: RankBins) -> int:
@@ -141,7 +141,7 @@ class _Search:
             return
         placer = SubtreePlacer(self.leaves, self.cost_model)
         for slack in _SLACK:
-            limit = self.bound + self.bound * slack // 1000
+            limit = self.least + self.least * slack // 1000
             if limit >= self.makespan:
                 return
             for by_size in (False, True):
@@ -167,7 +167,7 @@ class _Search:
             ranks=self.dp_size,
             bins_per_rank=count,
             max_tokens=self.max_tokens,
-            enough=self.bound + self.bound * _GOOD_ENOUGH // 1000,
+            enough=self.least + self.least * _GOOD_ENOUGH // 1000,
         )
         for one in (bin_of, refined):
             bins = _members(one, self.dp_size * count)
@@ -177,7 +177,7 @@ class _Search:
         """Leaves to ranks first, then each rank's own under the budget."""
         if self.done() or self.dp_size == 1:
             return
-        for ranks in self.placed(self.dp_size, self.bound, self.makespan, self.max_tokens * self.micro_batches):
+        for ranks in self.placed(self.dp_size, self.least, self.makespan, self.max_tokens * self.micro_batches):
             if self.consider_ranks(ranks):
                 return
 
@@ -188,7 +188,7 @@ class _Search:
         mean = self.makespan // self.micro_batches
         # Uneven bins can be dealt to even ranks: a bin may cost a little more than the best rank's average.
         bins = self.dp_size * self.micro_batches
-        for found in self.placed(bins, self.bound // self.micro_batches, mean + mean // 10, self.max_tokens):
+        for found in self.placed(bins, self.least // self.micro_batches, mean + mean // 10, self.max_tokens):
             self.deal(found)
             return
 

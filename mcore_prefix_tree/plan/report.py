@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_prefix_tree.layout import NO_PADDING, Padding
-from mcore_prefix_tree.plan.bound import makespan_bound
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
+from mcore_prefix_tree.plan.makespan import least_makespan
 from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.plan.plan import ForestPlan
 from mcore_prefix_tree.sample import Sample
@@ -49,7 +49,7 @@ class PlanReport:
         padding: tokens of padding in all micro-batches.
         slowest: cost of the most expensive rank.
         mean: cost of a rank on average.
-        bound: no plan has a slowest rank below this.
+        lower_bound: no plan has a slowest rank below this.
         bubble: that the ranks' costs count, see :func:`plan_step`.
     """
 
@@ -60,7 +60,7 @@ class PlanReport:
     padding: int
     slowest: float
     mean: float
-    bound: float
+    lower_bound: float
     bubble: float = 0.0
 
     @property
@@ -69,9 +69,9 @@ class PlanReport:
         return self.slowest / self.mean if self.mean else 1.0
 
     @property
-    def over_bound(self) -> float:
+    def over_lower_bound(self) -> float:
         """Slowest rank over the lower bound, 1 for a plan that cannot be better."""
-        return self.slowest / self.bound if self.bound else 1.0
+        return self.slowest / self.lower_bound if self.lower_bound else 1.0
 
     @property
     def rank_costs(self) -> list[float]:
@@ -128,7 +128,7 @@ def report_plan(
 
     ranks = tuple(tuple(count(indices) for indices in rank) for rank in plan.micro_batches)
     costs = [_cost_of(rank, bubble) for rank in ranks]
-    bound = makespan_bound(
+    least = least_makespan(
         trie_from_order(np.arange(len(samples)), shared, lengths),
         cost_model,
         dp_size=len(ranks),
@@ -145,6 +145,6 @@ def report_plan(
         slowest=max(costs),
         mean=sum(costs) / len(costs),
         # The largest micro-batch costs no less than the average one.
-        bound=bound * cost_model.token / UNITS_PER_TOKEN * (1 + bubble / plan.num_micro_batches),
+        lower_bound=least * cost_model.token / UNITS_PER_TOKEN * (1 + bubble / plan.num_micro_batches),
         bubble=bubble,
     )

@@ -203,8 +203,8 @@ def test_the_table_of_costs(comparison):
     assert cells(text, "unfolded, packed") == ["unfolded, packed", "12,000", "4.400", "4.00", "400 MiB"]
     assert cells(text, "unfolded, stock") == ["unfolded, stock", "12,000", "8.000", "7.27", "not known here"]
     assert unwrapped(text).endswith(
-        "folded is 4.00x the faster unfolded way (4.00 to 4.00), 80% of its bound by FLOPs, 5.00x (body 4.00x of 50% of "
-        "the folded FLOPs, attention 6.00x of 10%, head 6.00x of 40%)"
+        "folded is 4.00x the faster unfolded way (4.00 to 4.00), 80% of its bound by FLOPs, 5.00x "
+        "(body 4.00x of 50% of the folded FLOPs, attention 6.00x of 10%, head 6.00x of 40%)"
     )
 
 

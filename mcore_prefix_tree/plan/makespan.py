@@ -1,4 +1,4 @@
-"""A lower bound on the slowest rank's cost, over all assignments of the samples, not only runs of an order.
+"""A lower bound of the slowest rank's cost, over all assignments of the samples, not only runs of an order.
 
 Legend: N nodes.
 """
@@ -14,7 +14,7 @@ from mcore_prefix_tree.trie import Trie
 Int64Array = npt.NDArray[np.int64]
 
 
-def makespan_bound(
+def least_makespan(
     trie: Trie,
     cost_model: CostModel,
     *,
