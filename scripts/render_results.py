@@ -13,7 +13,7 @@ from mcore_prefix_tree.bench.costs import costs_of
 from mcore_prefix_tree.bench.plot import draw_roofline
 from mcore_prefix_tree.bench.report import cells, columns, headline, lines_of
 from mcore_prefix_tree.plan import CostModel
-from mcore_prefix_tree.plan.work import Work, parts_as_text
+from mcore_prefix_tree.plan.work import Work
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -23,28 +23,41 @@ STEP_COLUMNS = ("model", "times faster (range)", "bound", "share", "folded", "un
 
 
 def bench_step_tables(results: list[dict[str, Any]]) -> str:
-    """Markdown for results of ``mcore-prefix-tree bench step``, a line each, widest model first."""
+    """Markdown for results of ``mcore-prefix-tree bench step``."""
     lines = [f"| {' | '.join(STEP_COLUMNS)} |", "|---|" + "---:|" * (len(STEP_COLUMNS) - 1)]
-    notes, batches = [], []
-    for result in sorted(results, key=lambda result: -result["recipe"]["model"]["hidden_size"]):
-        comparison, speedup, bound = result["comparison"], result["speedup"], result["comparison"]["bound"]
-        model = "{num_layers} layers of {hidden_size}".format(**result["recipe"]["model"])
+    batches = []
+    for model, result in _by_model(results):
+        comparison, speedup = result["comparison"], result["speedup"]
         cells = [
             f"**{speedup['median']:.2f}x** ({speedup['min']:.2f}-{speedup['max']:.2f})",
-            f"{bound['ratio']:.2f}x",
+            f"{comparison['bound']['ratio']:.2f}x",
             f"{result['share_of_bound']:.0%}",
             *(_seconds_and_memory(comparison[name]) for name in ("folded", "packed", "stock")),
         ]
         lines.append(f"| {model} | {' | '.join(cells)} |")
-        of_parts = parts_as_text({name: (bound[name]["ratio"], bound[name]["share"]) for name in Work._fields})
-        notes.append(f"- bound of {model}: {of_parts}")
         machine = result["machine"]
         batches.append(
-            f"- {result['recipe']['batch']['global_batch_size']} samples, {comparison['logical_tokens']:,} tokens "
+            f"{result['recipe']['batch']['global_batch_size']} samples, {comparison['logical_tokens']:,} tokens "
             f"unfolded and {comparison['folded']['tokens']:,} folded; {device_of(machine)}, torch {machine['torch']}, "
-            f"megatron-core {machine['megatron-core']}"
+            f"megatron-core {machine['megatron-core']}."
         )
-    return "\n".join([*lines, "", *notes, *dict.fromkeys(batches)])
+    return "\n".join([*lines, "", *dict.fromkeys(batches)])
+
+
+def bound_table(results: list[dict[str, Any]]) -> str:
+    """Markdown for the bounds in the same results, by parts."""
+    lines = ["| model | body | attention | head | bound |", "|---|---:|---:|---:|---:|"]
+    for model, result in _by_model(results):
+        bound = result["comparison"]["bound"]
+        parts = [f"{bound[name]['ratio']:.2f}x of {bound[name]['share']:.0%}" for name in Work._fields]
+        lines.append(f"| {model} | {' | '.join(parts)} | {bound['ratio']:.2f}x |")
+    return "\n".join(lines)
+
+
+def _by_model(results: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Results of ``mcore-prefix-tree bench step`` with the names of their models, the widest first."""
+    widest_first = sorted(results, key=lambda result: -result["recipe"]["model"]["hidden_size"])
+    return [("{num_layers} layers of {hidden_size}".format(**one["recipe"]["model"]), one) for one in widest_first]
 
 
 def _seconds_and_memory(way: dict[str, Any] | None) -> str:
@@ -198,6 +211,7 @@ def attention_costs() -> str:
 
 TABLES = {
     "bench_step": ("step_*_cpu.json", bench_step_tables),
+    "bound": ("step_*_cpu.json", bound_table),
     "bench_trie": ("trie.json", bench_trie_table),
     "bench_plan": ("plan.json", bench_plan_table),
     "bench_step_gpu": ("gpu_*.json", steps_on_gpus),

@@ -180,7 +180,7 @@ def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         "--prefix-tree-dry-run",
         action="store_true",
-        help="Print the plan of the first step, its fold ratio and an estimate of each rank's memory, and stop. Needs "
+        help="Print the plan of the first step, its bound and an estimate of each rank's memory, and stop. Needs "
         "no GPU and starts no job; set WORLD_SIZE to the ranks of the job to plan for.",
     )
     return parser

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a job would do, without a GPU and without starting it: the plan of its first step, its fold ratio, and an
+# What a job would do, without a GPU and without starting it: the plan of its first step, its bound, and an
 # estimate of each rank's memory.
 #
 #   [NNODES=N] recipes/launch/dry_run.sh RECIPE [ARGUMENT]...

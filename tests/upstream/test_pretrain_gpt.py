@@ -33,6 +33,7 @@ from megatron_lm import (
     under_open_mpi,
 )
 
+from mcore_prefix_tree import fold
 from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 
@@ -299,5 +300,7 @@ def test_dry_run(stock: Stock) -> None:
     plan = plan_step(samples, max_tokens=400, micro_batches=4, cost_model=cost_model)
     ratio = sum(map(len, samples)) / sum(map(sum, plan.physical_tokens))
     assert f"fold ratio {ratio:.2f}" in run.output
+    layouts = [fold([samples[index] for index in batch]) for rank in plan.micro_batches for batch in rank]
+    assert f"first step: bound {work.bound(layouts)}" in run.output
     assert "weights, gradients, optimizer" in run.output
     assert not run.losses
