@@ -5,7 +5,8 @@ from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
 from mcore_prefix_tree.plan.makespan import least_makespan
 from mcore_prefix_tree.plan.plan import BudgetError, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.plan.report import MicroBatchReport, PlanReport, report_plan
-from mcore_prefix_tree.plan.work import Bound, Counts, LatentAttention, ModelWork
+from mcore_prefix_tree.plan.shape import LatentAttention
+from mcore_prefix_tree.plan.work import Bound, Counts, ModelWork
 
 __all__ = [
     "Ahead",

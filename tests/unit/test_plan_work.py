@@ -14,7 +14,8 @@ from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.plan import Bound, Counts, LatentAttention, ModelWork
-from mcore_prefix_tree.plan.work import Flops, layers_with_window, pair_flops
+from mcore_prefix_tree.plan.shape import layers_with_window
+from mcore_prefix_tree.plan.work import Flops, pair_flops
 from mcore_prefix_tree.recipe import ModelConfig
 
 SMALL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "vocab_size": 100}

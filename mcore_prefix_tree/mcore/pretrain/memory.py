@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_prefix_tree.mcore.backend import head_dims
-from mcore_prefix_tree.plan.work import layers_with_experts
+from mcore_prefix_tree.plan.shape import layers_with_experts
 
 # In the formulas below: h hidden size, q and kv widths of all queries and of all keys, f of an MLP, k experts a token.
 

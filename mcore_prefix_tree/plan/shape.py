@@ -1,0 +1,124 @@
+"""What of a model's configuration its FLOPs depend on, by the names that Megatron gives its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+
+class ModelShape(Protocol):
+    """Fields of a model configuration that its FLOPs depend on; ``mcore_prefix_tree.recipe.ModelConfig`` has them."""
+
+    @property
+    def num_layers(self) -> int: ...  # noqa: D102
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_attention_heads(self) -> int: ...  # noqa: D102
+    @property
+    def num_query_groups(self) -> int | None: ...  # noqa: D102
+    @property
+    def ffn_hidden_size(self) -> int | None: ...  # noqa: D102
+    @property
+    def kv_channels(self) -> int | None: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int | None: ...  # noqa: D102
+    @property
+    def swiglu(self) -> bool: ...  # noqa: D102
+    @property
+    def transformer(self) -> dict[str, Any]: ...  # noqa: D102
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Sizes of multi-latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
+
+    Names and defaults are those of Megatron's ``MLATransformerConfig``.
+
+    Attributes:
+        q_lora_rank: of the queries' latent; None projects them from hidden states.
+        kv_lora_rank: of the latent of keys and values.
+        qk_head_dim: of a head's queries and keys, without the part that has a position.
+        qk_pos_emb_head_dim: of that part; of keys, all heads share it.
+        v_head_dim: of a head's values.
+    """
+
+    q_lora_rank: int | None = 512
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> LatentAttention | None:
+        """Read a recipe's ``model.transformer`` or Megatron-LM's arguments; None if they do not ask for it."""
+        if not settings.get("multi_latent_attention"):
+            return None
+        return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
+
+    def weights(self, hidden_size: int, heads: int) -> int:
+        """Number of weights of a layer's projections."""
+        query = self.qk_head_dim + self.qk_pos_emb_head_dim
+        if self.q_lora_rank is None:
+            queries = hidden_size * heads * query
+        else:
+            queries = self.q_lora_rank * (hidden_size + heads * query)
+        keys_values = hidden_size * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
+        keys_values += self.kv_lora_rank * heads * (self.qk_head_dim + self.v_head_dim)
+        return queries + keys_values + heads * self.v_head_dim * hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts, with the names and defaults of Megatron's ``TransformerConfig``.
+
+    Attributes:
+        num_moe_experts: of a layer; the router scores each for every token.
+        moe_router_topk: experts that a token passes through.
+        moe_ffn_hidden_size: width of an expert; None is the dense layer's.
+        moe_shared_expert_intermediate_size: width of the expert that all tokens pass through; None is no such expert.
+        moe_latent_size: width of what the experts, but not the shared one, compute on; None is the hidden size.
+        moe_layer_freq: see :func:`layers_with_experts`.
+    """
+
+    num_moe_experts: int
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_latent_size: int | None = None
+    moe_layer_freq: int | Sequence[int] = 1
+
+    def weights(self, hidden_size: int, ffn_hidden_size: int, matrices: int) -> int:
+        """Number of weights that a token multiplies in a layer, where an MLP has so many matrices."""
+        width, latent = self.moe_ffn_hidden_size or ffn_hidden_size, self.moe_latent_size
+        routed = matrices * (latent or hidden_size) * width * self.moe_router_topk
+        routed += 2 * hidden_size * latent if latent else 0
+        shared = matrices * hidden_size * (self.moe_shared_expert_intermediate_size or 0)
+        return hidden_size * self.num_moe_experts + routed + shared
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Experts | None:
+        """Read a recipe's ``model.transformer`` or Megatron-LM's arguments; None if they ask for no experts."""
+        count = settings.get("num_moe_experts") or settings.get("num_experts")
+        if not count:
+            return None
+        given = {field.name: settings[field.name] for field in fields(cls) if settings.get(field.name) is not None}
+        return cls(**given | {"num_moe_experts": count})
+
+
+def layers_with_experts(num_layers: int, moe_layer_freq: int | Sequence[int]) -> list[bool]:
+    """For each layer, whether it has experts: every ``moe_layer_freq``-th from the first, or as a list says."""
+    if isinstance(moe_layer_freq, int):
+        return [layer % moe_layer_freq == 0 for layer in range(num_layers)]
+    return [bool(has_experts) for has_experts in moe_layer_freq]
+
+
+def layers_with_window(num_layers: int, settings: Mapping[str, Any]) -> list[bool]:
+    """For each layer, whether its attention has a sliding window, as ``is_layer_window_attention`` of Megatron says."""
+    skip = settings.get("window_attn_skip_freq")
+    if not settings.get("window_size"):
+        return [False] * num_layers
+    if skip is None:
+        return [True] * num_layers
+    return [bool(skip[layer - 1] if not isinstance(skip, int) else layer % skip) for layer in range(1, num_layers + 1)]
