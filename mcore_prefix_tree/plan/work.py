@@ -193,7 +193,7 @@ class ModelWork:
     """FLOPs that a GPT spends on a token, on a visible pair and on a position that its head projects.
 
     Attributes:
-        token: FLOPs of a token in the matrices of all layers, forward; the backward makes two gradients of as many each.
+        token: FLOPs of a token in the matrices of all layers, forward; each of its two gradients takes as many.
         pair: FLOPs of a visible pair in one layer; see :func:`pair_flops`.
         layers: number of layers without a sliding window.
         window_layers: number of layers with one.
