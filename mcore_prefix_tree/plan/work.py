@@ -11,7 +11,7 @@ Each part grows with something else, and folding shares each to another degree:
 Every FLOP count of a model in this package is made here. A multiplication counts two, as in Narayanan et al. (SC 2021,
 appendix); norms, activations, softmax and rotary embeddings count nothing, nor does the embedding, which is a look-up.
 Recomputed activations and padding are left aside. The bound is of FLOPs, not of seconds: where a FLOP of the body takes
-longer than one of the head, a measurement can exceed it, but never the largest ratio of a part.
+longer than one of the head, a measurement can exceed it, though not the largest ratio of a part.
 """
 
 from __future__ import annotations
