@@ -3,10 +3,10 @@
 A token is scored by its predictor. At a branch point several tokens have the same predictor, so one row of logits
 serves several edges and its gradient is their sum:
 
-    log p(e)         = logits[predictor(e), token(e)] - logsumexp(logits[predictor(e)])
+    log p(e)         = log softmax(logits[predictor(e)])[token(e)]
     d / d logits[i]  = sum over e with predictor i of g(e) * (onehot(token(e)) - softmax(logits[i]))
 
-and for the entropy H_i = logsumexp_i - sum_v p_iv logits_iv of a row:  d H_i / d logits_iv = -p_iv (log p_iv + H_i).
+and for the entropy H_i = -sum_v p_iv log p_iv of a row:  d H_i / d logits_iv = -p_iv (log p_iv + H_i).
 
 :mod:`mcore_prefix_tree.logprob.head` computes the same from hidden states, without the logits.
 
@@ -237,7 +237,7 @@ class _EdgeLogprobs(torch.autograd.Function):
             if temperature is not None:
                 block.div_(temperature[rows, None])
             shifted = torch.empty_like(block) if with_entropy else None
-            sums[rows].set(softmax_sums_(block, shifted=shifted)[0])
+            sums[rows].set(softmax_sums_(block, shifted=shifted))
         here, column = edges.column(vocab_start, logits.shape[1])
         target = logits[edges.predictor, column].to(empty.dtype)
         if temperature is not None:
@@ -246,30 +246,30 @@ class _EdgeLogprobs(torch.autograd.Function):
         sums = over_ranks(sums, group)
         if group is not None:
             dist.all_reduce(target, group=group)
-        ctx.save_for_backward(logits, temperature, sums.logsumexp, sums.entropy)
+        ctx.save_for_backward(logits, temperature, *sums.parts)
         ctx.set_materialize_grads(False)
         ctx.edges, ctx.vocab_start, ctx.in_place = edges, vocab_start, in_place
-        return target - sums.logsumexp[edges.predictor], sums.entropy
+        return sums[edges.predictor].logprob(target), sums.entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_logprob, grad_entropy = grad_outputs
         if grad_logprob is None and grad_entropy is None:
             return None, None, None, None, None, None, None
-        logits, temperature, logsumexp, entropy = ctx.saved_tensors
+        logits, temperature, *saved = ctx.saved_tensors
         edges: Edges = ctx.edges
-        sums = RowSums(logsumexp=logsumexp, entropy=entropy)
+        sums = RowSums(*saved)
         here, column = edges.column(ctx.vocab_start, logits.shape[1])
         per_row = at_target = None
         if grad_logprob is not None:
-            per_row = sum_per_row(grad_logprob, edges.predictor, logsumexp)
+            per_row = sum_per_row(grad_logprob, edges.predictor, sums.total)
             at_target = torch.where(here, grad_logprob, 0)
         grad = logits if ctx.in_place else torch.empty_like(logits)
-        is_wide = grad.dtype == logsumexp.dtype
+        is_wide = grad.dtype == sums.total.dtype
         for rows in slices(logits.shape[0], ROWS):
             owned = edges.of_flat(rows)
             # In fp32 or wider, whatever the gradient's dtype: what a target loses to rounding stays lost.
-            block = grad[rows] if is_wide else torch.empty_like(grad[rows], dtype=logsumexp.dtype)
+            block = grad[rows] if is_wide else torch.empty_like(grad[rows], dtype=sums.total.dtype)
             if not (is_wide and ctx.in_place):
                 block.copy_(logits[rows])
             if temperature is not None:

@@ -74,23 +74,23 @@ class _HeadLogprobs(torch.autograd.Function):
         for rows, edges, logits in chunks:
             target[edges] = chunks.target(rows, edges, logits)
             shifted = chunks.scratch(rows) if with_entropy else None
-            sums[rows].set(softmax_sums_(logits, shifted=shifted)[0])
+            sums[rows].set(softmax_sums_(logits, shifted=shifted))
         sums = over_ranks(sums, head.group)
         if head.group is not None:
             dist.all_reduce(target, group=head.group)
-        ctx.save_for_backward(hidden, weight, sums.logsumexp, sums.entropy)
+        ctx.save_for_backward(hidden, weight, *sums.parts)
         ctx.set_materialize_grads(False)  # who does not use the entropies does not pay for their gradient
         ctx.head = head
-        return target - sums.logsumexp[head.edges.row_of_edge], sums.entropy
+        return sums[head.edges.row_of_edge].logprob(target), sums.entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_logprob, grad_entropy = grad_outputs
         if grad_logprob is None and grad_entropy is None:
             return None, None, None, None
-        hidden, weight, logsumexp, entropy = ctx.saved_tensors
+        hidden, weight, *saved = ctx.saved_tensors
         head: Head = ctx.head
-        sums = RowSums(logsumexp=logsumexp, entropy=entropy)
+        sums = RowSums(*saved)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         sink = head.weight_grad if of_weight else None
         chunks = Chunks(hidden, weight, head)
@@ -119,7 +119,7 @@ def add_gradients(
         grad_entropy: ``[R]``, None if nobody uses the entropies.
     """
     row_of_edge = chunks.head.edges.row_of_edge
-    per_row = None if grad_logprob is None else sum_per_row(grad_logprob, row_of_edge, sums.logsumexp)
+    per_row = None if grad_logprob is None else sum_per_row(grad_logprob, row_of_edge, sums.total)
     for rows, edges, logits in chunks:
         slope = chunks.slope(rows, logits)
         grad = softmax_backward_(

@@ -183,21 +183,21 @@ class _HeadEdgeLoss(torch.autograd.Function):
         uniform = math.log(len(weight) * (1 if head.group is None else dist.get_world_size(head.group)))
         logprob = hidden.new_full((len(head.edges.token_id),), -uniform, dtype=chunks.dtype)
         entropy = hidden.new_full((len(hidden),), uniform, dtype=chunks.dtype) if with_entropy else None
-        logsumexp = hidden.new_empty(len(hidden), dtype=chunks.dtype)
+        sums = RowSums.empty(len(hidden), with_entropy=with_entropy, like=logprob)
         waiting = None if by_rows or not with_grad else _Waiting(head.edges)
         for rows, edges, logits in chunks:
             target = chunks.target(rows, edges, logits)
             slope = chunks.slope(rows, logits) if with_grad else None
             shifted = chunks.scratch(rows) if with_entropy else None
-            sums, largest = softmax_sums_(logits, shifted=shifted)
-            sums = over_ranks(sums, head.group)
+            own_sums = softmax_sums_(logits, shifted=shifted)
+            sums[rows].set(over_ranks(own_sums, head.group))
             if head.group is not None:
                 dist.all_reduce(target, group=head.group)
-            logprob[edges] = target - sums.logsumexp[head.edges.row_of_edge[edges] - rows.start]
-            logsumexp[rows] = sums.logsumexp
+            logprob[edges] = sums[head.edges.row_of_edge[edges]].logprob(target)
             if entropy is not None:
-                assert sums.entropy is not None
-                entropy[rows] = sums.entropy
+                of_rows = sums[rows].entropy
+                assert of_rows is not None
+                entropy[rows] = of_rows
             settled = rows if waiting is None else waiting.settled(rows)
             if not with_grad or settled.start == settled.stop:
                 continue
@@ -205,25 +205,24 @@ class _HeadEdgeLoss(torch.autograd.Function):
             if waiting is not None:
                 grad_logprob, grad_entropy = waiting.only_settled(settled, grad_logprob, grad_entropy)
             here = slice(settled.start - rows.start, settled.stop - rows.start)
-            sums, largest = sums[here], largest[here]
+            joined, shift = sums[settled], own_sums.maximum[here] - sums.maximum[settled]
             edge_grads = chunks.edge_grads(settled, head.edges.of_rows(settled), grad_logprob)
-            grad_row = sum_per_row(grad_logprob[head.edges.of_rows(settled)], edge_grads.row, largest)
+            grad_row = sum_per_row(grad_logprob[head.edges.of_rows(settled)], edge_grads.row, shift)
             if grad_entropy is None:
-                # exp(logits - largest) is there already.
-                grad = logits[here].mul_(-(grad_row * (largest - sums.logsumexp).exp())[:, None])
+                # exp(logits - own maximum) is there already.
+                grad = logits[here].mul_(-(grad_row * shift.exp() / joined.total)[:, None])
                 edge_grads.add_to_(grad)
             else:
                 assert shifted is not None
                 grad = softmax_backward_(
                     shifted[here],
-                    RowSums(logsumexp=sums.logsumexp - largest, entropy=sums.entropy),
+                    replace(joined, maximum=-shift),
                     grad_row=grad_row,
                     grad_entropy=grad_entropy[settled],
                     edges=edge_grads,
                 )
             grads.add_(settled, grad, None if slope is None else slope[here])
         if waiting is not None and waiting.rows.any():
-            sums = RowSums(logsumexp=logsumexp, entropy=entropy)
             waiting.add_gradients(chunks, grads, sums, *row_grads(logprob, entropy))
         _keep(ctx, grads, head, weight.dtype)
         if entropy is None:
@@ -302,9 +301,8 @@ class _Waiting:
         edges, rows, of_edge = self._edges.some_rows(self.rows, self._rows)
         later = Chunks(chunks.hidden[rows], chunks.weight, replace(chunks.head, edges=edges), like=chunks)
         own = Grads(later, of_hidden=grads.hidden is not None, of_weight=False, weight_grad=grads.weight)
-        own_sums = RowSums(logsumexp=sums.logsumexp[rows], entropy=None if sums.entropy is None else sums.entropy[rows])
         own_entropy = None if grad_entropy is None else grad_entropy[rows]
-        add_gradients(later, own, own_sums, grad_logprob[of_edge], own_entropy)
+        add_gradients(later, own, sums[rows], grad_logprob[of_edge], own_entropy)
         if grads.hidden is not None:
             assert own.hidden is not None
             grads.hidden.index_copy_(0, rows, own.hidden)

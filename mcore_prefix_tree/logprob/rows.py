@@ -8,9 +8,13 @@ Legend: B rows of the block, Vl columns on this tensor-parallel rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Below it exp is 0 in every dtype: logits of -inf are taken for it where 0 * inf would be NaN.
+_EXP_IS_ZERO = -1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,76 +52,87 @@ class LogitShape:
         return grad
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RowSums:
-    """What is known of each row's softmax, all ``[B]`` or ``[R]``.
+    """Sums over the columns of each row, ``[B]`` or ``[R]``: all that a softmax needs beside the logits.
+
+    The sum of ``exp(logits)`` stays in two factors, ``exp(maximum) * total``. The logarithm of their product would be
+    rounded at the size of the maximum, and every log-probability with it.
 
     Attributes:
-        logsumexp: of the logits.
-        entropy: of the softmax in nats, if asked for.
+        maximum: the largest logit.
+        total: sum of ``exp(logits - maximum)``, at least 1 over all ranks.
+        moment: sum of ``exp(logits - maximum) * (logits - maximum)``; None if no entropy is asked for.
     """
 
-    logsumexp: torch.Tensor
-    entropy: torch.Tensor | None
+    maximum: torch.Tensor
+    total: torch.Tensor
+    moment: torch.Tensor | None
 
     @classmethod
-    def empty(cls, count: int, *, with_entropy: bool, like: torch.Tensor) -> RowSums:
-        """To be filled block by block."""
-        logsumexp = like.new_empty(count)
-        return cls(logsumexp=logsumexp, entropy=torch.empty_like(logsumexp) if with_entropy else None)
+    def empty(cls, *size: int, with_entropy: bool, like: torch.Tensor) -> RowSums:
+        """Return sums to be filled block by block."""
+        return cls(like.new_empty(size), like.new_empty(size), like.new_empty(size) if with_entropy else None)
 
-    def __getitem__(self, rows: slice) -> RowSums:
-        """Views of some rows."""
-        return RowSums(logsumexp=self.logsumexp[rows], entropy=None if self.entropy is None else self.entropy[rows])
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The fields, for autograd to save."""
+        return self.maximum, self.total, self.moment
+
+    def __getitem__(self, rows: Any) -> RowSums:
+        """Return the sums of some rows; of a slice, as views."""
+        return RowSums(self.maximum[rows], self.total[rows], None if self.moment is None else self.moment[rows])
 
     def set(self, other: RowSums) -> None:
         """Overwrite with another's."""
-        self.logsumexp.copy_(other.logsumexp)
-        if self.entropy is not None:
-            assert other.entropy is not None
-            self.entropy.copy_(other.entropy)
+        for own, new in zip(self.parts, other.parts, strict=True):
+            if own is not None:
+                assert new is not None
+                own.copy_(new)
+
+    def logprob(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return log-probabilities, from logits ``[B]`` or ``[B, n]``."""
+        maximum, log_total = self.maximum, self.total.log()
+        if logits.ndim > maximum.ndim:
+            maximum, log_total = maximum[..., None], log_total[..., None]
+        return (logits - maximum) - log_total
+
+    @property
+    def entropy(self) -> torch.Tensor | None:
+        """Entropies in nats, if they are asked for."""
+        return None if self.moment is None else self.total.log() - self.moment / self.total
 
 
-def softmax_sums_(block: torch.Tensor, *, shifted: torch.Tensor | None = None) -> tuple[RowSums, torch.Tensor]:
-    """The sums of this rank's columns, and each row's largest logit ``[B]``.
+def softmax_sums_(block: torch.Tensor, *, shifted: torch.Tensor | None = None) -> RowSums:
+    """Return the sums of this rank's columns.
 
     Args:
-        block: ``[B, Vl]``, logits; left with ``exp(block - largest)``.
-        shifted: memory of the same size, left with ``block - largest``; without it there is no entropy.
+        block: ``[B, Vl]``, logits; left with ``exp(block - maximum)``.
+        shifted: memory of the same size, left with ``block - maximum``; without it there is no moment.
     """
-    largest = block.amax(dim=1)
+    # A rank may have none but logits of -inf, whose exponentials are 0 whatever the maximum.
+    maximum = block.amax(dim=1).clamp_(min=torch.finfo(block.dtype).min)
     if shifted is None:
-        exp = block.sub_(largest[:, None]).exp_()
-    else:
-        exp = torch.exp(torch.sub(block, largest[:, None], out=shifted), out=block)
-    total = exp.sum(dim=1)
-    log_total = total.log()
-    # Relative to the maximum, not to the logsumexp: a near-certain row keeps the digits of its entropy.
-    entropy = None if shifted is None else log_total - torch.linalg.vecdot(exp, shifted) / total
-    return RowSums(logsumexp=largest + log_total, entropy=entropy), largest
+        return RowSums(maximum, block.sub_(maximum[:, None]).exp_().sum(dim=1), None)
+    exp = torch.exp(torch.sub(block, maximum[:, None], out=shifted), out=block)
+    moment = torch.linalg.vecdot(exp, shifted.clamp_(min=_EXP_IS_ZERO))
+    return RowSums(maximum, exp.sum(dim=1), moment)
 
 
 def over_ranks(sums: RowSums, group: dist.ProcessGroup | None) -> RowSums:
-    """Join what each rank of the group knows of its own columns.
-
-    Rank r holds the share ``w_r = exp(logsumexp_r - logsumexp)`` of a row's probability, and the row's entropy is
-    ``sum_r w_r (H_r + logsumexp - logsumexp_r)``.
-    """
+    """Join what each rank of the group knows of its own columns."""
     if group is None:
         return sums
-    largest = sums.logsumexp.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    relative = sums.logsumexp - largest
-    share = relative.exp()
-    total = share.clone()
+    maximum = sums.maximum.clone()
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+    shift = sums.maximum - maximum
+    total = sums.total * shift.exp()
     # One reduction for each: the bits of the log-probabilities do not depend on whether the entropy is asked for.
-    dist.all_reduce(total, group=group)
-    log_total = total.log()
-    if sums.entropy is None:
-        return RowSums(logsumexp=largest + log_total, entropy=None)
-    weighted = share * (sums.entropy - relative)
-    dist.all_reduce(weighted, group=group)
-    return RowSums(logsumexp=largest + log_total, entropy=weighted / total + log_total)
+    moment = None if sums.moment is None else (sums.moment + shift * sums.total) * shift.exp()
+    for part in (total, moment):
+        if part is not None:
+            dist.all_reduce(part, group=group)
+    return RowSums(maximum, total, moment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,16 +177,18 @@ def softmax_backward_(
         grad_entropy: ``[B]``, of the rows' entropies; None if nobody uses them.
         edges: of the block; None as ``grad_row`` is.
     """
-    log_prob = block.sub_(sums.logsumexp[:, None])
+    shifted = block.sub_(sums.maximum[:, None])
     if grad_entropy is None:
         assert grad_row is not None
-        log_prob.exp_().mul_(-grad_row[:, None])
+        shifted.exp_().mul_(-(grad_row / sums.total)[:, None])
     else:
-        assert sums.entropy is not None
-        weight = (log_prob + sums.entropy[:, None]).mul_(-grad_entropy[:, None])
+        assert sums.moment is not None
+        # log p + H, without the logarithm of the total that both have.
+        weight = shifted.clamp_(min=_EXP_IS_ZERO) - (sums.moment / sums.total)[:, None]
+        weight.mul_(-(grad_entropy / sums.total)[:, None])
         if grad_row is not None:
-            weight.sub_(grad_row[:, None])
-        log_prob.exp_().mul_(weight)
+            weight.sub_((grad_row / sums.total)[:, None])
+        shifted.exp_().mul_(weight)
     if edges is not None:
         edges.add_to_(block)
     return block

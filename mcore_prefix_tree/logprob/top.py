@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.logprob.edges import ROWS, slices, wide
-from mcore_prefix_tree.logprob.rows import RowSums, over_ranks
+from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_sums_
 
 
 @torch.no_grad()
@@ -47,17 +47,16 @@ def top_logprobs(
         raise ValueError(f"{k} tokens were asked for, and the vocabulary has {vocabulary}")
     ids = torch.empty(len(row), k, dtype=torch.int64, device=logits.device)
     values = torch.empty(len(row), k, dtype=wide(logits.dtype), device=logits.device)
-    logsumexp = values.new_empty(len(row))
+    sums = RowSums.empty(len(row), with_entropy=False, like=values)
     for part in slices(len(row), ROWS):
         block = logits[row[part]].to(values.dtype)  # a copy
         if temperature is not None:
             block = block / temperature[row[part], None].to(values.dtype)
-        logsumexp[part] = torch.logsumexp(block, dim=1)
+        sums[part].set(softmax_sums_(block.clone()))
         block[:, padding:] = -torch.inf
         found, column = block.topk(min(k, block.shape[1]), dim=1)
         values[part], ids[part] = _of_all_ranks(found, column + vocab_start, k, group)
-    sums = over_ranks(RowSums(logsumexp=logsumexp, entropy=None), group)
-    return ids, values - sums.logsumexp[:, None]
+    return ids, over_ranks(sums, group).logprob(values)
 
 
 def _of_all_ranks(

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_sums_
+
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
 # Rows of logits in fp32 at a time: bounds the temporary memory at a few times ROWS * Vl.
@@ -25,11 +27,17 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, j
 
 def _terms(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_beta: float) -> torch.Tensor:
     if kind == "forward_kl":
-        return teacher.exp() * (teacher - student)
+        return _gap(teacher, student)
     if kind == "reverse_kl":
-        return student.exp() * (student - teacher)
+        return _gap(student, teacher)
     mixture = _mixture(teacher, student, jsd_beta)
-    return jsd_beta * teacher.exp() * (teacher - mixture) + (1 - jsd_beta) * student.exp() * (student - mixture)
+    return jsd_beta * _gap(teacher, mixture) + (1 - jsd_beta) * _gap(student, mixture)
+
+
+def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return ``p (log p - log q)`` from log p and log q; 0 where p is 0, which may be of log p = -inf."""
+    probability = one.exp()
+    return probability * (one - other).masked_fill(probability == 0, 0)
 
 
 def _mixture(teacher: torch.Tensor, student: torch.Tensor, jsd_beta: float) -> torch.Tensor:
@@ -41,8 +49,8 @@ def _slope(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_b
     if kind == "forward_kl":
         return -teacher.exp()
     if kind == "reverse_kl":
-        return student.exp() * (student - teacher)
-    return (1 - jsd_beta) * student.exp() * (student - _mixture(teacher, student, jsd_beta))
+        return _gap(student, teacher)
+    return (1 - jsd_beta) * _gap(student, _mixture(teacher, student, jsd_beta))
 
 
 class _VocabularyDivergence(torch.autograd.Function):
@@ -59,29 +67,30 @@ class _VocabularyDivergence(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         dtype = torch.promote_types(student.dtype, torch.float32)
-        normaliser = torch.empty(2, len(row), dtype=dtype, device=student.device)
+        found = torch.zeros(2, len(row), dtype=dtype, device=student.device)
+        sums = RowSums.empty(2, len(row), with_entropy=False, like=found)
         for block in _blocks(row):
             for side, logits in enumerate((teacher, student)):
-                normaliser[side, block] = torch.logsumexp(logits[row[block]].to(dtype), dim=1)
-        _logsumexp_over_ranks(normaliser, group)
-        sums = torch.zeros(2, len(row), dtype=dtype, device=student.device)
+                sums[side, block].set(softmax_sums_(logits[row[block]].to(dtype)))
+        sums = over_ranks(sums, group)
         for block in _blocks(row):
-            p, q = _log_probabilities(teacher, student, row[block], normaliser[:, block])
-            sums[0, block] = _terms(p, q, kind, jsd_beta).sum(dim=1)
-            sums[1, block] = _slope(p, q, kind, jsd_beta).sum(dim=1)
+            p, q = _log_probabilities(teacher, student, row[block], sums[:, block])
+            found[0, block] = _terms(p, q, kind, jsd_beta).sum(dim=1)
+            found[1, block] = _slope(p, q, kind, jsd_beta).sum(dim=1)
         if group is not None:
-            dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(student, teacher, row, normaliser, sums[1])
+            dist.all_reduce(found, group=group)
+        ctx.save_for_backward(student, teacher, row, found[1], *sums.parts)
         ctx.kind, ctx.jsd_beta = kind, jsd_beta
-        return sums[0]
+        return found[0]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_row,) = grad_outputs
-        student, teacher, row, normaliser, slope_sum = ctx.saved_tensors
+        student, teacher, row, slope_sum, *saved = ctx.saved_tensors
+        sums = RowSums(*saved)
         grad = torch.zeros_like(student)
         for block in _blocks(row):
-            p, q = _log_probabilities(teacher, student, row[block], normaliser[:, block])
+            p, q = _log_probabilities(teacher, student, row[block], sums[:, block])
             of_logits = _slope(p, q, ctx.kind, ctx.jsd_beta) - q.exp() * slope_sum[block, None]
             grad[row[block]] = (of_logits * grad_row[block, None]).to(grad.dtype)
         return grad, None, None, None, None, None
@@ -92,22 +101,10 @@ def _blocks(rows: torch.Tensor) -> list[slice]:
 
 
 def _log_probabilities(
-    teacher: torch.Tensor, student: torch.Tensor, row: torch.Tensor, normaliser: torch.Tensor
+    teacher: torch.Tensor, student: torch.Tensor, row: torch.Tensor, sums: RowSums
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        teacher[row].to(normaliser.dtype) - normaliser[0, :, None],
-        student[row].to(normaliser.dtype) - normaliser[1, :, None],
-    )
-
-
-def _logsumexp_over_ranks(local: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    if group is None:
-        return
-    largest = local.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    total = (local - largest).exp()
-    dist.all_reduce(total, group=group)
-    local.copy_(largest + total.log())
+    dtype = sums.total.dtype
+    return sums[0].logprob(teacher[row].to(dtype)), sums[1].logprob(student[row].to(dtype))
 
 
 def vocabulary_divergence(
@@ -170,15 +167,17 @@ def divergence_gradient_(
     for block in _blocks(student):
         own = student[block]
         other = teacher(block).to(own.dtype)
-        normaliser = torch.stack([torch.logsumexp(logits, dim=1) for logits in (other, own)])
-        _logsumexp_over_ranks(normaliser, group)
-        p, q = other - normaliser[0, :, None], own - normaliser[1, :, None]
+        sums = RowSums.empty(2, len(own), with_entropy=False, like=own)
+        for side, logits in enumerate((other, own)):
+            sums[side].set(softmax_sums_(logits.clone()))
+        sums = over_ranks(sums, group)
+        p, q = sums[0].logprob(other), sums[1].logprob(own)
         slope = _slope(p, q, kind, jsd_beta)
-        sums = torch.stack([_terms(p, q, kind, jsd_beta).sum(dim=1), slope.sum(dim=1)])
+        of_rows = torch.stack([_terms(p, q, kind, jsd_beta).sum(dim=1), slope.sum(dim=1)])
         if group is not None:
-            dist.all_reduce(sums, group=group)
-        found[block] = sums[0]
-        own.copy_(slope.sub_(q.exp_().mul_(sums[1, :, None])))
+            dist.all_reduce(of_rows, group=group)
+        found[block] = of_rows[0]
+        own.copy_(slope.sub_(q.exp_().mul_(of_rows[1, :, None])))
     return found
 
 

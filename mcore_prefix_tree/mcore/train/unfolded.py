@@ -186,4 +186,7 @@ def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tenso
     whole = gather_from_tensor_model_parallel_region(logits.squeeze(0))
     wide = whole.to(torch.promote_types(whole.dtype, torch.float32)) / batch.temperature
     logprobs = torch.log_softmax(wide, dim=-1)
-    return logprobs.gather(1, batch.labels.T).squeeze(1), -(logprobs.exp() * logprobs).sum(dim=1)
+    probabilities = logprobs.exp()
+    # 0 log 0 is 0, also of a logit of -inf.
+    entropy = -(probabilities * logprobs.masked_fill(probabilities == 0, 0)).sum(dim=1)
+    return logprobs.gather(1, batch.labels.T).squeeze(1), entropy
