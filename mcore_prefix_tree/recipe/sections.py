@@ -29,6 +29,7 @@ PositiveInt = Annotated[int, Field(gt=0), _Number]
 NonNegativeInt = Annotated[int, Field(ge=0), _Number]
 PositiveFloat = Annotated[float, Field(gt=0), _Number]
 NonNegativeFloat = Annotated[float, Field(ge=0), _Number]
+Dtype = Literal["float64", "float32", "bfloat16"]
 
 
 class RecipeError(ValueError):
@@ -120,7 +121,7 @@ class ModelConfig:
     add_bias_linear: bool = False
     qk_layernorm: bool = False
     untie_embeddings_and_output_weights: bool = True
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     transformer: dict[str, Any] = field(default_factory=dict)
 
@@ -307,9 +308,11 @@ class VerifyConfig:
     Attributes:
         enabled: before ``train``. The loss is the supervised one whatever the objective, or for a critic or reward
             model half the mean square of its values.
-        tolerance: largest relative error that passes; None takes 1e-12 for float64 and 1e-5 for float32 (and for
-            models with parts that upstream computes in float32, such as the MoE router). bfloat16 is
-            judged against a float32 run of the same weights instead: within 3 times the unfolded run's own error.
+        tolerance: largest relative error of folded against unfolded that passes. None measures both against a wider
+            run of the same weights (float32 for bfloat16, float64 for float32) and allows 3 times the unfolded run's
+            own error, in float32 at least 1e-6. For float64 it allows 3 times the error of a float32 run, scaled to the
+            digits of float64, and at least 1e-12 (1e-5 for models with parts that upstream computes in float32, such as
+            the MoE router).
     """
 
     enabled: bool = True

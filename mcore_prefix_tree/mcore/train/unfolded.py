@@ -15,7 +15,7 @@ from mcore_prefix_tree.mcore.forward_step import LossOutput
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.memory import available_bytes
-from mcore_prefix_tree.recipe import Recipe
+from mcore_prefix_tree.recipe import Dtype, Recipe
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.upload import upload
 
@@ -95,7 +95,7 @@ def plan_unfolded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> 
 
 
 def why_stock_does_not_fit(
-    samples: Sequence[Sample], recipe: Recipe, place: Session, *, with_reference: bool = False
+    samples: Sequence[Sample], recipe: Recipe, place: Session, *, companion: Dtype | None = None
 ) -> str | None:
     """A sentence if stock attention cannot hold its dense scores of the longest sample, else None.
 
@@ -107,11 +107,11 @@ def why_stock_does_not_fit(
         samples: the batch, the same on every rank.
         recipe: the job's.
         place: this rank's.
-        with_reference: the samples run once more, in float32, if the model is in half precision.
+        companion: another dtype in which the samples run too.
     """
     is_local, half = recipe.model.transformer_impl == "local", place.config.bf16
     of_model = _bytes_per_score(place.config) if is_local or not half else 0
-    bytes_per_score = max(of_model, torch.float32.itemsize if with_reference and half else 0)
+    bytes_per_score = max(of_model, getattr(torch, companion).itemsize if companion else 0)
     if not bytes_per_score:
         return None
     whose = "Megatron's local attention" if is_local else "TransformerEngine's attention in float32"
