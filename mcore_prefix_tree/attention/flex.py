@@ -170,6 +170,9 @@ def refusal(case: Case) -> str | None:
             return "training with device=cpu (FlexAttention has no backward there)"
         if options.sinks is not None:
             return "sinks with device=cpu (FlexAttention returns no log-sum-exp there)"
+        for name in ("logit_softcap", "window"):
+            if getattr(options, name) is not None:
+                return f"{name}={getattr(options, name)} with device=cpu (torch cannot compile it there)"
         if case.dtype == torch.float64:
             return "dtype=torch.float64"
         return None

@@ -42,7 +42,8 @@ def attention(
     visible = metadata.derived("reference", visibility)
     if options.window is not None:
         visible = visible & window_visibility(metadata, options.window)
-    scores = torch.einsum("ihd,jhd->hij", query, key.repeat_interleave(group, dim=1)) * options.softmax_scale
+    # The scale comes first: products of float16 may exceed its range without it.
+    scores = torch.einsum("ihd,jhd->hij", query * options.softmax_scale, key.repeat_interleave(group, dim=1))
     if options.logit_softcap is not None:
         scores = options.logit_softcap * torch.tanh(scores / options.logit_softcap)
     scores = scores.masked_fill(~visible, float("-inf"))

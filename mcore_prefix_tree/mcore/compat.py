@@ -97,6 +97,7 @@ SEAM = (
         keywords="input_ids position_ids attention_mask labels packed_seq_params runtime_gather_output",
     ),
     Uses("megatron.core.utils:get_attr_wrapped_model", "model attr", "return_model_obj"),
+    Uses("megatron.core.utils:get_model_config", "model"),
     Uses(f"{_STATE}:get_tensor_model_parallel_world_size"),
     Uses(f"{_STATE}:get_tensor_model_parallel_rank"),
     Uses(f"{_STATE}:get_tensor_model_parallel_group"),

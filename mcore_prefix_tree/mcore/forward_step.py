@@ -23,7 +23,7 @@ from mcore_prefix_tree.mcore.outputs import (
     tree_weighted_sum,
 )
 from mcore_prefix_tree.mcore.scalar_head import ScalarHead
-from mcore_prefix_tree.mcore.validation import check_positions
+from mcore_prefix_tree.mcore.validation import check_positions, check_step
 from mcore_prefix_tree.objectives import (
     KTO,
     Critic,
@@ -102,8 +102,11 @@ def _head_arguments(
         raise ValueError(
             f"the micro-batch asks for {batch.output}, but the outputs of the model's output layer are {has}; {way_out}"
         )
-    if batch.output in ("logits", "values"):
+    if batch.output == "values":
         return {}
+    if batch.output == "logits":
+        # GPTModel(parallel_output=False) would gather them.
+        return {"runtime_gather_output": False}
     if not isinstance(layer, EdgeHeadMixin):
         raise ValueError(
             f"the micro-batch asks for {batch.output}, but the model's output layer only has logits; pass the "
@@ -139,7 +142,11 @@ def sft_forward_step(
     """``forward_step_func`` for ``get_forward_backward_func()``; the config needs ``calculate_per_token_loss=True``.
 
     The loss function gives the sum over the micro-batch, its supervised tokens, and both again for logging.
+
+    Raises:
+        ValueError: see :func:`check_step`.
     """
+    check_step(model)
     batch = next(data_iterator)
     return tree_forward(model, batch), partial(_sft_loss, batch)
 
@@ -186,7 +193,11 @@ def objective_forward_step(
         objective: of the step.
         with_entropy: give one on log-probabilities the entropy too; fused micro-batches then ask for
             ``edge_loss_and_entropy`` or ``logprobs_and_entropy``.
+
+    Raises:
+        ValueError: see :func:`check_step`.
     """
+    check_step(model)
     batch = next(data_iterator)
 
     def loss_of(scores: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:

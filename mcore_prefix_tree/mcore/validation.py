@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from megatron.core.utils import get_model_config
 
 
 def _refusals(config: Any) -> list[tuple[bool, str]]:
@@ -161,6 +162,24 @@ def check_model(model: Any) -> None:
         raise NotImplementedError(
             "prefix-tree training does not support position_embedding_type='mrope': its positions are "
             "three-dimensional; use 'rope', 'yarn', 'learned_absolute' or 'none'"
+        )
+
+
+def check_step(model: Any) -> None:
+    """Refuse a schedule that would divide the loss of each micro-batch by itself.
+
+    For forward steps that return a sum and its count.
+
+    Args:
+        model: what Megatron's schedule hands to the forward step, in whatever wrappers.
+
+    Raises:
+        ValueError: ``calculate_per_token_loss`` is not set.
+    """
+    if not get_model_config(model).calculate_per_token_loss:
+        raise ValueError(
+            "calculate_per_token_loss=False in the model's TransformerConfig: Megatron would average the means of the "
+            "micro-batches, which hold different numbers of scored tokens; set calculate_per_token_loss=True"
         )
 
 

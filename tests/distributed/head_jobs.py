@@ -162,3 +162,30 @@ def stock_scores(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> lis
         every = torch.log_softmax(logits / sample.temperature, dim=-1)
         rows.append((every.gather(1, ids[0, 1:, None])[:, 0].numpy(), -(every.exp() * every).sum(dim=1).numpy()))
     return rows
+
+
+def scores_and_gradients(layout: Any, parallel_output: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Unfused log-probabilities of a ``GPTModel``, and the gradients of their sum."""
+    from megatron.core.models.gpt import GPTModel
+
+    from mcore_prefix_tree.mcore.forward_step import tree_forward
+    from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+    from mcore_prefix_tree.mcore.outputs import tree_logprobs
+    from mcore_prefix_tree.testing.models import tiny_gpt_config
+    from mcore_prefix_tree.testing.specs import cpu_spec
+    from mcore_prefix_tree.testing.weights import fill
+
+    config = tiny_gpt_config(layout=layout)
+    model = GPTModel(
+        config,
+        cpu_spec(tree_spec(config, None), config),
+        vocab_size=VOCAB,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        parallel_output=parallel_output,
+    ).to(config.params_dtype)
+    fill([model], seed=0)
+    batch = MicroBatch.from_layout(fold([Sample(tokens=[1, 2, 3]), Sample(tokens=[1, 2, 4, 5])], pad_to_multiple_of=2))
+    logprob = tree_logprobs(tree_forward(model, batch), batch)
+    return logprob.detach(), list(torch.autograd.grad(logprob.sum(), list(model.parameters())))

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 from folded_jobs import Job, branching_samples, folded_gradients, unfolded_gradients
-from head_jobs import COLUMNS, ScoringJob, scores_and_first_ratios, stock_scores, uneven_head
+from head_jobs import (
+    COLUMNS,
+    ScoringJob,
+    scores_and_first_ratios,
+    scores_and_gradients,
+    stock_scores,
+    uneven_head,
+)
 from layouts import in_layouts
 
 from mcore_prefix_tree import Sample
@@ -75,6 +82,14 @@ def test_every_parameters_gradient(size: int, layout: Layout, share_embeddings: 
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert error(actual[name], tensor) <= 1e-12, name
+
+
+@in_layouts("single", "tp2", "tp2-sp")
+def test_a_model_that_gathers_its_logits_is_scored_alike(size: int, layout: Layout) -> None:
+    found = [world(size).run(scores_and_gradients, layout, parallel, layout=layout) for parallel in (True, False)]
+    for (logprob, grads), (of_whole, grads_of_whole) in zip(*found, strict=True):
+        assert torch.equal(logprob, of_whole)
+        assert all(torch.equal(*pair) for pair in zip(grads, grads_of_whole, strict=True))
 
 
 EVERY_LAYOUT = in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-pp2")

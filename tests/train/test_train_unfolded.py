@@ -14,7 +14,7 @@ from train_jobs import batch_of, train, world_of_one, write_job
 
 from mcore_prefix_tree.mcore.train import unfolded
 from mcore_prefix_tree.mcore.train.unfolded import why_stock_does_not_fit
-from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.recipe import Dtype, Recipe, RecipeError, load_recipe
 
 TOKENS, HEADS, GROUPS = 128, 4, 2
 FP32_SOFTMAX, HALF_SOFTMAX = ({"attention_softmax_in_fp32": value} for value in (True, False))
@@ -71,15 +71,17 @@ LOCAL, ENGINE = "Megatron's local attention", "TransformerEngine's attention in 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "implementation", "with_reference", "needed", "whose"),
+    ("dtype", "implementation", "companion", "needed", "whose"),
     [
-        ("float64", "local", False, 8 * SCORES, LOCAL),
-        ("float32", "local", True, 4 * SCORES, LOCAL),
-        ("bfloat16", "local", False, 6 * SCORES, LOCAL),
-        ("bfloat16", "local", True, 6 * SCORES, LOCAL),
-        ("float32", "transformer_engine", False, 4 * SCORES, ENGINE),
-        ("bfloat16", "transformer_engine", True, 4 * SCORES, ENGINE),
-        ("bfloat16", "transformer_engine", False, 0, ENGINE),
+        ("float64", "local", None, 8 * SCORES, LOCAL),
+        ("float64", "local", "float32", 8 * SCORES, LOCAL),
+        ("float32", "local", None, 4 * SCORES, LOCAL),
+        ("float32", "local", "float64", 8 * SCORES, LOCAL),
+        ("bfloat16", "local", None, 6 * SCORES, LOCAL),
+        ("bfloat16", "local", "float32", 6 * SCORES, LOCAL),
+        ("float32", "transformer_engine", None, 4 * SCORES, ENGINE),
+        ("bfloat16", "transformer_engine", "float32", 4 * SCORES, ENGINE),
+        ("bfloat16", "transformer_engine", None, 0, ENGINE),
     ],
 )
 def test_it_fits_to_the_byte(
@@ -87,7 +89,7 @@ def test_it_fits_to_the_byte(
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
     implementation: str,
-    with_reference: bool,
+    companion: Dtype | None,
     needed: int,
     whose: str,
 ) -> None:
@@ -97,7 +99,7 @@ def test_it_fits_to_the_byte(
     with world_of_one(recipe_of(job, dtype)) as place:
         for available, fits in ((needed, True), (needed - 1, False)):
             monkeypatch.setattr(unfolded, "available_bytes", lambda device, held=available: held)
-            obstacle = why_stock_does_not_fit(samples, recipe, place, with_reference=with_reference)
+            obstacle = why_stock_does_not_fit(samples, recipe, place, companion=companion)
             if fits or not needed:
                 assert obstacle is None
             else:

@@ -88,6 +88,17 @@ def test_reference_is_every_sample_alone(samples, heads, value_dim):
         assert worst(actual, wanted) < 1e-12
 
 
+def test_reference_in_float16_has_its_range():
+    """Products of queries and keys may exceed it where scores do not."""
+    metadata = metadata_of([3, 2, 2], [-1, 0, 0])
+    inputs, _ = random_inputs(metadata.padded_size, dim=256)
+    half = [(100 * inputs[0]).half(), (10 * inputs[1]).half(), inputs[2].half()]
+    assert not torch.isfinite(torch.einsum("ihd,jhd->hij", 16 * half[0], half[1].repeat_interleave(2, dim=1))).all()
+    out = tree_attention(*half, metadata, softmax_scale=1 / 16, backend="reference")
+    expected = tree_attention(*(one.double() for one in half), metadata, softmax_scale=1 / 16, backend="reference")
+    assert worst(out, expected) < 0.1
+
+
 @given(st.integers(0, 10_000), st.integers(0, 14), st.sampled_from([(1, 2, 5), (0, 1, 3), (4, 9)]), st.integers(1, 3))
 def test_path_is_reference_on_random_forests(seed, nodes, lens, padding):
     forest = random_forest(seed, nodes=nodes, node_lens=lens, root_rate=0.2)

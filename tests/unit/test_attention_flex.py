@@ -151,6 +151,8 @@ def test_within_what_a_caller_compiles(eager):
         ({"dtype": torch.float32}, "^training with device=cpu"),
         ({"needs_grad": False}, "^dtype=torch.float64"),
         ({"needs_grad": False, "dtype": torch.float32, "sinks": torch.zeros(4)}, "^sinks with device=cpu"),
+        ({"needs_grad": False, "dtype": torch.float32, "logit_softcap": 0.7}, "^logit_softcap=0.7 with device=cpu"),
+        ({"needs_grad": False, "dtype": torch.float32, "window": 50}, "^window=50 with device=cpu"),
         ({"device": "cuda", "capability": (9, 0)}, "^dtype=torch.float64"),
         ({"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 8}, "^head_dim=8"),
     ],

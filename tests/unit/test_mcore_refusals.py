@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -20,7 +22,7 @@ from seam_models import build, local_spec, tiny_config, twins
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore import TreePackedSeqParams, layer_specs, local_layer_spec, te_layer_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
-from mcore_prefix_tree.mcore.forward_step import tree_forward
+from mcore_prefix_tree.mcore.forward_step import objective_forward_step, sft_forward_step, tree_forward
 from mcore_prefix_tree.mcore.latent_attention import check_rotary_keys
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.packed_seq_params import tree_params_of
@@ -196,6 +198,24 @@ def test_learned_positions_past_the_table_are_refused_on_the_host():
     assert tree_forward(tree, batch(8, 8)).shape == (1, 14, 61)  # longer than the table, but no path is
     with pytest.raises(ValueError, match=r"a path of 9 tokens .*max_position_embeddings=8"):
         tree_forward(tree, batch(9, 3))
+
+
+@pytest.mark.parametrize(
+    "step", [sft_forward_step, partial(objective_forward_step, objective=None, with_entropy=False)]
+)
+def test_a_schedule_that_averages_micro_batches_is_refused(step):
+    config = tiny_config(calculate_per_token_loss=False)
+    model = build(config, with_prefix_tree(local_spec(config)))
+    with pytest.raises(ValueError, match=r"^calculate_per_token_loss=False .* set calculate_per_token_loss=True"):
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter([batch()]),
+            model=model,
+            num_microbatches=1,
+            seq_length=8,
+            micro_batch_size=1,
+            forward_only=False,
+        )
 
 
 def test_check_positions_leaves_other_embeddings_alone():

@@ -14,6 +14,7 @@ from megatron.training import get_args, get_timers
 
 from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_sft_loss
 from mcore_prefix_tree.mcore.pretrain.steps import StepMicroBatch, StepStats, forget_plans
+from mcore_prefix_tree.mcore.validation import check_step
 from mcore_prefix_tree.upload import upload
 
 LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
@@ -23,6 +24,7 @@ def tree_forward_step(
     data_iterator: Iterator[StepMicroBatch], model: Any
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
     """One pipeline stage's forward of the next folded micro-batch, and the function of its loss."""
+    check_step(model)
     timers = get_timers()
     # Of --log-straggler, one in a process.
     straggler = StragglerDetector()
