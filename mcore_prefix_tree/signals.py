@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.floating]
+
+# What a step takes whole: the samples of one pair, rollout or group. A group holds its rollouts whole.
+GroupedBy = Literal["pair", "rollout", "group"]
 
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "returns")
 # A teacher's top entries may add up to a little more than 1 where they were rounded.
@@ -80,6 +83,16 @@ class Signals:
     label: bool | None = None
     mismatched: bool = False
     teacher: Teacher | None = None
+
+    def unit(self, by: GroupedBy) -> Hashable:
+        """Return what is equal for all samples of one pair, rollout or group; None for a sample that names none.
+
+        A rollout's id is its own within its group only, so a rollout is known by both ids.
+        """
+        if by == "rollout":
+            return None if self.rollout is None else (self.group, self.rollout)
+        key: Hashable = getattr(self, by)
+        return key
 
     def __repr__(self) -> str:
         """Only what is given."""

@@ -138,10 +138,10 @@ def _kept_together(recipe: Recipe, samples: list[Sample]) -> list[Hashable] | No
     """
     quiet_upstream()
     from mcore_prefix_tree.data.grouping import whole_groups
-    from mcore_prefix_tree.mcore.train.objective import grouped_by, objective_of
+    from mcore_prefix_tree.mcore.train.objective import objective_of
     from mcore_prefix_tree.objectives import together
 
-    if grouped_by(objective_of(recipe)) != "pair":
+    if objective_of(recipe).grouped_by != "pair":
         return None
     whole_groups([samples], "pair", step=None, setting=f"objective.name={recipe.objective.name}")
     return together(samples)

@@ -1,46 +1,49 @@
-"""Samples that an objective compares with each other, as units that a step takes whole."""
+"""Units that a step takes whole: samples that an objective compares with each other or counts as one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.sample import Sample, SampleError
-
-GroupedBy = Literal["group", "pair"]
+from mcore_prefix_tree.signals import GroupedBy
 
 
 def whole_groups(
     lines: Sequence[Sequence[Sample]], by: GroupedBy, *, step: int | None, setting: str
 ) -> list[list[Sample]]:
-    """Join neighbouring lines of one group, or of one pair.
+    """Join the neighbouring lines of each group, rollout or pair.
 
     Args:
         lines: the samples of each line; a line without any is left out.
-        by: the field of ``Signals`` that says which samples belong together.
-        step: samples per step, over all ranks, if steps count samples: then all groups have as many, and a step takes a
-            whole number of them, so that no step cuts one in whichever order they are drawn. None if steps count
-            groups, which then are of any sizes.
+        by: what is joined. A sample without ``rollout`` is a rollout by itself; a sample without ``group`` or ``pair``
+            is an error.
+        step: samples per step, over all ranks, if steps count samples: then all groups must have the same size, and a
+            step takes a whole number of them, so that no order cuts one. None if steps count groups, of any sizes.
         setting: what needs the field, for messages.
 
     Raises:
-        SampleError: a sample without the field; a group whose lines are not next to each other, or that a step would
-            cut; a pair that is not two.
+        SampleError: a sample lacks the field; the lines of a group are not next to each other; a step would cut a
+            group; a pair is not two samples.
     """
-    found: dict[Hashable, list[Sample]] = {}
+    groups: list[list[Sample]] = []
+    seen: set[Hashable] = set()
     last: Hashable = None
     for sample in (sample for line in lines for sample in line):
         key = _key(sample, by=by, setting=setting)
-        if key in found and key != last:
+        if key is not None and key == last:
+            groups[-1].append(sample)
+            continue
+        if key in seen:
             raise _goes_on(sample, by)
-        found.setdefault(key, []).append(sample)
+        if key is not None:
+            seen.add(key)
+        groups.append([sample])
         last = key
-    groups = list(found.values())
     _check_sizes(groups, np.array([len(group) for group in groups], dtype=np.int32), by, step)
     return groups
 
@@ -48,7 +51,7 @@ def whole_groups(
 def streamed_whole_groups(
     stream: Callable[..., StreamedGroups], by: GroupedBy, *, step: int | None, setting: str
 ) -> StreamedGroups:
-    """The groups, or pairs, of files that memory does not hold.
+    """Return the groups, rollouts or pairs of files that memory does not hold.
 
     Args:
         stream: :class:`StreamedGroups` of them, but for its ``key``.
@@ -67,8 +70,8 @@ def streamed_whole_groups(
 
 
 def _key(sample: Sample, *, by: GroupedBy, setting: str) -> Hashable:
-    key: Hashable = getattr(sample.signals, by)
-    if key is None:
+    key = sample.signals.unit(by)
+    if key is None and by != "rollout":
         raise SampleError(f"{sample.source}: field '{by}' is missing, and {setting} needs it")
     return key
 
@@ -88,24 +91,23 @@ def _check_sizes(
     size = 2 if by == "pair" else int(sizes[0])
     different = np.flatnonzero(sizes != size)
     if len(different) and (by == "pair" or step is not None):
-        samples, first = groups[int(different[0])], groups[0][0].signals.group
-        key = getattr(samples[0].signals, by)
+        samples, first = groups[int(different[0])], groups[0]
         if by == "pair":
-            raise SampleError(
-                f"{samples[-1].source}: pair {key!r} has {_samples(len(samples))}; a pair is two, one of them chosen"
-            )
+            raise SampleError(f"{samples[-1].source}: {_named(samples, by)}; a pair is two samples, one of them chosen")
         raise SampleError(
-            f"{samples[0].source}: group {key!r} has {_samples(len(samples))} and group {first!r} has {size}; a step "
-            f"of batch.global_batch_size={step} takes whole groups, so give all of them as many, or count "
-            "groups: batch.groups_per_step, and batch.global_batch_size=null"
+            f"{samples[0].source}: {_named(samples, by)} and {_named(first, by)}; a step of "
+            f"batch.global_batch_size={step} takes whole {by}s, which all must have the same size then. To take {by}s "
+            "of any sizes, set batch.groups_per_step and batch.global_batch_size=null"
         )
     if step is not None and step % size:
-        sample = groups[0][0]
         raise SampleError(
-            f"{sample.source}: {by} {getattr(sample.signals, by)!r} has {_samples(size)}, and steps of "
-            f"batch.global_batch_size={step} would cut some; set a multiple of {size}"
+            f"{groups[0][0].source}: {_named(groups[0], by)}, and steps of batch.global_batch_size={step} would cut "
+            f"some; set a multiple of {size}"
         )
 
 
-def _samples(count: int) -> str:
-    return "1 sample" if count == 1 else f"{count} samples"
+def _named(samples: Sequence[Sample], by: GroupedBy) -> str:
+    """``group 'a' has 2 samples``; a rollout without an id goes by where it was read."""
+    key = getattr(samples[0].signals, by)
+    name = samples[0].source if key is None else repr(key)
+    return f"{by} {name} has {len(samples)} sample{'' if len(samples) == 1 else 's'}"

@@ -51,15 +51,13 @@ def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | No
     return signals_of_tokens(row, source)
 
 
-def signals_of_turns(row: Mapping[str, Any], source: str, turns: int) -> list[Signals | None]:
+def signals_of_turns(row: Mapping[str, Any], source: str, turns: int) -> list[Signals]:
     """Of the samples that the turns of a conversation become: parts of one rollout.
 
     Raises:
         SampleError: also if there is not one reward for every turn, or a side of a preference pair has several turns.
     """
-    signals = signals_of_conversation(row, source)
-    if signals is None:
-        return [None] * turns
+    signals = signals_of_conversation(row, source) or Signals()
     if isinstance(signals.reward, (list, np.ndarray)) and len(signals.reward) != turns:
         raise SampleError(
             f"{source}: field 'reward' has {len(signals.reward)} entries, but 'messages' has {turns} assistant turns; "

@@ -94,7 +94,8 @@ class StreamedGroups(Sequence[list[Sample]]):
         skipped: counts what is left out, the same on every rank.
         ranks: that go through the files together.
         progress: is told bytes done and bytes in all, of this rank's part.
-        key: a string or number of a sample; those of one record have the same. It may raise SampleError.
+        key: returns a string, a number or a tuple of them for a sample, the same for all of one record; None for a
+            record that is a group by itself. It may raise SampleError.
         check: is shown the samples of each record, or group, once, and may raise SampleError.
 
     Attributes:
@@ -249,7 +250,7 @@ def _go_through(
             samples = samples_of_record(index.read(record), options, found.left_out if skips else None)
             found.sizes[place] = len(samples)
             if samples:
-                digest = None if key is None else _digest(key(samples[0]))
+                digest = None if key is None else _digest(key(samples[0]), record)
                 if digest is not None:
                     found.digests[place] = np.frombuffer(digest, dtype=np.uint64)
                 if digest is None or digest != previous:
@@ -280,8 +281,15 @@ def _fault(samples: list[Sample] | None, check: Callable[[list[Sample]], None] |
     return ""
 
 
-def _digest(key: Hashable) -> bytes:
-    """16 bytes, the same in every process and for keys that are equal; chance makes no two others so."""
-    if isinstance(key, bool) or (isinstance(key, float) and key.is_integer()):
-        key = int(key)  # which Python holds to be equal
-    return blake2b(repr(key).encode(), digest_size=16).digest()
+def _digest(key: Hashable, record: int) -> bytes:
+    """16 bytes, the same in every process; equal for equal keys only, but for chance. A record without a key has its
+    own."""
+    told = f"record {record}" if key is None else repr(_as_compared(key))
+    return blake2b(told.encode(), digest_size=16).digest()
+
+
+def _as_compared(key: Hashable) -> Hashable:
+    """Python holds 1, 1.0 and True to be equal: one of them stands for all, also within a tuple."""
+    if isinstance(key, tuple):
+        return tuple(map(_as_compared, key))
+    return int(key) if isinstance(key, bool) or (isinstance(key, float) and key.is_integer()) else key

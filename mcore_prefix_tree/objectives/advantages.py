@@ -7,15 +7,73 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
+from mcore_prefix_tree.objectives.gae import sums_to_go
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens, rollout_keys
-from mcore_prefix_tree.signals import SampleError
+from mcore_prefix_tree.objectives.settings import one_of
+from mcore_prefix_tree.signals import GroupedBy, SampleError
 
-Baseline = Literal["none", "group_mean", "group_mean_std", "group_mean_batch_std", "leave_one_out"]
 Alone = Literal["error", "zero"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageEstimator:
+    """What an advantage is computed from. The computation, the checks of settings and the dealing of samples to steps
+    all follow from it.
+
+    Attributes:
+        reads: the field of ``Signals`` that makes it; ``values`` is for GAE, which reads ``reward`` too.
+        baseline: what is taken off a reward: the mean of its ``group``, or of the group's ``others`` without its own
+            rollout's.
+        deviation: whose (unbiased) standard deviation the difference is divided by: its ``group``'s, or that of all
+            rewards of the ``step``.
+    """
+
+    reads: Literal["advantage", "reward", "values"] = "reward"
+    baseline: Literal["group", "others"] | None = None
+    deviation: Literal["group", "step"] | None = None
+
+    def __post_init__(self) -> None:
+        """Only a difference from a baseline is divided."""
+        assert self.baseline is not None or self.deviation is None
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares the rollouts of a group with each other."""
+        return self.baseline is not None
+
+    def grouped_by(self, *, penalised: bool) -> GroupedBy | None:
+        """Return which samples have to be in one step.
+
+        Args:
+            penalised: whether a divergence is taken off the rewards: a reward then depends on all tokens of its
+                rollout.
+        """
+        if self.compares:
+            return "group"
+        return "rollout" if penalised and self.reads == "reward" else None
+
+
+# r is the reward of a rollout.
+ADVANTAGES = {
+    "given": AdvantageEstimator(reads="advantage"),
+    # r, as in REINFORCE (Williams, 1992).
+    "reward": AdvantageEstimator(),
+    # r - mean(group), as in Dr. GRPO (Liu et al., 2025, arXiv:2503.20783).
+    "group_mean": AdvantageEstimator(baseline="group"),
+    # (r - mean(group)) / (std(group) + eps), as in GRPO (Shao et al., 2024, arXiv:2402.03300, section 4.1.2).
+    "group_mean_std": AdvantageEstimator(baseline="group", deviation="group"),
+    # (r - mean(group)) / (std(step) + eps) (Liu et al., 2025, arXiv:2508.08221).
+    "group_mean_batch_std": AdvantageEstimator(baseline="group", deviation="step"),
+    # r - mean(group without this rollout), as in RLOO (Ahmadian et al., 2024, arXiv:2402.14740).
+    "leave_one_out": AdvantageEstimator(baseline="others"),
+    # From rewards and values (Schulman et al., 2016, arXiv:1506.02438).
+    "gae": AdvantageEstimator(reads="values"),
+}
+Advantage = Annotated[str, one_of(ADVANTAGES)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,6 +81,7 @@ class Rewards:
     """The rewards of a step, each counted once however many samples its rollout was cut into.
 
     Attributes:
+        setting: what needs them, for messages.
         value: float64 ``[W]``.
         rollout: int64 ``[W]``, which rollout each belongs to.
         cu_turns: int64 ``[R + 1]``, rollout r has the rewards ``cu_turns[r]:cu_turns[r + 1]``.
@@ -31,6 +90,7 @@ class Rewards:
         of_token: int64 ``[K]``, the first reward that a scored token can have earned.
     """
 
+    setting: str
     value: Float64Array
     rollout: Int64Array
     cu_turns: Int64Array
@@ -81,6 +141,7 @@ class Rewards:
         cu_turns = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lens)])
         turn = turn_of_sample[scored.sample]
         return cls(
+            setting=setting,
             value=np.concatenate(values) if values else np.empty(0),
             rollout=np.repeat(np.arange(len(values)), lens),
             cu_turns=cu_turns,
@@ -90,37 +151,28 @@ class Rewards:
         )
 
 
-def baseline_advantages(
+def reward_advantages(
     scored: ScoredTokens,
     rewards: Rewards,
-    baseline: Baseline,
+    estimator: AdvantageEstimator,
     *,
     eps: float,
     alone: Alone = "error",
     penalty: Float64Array | None = None,
 ) -> Float64Array:
-    """Advantage of every scored token from the rewards of its rollout.
+    """Return the advantage of every scored token from the rewards of its rollout.
 
-    With one reward per rollout, all its tokens have the advantage
-
-    - ``none``: r, as in REINFORCE (Williams, 1992);
-    - ``group_mean``: r - mean(group), as in Dr. GRPO (Liu et al., 2025, arXiv:2503.20783);
-    - ``group_mean_std``: (r - mean(group)) / (std(group) + eps), as in GRPO (Shao et al., 2024, arXiv:2402.03300,
-      section 4.1.2), with the unbiased std;
-    - ``group_mean_batch_std``: (r - mean(group)) / (std(step) + eps), with that of all rewards of the step (Liu et al.,
-      2025, arXiv:2508.08221);
-    - ``leave_one_out``: r - mean(group without this rollout), as in RLOO (Ahmadian et al., 2024, arXiv:2402.14740).
-
-    With one reward per turn, the same is done with all rewards of the group, and a token has the sum of what its own
-    and all later turns then have (the same GRPO paper, section 4.1.3, process supervision); ``leave_one_out`` leaves
-    out all turns of the rollout. A group of equal rewards has advantages of exactly 0. A rollout that was cut into
-    several samples (its turns) counts once in the mean and the deviation, and all of them have what it has.
+    With one reward per rollout, all its tokens have the advantage that :data:`ADVANTAGES` describes. With one reward
+    per turn, the same is done with all rewards of the group, and a token has the sum of what its own and all later
+    turns then have (the GRPO paper, section 4.1.3, process supervision); a baseline of the others leaves out all turns
+    of the rollout. A group of equal rewards has advantages of exactly 0. A rollout that was cut into several samples
+    (its turns) counts once in the mean and the deviation, and all of them have what it has.
 
     Args:
         scored: of the step.
         rewards: of the step.
-        baseline: see above.
-        eps: beside the standard deviation.
+        estimator: one that reads rewards alone.
+        eps: added to the standard deviation.
         alone: what becomes of a group of a single rollout, which has nothing to be compared with: ``error``, or
             ``zero`` for advantages of 0, as where all rewards are equal.
         penalty: float64 ``[K]``, taken off the rewards that the tokens earned.
@@ -134,55 +186,58 @@ def baseline_advantages(
     value = rewards.value
     if penalty is not None:
         value = value - np.bincount(rewards.of_token, weights=penalty, minlength=len(value))
-    if baseline != "none":
+    if estimator.compares:
         if alone == "error":
-            _check_not_alone(scored, rewards, baseline)
-        value = _within_groups(rewards, value, baseline, eps)
-    # Reward to go: what its own and all later turns of the rollout have.
-    total = np.cumsum(value)
-    last = rewards.cu_turns[1:][rewards.rollout] - 1
-    advantage: Float64Array = (total[last] - total + value)[rewards.of_token]
-    return advantage
+            _check_not_alone(scored, rewards)
+        value = _within_groups(rewards, value, estimator, eps)
+    of_token: Float64Array = sums_to_go(value, rewards.cu_turns)[rewards.of_token]
+    return of_token
 
 
-def _check_not_alone(scored: ScoredTokens, rewards: Rewards, baseline: Baseline) -> None:
+def _check_not_alone(scored: ScoredTokens, rewards: Rewards) -> None:
     is_alone = np.bincount(rewards.group)[rewards.group] == 1
     if is_alone.any():
         sample = scored.samples[rewards.first_sample[np.argmax(is_alone)]]
         raise SampleError(
-            f"{sample.source}: group {sample.signals.group!r} has only this rollout in the step, and "
-            f"advantage={baseline} compares the rollouts of a group; put the whole group in one step, or set "
-            "alone=zero, advantage=given or advantage=reward"
+            f"{sample.source}: group {sample.signals.group!r} has only this rollout in the step, and {rewards.setting} "
+            "compares the rollouts of a group; put the whole group in one step, or set alone=zero, advantage=given or "
+            "advantage=reward"
         )
 
 
-def _within_groups(rewards: Rewards, value: Float64Array, baseline: Baseline, eps: float) -> Float64Array:
+def _within_groups(rewards: Rewards, value: Float64Array, estimator: AdvantageEstimator, eps: float) -> Float64Array:
     group = rewards.group[rewards.rollout]
     groups = int(rewards.group.max(initial=-1)) + 1
     number, total = (np.bincount(group, weights=weights, minlength=groups) for weights in (None, value))
-    centred: Float64Array
-    if baseline == "leave_one_out":
+    from_mean = value - total[group] / number[group]
+    centred = from_mean
+    if estimator.baseline == "others":
         own = np.bincount(rewards.rollout, weights=value)[rewards.rollout]
         others = number[group] - np.diff(rewards.cu_turns)[rewards.rollout]
         centred = value - (total[group] - own) / np.maximum(others, 1)
-    else:
-        centred = value - total[group] / number[group]
     low, high = np.full(len(number), np.inf), np.full(len(number), -np.inf)
     np.minimum.at(low, group, value)
     np.maximum.at(high, group, value)
     is_alone = np.bincount(rewards.group, minlength=groups) == 1
-    centred[((low == high) | is_alone)[group]] = 0.0  # not what rounding leaves of it
-    if baseline == "group_mean_std":
-        variance = np.bincount(group, weights=np.square(centred), minlength=groups) / np.maximum(number - 1, 1)
-        centred /= (np.sqrt(variance) + eps)[group]
-    if baseline == "group_mean_batch_std" and len(value) > 1:
-        centred /= value.std(ddof=1) + eps
+    centred = np.where(((low == high) | is_alone)[group], 0.0, centred)  # not what rounding leaves of it
+    if estimator.deviation == "group":
+        variance = np.bincount(group, weights=np.square(from_mean), minlength=groups) / np.maximum(number - 1, 1)
+        return _divided(centred, np.sqrt(variance)[group], eps)
+    if estimator.deviation == "step" and len(value) > 1:
+        return _divided(centred, value.std(ddof=1), eps)
     return centred
 
 
 def whiten(advantage: Float64Array, *, eps: float) -> Float64Array:
-    """Mean 0 and (unbiased) standard deviation 1 over all scored tokens of the step, as is usual for PPO."""
-    if len(advantage) < 2:
+    """Shift and scale to mean 0 and (unbiased) standard deviation 1 over all scored tokens of the step, as is usual for
+    PPO. Advantages that are all equal become exactly 0."""
+    if len(advantage) < 2 or advantage.min() == advantage.max():
         return np.zeros_like(advantage)
-    whitened: Float64Array = (advantage - advantage.mean()) / (advantage.std(ddof=1) + eps)
-    return whitened
+    return _divided(advantage - advantage.mean(), advantage.std(ddof=1), eps)
+
+
+def _divided(centred: Float64Array, deviation: Float64Array | np.floating, eps: float) -> Float64Array:
+    """``centred / (deviation + eps)``, and 0 where that would be 0 / 0: nothing deviates, and eps is 0."""
+    divisor = np.broadcast_to(deviation + eps, centred.shape)
+    quotient: Float64Array = np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor > 0)
+    return quotient

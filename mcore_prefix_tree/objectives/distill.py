@@ -37,7 +37,7 @@ from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges
 from mcore_prefix_tree.objectives.divergence import Divergence, divergence, divergence_gradient_, log1mexp
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
-from mcore_prefix_tree.objectives.normalise import By, normalise
+from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.rows import Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.objectives.settings import refuse_unused
@@ -95,6 +95,11 @@ class Distillation:
     def reads(self) -> str:
         """Log-probabilities of the teacher's tokens, or logits."""
         return "candidates" if self.teacher == "top_k" else "logits"
+
+    @property
+    def grouped_by(self) -> Unit | None:
+        """Which samples have to be in one step."""
+        return counted_as_one(self.normalise)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Weights of a step, on the host.

@@ -1,13 +1,13 @@
 """Generalized advantage estimation, on the host before a step runs.
 
-Legend: K scored tokens.
+Legend: K scored tokens, N values in segments.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens
+from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
 from mcore_prefix_tree.signals import SampleError
 
 
@@ -57,14 +57,29 @@ def gae(
     Returns:
         Advantages and returns (advantage + value), float64 ``[K]`` each.
     """
-    remaining = scored.cu_lens[1:][scored.sample] - 1 - np.arange(len(scored))  # scored tokens after this one
-    following = np.where(remaining > 0, np.append(value, 0.0)[1:], 0.0)
-    advantage = reward + gamma * following - value
-    # Sums of twice as many steps at a time: after the pass with reach d, entry t holds the first 2 d terms of its sum.
-    reach, decay = 1, gamma * lam
-    while reach <= remaining.max(initial=0):
-        later = np.zeros_like(advantage)
-        later[:-reach] = advantage[reach:]
-        advantage = advantage + decay**reach * np.where(remaining >= reach, later, 0.0)
-        reach *= 2
+    following = np.append(value, 0.0)[1:]
+    following[scored.cu_lens[1:][scored.lens > 0] - 1] = 0.0
+    advantage = sums_to_go(reward + gamma * following - value, scored.cu_lens, decay=gamma * lam)
     return advantage, advantage + value
+
+
+def sums_to_go(values: Float64Array, cu_lens: Int64Array, *, decay: float = 1.0) -> Float64Array:
+    """Return ``S_t = x_t + decay S_{t+1}`` within each segment; what other segments hold never enters.
+
+    Args:
+        values: x, float64 ``[N]``.
+        cu_lens: int64, segment s is ``cu_lens[s]:cu_lens[s + 1]``.
+        decay: of what comes later.
+
+    Returns:
+        float64 ``[N]``.
+    """
+    remaining = np.repeat(cu_lens[1:], np.diff(cu_lens)) - 1 - np.arange(len(values))  # entries after this one
+    total = values
+    reach = 1  # twice as many at a time: after the pass with reach d, entry t holds the first 2 d terms of its sum
+    while reach <= remaining.max(initial=0):
+        later = np.zeros_like(total)
+        later[:-reach] = total[reach:]
+        total = total + decay**reach * np.where(remaining >= reach, later, 0.0)
+        reach *= 2
+    return total

@@ -17,7 +17,7 @@ from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, m
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.signals import SampleError, Signals
+from mcore_prefix_tree.signals import GroupedBy, SampleError, Signals
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -48,6 +48,7 @@ class KTO:
     reference_point: Literal["mismatched", "zero"] = "mismatched"
     reads: ClassVar[str] = "logprobs"
     terms: ClassVar[Terms] = "sample"
+    grouped_by: ClassVar[GroupedBy | None] = None
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Labels and the reference point of a step, on the host.

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens, rollout_keys
 
-By = Literal["token", "sample", "rollout", "group", "sample_sum"]
+# Means over units of several samples, which all have to be in one step.
+Unit = Literal["rollout", "group"]
+By = Literal["token", "sample", "sample_sum", Unit]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +34,11 @@ class Normalised:
 
     weight: Float64Array
     count: Int64Array
+
+
+def counted_as_one(by: By) -> Unit | None:
+    """Return the unit that a normaliser counts once however many samples it has, or None if it counts samples."""
+    return next((unit for unit in get_args(Unit) if unit == by), None)
 
 
 def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> Normalised:

@@ -30,18 +30,17 @@ import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.objectives.advantages import Alone, Rewards, baseline_advantages, whiten
+from mcore_prefix_tree.objectives.advantages import ADVANTAGES, Advantage, Alone, Rewards, reward_advantages, whiten
 from mcore_prefix_tree.objectives.gae import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, KLPenalty, kl_estimate
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.mismatch import Level, Mode, importance_weight, is_far_off_policy
-from mcore_prefix_tree.objectives.normalise import By, normalise
+from mcore_prefix_tree.objectives.normalise import By, counted_as_one, normalise
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens, rollout_keys
 from mcore_prefix_tree.objectives.settings import refuse_unused
 from mcore_prefix_tree.sample import Sample
-
-Advantage = Literal["given", "reward", "group_mean", "group_mean_std", "group_mean_batch_std", "leave_one_out", "gae"]
+from mcore_prefix_tree.signals import GroupedBy
 
 
 def log_ratio(logprob: torch.Tensor, old: torch.Tensor, rows: Rows, level: Level) -> torch.Tensor:
@@ -71,10 +70,9 @@ class PolicyGradient:
     """Policy gradient on the log-probabilities of sampled tokens; see the formulas above.
 
     Attributes:
-        advantage: ``given`` by the samples, computed from their rewards (``reward`` is the reward itself; the others as
-            in :func:`~mcore_prefix_tree.objectives.advantages.baseline_advantages`), or from rewards and values
-            (``gae``).
-        advantage_eps: beside the standard deviation.
+        advantage: one of :data:`~mcore_prefix_tree.objectives.advantages.ADVANTAGES`: ``given`` by the samples,
+            computed from their rewards, or from rewards and values (``gae``).
+        advantage_eps: added to the standard deviation; advantages of equal rewards are 0 without it too.
         alone: of a group of a single rollout, which a baseline of the group has nothing to compare with: ``error``, or
             ``zero`` for an advantage of 0.
         whiten: normalise the advantages over the step's tokens.
@@ -131,14 +129,14 @@ class PolicyGradient:
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other, or that others leave without effect."""
-        of_group = self.advantage in ("group_mean", "group_mean_std", "group_mean_batch_std", "leave_one_out")
-        divides = self.whiten or self.advantage in ("group_mean_std", "group_mean_batch_std")
+        estimator = ADVANTAGES[self.advantage]
+        divides = self.whiten or estimator.deviation is not None
         has_ratio = self.surrogate != "reinforce"
         refuse_unused(
             self,
             [
                 ("advantage_eps", divides, "whiten=true or an advantage that divides by a deviation"),
-                ("alone", of_group, "an advantage that compares the rollouts of a group"),
+                ("alone", estimator.compares, "an advantage that compares the rollouts of a group"),
                 ("gamma", self.advantage == "gae", "advantage=gae"),
                 ("lam", self.advantage == "gae", "advantage=gae"),
                 ("ratio_level", has_ratio, "surrogate=clip or surrogate=cispo"),
@@ -166,6 +164,13 @@ class PolicyGradient:
     def estimator(self) -> KLEstimator:
         """Of the divergence, where it is."""
         return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
+
+    @property
+    def grouped_by(self) -> GroupedBy | None:
+        """Which samples have to be in one step."""
+        penalised = bool(self.kl_coef) and self.kl_in == "reward"
+        units = {ADVANTAGES[self.advantage].grouped_by(penalised=penalised), counted_as_one(self.normalise)}
+        return "group" if "group" in units else "rollout" if "rollout" in units else None
 
     @property
     def terms(self) -> Terms:
@@ -231,17 +236,17 @@ class PolicyGradient:
     def _advantages(self, scored: ScoredTokens, kl: KLPenalty | None) -> Float64Array:
         setting = f"advantage={self.advantage}"
         penalty = None if kl is None else kl.of_token
-        if self.advantage == "given":
+        estimator = ADVANTAGES[self.advantage]
+        if estimator.reads == "advantage":
             advantage = scored.column("advantage", setting).astype(np.float64)
-        elif self.advantage == "gae":
+        elif estimator.reads == "values":
             rewards = token_rewards(scored, setting, penalty=penalty)
             values = scored.column("values", setting).astype(np.float64)
             advantage, _ = gae(scored, rewards, values, gamma=self.gamma, lam=self.lam)
         else:
-            baseline = "none" if self.advantage == "reward" else self.advantage
-            collected = Rewards.of(scored, setting=setting, grouped=baseline != "none")
-            advantage = baseline_advantages(
-                scored, collected, baseline, eps=self.advantage_eps, alone=self.alone, penalty=penalty
+            collected = Rewards.of(scored, setting=setting, grouped=estimator.compares)
+            advantage = reward_advantages(
+                scored, collected, estimator, eps=self.advantage_eps, alone=self.alone, penalty=penalty
             )
         return whiten(advantage, eps=self.advantage_eps) if self.whiten else advantage
 

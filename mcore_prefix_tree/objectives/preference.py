@@ -35,7 +35,7 @@ from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.objectives.settings import refuse_unused
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.signals import SampleError
+from mcore_prefix_tree.signals import GroupedBy, SampleError
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -109,6 +109,7 @@ class Preference:
     nll_coef: NonNegativeFloat = 0.0
     reads: ClassVar[str] = "logprobs"
     terms: ClassVar[Terms] = "pair"
+    grouped_by: ClassVar[GroupedBy | None] = "pair"
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other, or that others leave without effect."""

@@ -17,12 +17,13 @@ from pydantic.dataclasses import dataclass
 from mcore_prefix_tree.objectives.gae import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import KLEstimator, KLPenalty
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
-from mcore_prefix_tree.objectives.normalise import By, normalise
+from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.preference import pairs_of, reward_means
 from mcore_prefix_tree.objectives.rows import Rows, Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 from mcore_prefix_tree.objectives.settings import refuse_unused
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import GroupedBy
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -63,6 +64,11 @@ class Critic:
         has_rewards = self.returns == "gae"
         settings = ("gamma", "lam", "kl_coef", "kl_estimator")
         refuse_unused(self, [(name, has_rewards, "returns=gae") for name in settings])
+
+    @property
+    def grouped_by(self) -> Unit | None:
+        """Which samples have to be in one step."""
+        return counted_as_one(self.normalise)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Returns, old values and weights of a step, on the host; raises SampleError for a field that is missing."""
@@ -112,6 +118,7 @@ class RewardModel:
 
     center_coef: NonNegativeFloat = 0.0
     reads: ClassVar[str] = "values"
+    grouped_by: ClassVar[GroupedBy | None] = "pair"
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Pairs of a step, on the host; raises SampleError as :func:`pairs_of` does."""

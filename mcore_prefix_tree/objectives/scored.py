@@ -33,11 +33,9 @@ class MissingSignalError(SampleError):
 
 
 def rollout_keys(samples: Sequence[Sample]) -> list[Hashable]:
-    """What is equal for the samples of one rollout: its group and id. A sample without an id is a rollout by itself."""
-    return [
-        index if sample.signals.rollout is None else (sample.signals.group, sample.signals.rollout)
-        for index, sample in enumerate(samples)
-    ]
+    """Return what is equal for the samples of one rollout. A sample that names none is a rollout by itself."""
+    keys = (sample.signals.unit("rollout") for sample in samples)
+    return [index if key is None else key for index, key in enumerate(keys)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,9 +1,26 @@
-"""Settings of objectives: what some are without others."""
+"""Checks of objectives' settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+
+def one_of(known: Iterable[str]) -> AfterValidator:
+    """Accept only known names, and reject others in the words that pydantic has for a ``Literal``."""
+    names = tuple(known)
+    *but_last, last = map(repr, names)
+
+    def check(name: str) -> str:
+        if name not in names:
+            expected = {"expected": f"{', '.join(but_last)} or {last}"}
+            raise PydanticCustomError("literal_error", "Input should be {expected}", expected)
+        return name
+
+    return AfterValidator(check)
 
 
 def refuse_unused(objective: Any, settings: Iterable[tuple[str, bool, str]]) -> None:

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
-from mcore_prefix_tree.objectives.normalise import By, normalise
+from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 from mcore_prefix_tree.objectives.settings import refuse_unused
@@ -53,6 +53,11 @@ class SupervisedFineTuning:
         """Refuse settings that others leave without effect."""
         is_sum = self.normalise == "sample_sum"
         refuse_unused(self, [("normalise_length", is_sum, "normalise=sample_sum")])
+
+    @property
+    def grouped_by(self) -> Unit | None:
+        """Which samples have to be in one step."""
+        return counted_as_one(self.normalise)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Weights of a step, on the host; raises SampleError as :func:`normalise` does."""

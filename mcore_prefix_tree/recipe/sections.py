@@ -152,11 +152,11 @@ class BatchConfig:
     """How much a step takes, and how it folds.
 
     Attributes:
-        global_batch_size: logical samples per step, over all ranks. An objective that compares samples with each other
-            takes whole groups or pairs: all are of one size then, and this is a multiple of it.
-        groups_per_step: instead of that, how many whole groups (prompts) or pairs a step takes, over all ranks,
-            whatever their sizes; for objectives that compare the samples of each. Rollouts that become a sample a turn
-            (``data.expand_turns``) need it.
+        global_batch_size: logical samples per step, over all ranks. An objective that compares samples with each
+            other, or counts several as one, takes whole groups (prompts), rollouts or pairs: all must have the same
+            size then, and this is a multiple of it.
+        groups_per_step: instead of that, how many whole groups, rollouts or pairs a step takes, over all ranks,
+            whatever their sizes. Rollouts that become a sample a turn (``data.expand_turns``) usually need it.
         max_tokens: physical tokens that a micro-batch may hold, before padding.
         share: ``all`` shares every common prefix; ``prompt`` what samples have in common before their first scored
             token, so that each completion is computed by itself. Either is exact.
@@ -180,13 +180,13 @@ class BatchConfig:
         if (self.global_batch_size is None) == (self.groups_per_step is None):
             raise PydanticCustomError(
                 "step_size",
-                "give either global_batch_size, the samples of a step, or groups_per_step, its groups or pairs, and "
-                "set the other to null",
+                "give either global_batch_size, the samples of a step, or groups_per_step, its groups, rollouts or "
+                "pairs, and set the other to null",
             )
 
     @property
     def per_step(self) -> int:
-        """Samples, or groups, of a step."""
+        """Samples of a step, or its groups, rollouts or pairs."""
         size = self.groups_per_step or self.global_batch_size
         assert size is not None
         return size

@@ -98,7 +98,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     from mcore_prefix_tree.mcore.folding import Folding
     from mcore_prefix_tree.mcore.output_layer import with_edge_head
     from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
-    from mcore_prefix_tree.mcore.train.objective import forward_step_of, grouped_by, output_of
+    from mcore_prefix_tree.mcore.train.objective import forward_step_of, output_of
     from mcore_prefix_tree.mcore.train.schedule import fold_micro_batches, targets_of
     from mcore_prefix_tree.objectives import add_means, divided, make_objective, together
     from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
@@ -123,7 +123,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         output=output_of(objective, fused_head=job.fused_head),
         only_supervised=job.fused_head,
     )
-    kept = together(samples) if grouped_by(objective) == "pair" else None
+    kept = together(samples) if objective.grouped_by == "pair" else None
     mine = folding.plan(samples, together=kept).micro_batches[parallel_state.get_data_parallel_rank()]
     targets = targets_of(objective, samples)
     batches = fold_micro_batches(samples, mine, folding, objective, targets)

@@ -219,7 +219,10 @@ def test_scores_of_groups_give_ratios_of_1_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ((*BY_GROUP, "objective.name=sft"), r"batch\.groups_per_step=2: objective\.name=sft as it is set compares no"),
+        (
+            (*BY_GROUP, "objective.name=sft"),
+            r"groups_per_step=2: objective\.name=sft as it is set takes each sample by its",
+        ),
         ((*BY_GROUP, *options(), "batch.groups_per_step=6"), r"batch\.groups_per_step=6 is more than the 5 groups"),
     ],
 )
@@ -231,5 +234,5 @@ def test_what_cannot_be_is_refused(tmp_path: Path, overrides: tuple[str, ...], s
 
 def test_unequal_groups_counted_in_samples_are_told_the_way_out(tmp_path: Path) -> None:
     job = write_job(tmp_path, conversations())
-    with pytest.raises(SampleError, match=r"jsonl:4 turn 0: group 1 has 6 samples and group 0 has 9; .*per_step"):
+    with pytest.raises(SampleError, match=r"jsonl:4 turn 0: group 1 has 6 samples and group 0 has 9 sam.*per_step"):
         train(job, "batch.max_tokens=60", "data.tokenizer=letters", "data.expand_turns=true", *options())

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
 import re
 
+import numpy as np
 import pytest
 
 from mcore_prefix_tree import Sample, SampleError
+from mcore_prefix_tree.data import EncodedTurn, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
+from mcore_prefix_tree.objectives import SupervisedFineTuning
 from mcore_prefix_tree.signals import Signals
 
 
@@ -34,6 +38,43 @@ def test_neighbouring_lines_of_a_group_become_one():
     assert groups == [given[0] + given[1], given[3] + given[4]]
 
 
+def turns(*ids: tuple[object, object]) -> list[list[Sample]]:
+    return [
+        [Sample(tokens=[1], source=f"f:{number}", signals=Signals(group=group, rollout=rollout))]
+        for number, (group, rollout) in enumerate(ids, start=1)
+    ]
+
+
+def test_neighbouring_turns_of_a_rollout_become_one():
+    """A rollout is known by its group too; a sample without an id is a rollout by itself."""
+    given = turns(("a", 1), ("a", 1), ("b", 1), (None, 1), ("b", None), ("b", None), ("b", 1.5))
+    groups = whole_groups(given, "rollout", step=None, setting="sft")
+    assert [[sample.source for sample in group] for group in groups] == [
+        ["f:1", "f:2"], ["f:3"], ["f:4"], ["f:5"], ["f:6"], ["f:7"],
+    ]  # fmt: skip
+
+
+def test_turns_of_a_conversation_are_one_rollout(tmp_path):
+    """Also where the data have no field but ``messages``: nothing else says whose turns they are."""
+    write = tmp_path / "chats.jsonl"
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant") * 3]
+    write.write_text("".join(f"{json.dumps({'messages': chat[:count]})}\n" for count in (4, 6)))
+    read = list(iter_sample_groups(write, tokenizer=Words(), expand_turns=True))
+    assert [len(group) for group in whole_groups(read, "rollout", step=None, setting="sft")] == [2, 3]
+    targets = SupervisedFineTuning(normalise="rollout").targets([sample for line in read for sample in line])
+    assert (targets.divisor, targets.weight.tolist()) == (2, [1 / 2] * 2 + [1 / 3] * 3)
+
+
+class Words:
+    """A token a message."""
+
+    name, vocab_size = "words", 9
+
+    def encode_turns(self, messages, tools=()):
+        ends = [number + 1 for number, message in enumerate(messages) if message.role == "assistant"]
+        return [EncodedTurn(tokens=np.arange(end, dtype=np.int32), start=end - 1) for end in ends]
+
+
 def test_pairs():
     given = pair(True, False, key="p") + pair(False, True, key="q")
     assert [len(group) for group in whole_groups(given, "pair", step=2, setting="dpo")] == [2, 2]
@@ -48,7 +89,7 @@ def test_pairs():
             lines(1, 1, 1, 2, 2),
             "group",
             6,
-            "f:4 turn 0: group 2 has 2 samples and group 1 has 3; a step of .*batch.groups_per_step, and "
+            "f:4 turn 0: group 2 has 2 samples and group 1 has 3 samples; a step of .*set batch.groups_per_step and "
             "batch.global_batch_size=null",
         ),
         (lines("a", "a", "b", "b"), "group", 3, "f:1 turn 0: group 'a' has 2 samples, and steps of .*a multiple of 2"),
@@ -57,6 +98,14 @@ def test_pairs():
         (pair(True, False, True), "pair", None, "p:2: pair 'p' has 3 samples; a pair is two"),
         (lines("a", "b", "a"), "group", None, "f:3 turn 0: group 'a' goes on here after others"),
         (pair(True, False), "pair", 3, "p:0: pair 'p' has 2 samples, and steps of batch.global_batch_size=3 would cut"),
+        (turns(("a", 1), ("a", 2), ("a", 1)), "rollout", None, "f:3: rollout 1 goes on here after others; put the li"),
+        (turns(("a", 1), (None, None), ("a", 1)), "rollout", None, "f:3: rollout 1 goes on here after others"),
+        (
+            turns(("a", None), ("a", 2), ("a", 2)),
+            "rollout",
+            4,
+            "f:2: rollout 2 has 2 samples and rollout f:1 has 1 sample; .*takes whole rollouts.*set batch.groups_per_s",
+        ),
     ],
 )
 def test_what_a_step_would_cut_is_named(given, by, step, says):

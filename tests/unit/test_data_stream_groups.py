@@ -101,6 +101,23 @@ def test_groups_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape, 
     assert groups.sizes.tolist() == [len(group) for group in expected]
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(IDS[:4]), st.sampled_from([None, *IDS[:5]]), st.integers(1, 3)),
+        min_size=1, max_size=8, unique_by=lambda one: one[:2],
+    )
+)  # fmt: skip
+def test_rollouts_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape):
+    """Ids of other types may be equal, in a rollout's group too; lines without one are rollouts by themselves."""
+    lines = [line(group, number, rollout=rollout) for group, rollout, count in shape for number in range(count)]
+    paths = write(tmp_path_factory.mktemp("files"), lines)
+    expected = whole_groups(list(iter_sample_groups(paths)), "rollout", step=None, setting="the test")
+    groups = streamed(paths, "rollout", size=size)
+    assert told(groups) == told(expected)
+    assert groups.sizes.tolist() == [len(group) for group in expected]
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_whole_groups_in_the_order_of_memory_from_any_step_on(tmp_path, shuffle, num_workers):
@@ -136,6 +153,12 @@ PAIRS = [line(0, n, pair=pair, chosen=n % 2 == 0) for n, pair in enumerate(["p",
         (PAIRS, "pair", None),
         (PAIRS[:2], "pair", 3),
         (UNEQUAL, "pair", 2),
+        (
+            [line("a", 1, rollout=1), line("a", 2, rollout=True), line("b", 3), line("a", 4, rollout=1.0)],
+            "rollout",
+            None,
+        ),
+        ([line("a", 1), line("a", 2, rollout=7), line("a", 3, rollout=7)], "rollout", 4),
     ],
 )
 def test_what_is_refused_in_memory_is_refused_in_the_same_words(tmp_path, lines, by, step, size):

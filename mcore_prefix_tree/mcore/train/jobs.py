@@ -116,10 +116,10 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             if skipped.count and place.is_main:
                 reporter.message(f"of validation.path: {skipped}")
         if data.order.left_out and place.is_main:
-            things = ("group" if data.order.by_line else "sample") + ("" if data.order.left_out == 1 else "s")
+            left_out = f"{data.order.left_out} {data.grouped_by if data.order.by_line else 'sample'}"
             reporter.message(
-                f"each epoch leaves out {data.order.left_out} {things}: steps take whole groups, and a step of "
-                f"{recipe.batch.per_step} does not divide all there are"
+                f"each epoch leaves out {left_out}{'' if data.order.left_out == 1 else 's'}: steps take whole "
+                f"{data.grouped_by}s, and a step of {recipe.batch.per_step} does not divide all there are"
             )
         if data.order.per_epoch < recipe.batch.per_step and place.is_main:
             reporter.message(

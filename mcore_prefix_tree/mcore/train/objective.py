@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 from pydantic import ValidationError
 
-from mcore_prefix_tree.data.grouping import GroupedBy
 from mcore_prefix_tree.mcore.forward_step import (
     ForwardObjective,
     ForwardStep,
@@ -23,8 +22,6 @@ from mcore_prefix_tree.objectives import (
     OBJECTIVES,
     Distillation,
     PolicyGradient,
-    Preference,
-    RewardModel,
     SupervisedFineTuning,
     make_objective,
 )
@@ -41,7 +38,6 @@ _SCORES = {
     "reward": "`mcore-prefix-tree score` with the recipe of a reward model writes one",
     "teacher": "`mcore-prefix-tree score --teacher-top-k K` with the recipe of the teacher writes it",
 }
-_ADVANTAGES_OF_GROUPS = ("group_mean", "group_mean_std", "leave_one_out")
 
 
 def objective_of(recipe: Recipe) -> ForwardObjective:
@@ -92,21 +88,12 @@ def _faults(name: str, error: ValidationError) -> list[str]:
     return faults
 
 
-def grouped_by(objective: ForwardObjective) -> GroupedBy | None:
-    """Which samples have to be in one step, because they are compared with each other."""
-    if isinstance(objective, Preference | RewardModel):
-        return "pair"
-    of_groups = isinstance(objective, PolicyGradient) and objective.advantage in _ADVANTAGES_OF_GROUPS
-    of_groups |= not isinstance(objective, KTO) and objective.normalise == "group"
-    return "group" if of_groups else None
-
-
 def check_samples(objective: ForwardObjective, samples: Sequence[Sample]) -> None:
     """See before the first step whether a later one would meet a sample that the objective cannot train on.
 
     Args:
         objective: of the recipe.
-        samples: all of a group or pair, if the objective compares them.
+        samples: all of each pair, rollout or group that ``objective.grouped_by`` names.
 
     Raises:
         SampleError: a sample lacks what the objective reads of it, or contradicts the others of its group. Says which

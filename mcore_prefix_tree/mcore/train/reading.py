@@ -22,14 +22,15 @@ from mcore_prefix_tree.data import (
     resolve_paths,
 )
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.grouping import GroupedBy, streamed_whole_groups, whole_groups
+from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
 from mcore_prefix_tree.data.jsonl import STDIN
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.train.model import padded_vocab_size
-from mcore_prefix_tree.mcore.train.objective import check_samples, grouped_by, objective_of
+from mcore_prefix_tree.mcore.train.objective import check_samples, objective_of
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.signals import GroupedBy
 
 _CHECKED_AT_ONCE = 64
 
@@ -40,12 +41,14 @@ class Data:
 
     Attributes:
         order: of the samples.
+        grouped_by: the units that it keeps whole, or None for samples.
         options: how lines become samples.
         vocab_size: padded, which they fit into.
         skipped: bad samples, left out under ``data.on_error=skip``.
     """
 
     order: SampleOrder
+    grouped_by: GroupedBy | None
     options: LineOptions
     vocab_size: int
     skipped: Skipped
@@ -66,8 +69,8 @@ def read_data(
     Args:
         recipe: the job's.
         place: this rank's.
-        every_sample: an epoch leaves none out, and samples need no group or pair unless ``batch.groups_per_step``
-            counts them. For what does not train, whatever the objective.
+        every_sample: an epoch leaves none out, and samples need no group, rollout or pair unless
+            ``batch.groups_per_step`` counts them. For what does not train, whatever the objective.
         checked: see that no sample lacks what the objective reads, before the first step.
         progress: under ``data.streaming``, is told how far the files are gone through, in bytes done and in all.
 
@@ -122,11 +125,11 @@ def read_data(
         )
     except ValueError as error:
         raise RecipeError(str(error)) from None
-    return Data(order=order, options=options, vocab_size=vocab_size, skipped=skipped)
+    return Data(order=order, grouped_by=by, options=options, vocab_size=vocab_size, skipped=skipped)
 
 
 def read_held_out(recipe: Recipe, options: LineOptions, place: Session) -> tuple[Sequence[Sequence[Sample]], Skipped]:
-    """The samples of ``validation.path``: of each line, or of each group or pair if the objective compares them.
+    """Return the samples of ``validation.path``: of each line, or of each unit that the objective needs whole.
 
     They are held in memory, also under ``data.streaming``, and checked as those that are trained on.
 
@@ -140,7 +143,7 @@ def read_held_out(recipe: Recipe, options: LineOptions, place: Session) -> tuple
     """
     path = recipe.validation.path
     assert path is not None
-    groups, skipped = _read_whole(recipe, path, options, place, grouped_by(objective_of(recipe)), step=None)
+    groups, skipped = _read_whole(recipe, path, options, place, objective_of(recipe).grouped_by, step=None)
     _check_all(recipe, groups)
     return groups, skipped
 
@@ -157,11 +160,11 @@ def _naming_what_was_skipped(skipped: Skipped) -> Iterator[None]:
 
 
 def _grouped_by(recipe: Recipe) -> GroupedBy | None:
-    by = grouped_by(objective_of(recipe))
+    by = objective_of(recipe).grouped_by
     if by is None and recipe.batch.groups_per_step is not None:
         raise RecipeError(
             f"batch.groups_per_step={recipe.batch.groups_per_step}: objective.name={recipe.objective.name} as it is "
-            "set compares no samples of a group or pair; set batch.global_batch_size instead"
+            "set takes each sample by itself; set batch.global_batch_size instead"
         )
     return by
 
@@ -183,7 +186,7 @@ def _read_whole(
     *,
     step: int | None,
 ) -> tuple[Sequence[Sequence[Sample]], Skipped]:
-    """All samples of some files: of each line, or of each group or pair."""
+    """Return all samples of some files: of each line, or of each group, rollout or pair."""
     lines, skipped = _read_lines([path] if isinstance(path, str) else path, options, recipe.data.on_error, place)
     if by is None:
         return lines, skipped

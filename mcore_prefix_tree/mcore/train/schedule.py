@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.forward_step import ForwardObjective, ForwardStep, tree_forward, with_rows
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.train.objective import grouped_by, is_weighted_sum, objective_of, output_of
+from mcore_prefix_tree.mcore.train.objective import is_weighted_sum, objective_of, output_of
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.objectives import Targets, together
 from mcore_prefix_tree.plan import CostModel, ModelWork
@@ -156,7 +156,7 @@ def cut_step(
         BudgetError: as of :func:`plan_folded`.
     """
     # The loss of a pair is of both sides.
-    kept = together(samples) if grouped_by(objective) == "pair" else None
+    kept = together(samples) if objective.grouped_by == "pair" else None
     return folding.plan(samples, together=kept).micro_batches[place.dp_rank]
 
 
