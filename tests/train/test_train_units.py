@@ -203,6 +203,45 @@ def test_a_line_a_turn_trains_as_a_line_a_rollout_does(tmp_path: Path, name: str
         np.testing.assert_allclose(np.array(found)[:, 1], whole[:, 1], rtol=1e-6)  # Megatron's are in fp32
 
 
+@pytest.mark.parametrize("per_turn", [False, True], ids=["a reward a rollout", "a reward a turn"])
+@pytest.mark.parametrize(
+    ("options", "differ"),
+    [
+        ({"advantage": "group_mean_std", "whiten": False}, True),
+        ({"advantage": "group_mean_std", "whiten": False}, False),
+        ({"advantage": "group_mean_batch_std", "whiten": False}, True),
+        ({"advantage": "group_mean_batch_std", "whiten": False}, False),
+        ({"advantage": "leave_one_out", "whiten": True}, False),
+        ({"advantage": "reward", "whiten": True}, False),
+    ],
+)
+def test_equal_rewards_give_exactly_0_without_eps(
+    tmp_path: Path, options: dict[str, Any], differ: bool, per_turn: bool
+) -> None:
+    """0.1 thrice has a mean and a deviation of its own rounding; nothing of a group reaches those that follow."""
+    if per_turn and options["advantage"] == "reward":
+        return  # what is still to come differs from turn to turn
+    rewards = [[0.1] * 3, [0.1, 0.7, 0.1] if differ else [0.1] * 3, [0.1] * 3]
+    content = [
+        {"tokens": [1, 2, 3, 4, number], "loss_mask": [0, 1, 0, 1, 1], "group": group, "reward": reward}
+        for group, of_group in enumerate(rewards)
+        for number, reward in enumerate(of_group)
+    ]
+    if per_turn:
+        content = [row | {"reward": [0.1, row["reward"]]} for row in content]
+    job = write_job(tmp_path, content)
+    given = {"advantage_eps": 0, "on_policy": True, **options}
+    with world_of_one(load_recipe(job)) as place:
+        data, _ = read(job, place, "grpo", given)
+    samples = [sample for group in data.order.groups for sample in group]
+    advantage = make_objective("grpo", given).targets(samples).columns["advantage"].reshape(3, 9)
+    assert not advantage[[0, 2]].any()
+    assert np.isfinite(advantage).all()
+    assert advantage[1].any() == differ
+    notes = train(job, "objective.name=grpo", f"objective.options={json.dumps(given)}", "batch.global_batch_size=9")
+    assert np.isfinite(notes.losses).all()
+
+
 def test_the_command_line_deals_whole_rollouts(tmp_path: Path) -> None:
     job = write_job(tmp_path, lines(by_turn=True))
     rollout = ("objective.options={normalise: rollout}", "batch.max_tokens=80", "train_iters=3")

@@ -109,7 +109,7 @@ def test_groups_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape, 
     )
 )  # fmt: skip
 def test_rollouts_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape):
-    """Ids of other types may be equal, in a rollout's group too; lines without one are rollouts by themselves."""
+    """A rollout is known by its group too; lines without an id are rollouts by themselves."""
     lines = [line(group, number, rollout=rollout) for group, rollout, count in shape for number in range(count)]
     paths = write(tmp_path_factory.mktemp("files"), lines)
     expected = whole_groups(list(iter_sample_groups(paths)), "rollout", step=None, setting="the test")
