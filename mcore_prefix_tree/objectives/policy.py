@@ -95,7 +95,8 @@ class PolicyGradient:
         kl_estimator: see :mod:`mcore_prefix_tree.objectives.kl`; None is ``k3`` in the loss and ``k1`` in the reward.
         kl_in: ``loss`` differentiates it; ``reward`` takes it, between the old and the reference policy, off the
             rewards.
-        kl_importance: multiply the estimator in the loss by the token's ratio, differentiated too.
+        kl_importance: multiply the estimator in the loss by the ratio of the ``token``, or by that of its whole
+            ``sequence``, exp of the mean of log pi - log old; the ratio is differentiated too, also with on_policy.
         entropy_coef: of the entropy of the distribution that each token is drawn from.
         normalise: what the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
         normalise_length: the constant of ``sample_sum``.
@@ -121,7 +122,7 @@ class PolicyGradient:
     kl_coef: NonNegativeFloat = 0.0
     kl_estimator: KLEstimator | None = None
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_importance: bool = False
+    kl_importance: Level | None = None
     entropy_coef: float = 0.0
     normalise: By = "sample"
     normalise_length: PositiveFloat | None = None
@@ -154,7 +155,7 @@ class PolicyGradient:
             raise ValueError(f"tis_floor={self.tis_floor} is above tis_cap={self.tis_cap}")
         if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1" and not self.kl_importance:
             raise ValueError(
-                "kl_estimator=k1 has no expected gradient in the loss; set kl_estimator=k2, kl_importance=true or "
+                "kl_estimator=k1 has no expected gradient in the loss; set kl_estimator=k2, kl_importance=token or "
                 "kl_in=reward"
             )
         if self.kl_coef and self.kl_in == "reward" and self.advantage == "given":
@@ -176,7 +177,7 @@ class PolicyGradient:
     def terms(self) -> Terms:
         """What each term of the loss reads."""
         of_sequence = (
-            self.ratio_level == "sequence"
+            "sequence" in (self.ratio_level, self.kl_importance)
             or self.off_policy_mask is not None
             or (self.on_policy and self.tis_level == "sequence")
         )
@@ -289,8 +290,12 @@ class PolicyGradient:
             metrics["off_policy_masked"] = mean_of(is_far)
         if "ref_logprobs" in column:
             divergence = kl_estimate(scored, column["ref_logprobs"], self.estimator)
-            if self.kl_importance:
+            if self.kl_importance == "token":
                 divergence = divergence * log_ratio(scored, old, rows, "token").exp()
+            elif self.kl_importance == "sequence":
+                # Not the ratio of the surrogate: this one spreads its gradient evenly over the sequence, as TRL's does.
+                of_sample = rows.mean_per_sample(scored - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+                divergence = divergence * of_sample[rows.sample]
             per_token = per_token + self.kl_coef * divergence
             metrics["kl"] = mean_of(kl_estimate(scored, column["ref_logprobs"], "k3"))
         if entropy is not None:

@@ -331,6 +331,7 @@ def policy_loss(config: PolicyGradient, world: World) -> torch.Tensor:
 
         mean_diff = mean_over_mask(lambda t, own=own, old=old: own[t].item() - float(old(t)))
         moved = mean_over_mask(lambda t, own=own, signals=signals: float(signals.rollout_logprobs[t]) - own[t].item())
+        of_sequence = torch.exp(mean_over_mask(lambda t, own=own, old=old: own[t] - old(t)) + torch.zeros(()))
         sequence_tis = math.exp(sum(float(old(t)) - float(signals.rollout_logprobs[t]) for t in positions))
         for t in positions:
             a = advantage[index, t]
@@ -361,7 +362,12 @@ def policy_loss(config: PolicyGradient, world: World) -> torch.Tensor:
                 loss = loss * 0
             if config.kl_coef and config.kl_in == "loss":
                 divergence = kl(own[t] - float(signals.ref_logprobs[t]), config.estimator)
-                loss = loss + config.kl_coef * divergence * (token_ratio if config.kl_importance else 1.0)
+                loss = (
+                    loss
+                    + config.kl_coef
+                    * divergence
+                    * {None: 1.0, "token": token_ratio, "sequence": of_sequence}[config.kl_importance]
+                )
             if config.entropy_coef:
                 loss = loss - config.entropy_coef * entropy[t]
             total = total + weights[index, t] * loss

@@ -147,7 +147,8 @@ def test_an_entropy_that_the_loss_does_not_read_has_no_gradient() -> None:
 _ON_POLICY = {"advantage": "given", "on_policy": True, "tis_cap": 1.2, "tis_level": "sequence"}
 OBJECTIVES = [
     ("sft", {"normalise": "sample"}, "row"),
-    ("grpo", _ON_POLICY | {"on_policy": False, "kl_coef": 0.1, "kl_importance": True}, "row"),
+    ("grpo", _ON_POLICY | {"on_policy": False, "kl_coef": 0.1, "kl_importance": "token"}, "row"),
+    ("grpo", _ON_POLICY | {"on_policy": False, "kl_coef": 0.1, "kl_importance": "sequence"}, "sample"),
     ("dapo", {"advantage": "given", "entropy_coef": 0.2, "dual_clip": 3.0}, "row"),
     ("cispo", {"advantage": "given", "clip_eps_high": 0.1}, "row"),
     ("rloo", {"advantage": "given", "kl_coef": 0.1, "kl_estimator": "k2"}, "row"),
