@@ -199,6 +199,8 @@ def objective_forward_step(
     """
     check_step(model)
     batch = next(data_iterator)
+    if isinstance(batch.rows, TeacherRows):
+        batch = replace(batch, rows=replace(batch.rows, vocab_size=get_attr_wrapped_model(model, "vocab_size")))
 
     def loss_of(scores: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
         return _loss_of(objective, batch, scores, entropy).loss

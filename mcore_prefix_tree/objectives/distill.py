@@ -13,7 +13,7 @@ distribution and q the student's,
 
 ``top_k`` knows the teacher's k likeliest tokens (:class:`~mcore_prefix_tree.signals.Teacher`). v ranges over them and
 one more outcome, "any other token", whose probability both sides have as what is left of 1. By the data-processing
-inequality this D is never above that of the whole vocabulary; with k = V it is that one.
+inequality this D is never above that of the whole vocabulary. With k = V there is no other token, and D is that one.
 
 ``full`` reads the teacher's logits of the same predictors, vocabulary-parallel as the student's.
 
@@ -58,6 +58,7 @@ class TeacherRows:
         logprobs: float32 ``[R, k]``, the teacher's; k is 0 if it is asked for its logits instead.
         edges: from the predictors to the teacher's tokens, row by row.
         count: of the micro-batch, towards the step's divisor.
+        vocab_size: V of the student, padding included, which the forward step fills in; None leaves a rest at any k.
     """
 
     predictor: torch.Tensor
@@ -67,6 +68,7 @@ class TeacherRows:
     logprobs: torch.Tensor
     edges: Edges
     count: int
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -150,11 +152,16 @@ class Distillation:
             logprobs: ``[R, k]``, the student's, of the edges.
             rows: of the same micro-batch.
         """
-        return self.weighed(self.of_rows(rows.logprobs.to(logprobs.dtype), logprobs), rows)
+        return self.weighed(self.of_rows(rows.logprobs.to(logprobs.dtype), logprobs, rows.vocab_size), rows)
 
-    def of_rows(self, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-        """``[R]`` divergences of ``top_k``, from both sides' log-probabilities of the same tokens, ``[R, k]``."""
-        return divergence(_with_rest(teacher), _with_rest(student), self.divergence, self.jsd_beta)
+    def of_rows(self, teacher: torch.Tensor, student: torch.Tensor, vocab_size: int | None = None) -> torch.Tensor:
+        """Return ``[R]`` divergences of ``top_k``, from both sides' log-probabilities of the same tokens, ``[R, k]``.
+
+        With ``k = vocab_size`` no token is left: what the probabilities lack to 1, or exceed it by, is rounding.
+        """
+        if teacher.shape[1] != vocab_size:
+            teacher, student = _with_rest(teacher), _with_rest(student)
+        return divergence(teacher, student, self.divergence, self.jsd_beta)
 
     def of_logits_(
         self,
