@@ -180,7 +180,7 @@ WHOLE: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_line_a_turn_trains_as_a_line_a_rollout_does(tmp_path: Path, name: str) -> None:
-    """Losses and gradient norms of six shuffled steps; of streamed files too, resumed in the middle of an epoch."""
+    """Six shuffled steps and what is held out; of streamed files too, resumed in the middle of an epoch."""
     options, units = WHOLE[name]
     job = write_job(tmp_path)
 
@@ -190,10 +190,12 @@ def test_a_line_a_turn_trains_as_a_line_a_rollout_does(tmp_path: Path, name: str
         counted = "groups_per_step" if by_turn or name == "grpo" else "global_batch_size"  # a line is a rollout
         size = ("batch.global_batch_size=null", f"batch.{counted}={units}", "batch.max_tokens=80")
         objective = (f"objective.name={name}", f"objective.options={json.dumps(options | by)}")
-        return train(job, *FLOAT64, *objective, *size, f"data.path={path}", *more, **how)
+        data = (f"data.path={path}", f"validation.path={path}")
+        return train(job, *FLOAT64, *objective, *size, *data, *more, **how)
 
     def told(notes: Notes) -> list[tuple[float, float]]:
-        return [(report.loss, report.grad_norm) for report in notes.reports]
+        held_out = [(evaluation.loss, 0.0) for evaluation in notes.evaluations if evaluation.iteration == 6]
+        return [*((report.loss, report.grad_norm) for report in notes.reports), *held_out]
 
     whole = np.array(told(run(by_turn=False)))
     streamed = ("data.streaming=true", f"checkpoint.save={tmp_path / 'run'}", "checkpoint.save_interval=1")
