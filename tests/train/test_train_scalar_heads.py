@@ -351,7 +351,7 @@ def without(field: str, line: int) -> list[dict[str, Any]]:
     [
         ("critic", without("values", 3), r"data.jsonl:4: field 'values' is missing, and a critic needs it"),
         ("critic", without("reward", 3), r"data.jsonl:4: field 'reward' is missing, and returns=gae needs it"),
-        ("reward_model", rows()[:-1], r"data.jsonl:11: pair 5 has 1 sample; a pair is two, one of them chosen"),
+        ("reward_model", rows()[:-1], r"data.jsonl:11: pair 5 has 1 sample; a pair is two samples, one of them chosen"),
         (
             "reward_model",
             [row | {"chosen": True} for row in rows()],
