@@ -30,6 +30,7 @@ from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY
 from mcore_prefix_tree.mcore.train.session import on_main_rank
 from mcore_prefix_tree.mcore.train.settings import write_settings
+from mcore_prefix_tree.mcore.train.vetting import UnsafeCheckpointError, check_holds_only_data
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -288,6 +289,8 @@ def _existing(folder: str | Path, iteration: int | str) -> Path:
     source = iteration_folder(folder, iteration)
     if not source.is_dir():
         raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
+    with _reading(source):
+        on_main_rank(partial(check_holds_only_data, source))
     return source
 
 
@@ -301,6 +304,8 @@ def _read(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 def _reading(source: Path) -> Iterator[None]:
     try:
         yield
+    except UnsafeCheckpointError:
+        raise
     except (Exception, CheckpointException) as error:  # whatever a damaged file makes Megatron and torch raise
         raise RecipeError(
             f"checkpoint {source} is damaged or does not fit this recipe's model: {_reason(error)}"
