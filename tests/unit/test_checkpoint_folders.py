@@ -35,6 +35,7 @@ def save(checkpoint, monkeypatch):
     def run(folder, iteration, write):
         monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda state, target: write(Path(target)))
         monkeypatch.setattr(checkpoint, "_state", lambda *_, **__: {})
+        monkeypatch.setattr(checkpoint, "write_checksums", lambda folder: None)
         progress = checkpoint.Progress(
             iteration=iteration, consumed_samples=8, global_batch_size=4, seed=1, shuffle=True, samples_per_epoch=9
         )

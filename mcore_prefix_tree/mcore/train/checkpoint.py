@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_prefix_tree.data.same import name_ranks
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY
+from mcore_prefix_tree.mcore.train.integrity import DamagedCheckpointError, check_integrity, write_checksums
 from mcore_prefix_tree.mcore.train.session import on_main_rank
 from mcore_prefix_tree.mcore.train.settings import write_settings
 from mcore_prefix_tree.mcore.train.vetting import UnsafeCheckpointError, check_holds_only_data
@@ -162,6 +163,7 @@ def save(
         dist_checkpointing.save(
             state | {"opt_param_scheduler": scheduler.state_dict(), "progress": vars(progress)}, str(target)
         )
+        write_checksums(target)
         on_main_rank(partial(write_settings, target, recipe))
         on_main_rank(lambda: _name_as_latest(folder, progress.iteration))
 
@@ -291,6 +293,7 @@ def _existing(folder: str | Path, iteration: int | str) -> Path:
         raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
     with _reading(source):
         on_main_rank(partial(check_holds_only_data, source))
+        check_integrity(source)
     return source
 
 
@@ -304,7 +307,7 @@ def _read(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 def _reading(source: Path) -> Iterator[None]:
     try:
         yield
-    except UnsafeCheckpointError:
+    except (UnsafeCheckpointError, DamagedCheckpointError):
         raise
     except (Exception, CheckpointException) as error:  # whatever a damaged file makes Megatron and torch raise
         raise RecipeError(

@@ -77,9 +77,10 @@ def check_holds_only_data(folder: Path) -> None:
         OSError: a file cannot be read.
     """
     _check_backend(folder / "metadata.json")
-    metadata = _read_metadata(folder / ".metadata")
-    for key, stored in sorted(_objects(metadata), key=lambda item: (item[1].relative_path, item[1].offset)):
-        _check_inside(folder, stored)
+    metadata = read_metadata(folder / ".metadata")
+    for name in sorted({str(stored.relative_path) for stored in metadata.storage_data.values()}):
+        _check_inside(folder, name)
+    for key, stored in _objects(metadata):
         with open(folder / stored.relative_path, "rb") as file:
             file.seek(stored.offset)
             _check_object(folder / stored.relative_path, key, file.read(stored.length))
@@ -89,12 +90,20 @@ def check_holds_only_data(folder: Path) -> None:
 
 
 def _check_backend(path: Path) -> None:
-    backend = json.loads(path.read_bytes()).get("sharded_backend")
+    try:
+        backend = json.loads(path.read_bytes())["sharded_backend"]
+    except (ValueError, LookupError, TypeError):
+        raise UnsafeCheckpointError(f"{path} is damaged: it does not name a sharded_backend") from None
     if backend != _BACKEND:
         raise UnsafeCheckpointError(f"{path} has sharded_backend={backend!r}; only {_BACKEND!r} is read here")
 
 
-def _read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path) -> Metadata:
+    """Read ``.metadata``, which says where each tensor and object of a checkpoint is stored.
+
+    Raises:
+        UnsafeCheckpointError: it names anything that is not data.
+    """
     with open(path, "rb") as file:
         try:
             metadata = _MetadataUnpickler(file).load()
@@ -112,10 +121,11 @@ def _objects(metadata: Metadata) -> Iterator[tuple[str, Any]]:
             yield index.fqn, stored
 
 
-def _check_inside(folder: Path, stored: Any) -> None:
-    name = PurePosixPath(str(stored.relative_path))
-    if len(name.parts) != 1 or name.name in ("", ".."):
+def _check_inside(folder: Path, name: str) -> None:
+    if PurePosixPath(name).name != name:
         raise UnsafeCheckpointError(f"{folder / '.metadata'} names the file {name}, which is outside the checkpoint")
+    if not (folder / name).is_file():
+        raise UnsafeCheckpointError(f"{folder / name} is missing; restore it, or use another checkpoint")
 
 
 def _check_object(path: Path, key: str, data: bytes) -> None:

@@ -1,0 +1,92 @@
+"""A checkpoint whose files changed is rejected before a value of it is used."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_jobs import train, write_job
+from typer.testing import CliRunner
+
+from mcore_prefix_tree.cli.main import app
+
+FLIPS = 24
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe with two runs, ``a`` and ``b``, that have saved iteration 2."""
+    path = write_job(tmp_path_factory.mktemp("integrity"))
+    for name in "ab":
+        train(path, "train_iters=2", f"checkpoint.save={path.parent / name}", f"seed={ord(name)}")
+    return path
+
+
+@pytest.fixture
+def folder(job: Path, tmp_path: Path) -> Path:
+    """The checkpoint of a copy of run ``a``."""
+    return shutil.copytree(job.parent / "a", tmp_path / "a") / "iter_0000002"
+
+
+def score(job: Path, run: Path) -> Any:
+    output = run.parent / "scored.jsonl"
+    output.unlink(missing_ok=True)
+    result = CliRunner().invoke(app, ["score", str(job), f"checkpoint.save={run}", "--output", str(output)])
+    return result, output.read_text() if output.exists() else None
+
+
+def test_flipped_bits_are_found_or_change_nothing(job: Path, folder: Path) -> None:
+    _, expected = score(job, folder.parent)
+    rng = random.Random(5)
+    rejected = 0
+    for name in (".metadata", "common.pt", "__0_0.distcp", "__0_1.distcp"):
+        content = (folder / name).read_bytes()
+        for _ in range(FLIPS // 4):
+            bit = rng.randrange(8 * len(content))
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << bit % 8
+            (folder / name).write_bytes(flipped)
+            result, scored = score(job, folder.parent)
+            assert scored is None or scored == expected, (name, bit)
+            if result.exit_code:
+                rejected += 1
+                assert str(folder / name) in result.output.replace("\n", ""), result.output
+                assert "Traceback" not in result.output
+        (folder / name).write_bytes(content)
+    assert rejected > FLIPS // 2
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt"])
+def test_file_of_another_run_is_rejected(job: Path, folder: Path, name: str) -> None:
+    shutil.copy(job.parent / "b" / folder.name / name, folder / name)
+    result, scored = score(job, folder.parent)
+    assert result.exit_code == 1 or result.exit_code == 2
+    assert scored is None
+    assert f"{name} differs from what this checkpoint was written with" in result.output.replace("\n", "")
+
+
+def test_missing_file_is_named(job: Path, folder: Path) -> None:
+    (folder / "__0_1.distcp").unlink()
+    result, _ = score(job, folder.parent)
+    assert "__0_1.distcp is missing" in result.output.replace("\n", "")
+
+
+def test_damaged_checksums_are_named(job: Path, folder: Path) -> None:
+    (folder / "checksums.json").write_text("[]")
+    result, _ = score(job, folder.parent)
+    assert "checksums.json is damaged" in result.output.replace("\n", "")
+
+
+def test_checkpoint_without_checksums_is_read(job: Path, folder: Path) -> None:
+    _, expected = score(job, folder.parent)
+    (folder / "checksums.json").unlink()
+    assert score(job, folder.parent)[1] == expected
+
+
+def test_every_file_that_is_read_has_a_checksum(folder: Path) -> None:
+    files = json.loads((folder / "checksums.json").read_text())["files"]
+    assert set(files) == {path.name for path in folder.iterdir()} - {"checksums.json", "recipe.yaml"}
