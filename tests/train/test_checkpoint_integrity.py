@@ -90,3 +90,46 @@ def test_checkpoint_without_checksums_is_read(job: Path, folder: Path) -> None:
 def test_every_file_that_is_read_has_a_checksum(folder: Path) -> None:
     files = json.loads((folder / "checksums.json").read_text())["files"]
     assert set(files) == {path.name for path in folder.iterdir()} - {"checksums.json", "recipe.yaml"}
+
+
+OTHER_FUNCTIONS = [
+    "model.rotary_base=500000",
+    "model.rotary_percent=0.5",
+    "model.position_embedding_type=none",
+    "model.rope_scaling=true",
+    "model.untie_embeddings_and_output_weights=false",
+    "model.swiglu=false",
+    "model.transformer.layernorm_epsilon=1e-3",
+    "model.transformer.softmax_scale=0.7",
+    "model.vocab_size=65",
+]
+DOORS = {
+    "score": lambda job, run: ["score", job, f"checkpoint.save={run}", "--output", f"{job.parent}/scored.jsonl"],
+    "pretrained": lambda job, run: ["train", job, f"checkpoint.pretrained_checkpoint={run}", "train_iters=2"],
+}
+
+
+@pytest.mark.parametrize("setting", OTHER_FUNCTIONS)
+@pytest.mark.parametrize("door", DOORS)
+def test_weights_of_another_function_are_rejected(job: Path, folder: Path, door: str, setting: str) -> None:
+    result = CliRunner().invoke(app, [*map(str, DOORS[door](job, folder.parent)), setting])
+    key, value = setting.split("=")
+    assert result.exit_code in (1, 2)
+    assert f"trained with {key}=" in result.output
+    assert f"and this recipe has {value}" in result.output.replace("True", "true").replace("False", "false").replace(
+        "0.001", "1e-3"
+    )
+
+
+def test_setting_that_keeps_the_function_is_accepted(job: Path, folder: Path) -> None:
+    same = ["model.transformer.layernorm_epsilon=1e-5", "model.transformer.recompute_granularity=selective"]
+    result = CliRunner().invoke(app, [*map(str, DOORS["score"](job, folder.parent)), *same])
+    assert result.exit_code == 0, result.output
+
+
+def test_damaged_recipe_beside_weights_blocks_nothing(job: Path, folder: Path) -> None:
+    (folder / "recipe.yaml").write_text("model: [")
+    resume = ["train", str(job), f"checkpoint.save={folder.parent}", "seed=97", "train_iters=3", "--resume"]
+    for words in (list(map(str, DOORS["score"](job, folder.parent))), resume):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output

@@ -61,7 +61,7 @@ def alone(job: Path, folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     found = []
     with world_of_one(recipe) as place:
         model = stock_model(recipe, place)
-        checkpoint.load_weights(folder, 2, [model])
+        checkpoint.load_weights(folder, 2, [model], model=recipe.model)
         for sample in read_samples(recipe.data.path):
             with torch.no_grad():
                 scores = torch.log_softmax(logits_of(model, sample.tokens.tolist()) / sample.temperature, dim=-1)[:-1]
@@ -160,8 +160,8 @@ def test_bad_weights_name_the_sample_and_leave_no_file(
     output.write_text("what was there before\n")
     load: Callable[..., None] = checkpoint.load_weights
 
-    def broken(folder: Any, iteration: int, chunks: Any) -> None:
-        load(folder, iteration, chunks)
+    def broken(folder: Any, iteration: int, chunks: Any, **options: Any) -> None:
+        load(folder, iteration, chunks, **options)
         with torch.no_grad():
             chunks[0].embedding.word_embeddings.weight[6] = float("nan")
 
@@ -204,7 +204,7 @@ def test_tables_hold_what_the_lines_hold(job: Path, reference: Path, tmp_path: P
         ),
         (("--reference", "{folder}"), "holds no checkpoint; train first"),
         (("--reference", "{runs}/iter_0000001"), "is a checkpoint itself; name the folder that it is in"),
-        (("model.hidden_size=64",), "does not fit this recipe's model"),
+        (("model.hidden_size=64",), "were trained with model.hidden_size=32, and this recipe has 64"),
         (("attention_backend=nonsense",), "nonsense"),
         (("batch.groups_per_step=2",), "batch: give either global_batch_size"),
         (("data.path={folder}/nowhere.jsonl",), "nowhere.jsonl: no such file"),

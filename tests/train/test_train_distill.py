@@ -184,7 +184,7 @@ def test_a_checkpoint_is_a_teacher(tmp_path: Path, k: int) -> None:
     scored = 0
     with world_of_one(recipe) as place:
         model = stock_model(recipe, place)
-        checkpoint.load_weights(tmp_path / "teacher", 2, [model])
+        checkpoint.load_weights(tmp_path / "teacher", 2, [model], model=recipe.model)
         for row in map(json.loads, output.read_text().splitlines()):
             assert "old_logprobs" not in row
             with torch.no_grad():
@@ -253,7 +253,7 @@ def test_every_step_from_a_second_model_is_the_stock_models_step(tmp_path: Path,
         if not stock:
             recipe = load_recipe(teacher)
             stock.append(stock_model(recipe, replace(place, config=transformer_config(recipe, on_gpu=False))))
-            checkpoint.load_weights(tmp_path / "teacher", 2, stock)
+            checkpoint.load_weights(tmp_path / "teacher", 2, stock, model=recipe.model)
         taught_by: Any = Alone(partial(logits_of, stock[0]), world.samples)
         return full_loss(make_objective("distill", options_of(divergence)), world, taught_by)
 
@@ -308,7 +308,7 @@ def test_a_second_model_is_named_and_only_where_it_is_asked(job: Path) -> None:
             "position_embedding_type: learned_absolute, max_position_embeddings: 30",
             "end at model.max_position_embeddings=30, but the student's samples may have batch.max_tokens=40 tokens",
         ),
-        ("num_layers: 5", "does not fit this recipe's model"),
+        ("num_layers: 5", "were trained with model.num_layers=3, and this recipe has 5"),
         ("num_query_groups: 3", "of the teacher: model.num_attention_heads=4 is not a multiple of"),
         (
             "transformer: {attention_dropout: 0.1}",

@@ -329,10 +329,10 @@ def cut_in_half(path: Path) -> None:
         ),
         ("iter_0000006", shutil.rmtree, "names iteration 6, but {file} does not exist"),
         ("iter_0000006/metadata.json", Path.unlink, "checkpoint {saved}/iter_0000006 is damaged or"),
-        ("iter_0000006/common.pt", cut_in_half, "checkpoint {saved}/iter_0000006 is damaged or"),
+        ("iter_0000006/common.pt", cut_in_half, "{file} was not opened: it is damaged"),
         ("iter_0000006/.metadata", Path.unlink, "checkpoint {saved}/iter_0000006 is damaged or"),
-        ("iter_0000006/__0_0.distcp", cut_in_half, "checkpoint {saved}/iter_0000006 is damaged or"),
-        ("iter_0000006/__0_0.distcp", Path.unlink, "No such file or directory: '{file}'"),
+        ("iter_0000006/__0_0.distcp", cut_in_half, "{file} is damaged"),
+        ("iter_0000006/__0_0.distcp", Path.unlink, "{file} is missing; restore it"),
     ],
 )
 def test_damage_is_told_by_name(

@@ -172,7 +172,7 @@ def test_a_critic_starts_from_a_language_model(job: Path, tmp_path: Path, tied: 
     with world_of_one(recipe) as place:
         chunk = built(recipe, place)
         head = chunk.output_layer.weight.detach().clone()
-        assert not checkpoint.load_pretrained(source, 2, [chunk])
+        assert not checkpoint.load_pretrained(source, 2, [chunk], model=recipe.model)
         state = chunk.state_dict()
     content = checkpoint_content(source, 2)
     assert torch.equal(state["output_layer.weight"], head)
@@ -269,7 +269,7 @@ def test_what_is_scored_is_what_the_stock_model_says_of_each_sample_alone(job: P
     recipe = load_recipe(job, saving)
     with world_of_one(recipe) as place:
         trained, model = built(recipe, place), stock_model(recipe, place)
-        checkpoint.load_weights(tmp_path / "runs", 2, [trained])
+        checkpoint.load_weights(tmp_path / "runs", 2, [trained], model=recipe.model)
         head = stock_with(model, trained.state_dict())
         for row in map(json.loads, output.read_text().splitlines()):
             with torch.no_grad():

@@ -30,9 +30,9 @@ from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY
 from mcore_prefix_tree.mcore.train.integrity import DamagedCheckpointError, check_integrity, write_checksums
 from mcore_prefix_tree.mcore.train.session import on_main_rank
-from mcore_prefix_tree.mcore.train.settings import write_settings
+from mcore_prefix_tree.mcore.train.settings import check_same_function, write_settings
 from mcore_prefix_tree.mcore.train.vetting import UnsafeCheckpointError, check_holds_only_data
-from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -254,35 +254,44 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
     return Progress(**loaded["progress"])
 
 
-def load_weights(folder: str | Path, iteration: int | str, chunks: Sequence[Any]) -> None:
+def load_weights(folder: str | Path, iteration: int | str, chunks: Sequence[Any], *, model: ModelConfig) -> None:
     """Read a checkpoint's model and nothing else; Megatron-LM may have written it, in any parallel layout.
 
+    Args:
+        folder: of the run that wrote it.
+        iteration: of the checkpoint.
+        chunks: of this rank, which the weights are read into.
+        model: that the chunks were built from.
+
     Raises:
-        RecipeError: as :func:`load`.
+        RecipeError: as :func:`load`; or the recipe beside the weights describes another function of them.
     """
-    _load_into(chunks, _read(_existing(folder, iteration), _model_state(chunks)))
+    source = _existing(folder, iteration)
+    on_main_rank(partial(check_same_function, source, model))
+    _load_into(chunks, _read(source, _model_state(chunks)))
 
 
-def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[Any]) -> bool:
-    """As :func:`load_weights`, but the scalar head of a model that has one is left as it is if the checkpoint has none.
+def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[Any], *, model: ModelConfig) -> bool:
+    """Read weights as :func:`load_weights` does; keep the scalar head as it is if the checkpoint has none.
 
     Returns:
         Whether the checkpoint has a scalar head.
 
     Raises:
-        RecipeError: as :func:`load`.
+        RecipeError: as :func:`load_weights`.
     """
     source = _existing(folder, iteration)
+    on_main_rank(partial(check_same_function, source, model))
     with _reading(source):
         has_head = CHECKPOINT_KEY in dist_checkpointing.load_tensors_metadata(str(source))
     wanted, kept = _model_state(chunks), {}
-    for model, state in wanted.items():
+    for chunk, state in wanted.items():
         for name, part in list(state.items()):
             if not has_head and part.key == CHECKPOINT_KEY:
-                kept[model, name] = state.pop(name).data
+                kept[chunk, name] = state.pop(name).data
     loaded = _read(source, wanted)
-    for (model, name), weight in kept.items():
-        loaded[model][name] = weight
+    for (chunk, name), weight in kept.items():
+        loaded[chunk][name] = weight
     _load_into(chunks, loaded)
     return has_head
 

@@ -181,7 +181,7 @@ def _starting_model(
     iteration = everyone(checkpoint.latest_weights(folder))[0]
     if iteration is None:
         raise RecipeError(f"checkpoint.pretrained_checkpoint={folder} holds no checkpoint; name the folder of a run")
-    has_head = checkpoint.load_pretrained(folder, iteration, chunks)
+    has_head = checkpoint.load_pretrained(folder, iteration, chunks, model=recipe.model)
     new = ", with a new scalar head" if recipe.objective.has_scalar_head and not has_head else ""
     say(f"the weights start from {checkpoint.iteration_folder(folder, iteration)}{new}")
     return chunks

@@ -126,7 +126,7 @@ def run_score(
         models = {}
         for column, iteration in iterations.items():
             models[column] = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
-            checkpoint.load_weights(folders[column], iteration, models[column])
+            checkpoint.load_weights(folders[column], iteration, models[column], model=recipe.model)
         folding = folding_of(recipe, place)
         report = ScoreReport(
             iteration=iterations[main],

@@ -156,7 +156,7 @@ def load_teacher(
     iteration = everyone(checkpoint.latest_weights(folder))[0]
     if iteration is None:
         raise RecipeError(f"the teacher's checkpoint.save={folder} holds no checkpoint; name the folder of a run")
-    checkpoint.load_weights(folder, iteration, chunks)
+    checkpoint.load_weights(folder, iteration, chunks, model=recipe.model)
     for chunk in chunks:
         chunk.requires_grad_(False)
     say(f"the teacher's weights are {checkpoint.iteration_folder(folder, iteration)}")
