@@ -13,6 +13,7 @@ from train_jobs import train, write_job
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.mcore.train import checkpoint
 
 FLIPS = 24
 
@@ -133,3 +134,56 @@ def test_damaged_recipe_beside_weights_blocks_nothing(job: Path, folder: Path) -
     for words in (list(map(str, DOORS["score"](job, folder.parent))), resume):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
+
+
+def run(job: Path, saved: Path, *words: str) -> Any:
+    return CliRunner().invoke(app, ["train", str(job), f"checkpoint.save={saved}", "seed=97", "train_iters=3", *words])
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_checkpoint_without_a_tracker_is_kept(job: Path, folder: Path, resume: tuple[str, ...]) -> None:
+    (folder.parent / "latest_checkpointed_iteration.txt").unlink()
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    result = run(job, folder.parent, *resume)
+    assert result.exit_code in (1, 2)
+    assert "holds iter_0000002, but no latest_checkpointed_iteration.txt" in result.output
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_later_checkpoint_than_the_tracker_is_kept(job: Path, folder: Path) -> None:
+    shutil.copytree(folder, folder.with_name("iter_0000003"))
+    result = run(job, folder.parent, "--resume")
+    assert result.exit_code in (1, 2)
+    assert "holds iter_0000003, but its tracker names 2" in result.output
+
+
+def test_unfinished_save_is_replaced(job: Path, folder: Path) -> None:
+    killed = Path(shutil.copytree(folder, folder.with_name("iter_0000003")))
+    (killed / ".saving").touch()
+    (killed / "common.pt").write_bytes(b"half")
+    assert run(job, folder.parent, "--resume").exit_code == 0
+    assert score(job, folder.parent)[0].exit_code == 0
+    assert not (killed / ".saving").exists()
+
+
+def test_foreign_file_in_an_unfinished_save_is_kept(job: Path, folder: Path) -> None:
+    killed = folder.with_name("iter_0000003")
+    killed.mkdir()
+    (killed / "notes.txt").write_text("mine")
+    result = run(job, folder.parent, "--resume")
+    assert result.exit_code in (1, 2)
+    assert "notes.txt would be removed" in result.output.replace("\n", "")
+    assert (killed / "notes.txt").read_text() == "mine"
+
+
+def test_key_of_a_newer_version_blocks_no_resume(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = checkpoint.dist_checkpointing.save
+
+    def newer(state: dict[str, Any], *words: Any, **options: Any) -> Any:
+        return written({**state, "progress": {**state["progress"], "of_a_newer_version": 1}}, *words, **options)
+
+    monkeypatch.setattr(checkpoint.dist_checkpointing, "save", newer)
+    train(job, "train_iters=2", f"checkpoint.save={tmp_path}", "seed=97")
+    monkeypatch.undo()
+    result = run(job, tmp_path, "--resume")
+    assert result.exit_code == 0, result.output

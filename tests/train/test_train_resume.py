@@ -117,6 +117,7 @@ def test_a_half_written_checkpoint_is_ignored_and_overwritten(
     for path in (saved / "iter_0000004").iterdir():
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     (saved / "iter_0000004" / "__7_0.distcp").write_text("of a rank that no longer is")
+    (saved / "iter_0000004" / ".saving").touch()
     resumed = train(recipe, *saving(saved), resume=True)
     assert resumed.spans == [(3, 6)]
     assert resumed.losses == losses[2:]
@@ -325,7 +326,7 @@ def cut_in_half(path: Path) -> None:
         (
             TRACKER,
             lambda path: path.write_text("5"),
-            "{file} names iteration 5, but {saved}/iter_0000005 does not",
+            "{saved} holds iter_0000006, but its tracker names 5",
         ),
         ("iter_0000006", shutil.rmtree, "names iteration 6, but {file} does not exist"),
         ("iter_0000006/metadata.json", Path.unlink, "checkpoint {saved}/iter_0000006 is damaged or"),

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from mcore_prefix_tree.data.same import name_ranks
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY
 from mcore_prefix_tree.mcore.train.integrity import DamagedCheckpointError, check_integrity, write_checksums
+from mcore_prefix_tree.mcore.train.retention import SAVING
 from mcore_prefix_tree.mcore.train.session import on_main_rank
 from mcore_prefix_tree.mcore.train.settings import check_same_function, write_settings
 from mcore_prefix_tree.mcore.train.vetting import UnsafeCheckpointError, check_holds_only_data
@@ -166,12 +167,14 @@ def save(
         write_checksums(target)
         on_main_rank(partial(write_settings, target, recipe))
         on_main_rank(lambda: _name_as_latest(folder, progress.iteration))
+        on_main_rank((target / SAVING).unlink)
 
 
 def _make_empty(target: Path) -> None:
     # What a killed save of the same iteration left behind.
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
+    (target / SAVING).touch()
 
 
 def _name_as_latest(folder: str | Path, iteration: int) -> None:
@@ -251,7 +254,8 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
         group.update(settings)
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    return Progress(**loaded["progress"])
+    known = {one.name for one in fields(Progress)}  # a newer version may write more
+    return Progress(**{key: value for key, value in loaded["progress"].items() if key in known})
 
 
 def load_weights(folder: str | Path, iteration: int | str, chunks: Sequence[Any], *, model: ModelConfig) -> None:

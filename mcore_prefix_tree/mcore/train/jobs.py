@@ -22,6 +22,7 @@ from mcore_prefix_tree.mcore.train.logs import check_logs
 from mcore_prefix_tree.mcore.train.model import build_chunks
 from mcore_prefix_tree.mcore.train.objective import objective_of
 from mcore_prefix_tree.mcore.train.reading import read_data, read_held_out
+from mcore_prefix_tree.mcore.train.retention import check_not_overwritten
 from mcore_prefix_tree.mcore.train.session import Session, session
 from mcore_prefix_tree.mcore.train.teacher import load_teacher, read_teacher_recipe
 from mcore_prefix_tree.mcore.train.trainer import Reporter, Trainer
@@ -103,6 +104,8 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             f"checkpoint.save={recipe.checkpoint.save} already holds iteration {saved}; continue it with --resume or "
             "choose another folder"
         )
+    if recipe.checkpoint.save is not None:
+        check_not_overwritten(recipe.checkpoint.save, saved)
     with session(recipe) as place, ExitStack() as until_the_end:
         # A network folder shows another machine's last checkpoint late: all go on from the main rank's.
         saved = everyone(saved)[0]

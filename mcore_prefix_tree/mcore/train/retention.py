@@ -1,4 +1,4 @@
-"""Which checkpoints stay: ``checkpoint.keep_last``."""
+"""Which checkpoints stay: what ``checkpoint.keep_last`` removes, and what a run must not overwrite."""
 
 from __future__ import annotations
 
@@ -7,9 +7,47 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from mcore_prefix_tree.recipe import RecipeError
+
+# Marks the folder of a checkpoint until it is named as the latest, so that a killed save is known as ours.
+SAVING = ".saving"
 _NAME = re.compile(r"iter_(\d{7,})")
 # Of a checkpoint's files the one that Megatron writes last, and what the names of the first ones end in.
 _LAST, _FIRST = "metadata.json", "*.distcp"
+_WRITTEN = re.compile(
+    r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|common\.pt|metadata\.json|checksums\.json|recipe\.yaml|\.saving"
+)
+
+
+def check_not_overwritten(folder: str | Path, latest: int | None) -> None:
+    """Check that a run, as it goes on from a folder's latest checkpoint, overwrites nothing but unfinished saves.
+
+    Args:
+        folder: ``checkpoint.save``.
+        latest: the iteration that the folder's tracker names; None if it has no tracker.
+
+    Raises:
+        RecipeError: a later checkpoint is whole, or a later folder holds a file that no checkpoint has.
+    """
+    if not Path(folder).is_dir():
+        return
+    for path in sorted(Path(folder).iterdir()):
+        name = _NAME.fullmatch(path.name)
+        if name is None or not path.is_dir() or (latest is not None and int(name[1]) <= latest):
+            continue
+        if (path / _LAST).exists() and not (path / SAVING).exists():
+            tracker = "no latest_checkpointed_iteration.txt" if latest is None else f"its tracker names {latest}"
+            raise RecipeError(
+                f"checkpoint.save={folder} holds {path.name}, but {tracker}, and the run would overwrite it; write "
+                f"{int(name[1])} into {Path(folder) / 'latest_checkpointed_iteration.txt'} to continue from it, or "
+                "choose another folder"
+            )
+        foreign = next((file.name for file in sorted(path.iterdir()) if not _WRITTEN.fullmatch(file.name)), None)
+        if foreign is not None:
+            raise RecipeError(
+                f"checkpoint.save={folder}: {path / foreign} would be removed with the unfinished checkpoint there; "
+                "move it, or choose another folder"
+            )
 
 
 def remove_older(folder: str | Path, iteration: int, *, keep: int, say: Callable[[str], None]) -> None:
