@@ -274,7 +274,7 @@ class _Parquet:
 
     def __init__(self, path: str) -> None:
         # A buffered stream decodes a column as it goes, rather than from all of its bytes.
-        self._file = pq.ParquetFile(path, buffer_size=1 << 20)
+        self._file = pq.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True)
         self._names = _known(path, self._file.schema_arrow)
         self._widths = [
             _width(leaf) if field.name in self._names else 0

@@ -84,7 +84,7 @@ class TableSpool:
 
     def _writer(self, schema: Any) -> Any:
         if self._is_parquet:
-            return pq.ParquetWriter(self._path, schema, compression="zstd")
+            return pq.ParquetWriter(self._path, schema, compression="zstd", write_page_checksum=True)
         return pa.ipc.new_file(self._path, schema)  # uncompressed: readers map it
 
     def _parts(self, schema: Any) -> Iterator[Any]:

@@ -27,6 +27,7 @@ from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import LineOptions, Skipped, StreamedGroups, iter_sample_groups, read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.tables import RecentChunks, RowIndex, read_rows
+from mcore_prefix_tree.data.write import rows_file
 
 FORMATS = ["parquet", "arrow", "arrow-lz4", "feather", "stream"]
 OPTIONS = LineOptions(tokenizer=CharacterTokenizer(), expand_turns=True, vocab_size=128, limits={"the limit": 30})
@@ -563,3 +564,14 @@ def test_memory_stays_small_on_a_large_file(tmp_path, form):
         assert same == total == int(tokens.sum())
         # Most of it Arrow's allocator keeps for the next chunk.
         assert streamed < 40e6 < 50e6 < held
+
+
+def test_damaged_page_of_parquet_is_named(tmp_path):
+    rows = [{"tokens": list(range(1000)), "source": "rows.jsonl:1"}] * 4
+    with rows_file(tmp_path / "rows.parquet") as writer:
+        writer.add(rows)
+    content = bytearray((tmp_path / "rows.parquet").read_bytes())
+    content[len(content) // 4] ^= 1  # in the values, of which one would be another token
+    (tmp_path / "rows.parquet").write_bytes(content)
+    with pytest.raises(SampleError, match=r"rows.parquet.*(CRC|checksum)"):
+        read_samples(str(tmp_path / "rows.parquet"))
