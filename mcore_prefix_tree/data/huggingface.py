@@ -59,7 +59,7 @@ class HuggingFaceChatTokenizer:
                 be parsed or that makes something else of a conversation each time; or a keyword is not the template's.
         """
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"tokenizer '{folder}': transformers cannot load this folder: {reason}") from error

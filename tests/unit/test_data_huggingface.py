@@ -462,3 +462,22 @@ def test_transformers_missing(tmp_path, monkeypatch):
     assert str(caught.value) == (
         f"tokenizer '{tmp_path}' is a Hugging Face folder, which needs transformers: pip install mcore-prefix-tree[hf]"
     )
+
+
+@needs_transformers
+def test_code_of_a_tokenizer_folder_is_not_run(tmp_path, monkeypatch):
+    folder = make_folder(tmp_path / "folder", CHATML)
+    marker = tmp_path / "executed"
+    code = f"import pathlib\npathlib.Path({str(marker)!r}).touch()\nclass Evil: pass\n"
+    (tmp_path / "folder" / "evil.py").write_text(code)
+    config = tmp_path / "folder" / "tokenizer_config.json"
+    changed = json.loads(config.read_text()) | {
+        "tokenizer_class": "Evil",
+        "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
+    }
+    config.write_text(json.dumps(changed))
+    # A person at a terminal would be asked, and a job might answer for one.
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with suppress(ValueError):
+        load_tokenizer(str(folder))
+    assert not marker.exists()
