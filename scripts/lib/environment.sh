@@ -1,7 +1,7 @@
-# Sourced by the scripts beside this folder: makes .venv if there is none, installs what a requirements file pins.
+# Sourced by the scripts beside this folder: creates .venv if it is missing and installs what a requirements file pins.
 #
-# Without a GPU, pip finds a CPU build of torch for torch==2.13.0. Where the Python that runs this already has a torch
-# that sees a GPU, the environment keeps it.
+# requirements-torch.txt pins torch and Triton. Where the Python that runs this already has a torch that sees a GPU, the
+# environment borrows that one and its Triton instead, and pip never replaces them.
 
 # As it was called, before this goes elsewhere.
 called=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
@@ -21,7 +21,7 @@ answer_help() {
     done
 }
 
-# prepare_environment REQUIREMENTS [FOLDER [PYTHON]]
+# prepare_environment REQUIREMENTS [FOLDER [PYTHON]]: activates FOLDER, with REQUIREMENTS and this package installed.
 prepare_environment() {
     local requirements=$1
     local folder=${2:-.venv}
@@ -30,28 +30,16 @@ prepare_environment() {
         echo "$python is not Python 3.10 or newer; name one with PYTHON=/path/to/python $0" >&2
         exit 2
     fi
-    local keep_torch=no
-    if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-        keep_torch=yes
-    fi
     if [ ! -x "$folder/bin/python" ]; then
-        echo "making $folder"
-        if [ "$keep_torch" = yes ]; then
-            "$python" -m venv --system-site-packages "$folder"
-        else
-            "$python" -m venv "$folder"
-        fi
+        make_environment "$folder" "$python"
     fi
     # Installed once for each content of the requirements; an interrupted installation leaves no stamp and starts again.
     local stamp="$folder/installed-$(basename "$requirements" .txt)"
     local wanted
-    wanted=$(hash_of "$folder" pyproject.toml requirements.txt "$requirements")
+    wanted=$(hash_of "$folder" "$requirements")
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
         echo "installing $requirements into $folder"
-        if [ "$keep_torch" = no ]; then
-            pip_install "$folder" torch==2.13.0
-        fi
-        pip_install "$folder" -r "$requirements"
+        install_beside_torch "$folder" -r "$requirements"
         pip_install "$folder" --no-deps --editable .
         echo "$wanted" >"$stamp"
     fi
@@ -59,10 +47,53 @@ prepare_environment() {
     . "$folder/bin/activate"
 }
 
-hash_of() {
+# make_environment FOLDER PYTHON: one that borrows the packages of PYTHON if the torch among them sees a GPU.
+make_environment() {
+    local folder=$1
+    local python=$2
+    echo "making $folder"
+    if ! "$python" -m venv "$folder"; then
+        rm -rf "$folder"
+        echo "$python cannot make $folder: see above; on Debian and Ubuntu install the package python3-venv" >&2
+        exit 2
+    fi
+    if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+        # Unlike --system-site-packages this works where PYTHON is itself in a virtual environment.
+        "$python" -c "import sys
+for path in sys.path:
+    if path.endswith(('site-packages', 'dist-packages')):
+        print(f'import site; site.addsitedir({path!r})')" \
+            >"$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+    fi
+}
+
+# install_beside_torch FOLDER ARGUMENTS OF pip install: with the pinned torch, or around the one that FOLDER borrows.
+install_beside_torch() {
     local folder=$1
     shift
-    cat "$@" | "$folder/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+    local borrowed
+    borrowed=$(borrowed_torch "$folder")
+    if [ -n "$borrowed" ]; then
+        pip_install "$folder" --constraint <(echo "$borrowed") "$@"
+    else
+        pip_install "$folder" -r requirements-torch.txt "$@"
+    fi
+}
+
+# borrowed_torch FOLDER: the versions of the torch and the Triton that it sees outside of itself, as pip's constraints.
+borrowed_torch() {
+    "$1/bin/python" -c 'import pathlib, sys
+from importlib.metadata import distributions
+for name in ("torch", "triton"):
+    found = next(distributions(name=name), None)
+    if found and not pathlib.Path(found.locate_file("")).is_relative_to(sys.prefix):
+        print(f"{name}=={found.version}")'
+}
+
+# hash_of FOLDER REQUIREMENTS: changes with everything that decides what is installed.
+hash_of() {
+    cat pyproject.toml requirements*.txt "$2" |
+        "$1/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
 pip_install() {

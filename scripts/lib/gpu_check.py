@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mcore_prefix_tree.attention import fa4
 from mcore_prefix_tree.bench.machine import describe_machine, name_in_files
 from mcore_prefix_tree.data.write import whole_file
 
@@ -204,7 +205,14 @@ def arguments_of(given: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     return parts, [*unknown, *own[behind + 1 :]]
 
 
+def gpu_runs_fa4() -> bool:
+    """Whether FlashAttention-4 has kernels for this machine's GPU."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (fa4.HOPPER, fa4.BLACKWELL)
+
+
 def main(given: Sequence[str]) -> int:
+    if list(given) == ["--gpu-runs-fa4"]:  # asked by scripts/gpu_check before it installs
+        return 0 if gpu_runs_fa4() else 1
     parts, for_attention = arguments_of(given)
     if not torch.cuda.is_available():
         print("gpu_check: torch sees no GPU; run it on a machine with one", file=sys.stderr)

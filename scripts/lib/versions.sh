@@ -13,7 +13,7 @@ prepare_version() {
     prepare_environment requirements-test.txt "$folder" "$python"
     local stamp="$folder/installed-version"
     local wanted
-    wanted=$(hash_of "$folder" pyproject.toml requirements.txt requirements-test.txt "$requirements")
+    wanted=$(hash_of "$folder" "$requirements")
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
         return
     fi
@@ -21,7 +21,7 @@ prepare_version() {
     if needs_python_3_12 "$version" && ! is_python_3_12 "$folder/bin/python"; then
         unpack_megatron_core "$folder" "$requirements"
     else
-        pip_install "$folder" -r "$requirements"
+        install_beside_torch "$folder" -r "$requirements"
     fi
     echo "$wanted" >"$stamp"
 }
@@ -53,7 +53,7 @@ unpack_megatron_core() {
     local requirements=$2
     local site_packages
     site_packages=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    grep -v '^megatron-core==' "$requirements" | pip_install "$folder" -r /dev/stdin
+    grep -v '^megatron-core==' "$requirements" | install_beside_torch "$folder" -r /dev/stdin
     "$folder/bin/python" -m pip uninstall --quiet --yes megatron-core
     pip_install "$folder" --no-deps --ignore-requires-python --upgrade --target "$site_packages" --only-binary=:all: \
         --python-version 3.12 --implementation cp --platform "manylinux_2_28_$(uname -m)" \

@@ -20,7 +20,7 @@ SELDOM = [(architecture, dims) for architecture in SHARED_MEMORY for dims in HEA
 
 # The table is made for one version of Triton, in which nothing may spill. Others, such as the one that came with a
 # machine's torch, allocate registers a little differently.
-PINNED = re.search(r"^triton==(\S+)", (Path(__file__).parents[2] / "requirements-test.txt").read_text(), re.M)[1]
+PINNED = re.search(r"^triton==(\S+)", (Path(__file__).parents[2] / "requirements-torch.txt").read_text(), re.M)[1]
 MOST_SPILLED_BY_OTHERS = 16
 
 
