@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Resolve the requirements as pip would on a machine that has nothing but its package index; install nothing.
+
+    python3 scripts/lib/resolve.py [PYTHON ...]      # of 3.10, 3.11 and 3.12, say; without any: the one that runs this
+
+Downloads a new pip for each Python and the metadata of what it finds; Python packages, wheels that lie on this machine
+and pip's configuration have no say. Fails if something cannot be resolved, or would have to be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# What the scripts and the README install, by their names; see environment.sh and versions.sh.
+INSTALLED = {
+    "scripts/quickstart": ["-r", "requirements-torch.txt", "-r", "requirements.txt"],
+    "scripts/test": ["-r", "requirements-torch.txt", "-r", "requirements-test.txt"],
+    "scripts/gpu_check": ["-r", "requirements-torch.txt", "-r", "requirements-gpu.txt"],
+    "tests/upstream": ["-r", "requirements-torch.txt", "-r", "requirements-megatron-lm.txt"],
+    "tests/peers": ["--no-deps", "-r", "requirements-peers.txt"],
+}
+SHOWN = ("torch", "triton", "megatron-core", "flash-attn-4", "verl")
+
+
+def environment() -> dict[str, str]:
+    """This one's, less what tells pip of other places and other versions."""
+    local = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT")
+    kept = {name: value for name, value in os.environ.items() if name not in local}
+    return kept | {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+def resolve(pip: Path, arguments: list[str]) -> str:
+    """The versions of what pip would install, or what it says against it."""
+    command = [pip, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr.strip())
+    found = json.loads(done.stdout)["install"]
+    compiled = [one["metadata"]["name"] for one in found if not one["download_info"]["url"].endswith(".whl")]
+    if compiled:
+        raise ValueError(f"without a wheel: {', '.join(compiled)}")
+    versions = {one["metadata"]["name"].lower(): one["metadata"]["version"] for one in found}
+    return ", ".join([f"{len(found)} packages", *(f"{name} {versions[name]}" for name in SHOWN if name in versions)])
+
+
+def main(pythons: list[str]) -> int:
+    failed = 0
+    for python in pythons or [sys.executable]:
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run([python, "-m", "venv", folder], check=True)
+            pip = Path(folder, "bin", "python")
+            subprocess.run([pip, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], env=environment(), check=True)
+            for name, arguments in INSTALLED.items():
+                try:
+                    result = resolve(pip, arguments)
+                except ValueError as error:
+                    failed, result = 1, f"FAILED: {error}"
+                print(f"{python}  {name}: {result}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""The requirement files agree with each other, with pyproject.toml and with torch; environments keep borrowed torches.
+
+``scripts/lib/resolve.py`` asks the package index whether all of them can be installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted([*ROOT.glob("requirements*.txt"), *ROOT.glob("requirements-versions/*.txt")])
+
+
+def pins(file: Path) -> list[Requirement]:
+    lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
+    return [Requirement(line) for line in lines if line and not line.startswith("-")]
+
+
+def pinned_version(name: str) -> str:
+    (found,) = (pin for pin in pins(ROOT / "requirements-torch.txt") if pin.name == name)
+    return str(found.specifier).removeprefix("==")
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_torch_and_triton_are_pinned_in_one_place(name: str) -> None:
+    assert [file.name for file in FILES for pin in pins(file) if pin.name == name] == ["requirements-torch.txt"]
+    scripts = [path for path in (ROOT / "scripts").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert [path.name for path in scripts if re.search(rf"\b{name}==\d", path.read_text())] == []
+
+
+def test_pinned_triton_is_the_one_torch_depends_on() -> None:
+    """Builds of torch for the CPU name no Triton: there only the one pin above can be checked."""
+    if version("torch").partition("+")[0] == pinned_version("torch"):
+        for requirement in map(Requirement, requires("torch") or ()):
+            assert requirement.name != "triton" or requirement.specifier.contains(pinned_version("triton"))
+
+
+def test_pins_are_within_the_bounds_of_pyproject() -> None:
+    text = (ROOT / "pyproject.toml").read_text().partition("\n[project.scripts]")[0]
+    bounds = [Requirement(found) for found in re.findall(r'"([a-z][\w.-]*(?:\[\w+\])?>=[\w.]+)"', text)]
+    assert {"torch", "megatron-core", "flash-attn-4"} < {bound.name for bound in bounds}
+    for bound in bounds:
+        found = [pin for file in FILES for pin in pins(file) if pin.name == bound.name and "peers" not in file.name]
+        if bound.name != "setuptools":
+            assert found, f"nothing is tested with {bound.name}"
+        for pin in found:
+            assert bound.specifier.contains(str(pin.specifier).removeprefix("=="), prereleases=True), pin
+
+
+def machine_with(folder: Path, torch: str) -> Path:
+    """A Python in a virtual environment whose torch, of that source, sees what it says."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "machine"], check=True)
+    (packages,) = folder.glob("machine/lib/python*/site-packages")
+    for name, release in (("torch", "2.9.1+cu126"), ("triton", "3.5.1")):
+        information = packages / f"{name}-{release}.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
+    (packages / "torch.py").write_text(torch)
+    python = folder / "python3"
+    python.write_text(
+        '#!/bin/sh\n[ "$2" = venv ] && set -- "$@" --without-pip\n' + f'exec {folder}/machine/bin/python "$@"\n'
+    )
+    python.chmod(0o755)
+    return python
+
+
+# Says what pip is asked instead of asking it.
+PREPARE = """
+set -euo pipefail
+. scripts/lib/environment.sh
+pip_install() {
+    shift
+    if [ "$1" = --constraint ]; then echo "keep $(tr '\\n' ' ' <"$2")" && shift 2; fi
+    echo "install $*"
+}
+prepare_environment requirements-test.txt "$1" "$2"
+python -c 'import torch' 2>/dev/null && echo "torch is seen"
+"""
+
+
+def prepared(folder: Path, python: Path) -> list[str]:
+    done = subprocess.run(
+        ["bash", "-c", PREPARE, "prepare", str(folder), str(python)],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    return [line for line in done.stdout.splitlines() if not line.startswith(("making ", "installing "))]
+
+
+def test_environment_keeps_a_torch_that_sees_a_gpu(tmp_path: Path) -> None:
+    """Also one that lies in another virtual environment, with its Triton."""
+    python = machine_with(tmp_path, "class cuda:\n    is_available = staticmethod(lambda: True)\n")
+    expected = ["keep torch==2.9.1+cu126 triton==3.5.1 ", "install -r requirements-test.txt"]
+    assert prepared(tmp_path / "new", python) == [*expected, "install --no-deps --editable .", "torch is seen"]
+    assert prepared(tmp_path / "new", python) == ["torch is seen"]  # installed once
+
+
+def test_environment_pins_torch_where_none_sees_a_gpu(tmp_path: Path) -> None:
+    python = machine_with(tmp_path, "class cuda:\n    is_available = staticmethod(lambda: False)\n")
+    expected = "install -r requirements-torch.txt -r requirements-test.txt"
+    assert prepared(tmp_path / "new", python) == [expected, "install --no-deps --editable ."]
+
+
+def test_environment_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    """As on Debian without python3-venv, whose venv fails halfway."""
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/sh\n[ "$2" = venv ] || exit 0\nmkdir -p "$3/bin"\nln -s /bin/true "$3/bin/python"\nexit 1\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", PREPARE, "prepare", str(tmp_path / "new"), str(python)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "install the package python3-venv" in done.stderr
+    assert not (tmp_path / "new").exists()
