@@ -56,6 +56,14 @@ def test_gpu_check_says_that_there_is_no_gpu(monkeypatch, capsys):
     assert capsys.readouterr().err == "gpu_check: torch sees no GPU; run it on a machine with one\n"
 
 
+@pytest.mark.parametrize(("capability", "code"), [((8, 0), 1), ((9, 0), 0), ((10, 3), 0), ((12, 0), 1)])
+def test_gpu_check_knows_which_gpus_run_fa4(gpu_check, monkeypatch, capability, code):
+    """The script installs flash-attn-4 on these only."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert gpu_check.main(["--gpu-runs-fa4"]) == code
+    assert "python scripts/lib/gpu_check.py --gpu-runs-fa4" in (ROOT / "scripts" / "gpu_check").read_text()
+
+
 def test_gpu_check_reads_what_pytest_writes(tmp_path, monkeypatch, gpu_check):
     def write(command, **more):
         suite = ElementTree.Element("testsuite", tests="3", failures="1", errors="0", skipped="1")

@@ -114,7 +114,8 @@ def test_environment_pins_torch_where_none_sees_a_gpu(tmp_path: Path) -> None:
 def test_environment_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     """As on Debian without python3-venv, whose venv fails halfway."""
     python = tmp_path / "python3"
-    python.write_text('#!/bin/sh\n[ "$2" = venv ] || exit 0\nmkdir -p "$3/bin"\nln -s /bin/true "$3/bin/python"\nexit 1\n')
+    half = 'mkdir -p "$3/bin"\nln -s /bin/true "$3/bin/python"\nexit 1\n'
+    python.write_text('#!/bin/sh\n[ "$2" = venv ] || exit 0\n' + half)
     python.chmod(0o755)
     done = subprocess.run(
         ["bash", "-c", PREPARE, "prepare", str(tmp_path / "new"), str(python)], cwd=ROOT, capture_output=True, text=True
