@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import sysconfig
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,7 +84,10 @@ def test_options_on_several_blocks(options):
     is_reference(uncompiled, metadata, **options)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+@pytest.mark.skipif(
+    shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="torch.compile on the CPU needs a C++ compiler and Python's headers",
+)
 def test_compiled_once_for_all_lengths():
     """Through the front door, at several lengths; the second length compiles nothing."""
     torch.compiler.reset()
