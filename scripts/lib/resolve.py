@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Resolve the requirements as pip would on a machine that has nothing but its package index; install nothing.
 
-    python3 scripts/lib/resolve.py [PYTHON ...]      # of 3.10, 3.11 and 3.12, say; without any: the one that runs this
+    python3 scripts/lib/resolve.py python3.10 python3.11 python3.12  # without arguments: this Python
 
-Downloads a new pip for each Python and the metadata of what it finds; Python packages, wheels that lie on this machine
-and pip's configuration have no say. Fails if something cannot be resolved, or would have to be compiled.
+Downloads a new pip for each Python, and metadata. Ignores installed packages, local wheels and pip's configuration.
+Fails if something cannot be resolved or has no wheel.
 """
 
 from __future__ import annotations
