@@ -97,7 +97,7 @@ def check_parity(name: str, attention: Attention, case: Case) -> None:
 def _can_compare() -> bool:
     if torch.compiler.is_compiling():
         return False
-    return not (torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing())
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +46,7 @@ def test_every_part_and_candidate(tune, tmp_path, capsys):
     code, result = tuned(tune, tmp_path, "--dims", "64", "64", "--dims", "256", "256")
     assert code == 0
     assert result["interpreted"]
-    assert result["machine"]["torch"] == torch.__version__
+    assert result["machine"]["torch"] == version("torch")
     parts = {(case["head_dim"], case["part"]) for case in result["cases"]}
     wide = {(256, part) for part in ("forward", "query", "key", "value")}
     assert parts == {(64, part) for part in ("forward", "query", "key_value", "fast")} | wide

@@ -186,7 +186,7 @@ def test_comparisons_wait_until_numbers_can_be_read_back(kernels, monkeypatch):
         patched.setattr(torch.compiler, "is_compiling", lambda: True)
         call()
     with monkeypatch.context() as patched:
-        patched.setattr(torch.backends.cuda, "is_built", lambda: True)
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
         patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         call()
     assert compared(kernels) == []
