@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.upload import moved, upload
 
 Int32Array = npt.NDArray[np.int32]
 T = TypeVar("T")
@@ -54,6 +54,7 @@ class TreeMetadata:
             device.
         max_path_len: length of the longest path; the rotary table has to reach it.
         cache: plans derived by attention back-ends, shared by all layers, recompute and every forward of a step.
+            Their tensors are on the device of the token tensors.
 
     Build it with :meth:`from_layout` or :meth:`from_nodes`; both validate on the host.
     """
@@ -158,6 +159,18 @@ class TreeMetadata:
             host_position_ids=self.host_position_ids,
             host_subtree_end=self.host_subtree_end,
             max_path_len=self.max_path_len,
+        )
+
+    def with_plans_on(self, device: torch.device | str) -> TreeMetadata:
+        """Return a copy on the device with the plans derived so far; what is derived from the copy stays with it.
+
+        The plans hold their tensors where :func:`~mcore_prefix_tree.upload.moved` finds them.
+        """
+        return replace(
+            self,
+            tree_position_ids=upload(self.tree_position_ids, device),
+            subtree_end=upload(self.subtree_end, device),
+            cache={name: moved(plan, device) for name, plan in self.cache.items()},
         )
 
     def derived(self, name: str, build: Callable[[TreeMetadata], T]) -> T:

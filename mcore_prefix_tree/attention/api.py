@@ -1,11 +1,7 @@
 """The one entrance to tree attention: validates, asks the back-end that the caller names, and hands over to it.
 
-A back-end is a module with two functions, and none imports another:
-
-- ``attention(query, key, value, metadata, options) -> [P, H, W]``, differentiable;
-- ``refusal(case) -> str | None``, None if it supports the case, else the name of the argument at fault and why.
-
-It must be importable on any machine: what it needs beside torch is imported inside its functions.
+A back-end is a module with the functions of :class:`Backend`, and none imports another. It must be importable on any
+machine: what it needs beside torch is imported inside its functions.
 """
 
 from __future__ import annotations
@@ -31,10 +27,24 @@ class Backend(Protocol):
         metadata: TreeMetadata,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """As :func:`tree_attention`, of arguments that are known to fit together."""
+        """Attend as :func:`tree_attention`; the arguments are known to fit together, and the case is not refused."""
 
     def refusal(self, case: Case) -> str | None:
-        """What of the case is not supported, beginning with the argument's name; None if all is."""
+        """Name the argument that is not supported, and say why; None if the case is."""
+
+    def check(self, case: Case) -> None:
+        """Compare with the reference on this machine, once for each kind of case; nothing where torch's own code runs.
+
+        Raises:
+            ParityError: the kernels are wrong on this machine, or do not run.
+        """
+
+    def plan(self, metadata: TreeMetadata, case: Case) -> object:
+        """Return what :meth:`attention` reads of the tree for such a call, made on first use and kept in its cache.
+
+        A planning thread calls it on host metadata, so that no layer has to wait for it; its tensors are then moved
+        with :meth:`TreeMetadata.with_plans_on`.
+        """
 
 
 # The module is imported when its name is first used.

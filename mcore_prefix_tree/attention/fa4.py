@@ -5,19 +5,23 @@ the sizes of its own tiles, which :func:`tiles_of` repeats from ``flash_attn/cut
 are refused there, by an exception. It is compared with the reference before its first use, because its block-sparse
 backward has been wrong without saying so (flash-attention issue 2623).
 
+On Hopper its block-sparse backward adds dQ up in any order. On Blackwell it takes the order as a list.
+
 Legend: P padded tokens, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from mcore_prefix_tree.attention.blocks import BlockPlan, Tiles, block_plan
+from mcore_prefix_tree.attention.blocks import BlockPlan, Int32Array, block_plan
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -65,41 +69,69 @@ def tiles_of(capability: tuple[int, int], head_dim: int, value_dim: int) -> Tile
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mask:
-    """What the kernels are told of the tree.
+    """What the kernels read of the tree.
 
     Attributes:
         forward: for each block of queries its blocks of keys, as the package's ``BlockSparseTensorsTorch``.
         backward: for each block of keys its blocks of queries.
         tensors: int32, what the mask reads: the end of each token's subtree, and with a window its position.
+        ordered: whether the backward adds dQ up in the order that its lists give.
     """
 
     forward: Any
     backward: Any
-    tensors: list[torch.Tensor]
+    tensors: tuple[torch.Tensor, ...]
+    ordered: bool
 
 
-def build_mask(metadata: TreeMetadata, tiles: TilePair, window: int | None) -> Mask:
-    """The mask of a micro-batch, on the device of its metadata."""
+def build_mask(metadata: TreeMetadata, tiles: TilePair, window: int | None, *, ordered: bool = False) -> Mask:
+    """Return the mask of a micro-batch, on the device of its metadata."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    device = metadata.subtree_end.device
 
     def plan(block: Block) -> BlockPlan:
         return block_plan(metadata, block.queries, block.keys, window=window)
 
-    device = metadata.subtree_end.device
+    def uploaded(*arrays: Int32Array) -> list[torch.Tensor]:
+        return [upload(array, device)[None, None] for array in arrays]
+
+    by_query, by_key = plan(tiles.forward).by_query, plan(tiles.backward).by_key
+    lists = [by_key.padded(full=full) for full in (False, True)]
+    order: dict[str, Any] = {}
+    if ordered:
+        masked, full = uploaded(*write_order(lists))
+        order = {"dq_write_order": masked, "dq_write_order_full": full, "spt": False}
     tensors = [metadata.subtree_end] if window is None else [metadata.subtree_end, metadata.tree_position_ids]
     return Mask(
-        forward=_block_sparse(plan(tiles.forward).by_query, tiles.forward, device),
-        backward=_block_sparse(plan(tiles.backward).by_key, tiles.backward, device),
-        tensors=[torch.nn.functional.pad(tensor, (0, _PADDING)) for tensor in tensors],
+        forward=BlockSparseTensorsTorch(
+            *uploaded(*by_query.padded(full=False), *by_query.padded(full=True)), block_size=tuple(tiles.forward)
+        ),
+        backward=BlockSparseTensorsTorch(*uploaded(*lists[0], *lists[1]), block_size=tuple(tiles.backward), **order),
+        tensors=tuple(torch.nn.functional.pad(tensor, (0, _PADDING)) for tensor in tensors),
+        ordered=ordered,
     )
 
 
-def _block_sparse(tiles: Tiles, block: Block, device: torch.device) -> Any:
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+def write_order(lists: Sequence[tuple[Int32Array, Int32Array]]) -> list[Int32Array]:
+    """Return for each entry of the lists its key block's rank among all key blocks that its query block meets.
 
-    masked, full = tiles.padded(full=False), tiles.padded(full=True)
-    return BlockSparseTensorsTorch(
-        *(upload(array, device)[None, None] for array in (*masked, *full)), block_size=tuple(block)
-    )
+    A key block adds its share of dQ after those of lower rank.
+
+    Args:
+        lists: counts ``[n]`` and query blocks ``[n, most]`` of the n key blocks; each block is in one of the lists.
+    """
+    entries = [np.arange(blocks.shape[1]) < counts[:, None] for counts, blocks in lists]
+    key = np.concatenate([np.nonzero(one)[0] for one in entries])
+    query = np.concatenate([blocks[one] for (_, blocks), one in zip(lists, entries, strict=True)])
+    order = np.lexsort((key, query))
+    rank = np.empty(len(order), dtype=np.int32)
+    rank[order] = np.arange(len(order)) - np.searchsorted(query[order], query[order])
+    ranks: list[Int32Array] = []
+    for one, own in zip(entries, np.split(rank, [int(entries[0].sum())]), strict=True):
+        ranks.append(np.zeros(one.shape, dtype=np.int32))
+        ranks[-1][one] = own
+    return ranks
 
 
 @cache
@@ -129,7 +161,7 @@ def arguments(mask: Mask, options: AttentionOptions) -> dict[str, Any]:
     given: dict[str, Any] = {
         "softmax_scale": options.softmax_scale,
         "mask_mod": _visible(options.window),
-        "aux_tensors": mask.tensors,
+        "aux_tensors": list(mask.tensors),
     }
     if options.logit_softcap is not None:
         given["softcap"] = options.logit_softcap
@@ -146,8 +178,30 @@ def attention(
     Raises:
         ParityError: the kernel is wrong on this machine.
     """
-    check_parity("fa4", attend, Case.of(query, key, value, options))
+    check(Case.of(query, key, value, options))
     return attend(query, key, value, metadata, options)
+
+
+def check(case: Case) -> None:
+    """See :class:`~mcore_prefix_tree.attention.api.Backend`."""
+    check_parity("fa4", attend, case)
+
+
+def plan(metadata: TreeMetadata, case: Case) -> Mask:
+    """See :class:`~mcore_prefix_tree.attention.api.Backend`."""
+    assert case.capability is not None, "refused before"
+    return _mask(metadata, case.capability, case.head_dim, case.value_dim, case.options)
+
+
+def _mask(
+    metadata: TreeMetadata, capability: tuple[int, int], head_dim: int, value_dim: int, options: AttentionOptions
+) -> Mask:
+    tiles, window = tiles_of(capability, head_dim, value_dim), options.window
+    ordered = options.deterministic and capability[0] == BLACKWELL
+    return metadata.derived(
+        f"fa4 {tiles.forward} {tiles.backward} window {window} ordered {ordered}",
+        lambda metadata: build_mask(metadata, tiles, window, ordered=ordered),
+    )
 
 
 def attend(
@@ -156,12 +210,8 @@ def attend(
     """:func:`attention`, unchecked."""
     from flash_attn.cute import flash_attn_func
 
-    tiles = tiles_of(torch.cuda.get_device_capability(query.device), query.shape[2], value.shape[2])
-    window = options.window
-    mask = metadata.derived(
-        f"fa4 {tiles.forward} {tiles.backward} window {window}",
-        lambda metadata: build_mask(metadata, tiles, window),
-    )
+    capability = torch.cuda.get_device_capability(query.device)
+    mask = _mask(metadata, capability, query.shape[2], value.shape[2], options)
     out: torch.Tensor
     out, _ = flash_attn_func(
         query[None],
@@ -169,6 +219,7 @@ def attend(
         value[None],
         block_sparse_tensors=mask.forward,
         block_sparse_tensors_bwd=mask.backward,
+        deterministic=mask.ordered,
         **arguments(mask, options),
     )
     return out.squeeze(0)
@@ -193,8 +244,8 @@ def refusal(case: Case) -> str | None:
         return f"a GPU of compute capability {case.capability[0]}.{case.capability[1]} (Hopper and Blackwell only)"
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype={case.dtype} (it takes bfloat16 and float16)"
-    if case.needs_grad and case.options.deterministic:
-        return "deterministic=True (its block-sparse backward adds dQ up in any order)"
+    if case.needs_grad and case.options.deterministic and case.capability[0] == HOPPER:
+        return "deterministic=True (on Hopper its block-sparse backward adds dQ up in any order)"
     return _head_dim_refusal(case)
 
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from mcore_prefix_tree.attention.blocks import Int32Array, Tiles, block_plan
+from mcore_prefix_tree.attention.blocks import Tiles, block_plan
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.upload import upload
@@ -92,22 +92,28 @@ def attend(
     return result
 
 
+def plan(metadata: TreeMetadata, case: Case) -> object:
+    """See :class:`~mcore_prefix_tree.attention.api.Backend`."""
+    return _lists(metadata, case.options.window)
+
+
+def check(case: Case) -> None:
+    """Compare nothing: FlexAttention is torch's own."""
+
+
 def build_mask(metadata: TreeMetadata, window: int | None) -> BlockMask:
     """The block mask of a micro-batch, on the device of its metadata."""
-    plan = block_plan(metadata, BLOCK, BLOCK, window=window)
-    device = metadata.subtree_end.device
-    kv, full_kv = (_Rectangle.of(plan.by_query, full, device) for full in (False, True))
-    q, full_q = (_Rectangle.of(plan.by_key, full, device) for full in (False, True))
+    lists = _lists(metadata, window)
     return BlockMask(
         seq_lengths=(metadata.padded_size, metadata.padded_size),
-        kv_num_blocks=kv.counts,
-        kv_indices=kv.blocks,
-        full_kv_num_blocks=full_kv.counts,
-        full_kv_indices=full_kv.blocks,
-        q_num_blocks=q.counts,
-        q_indices=q.blocks,
-        full_q_num_blocks=full_q.counts,
-        full_q_indices=full_q.blocks,
+        kv_num_blocks=lists.kv.counts,
+        kv_indices=lists.kv.square(),
+        full_kv_num_blocks=lists.full_kv.counts,
+        full_kv_indices=lists.full_kv.square(),
+        q_num_blocks=lists.q.counts,
+        q_indices=lists.q.square(),
+        full_q_num_blocks=lists.full_q.counts,
+        full_q_indices=lists.full_q.square(),
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=_visible(metadata, window),
     )
@@ -115,7 +121,7 @@ def build_mask(metadata: TreeMetadata, window: int | None) -> BlockMask:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rectangle:
-    """int32 ``[1, 1, B]`` and ``[1, 1, B, B]``: how many blocks each block meets, and which."""
+    """How many blocks each of B blocks meets, int32 ``[1, 1, B]``, and which, ``[B, most]``."""
 
     counts: torch.Tensor
     blocks: torch.Tensor
@@ -123,14 +129,32 @@ class _Rectangle:
     @classmethod
     def of(cls, tiles: Tiles, full: bool, device: torch.device) -> _Rectangle:
         counts, blocks = tiles.padded(full=full)
-        return cls(counts=upload(counts, device)[None, None], blocks=_square(blocks, device))
+        return cls(counts=upload(counts, device)[None, None], blocks=upload(blocks, device))
+
+    def square(self) -> torch.Tensor:
+        """int32 ``[1, 1, B, B]``, as FlexAttention wants it; zero-filled."""
+        size, width = self.blocks.shape
+        square = torch.zeros(1, 1, size, size, dtype=torch.int32, device=self.blocks.device)
+        square[0, 0, :, :width] = self.blocks
+        return square
 
 
-def _square(blocks: Int32Array, device: torch.device) -> torch.Tensor:
-    size, width = blocks.shape
-    square = torch.zeros(1, 1, size, size, dtype=torch.int32, device=device)
-    square[0, 0, :, :width] = upload(blocks, device)
-    return square
+class _Lists(NamedTuple):
+    kv: _Rectangle
+    full_kv: _Rectangle
+    q: _Rectangle
+    full_q: _Rectangle
+
+
+def _lists(metadata: TreeMetadata, window: int | None) -> _Lists:
+    def build(metadata: TreeMetadata) -> _Lists:
+        plan = block_plan(metadata, BLOCK, BLOCK, window=window)
+        device = metadata.subtree_end.device
+        kv, full_kv = (_Rectangle.of(plan.by_query, full, device) for full in (False, True))
+        q, full_q = (_Rectangle.of(plan.by_key, full, device) for full in (False, True))
+        return _Lists(kv=kv, full_kv=full_kv, q=q, full_q=full_q)
+
+    return metadata.derived(f"flex lists, window {window}", build)
 
 
 def _visible(metadata: TreeMetadata, window: int | None) -> Mod:

@@ -61,7 +61,7 @@ def attention(
     Raises:
         ParityError: the kernel is wrong on this machine.
     """
-    check_parity("magi", attend, Case.of(query, key, value, options))
+    check(Case.of(query, key, value, options))
     return attend(query, key, value, metadata, options)
 
 
@@ -90,6 +90,16 @@ def attend(
         return out
 
     return apart_from_padding(attend_ranges, query, key, value, metadata, options)
+
+
+def plan(metadata: TreeMetadata, case: Case) -> Ranges:
+    """See :class:`~mcore_prefix_tree.attention.api.Backend`."""
+    return metadata.derived("magi", build_ranges)
+
+
+def check(case: Case) -> None:
+    """See :class:`~mcore_prefix_tree.attention.api.Backend`."""
+    check_parity("magi", attend, case)
 
 
 @cache

@@ -40,7 +40,7 @@ _PADDING = 5
 
 
 class ParityError(ValueError):
-    """A kernel is wrong on this machine. The message names it, what it got wrong, and what to use instead."""
+    """A kernel is wrong or does not run on this machine. The message names it, the fault, and what to use instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +102,22 @@ def _can_compare() -> bool:
 
 @cache
 def _check(name: str, attention: Attention, question: _Question) -> None:
-    for what, error in worst_rows(attention, question).items():
+    way_out = f"use attention backend {'flex' if name == 'triton' else 'triton'!r} and report the versions"
+    try:
+        errors = worst_rows(attention, question)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # A package of another version takes other arguments, or its compiler fails.
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ParityError(f"attention backend {name!r} does not run on this machine: {reason}; {way_out}") from error
+    for what, size in errors.items():
         limit = limit_of(what, question.dtype)
-        if not error <= limit:  # NaN is not
-            other = "flex" if name == "triton" else "triton"
+        if not size <= limit:  # NaN is not
             raise ParityError(
-                f"attention backend {name!r} is wrong on this machine: {what} is off by {error:.1e} of a row, where "
+                f"attention backend {name!r} is wrong on this machine: {what} is off by {size:.1e} of a row, where "
                 f"{limit:.1e} is rounding ({question.dtype}, head_dim {question.head_dim}/{question.value_dim}, "
-                f"{question.group} query heads a key head); use attention backend {other!r} and report the versions"
+                f"{question.group} query heads a key head); {way_out}"
             )
 
 

@@ -228,6 +228,15 @@ def _fused(device: torch.device, *, deterministic: bool) -> _Fused:
     return _Fused(roots=not deterministic, windows=False)
 
 
+def plan(metadata: TreeMetadata, case: Case) -> object:
+    """See :class:`~mcore_prefix_tree.attention.api.Backend`."""
+    return metadata.derived("path", _build_plan)
+
+
+def check(case: Case) -> None:
+    """Compare nothing: SDPA is torch's own."""
+
+
 def refusal(case: Case) -> str | None:
     """SDPA has neither soft-cap nor sinks, and its blocks here reach back to the root of the path."""
     options = case.options

@@ -56,6 +56,15 @@ def attention(
     return torch.einsum("hij,jhw->ihw", probabilities, value.repeat_interleave(group, dim=1))
 
 
+def plan(metadata: TreeMetadata, case: Case) -> object:
+    """Make nothing ahead: the mask is dense, and made on the device."""
+    return None
+
+
+def check(case: Case) -> None:
+    """Compare nothing: this is the reference."""
+
+
 def refusal(case: Case) -> str | None:
     """Nothing is refused: this is what all others are measured against."""
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from mcore_prefix_tree.attention import AttentionOptions, Case
 from mcore_prefix_tree.attention.api import check_case
 from mcore_prefix_tree.attention.auto import AUTO, TreeShape, choose
 from mcore_prefix_tree.layout import fold
+from mcore_prefix_tree.mcore.attention import window_of
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.sample import Sample
 
@@ -57,6 +59,17 @@ def case_of(config: Any, *, device: torch.device, deterministic: bool = True) ->
             deterministic=deterministic,
         ),
     )
+
+
+def cases_of(config: Any, *, device: torch.device, deterministic: bool) -> tuple[Case, ...]:
+    """Return the different attention calls of a model's layers: with a window and without one, where it has both.
+
+    Args:
+        config, device, deterministic: see :func:`case_of`.
+    """
+    case = case_of(config, device=device, deterministic=deterministic)
+    windows = {window_of(config, layer): None for layer in range(1, config.num_layers + 1)}
+    return tuple(replace(case, options=replace(case.options, window=window)) for window in windows)
 
 
 def resolve_backend(

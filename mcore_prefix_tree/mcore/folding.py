@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mcore_prefix_tree.attention import Case
+from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.layout import NO_PADDING, FlatLayout, Padding, fold
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import Output
@@ -28,8 +30,10 @@ class Folding:
         share: which common prefixes are shared; see :func:`mcore_prefix_tree.trie.build_trie`.
         min_shared_tokens: shorter ones are not shared.
         padding: of the micro-batches.
-        device: of their tensors.
+        device: of the model, which takes them there.
         attention_backend: of their layers.
+        attention_cases: calls of the layers, whose plans are made while folding; where there are none, the first layer
+            makes them.
         deterministic_attention: whether it has to give the same bits twice.
         output: what their last pipeline stage is asked for.
         only_supervised: ask for the tokens with a non-zero loss mask alone.
@@ -49,6 +53,7 @@ class Folding:
     min_shared_tokens: int = 0
     padding: Padding = NO_PADDING
     attention_backend: str = "path"
+    attention_cases: tuple[Case, ...] = ()
     deterministic_attention: bool = True
     output: Output = "logits"
     only_supervised: bool = False
@@ -114,14 +119,23 @@ class Folding:
         )
 
     def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """Fold one micro-batch's samples, and move it to the device."""
+        """Fold one micro-batch's samples, on the host. It calls nothing of the device, so any thread may do it."""
         layout = self.layout(samples)
-        return MicroBatch.from_layout(
+        batch = MicroBatch.from_layout(
             layout,
-            device=self.device,
             attention_backend=self.attention_backend,
             deterministic_attention=self.deterministic_attention,
             output=self.output,
             needed=layout.loss_weight != 0 if self.only_supervised else None,
             head_chunk_rows=self.head_chunk_rows,
         )
+        plan_attention(batch, self.attention_backend, self.attention_cases)
+        return batch
+
+
+def plan_attention(batch: MicroBatch, backend: str, cases: Sequence[Case]) -> None:
+    """Make what a back-end reads of a micro-batch's tree in calls of these cases, and keep it with the tree."""
+    metadata = batch.packed_seq_params.tree_metadata
+    assert metadata is not None, "a folded micro-batch has it"
+    for case in cases:
+        load_backend(backend).plan(metadata, case)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.objectives import Rows, TeacherRows
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.upload import moved, upload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +76,7 @@ class MicroBatch:
         needed: npt.NDArray[np.bool_] | None = None,
         head_chunk_rows: int | None = None,
     ) -> MicroBatch:
-        """Moves what a layout holds to ``device``.
+        """Make a micro-batch of a layout.
 
         Args:
             layout: of the samples.
@@ -86,17 +86,57 @@ class MicroBatch:
             needed: bool ``[P]``, tokens whose log-probabilities will be read; None is all.
             head_chunk_rows: as above.
         """
-        metadata = TreeMetadata.from_layout(layout, device=device)
-        return cls(
+        metadata = TreeMetadata.from_layout(layout)
+        on_host = cls(
             layout=layout,
-            input_ids=upload(layout.input_ids, device).long().unsqueeze(0),
+            input_ids=upload(layout.input_ids, "cpu").long().unsqueeze(0),
             position_ids=metadata.tree_position_ids.long().unsqueeze(0),
-            loss_weight=upload(layout.loss_weight, device),
-            edges=Edges.from_layout(layout, needed=needed, device=device),
-            temperature=None if layout.temperature is None else upload(layout.temperature, device),
+            loss_weight=upload(layout.loss_weight, "cpu"),
+            edges=Edges.from_layout(layout, needed=needed),
+            temperature=None if layout.temperature is None else upload(layout.temperature, "cpu"),
             packed_seq_params=TreePackedSeqParams.from_metadata(
                 metadata, attention_backend=attention_backend, deterministic_attention=deterministic_attention
             ),
             output=output,
             head_chunk_rows=head_chunk_rows,
         )
+        return on_host.on(device)
+
+    def on(self, device: torch.device | str) -> MicroBatch:
+        """Return a copy on the device, with what attention derived from the tree so far.
+
+        What attention derives later stays with the copy, and is freed with it.
+        """
+        params = self.packed_seq_params
+        metadata = params.tree_metadata
+        assert metadata is not None, "a folded micro-batch has it"
+        others = (field.name for field in fields(self) if field.name != "packed_seq_params")
+        return replace(
+            self,
+            **{name: moved(getattr(self, name), device) for name in others},
+            packed_seq_params=replace(params, tree_metadata=metadata.with_plans_on(device)),
+        )
+
+
+class WaitingMicroBatch:
+    """A micro-batch that waits on the host until the model takes it to its device.
+
+    A step's micro-batches wait in a list, or in Megatron's iterator, until the step ends. On the device each is there
+    from the first model chunk's forward to the last chunk's, and afterwards only as long as autograd or recomputation
+    holds it: rotary rows and block lists take no more memory than the micro-batches in flight need.
+
+    Args:
+        batch: on the host.
+        device: where the model is.
+        chunks: model chunks of this rank, each of which takes the micro-batch once in a step.
+    """
+
+    def __init__(self, batch: MicroBatch, device: torch.device, *, chunks: int = 1) -> None:
+        self._waiting, self._device, self._chunks = batch, device, chunks
+        self._taken: tuple[MicroBatch, int] | None = None
+
+    def take(self) -> MicroBatch:
+        """Return the micro-batch on the device, to one model chunk after the other. A repeated step takes it again."""
+        batch, times = self._taken or (self._waiting.on(self._device), 0)
+        self._taken = None if times + 1 == self._chunks else (batch, times + 1)
+        return batch

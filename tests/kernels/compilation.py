@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.triton_tree.backward import delta_kernel, key_value_kernel, query_kernel
-from mcore_prefix_tree.attention.triton_tree.config import configs_for, part
+from mcore_prefix_tree.attention.triton_tree.config import UP_TO, configs_for, part, rounded
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
 from mcore_prefix_tree.attention.triton_tree.launch import ROW_SUMS
 
@@ -54,7 +54,8 @@ class Report:
     matrix_instructions: int
     warpgroup_products: int = 0
     warpgroup_waits: int = 0
-    multiplied: int = 0  # numbers, by one run through the code of all warps; of instructions with a shape in their name
+    multiplied: int = 0  # pairs of numbers, by one run through the code of all warps
+    needed: int = 0  # of them, in the products of its tiles
 
     @property
     def multiplies(self):
@@ -85,15 +86,15 @@ def case_of(architecture, head_dim, value_dim, *, dtype=torch.bfloat16, determin
     )
 
 
-def tiles_of(case, block, width, engine, dtype=None):
+def tiles_of(case, block, width, engine, widest, dtype=None):
     """The type of what ``Call.tiles`` makes."""
     dtype = dtype or {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[case.dtype]
-    return f"tensordesc<{dtype}[1, {block}, {part(width)}]>" if engine else (f"*{dtype}", "i32", "i32")
+    return f"tensordesc<{dtype}[1, {block}, {part(width, widest)}]>" if engine else (f"*{dtype}", "i32", "i32")
 
 
 def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
     head_dim, value_dim = case.head_dim, case.value_dim
-    rows, columns = launch.query_block, launch.key_block
+    rows, columns, widest = launch.query_block, launch.key_block, launch.widest
     tiles = {
         "query": (rows, head_dim), "key": (columns, head_dim), "value": (columns, value_dim), "out": (rows, value_dim),
         "grad_out": (rows, value_dim), "grad_key": (columns, head_dim), "grad_value": (columns, value_dim),
@@ -102,8 +103,9 @@ def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
     partial = {"partial_key": (columns, head_dim), "partial_value": (columns, value_dim)}
     constants = {
         "HEADS": case.heads, "KV_HEADS": case.kv_heads, "GROUP": case.heads // case.kv_heads, "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim, "HEAD_PART": part(head_dim), "VALUE_PART": part(value_dim), "BLOCK_M": rows,
-        "BLOCK_N": columns, "STAGES": launch.stages, "ENGINE": engine, "LISTED": case.options.window is not None,
+        "VALUE_DIM": value_dim, "HEAD_PART": part(head_dim, widest), "VALUE_PART": part(value_dim, widest),
+        "BLOCK_M": rows, "BLOCK_N": columns, "STAGES": launch.stages, "ENGINE": engine,
+        "LISTED": case.options.window is not None,
     }  # fmt: skip
     constants |= dict.fromkeys(absent)
     if case.options.window is None:
@@ -117,11 +119,11 @@ def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
         if name in constants:
             signature[name] = "constexpr"
         elif name == "grad_query" and kernel is key_value_kernel:
-            signature[name] = tiles_of(case, rows, head_dim, engine, "fp32") if engine else "*fp32"
+            signature[name] = tiles_of(case, rows, head_dim, engine, widest, "fp32") if engine else "*fp32"
         elif name in tiles:
-            signature[name] = tiles_of(case, *tiles[name], engine)
+            signature[name] = tiles_of(case, *tiles[name], engine, widest)
         elif name in partial:
-            signature[name] = tiles_of(case, *partial[name], engine, "fp32") if engine else "*fp32"
+            signature[name] = tiles_of(case, *partial[name], engine, widest, "fp32") if engine else "*fp32"
         else:
             signature[name] = f"*{POINTERS[name]}" if name in POINTERS else SCALARS.get(name, "i32")
         kind = signature[name]
@@ -177,7 +179,23 @@ def report(kernel, case, launch, engine, architecture, absent=()):
         warpgroup_products=instructions.count("HGMMA."),
         warpgroup_waits=instructions.count("WARPGROUP.DEPBAR.LE"),
         multiplied=sum(prod(map(int, shape)) for shape in shapes),
+        needed=needed(kernel, case, launch, absent),
     )
+
+
+def needed(kernel, case, launch, absent):
+    """Pairs of numbers in the products of one tile in each of a kernel's loops."""
+    head, value = rounded(case.head_dim), rounded(case.value_dim)
+    if kernel is forward_kernel:
+        loops, products = 3, head + value
+    elif kernel is query_kernel:
+        loops, products = 3, 2 * head + value
+    elif kernel is key_value_kernel:
+        makes_key, makes_value, adds_query = (f"grad_{name}" not in absent for name in ("key", "value", "query"))
+        loops, products = 2, head + value * makes_value + (value + head) * makes_key + head * adds_query
+    else:
+        loops, products = 0, 0
+    return loops * products * launch.query_block * launch.key_block
 
 
 def dump(cubin, tool, option):
@@ -189,7 +207,8 @@ def dump(cubin, tool, option):
 
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256))
+# Every row of the table, and dimensions that a row rounds up.
+HEAD_DIMS = sorted({*UP_TO, (32, 32), (96, 96)})
 
 
 def main(architectures):
@@ -201,6 +220,7 @@ def main(architectures):
         for found in reports(architecture, which, case):
             fits = found.shared <= SHARED_MEMORY[architecture] and not found.spilled
             fits = fits and (found.matrix_instructions > 0 or not found.multiplies) and not found.serialized
+            fits = fits and found.multiplied in (found.needed, 0)
             print(architecture, f"{head_dim}/{value_dim}", which, name, "" if fits else "FAULT", found, flush=True)
 
 

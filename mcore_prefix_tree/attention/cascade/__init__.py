@@ -5,7 +5,9 @@ from mcore_prefix_tree.attention.cascade.cascade import (
     CUDA_KERNELS,
     attention,
     attention_through,
+    check,
     choose_kernel,
+    plan,
     refusal,
     refusal_through,
 )
@@ -15,7 +17,9 @@ __all__ = [
     "CUDA_KERNELS",
     "attention",
     "attention_through",
+    "check",
     "choose_kernel",
+    "plan",
     "refusal",
     "refusal_through",
 ]

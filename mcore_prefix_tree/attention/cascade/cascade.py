@@ -87,12 +87,26 @@ def attention(
     Raises:
         ParityError: the kernel is wrong on this machine, or means something else.
     """
-    case = Case.of(query, key, value, options)
+    return attention_through(_checked(Case.of(query, key, value, options)), query, key, value, metadata, options)
+
+
+def plan(metadata: TreeMetadata, case: Case) -> CascadePlan:
+    """See :class:`~mcore_prefix_tree.attention.api.Backend`."""
+    return metadata.derived("cascade", build_plan)
+
+
+def check(case: Case) -> None:
+    """See :class:`~mcore_prefix_tree.attention.api.Backend`."""
+    _checked(case)
+
+
+def _checked(case: Case) -> VarlenKernel:
+    """The kernel of a case, compared with the reference if it is one of a GPU."""
     kernel = choose_kernel(case)
     assert kernel is not None, "refused before"
     if case.device.type == "cuda":
         check_parity(f"cascade, {kernel.name}", _through(kernel), case)
-    return attention_through(kernel, query, key, value, metadata, options)
+    return kernel
 
 
 @cache

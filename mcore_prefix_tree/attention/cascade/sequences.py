@@ -86,7 +86,7 @@ class CascadePlan:
     """
 
     runs: Sequences
-    levels: list[Level]
+    levels: tuple[Level, ...]
 
 
 def build_plan(metadata: TreeMetadata) -> CascadePlan:
@@ -96,10 +96,10 @@ def build_plan(metadata: TreeMetadata) -> CascadePlan:
     run_lens = np.diff(spans.runs)
     return CascadePlan(
         runs=Sequences.of(run_lens, run_lens, causal=True, device=device),
-        levels=[
+        levels=tuple(
             _level(spans.queries[spans.depth == depth], spans.keys[spans.depth == depth], device)
             for depth in range(int(spans.depth.max(initial=-1)) + 1)
-        ],
+        ),
     )
 
 

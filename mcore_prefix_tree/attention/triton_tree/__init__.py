@@ -17,6 +17,7 @@ from mcore_prefix_tree.metadata import TreeMetadata
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.attention.triton_tree.config import Configs
+    from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
 
 MAX_HEAD_DIM = 256
 
@@ -34,13 +35,32 @@ def attention(
     Raises:
         ParityError: the kernels are wrong on this machine.
     """
-    case = Case.of(query, key, value, options)
+    check(Case.of(query, key, value, options))
+    return attend_as_tabled(query, key, value, metadata, options)
+
+
+def check(case: Case) -> None:
+    """See :class:`~mcore_prefix_tree.attention.api.Backend`."""
     if case.capability is not None and case.dtype in _CHECKED:
         check_parity("triton", attend_as_tabled, case)
         if case.needs_grad and case.heads > case.kv_heads:
             # The comparison's forest is so small that groups are divided; a longer one keeps them whole.
             check_parity("triton", _attend_whole_groups, case)
-    return attend_as_tabled(query, key, value, metadata, options)
+
+
+def plan(metadata: TreeMetadata, case: Case) -> DevicePlan:
+    """See :class:`~mcore_prefix_tree.attention.api.Backend`."""
+    from mcore_prefix_tree.attention.triton_tree.config import configs_for
+
+    return _plan(metadata, configs_for(case), case.options.window)
+
+
+def _plan(metadata: TreeMetadata, configs: Configs, window: int | None) -> DevicePlan:
+    from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
+
+    return metadata.derived(
+        f"triton {configs.packed} window {window}", lambda metadata: DevicePlan.of(metadata, configs, window)
+    )
 
 
 # The comparison's limits are those of 16-bit rounding.
@@ -75,12 +95,8 @@ def attend(
 ) -> torch.Tensor:
     """:func:`attention`, unchecked: launched as ``configs`` say."""
     from mcore_prefix_tree.attention.triton_tree.ops import tree_attention
-    from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
 
-    plan = metadata.derived(
-        f"triton {configs.packed} window {options.window}",
-        lambda metadata: DevicePlan.of(metadata, configs, options.window),
-    )
+    plan = _plan(metadata, configs, options.window)
     out: torch.Tensor = tree_attention(
         query,
         key,

@@ -16,12 +16,20 @@ from mcore_prefix_tree.attention.options import Case
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched. The block sizes divide ``schedule.ROUND``."""
+    """How a kernel is launched. The block sizes divide ``schedule.ROUND``.
+
+    Attributes:
+        query_block, key_block: rows of a tile.
+        warps: of a program.
+        stages: of the pipeline that loads tiles.
+        widest: a power of two; a tile has at most so many columns. Narrower ones leave more registers.
+    """
 
     query_block: int
     key_block: int
     warps: int
     stages: int
+    widest: int = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +62,8 @@ class Configs:
     def unpack(cls, packed: Sequence[int]) -> Configs:
         """The inverse of :attr:`packed`."""
         apart, engine, divides, *numbers = packed
-        launches = [Launch(*numbers[start : start + 4]) for start in range(0, len(numbers), 4)]
+        size = len(Launch._fields)
+        launches = [Launch(*numbers[start : start + size]) for start in range(0, len(numbers), size)]
         query = launches[2] if len(launches) == 3 else None
         return cls(
             forward=launches[0],
@@ -66,13 +75,13 @@ class Configs:
         )
 
 
-def part(width: int) -> int:
-    """The width of the parts, each a tile, in which the kernels take a head dimension: a power of two.
+def part(width: int, widest: int = 256) -> int:
+    """Return the width of the parts, each a tile, in which a kernel takes a head dimension: a power of two.
 
-    One part holds it, of at least the 16 of a matrix product. But what three of 64 hold, such as the 192 of multi-head
-    latent attention, would have one of 256: a third more work.
+    A part has at least the 16 columns of a matrix product and at most ``widest``. Three parts of 64 hold widths up to
+    192, such as that of multi-head latent attention; one of 256 would be a third more work.
     """
-    return 64 if 128 < width <= 192 else max(16, 1 << (width - 1).bit_length())
+    return min(widest, 64 if 128 < width <= 192 else max(16, 1 << (width - 1).bit_length()))
 
 
 def rounded(width: int) -> int:
@@ -90,8 +99,8 @@ class _Row:
     apart: bool = False
 
 
-# Of queries and of values, up to which head dimensions each row of a chip is for; the first that holds both is taken.
-_UP_TO = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256))
+# Head dimensions of queries and of values up to which each row of a chip is for; the first that holds both is taken.
+UP_TO = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256))
 _HOPPER = (
     _Row(
         forward=Launch(128, 128, 8, 3),
@@ -101,15 +110,15 @@ _HOPPER = (
     ),
     _Row(
         forward=Launch(128, 128, 8, 2),
-        key_value=Launch(64, 128, 8, 2),
+        key_value=Launch(64, 128, 8, 2, widest=64),
         capped=Launch(32, 128, 8, 2),
         query=Launch(128, 64, 8, 2),
-        fast=Launch(64, 64, 8, 2),
+        fast=Launch(32, 128, 8, 2, widest=64),
     ),
     _Row(
         forward=Launch(128, 128, 8, 2),
-        key_value=Launch(32, 128, 8, 2),
-        capped=Launch(32, 64, 8, 2),
+        key_value=Launch(32, 128, 8, 2, widest=64),
+        capped=Launch(16, 128, 8, 2),
         query=Launch(128, 64, 8, 2),
     ),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
@@ -181,7 +190,7 @@ def configs_for(case: Case) -> Configs:
         rows = _FLOAT32
     row = next(
         row
-        for (head_dim, value_dim), row in zip(_UP_TO, rows, strict=True)
+        for (head_dim, value_dim), row in zip(UP_TO, rows, strict=True)
         if case.head_dim <= head_dim and case.value_dim <= value_dim
     )
     # Neither are registers left for what adds up dQ where scores are capped.

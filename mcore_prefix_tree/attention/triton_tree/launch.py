@@ -57,7 +57,7 @@ class Call:
             return self.softmax_scale * log2(e), None, self.window
         return self.softmax_scale / self.logit_softcap, self.logit_softcap * log2(e), self.window
 
-    def tiles(self, tensor: torch.Tensor, rows: int) -> Any:
+    def tiles(self, tensor: torch.Tensor, rows: int, widest: int) -> Any:
         """``[P, H, D]`` as the kernels' ``load_rows`` takes it, in tiles of ``rows`` tokens of one head."""
         size, heads, width = tensor.shape
         # The stride of a dimension of one entry means nothing, but the copy engine wants a multiple of 16 bytes, and a
@@ -66,13 +66,14 @@ class Call:
         head_stride = tensor.stride(1) if heads > 1 else width
         if not self.configs.engine:
             return (tensor, head_stride, stride)
-        return TensorDescriptor(tensor, [heads, size, width], [head_stride, stride, 1], [1, rows, part(width)])
+        return TensorDescriptor(tensor, [heads, size, width], [head_stride, stride, 1], [1, rows, part(width, widest)])
 
-    def sums(self, tensor: torch.Tensor | None, rows: int) -> Any:
+    def sums(self, tensor: torch.Tensor | None, rows: int, widest: int) -> Any:
         """fp32 ``[H, R, D in whole parts]``, dense, as the kernels take it; None if it is None."""
         if tensor is None or not self.configs.engine:
             return tensor
-        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, part(tensor.shape[2])])
+        block = [1, rows, part(tensor.shape[2], widest)]
+        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,8 +91,8 @@ def _constants(query: torch.Tensor, value: torch.Tensor, launch: Launch, call: C
         "GROUP": query.shape[1] // value.shape[1],
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
-        "HEAD_PART": part(head_dim),
-        "VALUE_PART": part(value_dim),
+        "HEAD_PART": part(head_dim, launch.widest),
+        "VALUE_PART": part(value_dim, launch.widest),
         "BLOCK_M": launch.query_block,
         "BLOCK_N": launch.key_block,
         "STAGES": launch.stages,
@@ -117,10 +118,10 @@ def forward(
     lse = torch.full((heads, len(call.end)), float("inf"), dtype=torch.float32, device=query.device)
     query_blocks = triton.cdiv(size, launch.query_block)
     forward_kernel[(query_blocks * heads,)](
-        call.tiles(query, launch.query_block),
-        call.tiles(key, launch.key_block),
-        call.tiles(value, launch.key_block),
-        call.tiles(out, launch.query_block),
+        call.tiles(query, launch.query_block, launch.widest),
+        call.tiles(key, launch.key_block, launch.widest),
+        call.tiles(value, launch.key_block, launch.widest),
+        call.tiles(out, launch.query_block, launch.widest),
         lse,
         None if sinks is None else sinks.contiguous(),
         call.end,
@@ -143,14 +144,14 @@ def row_sums(out: torch.Tensor, grad_out: torch.Tensor, call: Call) -> torch.Ten
     launch = ROW_SUMS
     delta = torch.empty((heads, rows), dtype=torch.float32, device=out.device)
     delta_kernel[(rows // launch.query_block * heads,)](
-        call.tiles(out, launch.query_block),
-        call.tiles(grad_out, launch.query_block),
+        call.tiles(out, launch.query_block, launch.widest),
+        call.tiles(grad_out, launch.query_block, launch.widest),
         delta,
         size,
         rows,
         HEADS=heads,
         VALUE_DIM=width,
-        VALUE_PART=part(width),
+        VALUE_PART=part(width, launch.widest),
         BLOCK_M=launch.query_block,
         ENGINE=call.configs.engine,
         num_warps=launch.warps,
@@ -190,18 +191,18 @@ def key_value_grads(
         )
     grads = [like.new_empty((size, kv_heads, like.shape[2])) for like in (key, value)]
     partials = [_partial_sums(grad, splits, call) if heads > kv_heads else None for grad in grads]
-    tiles = [call.tiles(grad, launch.key_block) for grad in grads]
-    tiles += [call.sums(partial, launch.key_block) for partial in partials]
+    tiles = [call.tiles(grad, launch.key_block, launch.widest) for grad in grads]
+    tiles += [call.sums(partial, launch.key_block, launch.widest) for partial in partials]
     of_key, of_value = [tiles[0], None, tiles[2], None], [None, tiles[1], None, tiles[3]]
     apart = [one for one, wanted in zip((of_key, of_value), made, strict=True) if wanted]
     for written in apart if call.configs.apart else (tiles,):
         key_value_kernel[(key_blocks * kv_heads * splits,)](
-            call.tiles(query, launch.query_block),
-            call.tiles(key, launch.key_block),
-            call.tiles(value, launch.key_block),
-            call.tiles(grad_out, launch.query_block),
+            call.tiles(query, launch.query_block, launch.widest),
+            call.tiles(key, launch.key_block, launch.widest),
+            call.tiles(value, launch.key_block, launch.widest),
+            call.tiles(grad_out, launch.query_block, launch.widest),
             *written,
-            call.sums(grad_query, launch.query_block),
+            call.sums(grad_query, launch.query_block, launch.widest),
             lse,
             delta,
             call.end,
@@ -252,11 +253,11 @@ def query_grads(
     grad_query = query.new_empty((size, heads, width))
     query_blocks = triton.cdiv(size, launch.query_block)
     query_kernel[(query_blocks * heads,)](
-        call.tiles(query, launch.query_block),
-        call.tiles(key, launch.key_block),
-        call.tiles(value, launch.key_block),
-        call.tiles(grad_out, launch.query_block),
-        call.tiles(grad_query, launch.query_block),
+        call.tiles(query, launch.query_block, launch.widest),
+        call.tiles(key, launch.key_block, launch.widest),
+        call.tiles(value, launch.key_block, launch.widest),
+        call.tiles(grad_out, launch.query_block, launch.widest),
+        call.tiles(grad_query, launch.query_block, launch.widest),
         lse,
         delta,
         call.end,

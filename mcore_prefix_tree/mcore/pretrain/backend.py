@@ -12,7 +12,7 @@ from megatron.training import print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.mcore.backend import resolve_backend
+from mcore_prefix_tree.mcore.backend import cases_of, resolve_backend
 from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.sample import Sample
 
@@ -40,7 +40,8 @@ def with_backend(folding: Folding, args: argparse.Namespace, order: SampleOrder)
     backend = _backend_of(
         args, config, lambda: order.take(0, args.global_batch_size), device=folding.device, say=print_rank_0
     )
-    return replace(folding, attention_backend=backend)
+    cases = cases_of(config, device=folding.device, deterministic=args.prefix_tree_deterministic_attention)
+    return replace(folding, attention_backend=backend, attention_cases=cases)
 
 
 def _backend_of(

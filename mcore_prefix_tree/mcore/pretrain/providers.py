@@ -259,6 +259,7 @@ class TreeDatasetsProvider:
         args = get_args()
         device = device_of_this_rank()
         dp_rank = parallel_state.get_data_parallel_rank()
+        chunks = args.virtual_pipeline_model_parallel_size or 1
         folding = folding_of(args, device=device)
         train = None
         if not args.skip_train:
@@ -279,7 +280,12 @@ class TreeDatasetsProvider:
                     )
                 folding = with_backend(folding, args, order)
                 self._training = StepDealer(
-                    order, folding, dp_rank=dp_rank, num_workers=args.num_workers, clock=training_seconds
+                    order,
+                    folding,
+                    dp_rank=dp_rank,
+                    chunks=chunks,
+                    num_workers=args.num_workers,
+                    clock=training_seconds,
                 )
             consumed = args.consumed_train_samples - self._consumed_before
             train = StepIterator(self._training, consumed=consumed, size=lambda: _current_size(args))
@@ -300,7 +306,7 @@ class TreeDatasetsProvider:
                 )
             # Training has chosen before: validation runs the same back-end.
             folding = with_backend(folding, args, order)
-            self._validation = StepDealer(order, folding, dp_rank=dp_rank, num_workers=args.num_workers)
+            self._validation = StepDealer(order, folding, dp_rank=dp_rank, chunks=chunks, num_workers=args.num_workers)
         consumed = 0 if args.skip_train else args.consumed_valid_samples
         valid = StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args))
         return train, valid, None

@@ -13,7 +13,8 @@ from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
 
 from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_sft_loss
-from mcore_prefix_tree.mcore.pretrain.steps import StepMicroBatch, StepStats, forget_plans
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.pretrain.steps import StepMicroBatch, StepStats
 from mcore_prefix_tree.mcore.validation import check_step
 from mcore_prefix_tree.upload import upload
 
@@ -33,14 +34,12 @@ def tree_forward_step(
         micro_batch = next(data_iterator)
     timers("batch-generator").stop()
     with straggler:
-        output = tree_forward(model, micro_batch.batch)
-    if not torch.is_grad_enabled():
-        forget_plans(micro_batch.batch)
-    return output, partial(_loss, micro_batch)
+        batch = micro_batch.waiting.take()
+        output = tree_forward(model, batch)
+    return output, partial(_loss, micro_batch, batch)
 
 
-def _loss(micro_batch: StepMicroBatch, output: torch.Tensor) -> LossOutput:
-    batch = micro_batch.batch
+def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, output: torch.Tensor) -> LossOutput:
     loss = tree_sft_loss(output, batch)
     num_tokens = torch.full((), batch.layout.num_supervised, dtype=torch.int, device=output.device)
     if get_args().check_for_nan_in_loss_and_grad:
@@ -74,5 +73,5 @@ def log_figures(micro_batch: StepMicroBatch, stats: StepStats) -> dict[str, tupl
     if stats.seconds_before:
         figures["logical tokens/s"] = (stats.logical_before, stats.seconds_before)
         figures["physical tokens/s"] = (stats.physical_before, stats.seconds_before)
-    figures["plan time (ms)"] = (1e3 * micro_batch.host_seconds, micro_batch.share)
+    figures["plan time (ms)"] = (1e3 * micro_batch.host_seconds * micro_batch.share, micro_batch.share)
     return figures

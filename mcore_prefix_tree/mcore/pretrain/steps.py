@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
 from mcore_prefix_tree.mcore.arguments import ArgumentError
 from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.micro_batch import WaitingMicroBatch
 from mcore_prefix_tree.plan import ForestPlan
 from mcore_prefix_tree.sample import Sample
 
@@ -73,13 +73,13 @@ class StepMicroBatch:
     """A micro-batch and the step it belongs to.
 
     Attributes:
-        batch: on the device.
-        host_seconds: this rank spent on planning and folding it.
+        waiting: on the host. Megatron's iterator keeps it until the step ends, to repeat the step if it has to.
+        host_seconds: this rank spent on planning and folding the step.
         share: this micro-batch's part of its rank's micro-batches.
         stats: of its step; None in evaluation.
     """
 
-    batch: MicroBatch
+    waiting: WaitingMicroBatch
     host_seconds: float
     share: float
     stats: StepStats | None
@@ -122,27 +122,29 @@ def check_fits(samples: list[Sample], size: StepSize, folding: Folding) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Step:
-    """A planned step: what it was asked for, and what came of it."""
+    """A planned step: what it was asked for, and what came of it, on the host."""
 
     consumed: int
     size: StepSize
     samples: list[Sample]
     plan: ForestPlan
+    micro_batches: list[WaitingMicroBatch]
     seconds: float
 
 
 class StepDealer:
-    """Plans one step at a time and folds its micro-batches as they are asked for.
+    """Plans and folds one step at a time.
 
     Every rank of a replica computes the same plan from the same samples. Under virtual pipelining the model chunks of
-    a rank share a dealer: what the first asks for is kept for the others until the next step. While a step computes,
-    the next is read and planned in the background, as if it had the same size; one of another size (batch-size ramp-up,
-    a restart) is planned when it is asked for.
+    a rank share a dealer, and a micro-batch on the device. While a step computes, the next is read, planned and folded
+    in the background, as if it had the same size; one of another size (batch-size ramp-up, a restart) is planned when
+    it is asked for.
 
     Args:
         order: of the samples.
         folding: of the job.
         dp_rank: this rank's.
+        chunks: model chunks of this rank.
         num_workers: processes that read streamed samples ahead.
         clock: seconds of training so far; None in evaluation, which is not measured.
     """
@@ -153,12 +155,14 @@ class StepDealer:
         folding: Folding,
         *,
         dp_rank: int,
+        chunks: int = 1,
         num_workers: int = 0,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._order = order
         self._folding = folding
         self._dp_rank = dp_rank
+        self._chunks = chunks
         self._num_workers = num_workers
         self._clock = clock
         self._started: float | None = None
@@ -167,7 +171,6 @@ class StepDealer:
         self._next: tuple[int, StepSize, Future[_Step]] | None = None
         self._step: _Step | None = None
         self._stats: StepStats | None = None
-        self._folded: dict[int, StepMicroBatch] = {}
 
     def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
         """Micro-batch ``index`` of this rank, of the step that follows the first ``consumed`` samples.
@@ -179,26 +182,19 @@ class StepDealer:
             self._start(consumed, size)
         step = self._step
         assert step is not None, "just started"
-        if index not in self._folded:
-            start = time.perf_counter()
-            batch = self._folding.micro_batch([step.samples[i] for i in step.plan.micro_batches[self._dp_rank][index]])
-            self._folded[index] = StepMicroBatch(
-                batch=batch,
-                host_seconds=time.perf_counter() - start + (step.seconds if index == 0 else 0.0),
-                share=1 / size.micro_batches,
-                stats=self._stats,
-            )
-        return self._folded[index]
+        return StepMicroBatch(
+            waiting=step.micro_batches[index],
+            host_seconds=step.seconds,
+            share=1 / size.micro_batches,
+            stats=self._stats,
+        )
 
     def _start(self, consumed: int, size: StepSize) -> None:
         now = self._clock() if self._clock is not None else 0.0
         step = self._planned(consumed, size)
         following = consumed + size.samples
         self._next = following, size, self._background.submit(self._plan, following, size)
-        for micro_batch in self._folded.values():
-            # Megatron's iterator keeps the micro-batches of a step until it has read the next.
-            forget_plans(micro_batch.batch)
-        self._step, self._folded = step, {}
+        self._step = step
         if self._clock is None:
             return
         before = self._stats
@@ -228,14 +224,15 @@ class StepDealer:
         samples = self._stream.take(size.samples)
         start = time.perf_counter()
         plan = plan_exactly(samples, size, self._folding)
-        return _Step(consumed=consumed, size=size, samples=samples, plan=plan, seconds=time.perf_counter() - start)
-
-
-def forget_plans(batch: MicroBatch) -> None:
-    """Free what attention derived from a micro-batch's tree, which is done with: rotary rows and block lists."""
-    metadata = batch.packed_seq_params.tree_metadata
-    assert metadata is not None, "of a folded micro-batch"
-    metadata.cache.clear()
+        folded = [self._folding.micro_batch([samples[i] for i in one]) for one in plan.micro_batches[self._dp_rank]]
+        return _Step(
+            consumed=consumed,
+            size=size,
+            samples=samples,
+            plan=plan,
+            micro_batches=[WaitingMicroBatch(one, self._folding.device, chunks=self._chunks) for one in folded],
+            seconds=time.perf_counter() - start,
+        )
 
 
 class StepIterator(Iterator[StepMicroBatch]):

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from mcore_prefix_tree.mcore.backend import cases_of
 from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.forward_step import ForwardObjective, ForwardStep, tree_forward, with_rows
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch, WaitingMicroBatch
 from mcore_prefix_tree.mcore.train.objective import is_weighted_sum, objective_of, output_of
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.objectives import Targets, together
@@ -34,7 +35,8 @@ def run_schedule(
 
     Args:
         chunks: of the model.
-        micro_batches: what the data iterator of each chunk yields.
+        micro_batches: what the data iterator of each chunk yields. Folded ones wait on the host until the first chunk
+            asks for them, and leave the device when their backward is done.
         forward_step: as Megatron's schedules call it.
         forward_only: no backward.
         collect_non_loss_data: call the loss function with ``non_loss_data=True`` and return what it returns.
@@ -42,9 +44,15 @@ def run_schedule(
     Returns:
         What the loss function reported of each, on the last pipeline stage; nothing elsewhere.
     """
+    device = next(chunks[0].parameters()).device
+    waiting = [
+        WaitingMicroBatch(batch, device, chunks=len(chunks)) if isinstance(batch, MicroBatch) else batch
+        for batch in micro_batches
+    ]
+    iterators = [_taken(waiting) for _ in chunks]
     reported: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(micro_batches) for _ in chunks] if len(chunks) > 1 else iter(micro_batches),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(micro_batches),
         seq_length=1,  # stages exchange the length of each micro-batch: the config has variable_seq_lengths
@@ -53,6 +61,11 @@ def run_schedule(
         collect_non_loss_data=collect_non_loss_data,
     )
     return reported
+
+
+def _taken(waiting: Sequence[Any]) -> Iterator[Any]:
+    for batch in waiting:
+        yield batch.take() if isinstance(batch, WaitingMicroBatch) else batch
 
 
 def forward_only(
@@ -81,7 +94,7 @@ class FoldedStep:
 
     Attributes:
         sample_index: for each micro-batch, the indices of its samples in the step's list.
-        micro_batches: on the device.
+        micro_batches: on the host, with the plans of the layers' attention.
         metrics: what the objective knows before the step runs, as (sum, weight); the same on every rank.
     """
 
@@ -122,6 +135,7 @@ def folding_of(recipe: Recipe, place: Session) -> Folding:
         min_shared_tokens=recipe.batch.min_shared_tokens,
         padding=recipe.padding,
         attention_backend=recipe.attention_backend,
+        attention_cases=cases_of(place.config, device=place.device, deterministic=recipe.deterministic_attention),
         deterministic_attention=recipe.deterministic_attention,
         output=output_of(objective_of(recipe), fused_head=recipe.fused_head),
         only_supervised=recipe.fused_head,

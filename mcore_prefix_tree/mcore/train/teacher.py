@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-from mcore_prefix_tree.mcore.backend import resolve_backend
+from mcore_prefix_tree.attention import Case
+from mcore_prefix_tree.mcore.backend import cases_of, resolve_backend
+from mcore_prefix_tree.mcore.folding import plan_attention
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch, TeacherHidden
 from mcore_prefix_tree.mcore.output_layer import output_weight_and_head
 from mcore_prefix_tree.mcore.outputs import tree_hidden
@@ -33,10 +35,17 @@ class TeacherModel:
     Attributes:
         chunks: bare model chunks with edge heads, whose weights nothing changes.
         attention_backend: of its heads; the student's may be of another size.
+        attention_cases: the calls of its layers.
     """
 
     chunks: Sequence[torch.nn.Module]
     attention_backend: str
+    attention_cases: Sequence[Case]
+
+    def plan(self, batches: Sequence[MicroBatch]) -> None:
+        """Make the plans of its attention, on the host."""
+        for batch in batches:
+            plan_attention(batch, self.attention_backend, self.attention_cases)
 
     def teach(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches of a step with what the teacher says of them, on the last pipeline stage.
@@ -160,4 +169,5 @@ def load_teacher(
     for chunk in chunks:
         chunk.requires_grad_(False)
     say(f"the teacher's weights are {checkpoint.iteration_folder(folder, iteration)}")
-    return TeacherModel(chunks=chunks, attention_backend=backend)
+    cases = cases_of(config, device=place.device, deterministic=recipe.deterministic_attention)
+    return TeacherModel(chunks=chunks, attention_backend=backend, attention_cases=cases)

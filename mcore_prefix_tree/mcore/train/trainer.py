@@ -348,6 +348,8 @@ class Trainer:
     def _plan_samples(self, iteration: int, samples: list[Sample]) -> _PlannedStep:
         started = time.perf_counter()
         folded = plan_folded(samples, self._recipe, self._place)
+        if self._teacher is not None:
+            self._teacher.plan(folded.micro_batches)
         return _PlannedStep(iteration=iteration, samples=samples, folded=folded, seconds=time.perf_counter() - started)
 
     def _step(self, planned: _PlannedStep) -> StepReport:
