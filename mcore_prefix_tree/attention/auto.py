@@ -1,11 +1,11 @@
 """Which back-end a run takes when none is named: the fastest measured on a tree like its own, chosen once.
 
 ``auto`` is a setting of a job, never of a call: it becomes the name of a back-end before the first micro-batch is
-folded, and that name is what micro-batches carry. So a run cannot change its back-end, and ranks cannot disagree as
-long as they ask about the same shape.
+folded, and that name is what micro-batches carry. So a run cannot change its back-end.
 
 The measurements are in ``costs.json``, written by ``scripts/render_results.py`` from the attention benchmarks under
-``benchmarks/results``. Where nothing was measured, :data:`PREFERENCE` decides, and the reason says so.
+``benchmarks/results``. Where nothing was measured, :data:`PREFERENCE` decides, and the reason says so. A back-end whose
+kernels are wrong on this machine, or do not run, is left out, and the reason says that too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from typing import Any
 from mcore_prefix_tree.attention.api import check_backend, load_backend
 from mcore_prefix_tree.attention.blocks import visible_pairs
 from mcore_prefix_tree.attention.options import Case
+from mcore_prefix_tree.attention.parity import ParityError
 from mcore_prefix_tree.attention.spans import cut_into_spans
 from mcore_prefix_tree.metadata import TreeMetadata
 
 AUTO = "auto"
 
-# By kind of device, where nothing was measured. On GPUs nothing has been yet.
+# By kind of device, where nothing was measured. On GPUs nothing has been yet: the order there is that of the clocks
+# that the instructions of the compiled kernels take. FlashAttention-4 is a package that a user has to install.
 PREFERENCE = {
-    "cuda": ("triton", "fa4", "cascade", "flex", "magi", "path"),
+    "cuda": ("fa4", "triton", "cascade", "flex", "magi", "path"),
     "cpu": ("path", "cascade"),
 }
 
@@ -97,7 +99,7 @@ def check_setting(name: str) -> None:
 
 
 def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> Choice:
-    """The back-end for a run.
+    """Choose the back-end for a run.
 
     Args:
         case: of its calls. Only back-ends that train it are considered, so that validation runs the same one.
@@ -109,24 +111,37 @@ def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> C
     """
     trains = replace(case, needs_grad=True)
     refusals = {name: load_backend(name).refusal(trains) for name in PREFERENCE[case.device.type]}
-    able = [name for name, refusal in refusals.items() if refusal is None]
-    if not able:
-        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
-        raise ValueError(
-            f"attention backend 'auto' finds none that supports this run ({reasons}); name 'reference', which does, in "
-            "memory that grows with the square of the tokens"
-        )
+    reasons = _in_order(case, shape, [name for name, refusal in refusals.items() if refusal is None], device_name)
+    wrong: dict[str, str] = {}
+    for name, reason in reasons.items():
+        try:
+            load_backend(name).check(trains)
+        except ParityError as error:
+            wrong[name] = str(error)
+            continue
+        return Choice(backend=name, reason="; left out: ".join([reason, *wrong.values()]))
+    found = "; ".join(f"{name}: {why}" for name, why in (refusals | wrong).items())
+    raise ValueError(
+        f"attention backend 'auto' finds none that supports this run ({found}); name 'reference', which does, in "
+        "memory that grows with the square of the tokens"
+    )
+
+
+def _in_order(case: Case, shape: TreeShape, able: Sequence[str], device_name: str | None) -> dict[str, str]:
+    """Back-ends from the best to the last, each with the reason to take it before those behind it."""
+    what = case.device.type if device_name is None else device_name
+    reasons: dict[str, str] = {}
     if shape.depth == 0 and "cascade" in able:
-        return Choice(backend="cascade", reason="nothing is shared, and without sharing it is the stock causal kernel")
+        reasons["cascade"] = "nothing is shared, and without sharing it is the stock causal kernel"
     measured = [row for row in _measured(case, device_name) if any(name in row["seconds"] for name in able)]
-    if not measured:
-        what = case.device.type if device_name is None else device_name
-        return Choice(backend=able[0], reason=f"first in order of preference; {what}, {case.dtype}: not yet measured")
-    row = min(measured, key=lambda row: _distance(row, case, shape))
-    seconds = {name: row["seconds"][name] for name in able if name in row["seconds"]}
-    best = min(seconds, key=lambda name: seconds[name])
-    times = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in sorted(seconds.items(), key=lambda one: one[1]))
-    return Choice(backend=best, reason=f"fastest on the measured shape nearest to this one ({row['name']}: {times})")
+    if measured:
+        row = min(measured, key=lambda row: _distance(row, case, shape))
+        seconds = sorted((row["seconds"][name], name) for name in able if name in row["seconds"])
+        times = ", ".join(f"{name} {value * 1e3:.3g} ms" for value, name in seconds)
+        reason = f"fastest on the measured shape nearest to this one ({row['name']}: {times})"
+        reasons |= {name: reason for _, name in seconds if name not in reasons}
+    unmeasured = f"first in order of preference; {what}, {case.dtype}: not yet measured"
+    return reasons | {name: unmeasured for name in able if name not in reasons}
 
 
 def _measured(case: Case, device_name: str | None) -> list[dict[str, Any]]:

@@ -60,18 +60,19 @@ class TreeSelfAttentionMixin:
 
 
 def _gather_rotary(table: Any, metadata: TreeMetadata) -> Any:
-    """The rows of the rotary table at each token's position; gathered once per micro-batch and table."""
+    """Return the rows of the rotary table at each token's position; gathered once per micro-batch and table."""
     tables = table if isinstance(table, tuple) else (table,)
     if CORE_KNOWS_TREES and all(one.shape[0] == metadata.padded_size for one in tables):
         # The GPTModel of a patched Megatron-Core has gathered them. (Its table has max_path_len rows; where these are
         # as many as there are tokens, the forest is one path without padding and gathering changes nothing.)
         return table
-    gathered = metadata.cache.get("rotary")
-    if gathered is None or gathered[0] is not table:
+    known, rows = metadata.cache.get("rotary", ((), ()))
+    # A recomputed layer is given a detached table, another object over the same memory. The tables are kept beside
+    # their rows, so that this can never be memory that was used again.
+    if len(known) != len(tables) or not all(a is b or a.is_set_to(b) for a, b in zip(known, tables, strict=True)):
         rows = tuple(rows_by_position(one, metadata) for one in tables)
-        # The table is kept beside its rows, so that the comparison above can never meet a recycled object.
-        gathered = metadata.cache["rotary"] = (table, rows if isinstance(table, tuple) else rows[0])
-    return gathered[1]
+        metadata.cache["rotary"] = (tables, rows)
+    return rows if isinstance(table, tuple) else rows[0]
 
 
 def rows_by_position(table: torch.Tensor, metadata: TreeMetadata) -> torch.Tensor:

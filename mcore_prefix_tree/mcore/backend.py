@@ -14,6 +14,7 @@ from mcore_prefix_tree.attention.api import check_case
 from mcore_prefix_tree.attention.auto import AUTO, TreeShape, choose
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore.attention import window_of
+from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.sample import Sample
 
@@ -106,6 +107,7 @@ def resolve_backend(
     # One forest of the whole step: its shape does not depend on how the step is dealt to ranks.
     shape = TreeShape.of([TreeMetadata.from_layout(fold(first_step()))])
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    choice = choose(case, shape, device_name=name)
+    # Where a kernel is wrong on one machine only, its ranks stop at their first call of it: no two choose differently.
+    choice = all_ranks().gather(choose(case, shape, device_name=name))[0]
     say(f"attention backend {choice.backend}: {choice.reason}")
     return choice.backend

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attention_cases import case_of
+from fake_flash_attention import install
 from oracles import metadata_of, random_forest
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4
+from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4, parity
 from mcore_prefix_tree.attention.auto import PREFERENCE, TreeShape, check_setting, choose, cost_table
 from mcore_prefix_tree.mcore.backend import case_of as case_of_config
 from mcore_prefix_tree.mcore.backend import resolve_backend
+from mcore_prefix_tree.testing.emulation import cpu_emulation
 
 SHARED = TreeShape(tokens=1000, segments=10, pairs=100_000, depth=1)
 UNSHARED = TreeShape(tokens=1000, segments=10, pairs=50_000, depth=0)
@@ -82,8 +84,14 @@ def test_without_sharing_it_is_the_stock_kernel(table):
     assert "stock causal kernel" in choice.reason
 
 
-def test_on_a_gpu_nothing_is_measured_and_it_says_so(table, monkeypatch):
-    monkeypatch.setattr(auto.load_backend("triton"), "refusal", lambda case: None)
+@pytest.fixture
+def triton_runs(monkeypatch):
+    """The kernels of ``triton`` support everything and are right, on GPUs that are not there."""
+    for name in ("refusal", "check"):
+        monkeypatch.setattr(auto.load_backend("triton"), name, lambda case: None)
+
+
+def test_on_a_gpu_nothing_is_measured_and_it_says_so(table, triton_runs):
     case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16)
     choice = choose(case, SHARED, device_name="NVIDIA H200")
     assert choice.backend == "triton"
@@ -91,18 +99,17 @@ def test_on_a_gpu_nothing_is_measured_and_it_says_so(table, monkeypatch):
     assert "not yet measured" in choice.reason
 
 
-def test_a_measured_gpu_is_used(table, monkeypatch):
-    monkeypatch.setattr(auto.load_backend("triton"), "refusal", lambda case: None)
+def test_a_measured_gpu_is_used(table, triton_runs):
     table.append(row("any", device="NVIDIA H200", dtype="bfloat16", triton=2.0, flex=1.0))
     case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16)
     assert choose(case, SHARED, device_name="NVIDIA H200").backend == "flex"
     assert choose(case, SHARED, device_name="NVIDIA H100").backend == "triton"
 
 
-def test_the_mode_of_the_run_decides_which_measurements_count(table, monkeypatch):
+def test_the_mode_of_the_run_decides_which_measurements_count(table, triton_runs, monkeypatch):
     """On a GPU a back-end may have two backwards. The faster one says nothing of a run that may not take it."""
-    monkeypatch.setattr(auto.load_backend("triton"), "refusal", lambda case: None)
     monkeypatch.setattr(fa4, "_is_installed", lambda: True)
+    monkeypatch.setattr(fa4, "check", lambda case: None)
     table += [
         row("any", device="NVIDIA H200", dtype="bfloat16", triton=3.0, flex=2.0),
         row("any", device="NVIDIA H200", dtype="bfloat16", deterministic=False, triton=1.5, flex=2.0, fa4=1.0),
@@ -254,6 +261,88 @@ def test_a_refusal_for_another_reason_does_not_blame_determinism(hopper):
     with pytest.raises(ValueError, match=r"'fa4' does not support dtype=torch\.float32") as raised:
         resolve_backend("fa4", model, lambda: STEP, device=hopper)
     assert "deterministic" not in str(raised.value)
+
+
+# FlashAttention-4 through the front door: a package on the path, a GPU as torch describes it.
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch, table):
+    """Starts a job on a GPU with flash-attn-4 that is answered by the CPU. Gives its back-end, what it said, the calls.
+
+    ``table`` has no time of ``triton``, whose kernels would be compiled for the GPU that is not there.
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path)
+    fa4._is_installed.cache_clear()
+    fa4._visible.cache_clear()
+    import flash_attn.cute as package
+
+    def start(capability, *, error=0.0, seconds=None, **settings):
+        package.error = error
+        parity._check.cache_clear()
+        for deterministic in (True, False):
+            given = seconds or {"fa4": 1.0, "flex": 2.0}
+            table.append(row("any", device="NVIDIA", dtype="bfloat16", deterministic=deterministic, **given))
+        model = config(params_dtype=torch.bfloat16, kv_channels=64)
+        said = []
+        with cpu_emulation(force=True), monkeypatch.context() as patched:
+            patched.setattr(torch.cuda, "is_available", lambda: True)
+            patched.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+            patched.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA")
+            patched.setattr(torch.Tensor, "pin_memory", lambda self: self)
+            name = resolve_backend(
+                "auto", model, lambda: STEP, device=torch.device("cuda"), say=said.append, **settings
+            )
+        return name, said[0], package.calls
+
+    yield start
+    install(tmp_path)  # its modules are forgotten
+    for cached in (fa4._is_installed, fa4._visible, parity._check):
+        cached.cache_clear()
+
+
+def test_auto_takes_fa4_on_hopper_in_any_order(gpu):
+    name, said, calls = gpu((9, 0), deterministic=False)
+    assert (name, calls[0]["deterministic"]) == ("fa4", False)
+    assert "(any: fa4 1e+03 ms, flex 2e+03 ms)" in said
+
+
+def test_auto_takes_fa4_on_blackwell_in_order(gpu):
+    """Its backward there is given the order in which blocks of keys add to dQ."""
+    name, _, calls = gpu((10, 0))
+    assert (name, calls[0]["deterministic"]) == ("fa4", True)
+    lists = calls[0]["backward"]
+    assert lists.dq_write_order.shape == lists.mask_block_idx.shape
+    assert lists.dq_write_order_full.shape == lists.full_block_idx.shape
+    assert lists.spt is False
+
+
+@pytest.mark.parametrize(
+    ("capability", "settings"),
+    [
+        pytest.param((9, 0), {}, id="deterministic on Hopper"),
+        pytest.param((8, 0), {"deterministic": False}, id="Ampere"),
+        pytest.param((9, 0), {"deterministic": False, "seconds": {"fa4": 2.0, "flex": 1.0}}, id="measured slower"),
+    ],
+)
+def test_auto_passes_fa4_by(gpu, capability, settings):
+    name, said, calls = gpu(capability, **settings)
+    assert (name, calls) == ("flex", [])
+    assert "left out" not in said
+
+
+def test_auto_leaves_out_a_kernel_that_is_wrong(gpu):
+    name, said, calls = gpu((9, 0), deterministic=False, error=0.1)
+    assert name == "flex"
+    assert calls
+    assert "left out: attention backend 'fa4' is wrong on this machine: out is off by" in said
+
+
+def test_unmeasured_auto_prefers_fa4_where_it_is_installed(gpu):
+    name, said, _ = gpu((9, 0), deterministic=False, seconds={"magi": 1.0})
+    assert name == "fa4"
+    assert "first in order of preference" in said
 
 
 @pytest.mark.parametrize("setting", ["auto", "path"])

@@ -543,11 +543,11 @@ def test_rotary_rows_are_gathered_once_per_micro_batch():
     batch = folded_batch()
     cache = batch.packed_seq_params.tree_metadata.cache
     tree_forward(tree, batch)
-    table, rows = cache["rotary"]
+    (table,), (rows,) = cache["rotary"]
     assert rows.shape[0] == batch.layout.padded_size
     assert torch.equal(rows, table[batch.position_ids[0]])
     tree_forward(tree, batch)
-    assert cache["rotary"][1] is rows
+    assert cache["rotary"][1][0] is rows
 
 
 def test_few_rotary_tables_are_kept():
