@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from pathlib import Path
+from dataclasses import replace
 
 import compilation
 import pytest
@@ -12,24 +11,25 @@ import torch
 import triton
 from compilation import HEAD_DIMS, KERNELS, OPTIONS, SHARED_MEMORY, Report, case_of, reports
 
-from mcore_prefix_tree.attention.triton_tree import backward, forward
-from mcore_prefix_tree.attention.triton_tree.config import configs_for
+from mcore_prefix_tree.attention.triton_tree import backward, config, forward
+from mcore_prefix_tree.attention.triton_tree.config import UP_TO, Launch
 
-OFTEN = [(90, dims) for dims in HEAD_DIMS] + [(80, (128, 128)), (100, (128, 128))]
+OFTEN = [(90, dims) for dims in UP_TO] + [(80, (128, 128)), (100, (128, 128))]
 SELDOM = [(architecture, dims) for architecture in SHARED_MEMORY for dims in HEAD_DIMS]
 
-# The table is made for one version of Triton, in which nothing may spill. Others, such as the one that came with a
-# machine's torch, allocate registers a little differently.
+# The table is made for the version of Triton that torch brings and for a newer one: in both nothing may spill. Others
+# allocate registers a little differently.
 PINNED = re.search(r"^triton==(\S+)", (Path(__file__).parents[2] / "requirements-torch.txt").read_text(), re.M)[1]
+HELD = (PINNED, "3.9.0")
 MOST_SPILLED_BY_OTHERS = 16
 
 
 def assert_keeps_to_registers(report, version=triton.__version__):
-    """Nothing spilled by the pinned Triton; by another one at most 16 bytes, and it is said which one that was."""
-    if version.partition("+")[0] == PINNED:
+    """Nothing spilled by the versions that the table is for; at most 16 bytes by another one, with a warning."""
+    if version.partition("+")[0] in HELD:
         assert report.spilled == 0, report
     elif report.spilled:
-        said = f"triton {version}, not the pinned {PINNED}, spills {report.spilled} bytes: {report}"
+        said = f"triton {version}, not one of {', '.join(HELD)}, spills {report.spilled} bytes: {report}"
         assert report.spilled <= MOST_SPILLED_BY_OTHERS, said
         warnings.warn(said, stacklevel=2)
 
@@ -47,6 +47,9 @@ def assert_fit(architecture, dims, options):
         assert not report.serialized, report
         # Else the names of instructions have changed, and nothing was counted.
         assert architecture != 90 or (report.warpgroup_products > 0 and report.warpgroup_waits > 0) == report.multiplies
+        # The instructions of a large Blackwell have no shape in their name. A width that is padded to 256 would
+        # multiply a third more, and so would rows that several warps have.
+        assert architecture == 100 or report.multiplied == report.needed, report
         assert report.shared <= SHARED_MEMORY[architecture], report
         assert_keeps_to_registers(report)
 
@@ -69,18 +72,12 @@ def test_other_chips(architecture, dims):
     assert_fit(architecture, dims, "plain")
 
 
-# Loops over tiles, and products over and into head_dim and value head_dim.
-@pytest.mark.parametrize(
-    ("which", "loops", "of_head", "of_value"), [("forward", 3, 1, 1), ("key_value", 2, 2, 2), ("query", 3, 2, 1)]
-)
-@pytest.mark.parametrize(("architecture", "dims"), [(90, (192, 128)), (80, (128, 128))])
-def test_nothing_is_multiplied_in_vain(architecture, dims, which, loops, of_head, of_value):
-    """A head_dim of 192 that is padded to 256 would be a third more; so would rows that several warps have."""
-    case = case_of(architecture, *dims)
-    (found,) = reports(architecture, which, case)
-    launch = getattr(configs_for(case), which)
-    tile = launch.query_block * launch.key_block
-    assert found.multiplied == loops * tile * (dims[0] * of_head + dims[1] * of_value)
+def test_work_that_is_done_twice_is_counted(monkeypatch):
+    """The assertion on what is multiplied can fail: here both warpgroups have the same rows of keys."""
+    doubled = Launch(64, 64, 8, 2)
+    monkeypatch.setattr(config, "_HOPPER", [replace(row, fast=doubled) for row in config._HOPPER])
+    (found,) = reports(90, "fast", case_of(90, 128, 128, deterministic=False))
+    assert found.multiplied * 5 == found.needed * 7
 
 
 @pytest.mark.parametrize(("which", "module"), [("forward", forward), ("query", backward)])
@@ -103,14 +100,15 @@ def test_float32_fits():
                 assert report.shared <= SHARED_MEMORY[86], report
 
 
-def test_only_the_pinned_triton_is_held_to_no_spill_at_all():
+def test_only_the_tritons_of_the_table_may_spill_nothing():
     def spilling(size):
         return Report(kernel="key_value_kernel", registers=255, spilled=size, shared=0, matrix_instructions=1)
 
-    assert_keeps_to_registers(spilling(0), PINNED)
-    with pytest.raises(AssertionError, match="spilled=8"):
-        assert_keeps_to_registers(spilling(8), PINNED)
-    with pytest.warns(UserWarning, match=rf"triton 3\.6\.0, not the pinned {re.escape(PINNED)}, spills 16 bytes"):
+    for version in HELD:
+        assert_keeps_to_registers(spilling(0), version)
+        with pytest.raises(AssertionError, match="spilled=8"):
+            assert_keeps_to_registers(spilling(8), version)
+    with pytest.warns(UserWarning, match=r"triton 3\.6\.0, not one of 3\.7\.1, 3\.9\.0, spills 16 bytes"):
         assert_keeps_to_registers(spilling(16), "3.6.0")
     with pytest.raises(AssertionError, match=r"triton 3\.6\.0, .* spills 24 bytes"):
         assert_keeps_to_registers(spilling(24), "3.6.0")

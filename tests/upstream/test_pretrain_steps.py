@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.arguments import ArgumentError
 from mcore_prefix_tree.mcore.folding import Folding
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.pretrain import steps
 from mcore_prefix_tree.mcore.pretrain.steps import (
     StepDealer,
@@ -27,7 +29,7 @@ from mcore_prefix_tree.mcore.pretrain.steps import (
     check_steps,
     plan_exactly,
 )
-from mcore_prefix_tree.plan import CostModel, ForestPlan
+from mcore_prefix_tree.plan import CostModel
 from mcore_prefix_tree.trie import Share
 
 PROMPT = list(range(20))
@@ -112,15 +114,22 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
     check_steps(shuffled, step, tight, consumed=0, end=10**9)
 
 
-def test_what_attention_derived_goes_with_its_step() -> None:
+def test_a_micro_batch_leaves_the_device_though_megatron_keeps_it() -> None:
+    """Its iterator keeps a step's micro-batches to repeat the step: what attention derives is not among them."""
     dealer = StepDealer(order(), folding(), dp_rank=0)
-    iterator = StepIterator(dealer, consumed=0, size=lambda: size(2, 4))
-    before = deal(iterator, 2)
-    caches = [dealt.batch.packed_seq_params.tree_metadata.cache for dealt in before]
-    for cache in caches:
-        cache["plan"] = "of a back-end"
-    deal(iterator, 1)
-    assert caches == [{}, {}]
+    (dealt,) = deal(StepIterator(dealer, consumed=0, size=lambda: size(1, 4)), 1)
+    taken = dealt.waiting.take()
+    metadata = taken.packed_seq_params.tree_metadata
+    assert metadata is not None
+    metadata.cache["rotary"] = "rows"
+    alive = weakref.ref(metadata)
+    del taken, metadata
+    assert alive() is None
+    assert "rotary" not in batch_of(dealt).packed_seq_params.tree_metadata.cache
+
+
+def batch_of(dealt: StepMicroBatch) -> MicroBatch:
+    return dealt.waiting.take()
 
 
 def deal(iterator: StepIterator, count: int) -> list[StepMicroBatch]:
@@ -128,7 +137,7 @@ def deal(iterator: StepIterator, count: int) -> list[StepMicroBatch]:
 
 
 def tokens_of(dealt: list[StepMicroBatch]) -> list[list[int]]:
-    layouts = [micro_batch.batch.layout for micro_batch in dealt]
+    layouts = [batch_of(micro_batch).layout for micro_batch in dealt]
     rows = [layout.input_ids[layout.sample_tokens(s)] for layout in layouts for s in range(layout.num_samples)]
     return sorted(row.tolist() for row in rows)
 
@@ -159,11 +168,11 @@ def test_the_size_of_a_step_is_asked_at_its_beginning() -> None:
 
 
 def test_model_chunks_of_a_rank_share_what_was_folded() -> None:
-    dealer = StepDealer(order(), folding(), dp_rank=0)
+    dealer = StepDealer(order(), folding(), dp_rank=0, chunks=2)
     chunks = [StepIterator(dealer, consumed=0, size=lambda: size(2, 4)) for _ in range(2)]
     for _ in range(3):
         first, second = (deal(chunk, 2) for chunk in chunks)
-        assert [id(one) for one in first] == [id(one) for one in second]
+        assert [id(batch_of(one)) for one in first] == [id(batch_of(one)) for one in second]
 
 
 def test_sequences_are_padded_and_ranks_without_samples_get_padding() -> None:
@@ -176,8 +185,8 @@ def test_sequences_are_padded_and_ranks_without_samples_get_padding() -> None:
         )
         for r in range(2)
     ]
-    assert all(micro_batch.batch.input_ids.shape[1] % 8 == 0 for micro_batch in dealt)
-    assert sum(micro_batch.batch.layout.num_samples for micro_batch in dealt) <= 4
+    assert all(batch_of(micro_batch).input_ids.shape[1] % 8 == 0 for micro_batch in dealt)
+    assert sum(batch_of(micro_batch).layout.num_samples for micro_batch in dealt) <= 4
 
 
 def test_statistics() -> None:
@@ -196,7 +205,7 @@ def test_statistics() -> None:
     # One of two micro-batches holds everything: cutting would compute the prompt twice.
     assert first.physical_tokens == second.physical_before == 20 + 8 * 5
     assert np.isclose(sum(micro_batch.share for micro_batch in steps[0]), 1)
-    assert all(micro_batch.host_seconds > 0 for micro_batch in steps[0])
+    assert steps[0][0].host_seconds == steps[0][1].host_seconds > 0
 
 
 def test_less_sharing_reaches_the_micro_batches() -> None:
@@ -208,7 +217,7 @@ def test_less_sharing_reaches_the_micro_batches() -> None:
     ]
     dealt = [deal(iterator, 2) for iterator in iterators]
     assert tokens_of(dealt[0]) == tokens_of(dealt[1])
-    physical = [sum(one.batch.layout.physical_tokens for one in step) for step in dealt]
+    physical = [sum(batch_of(one).layout.physical_tokens for one in step) for step in dealt]
     assert physical == [20 + 8 * 5, 2 * 1 + 8 * 24]
 
 
@@ -226,21 +235,23 @@ def test_a_step_that_does_not_fit_is_told_when_it_comes() -> None:
         next(iterator)
 
 
-def test_the_next_step_is_planned_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["plan", "micro_batch"])
+def test_the_next_step_is_planned_and_folded_in_the_background(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     planned: list[str] = []
-    honest = Folding.plan
+    honest = getattr(Folding, method)
 
-    def plan(self: Folding, *arguments: Any, **options: Any) -> ForestPlan:
+    def plan(self: Folding, *arguments: Any, **options: Any) -> Any:
         planned.append(threading.current_thread().name)
         return honest(self, *arguments, **options)
 
-    monkeypatch.setattr(Folding, "plan", plan)
+    monkeypatch.setattr(Folding, method, plan)
     iterator = StepIterator(StepDealer(order(), folding(), dp_rank=0), consumed=0, size=lambda: size(2, 4))
     for _ in range(3):
         deal(iterator, 2)
     assert planned[0] == threading.main_thread().name
     assert len(planned) >= 3
-    assert all("plan" in name for name in planned[1:])
+    first_step = 1 if method == "plan" else 2  # of which nothing can be done before
+    assert all("plan" in name for name in planned[first_step:])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
