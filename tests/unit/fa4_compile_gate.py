@@ -1,6 +1,6 @@
 """Compile FlashAttention-4's kernels with our mask and our lists, on a machine without a GPU: see test_attention_fa4.
 
-    fa4_compile_gate.py HEADS,KEY_HEADS,D,W [window | softcap | sinks | wrong-tiles]
+    fa4_compile_gate.py HEADS,KEY_HEADS,D,W [window | softcap | sinks | ordered | wrong-tiles]
 
 For the chip that ``FLASH_ATTENTION_ARCH`` names. Prints a word for each pass that compiled. Its tensors are fake ones
 on a GPU that is not there; torch has no autograd for these in a build for the CPU, so the two passes are called as the
@@ -47,7 +47,7 @@ def main() -> None:
     tiles = fa4.tiles_of(capability, head_dim, value_dim)
     if option == "wrong-tiles":
         tiles = fa4.TilePair(fa4.Block(96, 48), fa4.Block(96, 48))
-    mask = fa4.build_mask(metadata, tiles, 70 if option == "window" else None)
+    mask = fa4.build_mask(metadata, tiles, 70 if option == "window" else None, ordered=option == "ordered")
     with FakeTensorMode(), mock.patch.object(cutlass.utils, "HardwareInfo", Processors):
         options = AttentionOptions(
             softmax_scale=head_dim**-0.5,
@@ -58,7 +58,8 @@ def main() -> None:
         mask = fa4.Mask(
             forward=fake_lists(mask.forward),
             backward=fake_lists(mask.backward),
-            tensors=[fake(tensor) for tensor in mask.tensors],
+            tensors=tuple(fake(tensor) for tensor in mask.tensors),
+            ordered=mask.ordered,
         )
 
         def rows(count: int, width: int) -> torch.Tensor:
@@ -71,7 +72,10 @@ def main() -> None:
         )
         print("forward")
         grads = _flash_attn_bwd(
-            query, key, value, out, torch.empty_like(out), lse, block_sparse_tensors=mask.backward, **arguments
+            *(query, key, value, out, torch.empty_like(out), lse),
+            block_sparse_tensors=mask.backward,
+            deterministic=mask.ordered,
+            **arguments,
         )
         assert [one.shape for one in grads[:3]] == [query.shape, key.shape, value.shape]
         print("backward")

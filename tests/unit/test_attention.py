@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import case_of
+from fake_flash_attention import install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import causal_attention, forest_samples, metadata_of, random_forest, sample_lists, worst
@@ -13,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from mcore_prefix_tree import TreeMetadata, fold
 from mcore_prefix_tree.attention import AttentionOptions, Case, check_backend, path, tree_attention
-from mcore_prefix_tree.attention.api import supporting
+from mcore_prefix_tree.attention.api import BACKENDS, load_backend, supporting
 from mcore_prefix_tree.logprob import restore
 
 # Those that can be held to the tolerances of fp64 on this machine. The other back-ends have tests of their own.
@@ -317,6 +319,33 @@ def test_plans_are_shared_by_layers(backend):
     assert plans
     assert metadata.cache.keys() == plans.keys()
     assert all(metadata.cache[name] is plan for name, plan in plans.items())
+
+
+def tensors_in(value):
+    """All tensors of a plan, wherever an object keeps them."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = list(value) if isinstance(value, list | tuple) else list(getattr(value, "__dict__", {}).values())
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_plans_of_the_host_move_to_the_device(backend, tmp_path, monkeypatch):
+    """Of all back-ends, for GPUs that are not there; a device of torch's that has no memory takes the GPU's place."""
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path)
+    case = case_of(device="cuda", capability=(10, 0), dtype=torch.bfloat16, window=5)
+    metadata = metadata_of(*random_forest(1, nodes=30, node_lens=(3, 40)), padding=2)
+    load_backend(backend).plan(metadata, case)
+    moved = metadata.with_plans_on("meta")
+    assert moved.cache.keys() == metadata.cache.keys()
+    assert bool(moved.cache) == (backend != "reference")
+    assert all(tensor.device.type == "meta" for tensor in tensors_in(list(moved.cache.values())))
+    assert all(tensor.device.type == "cpu" for tensor in tensors_in(list(metadata.cache.values())))
+    assert len(tensors_in(list(moved.cache.values()))) > 1 or backend in ("path", "reference")
+    moved.cache["rotary"] = "rows"
+    assert "rotary" not in metadata.cache
+    install(tmp_path)  # its modules are forgotten
 
 
 @pytest.mark.parametrize("backend", EXACT)

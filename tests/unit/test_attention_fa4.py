@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import case_of, random_inputs
-from oracles import metadata_of
+from oracles import metadata_of, random_forest
 
 from mcore_prefix_tree.attention import fa4, magi, tree_attention
+from mcore_prefix_tree.attention.blocks import block_plan
 
 HOPPER = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "deterministic": False}
 BLACKWELL = HOPPER | {"capability": (10, 0)}
@@ -33,7 +34,7 @@ def installed(monkeypatch):
         (HOPPER | {"capability": (8, 0)}, r"^a GPU of compute capability 8.0 \(Hopper and Blackwell only\)"),
         (HOPPER | {"capability": (12, 0)}, r"^a GPU of compute capability 12.0"),
         (HOPPER | {"dtype": torch.float32}, "^dtype=torch.float32"),
-        (HOPPER | {"deterministic": True}, "^deterministic=True"),
+        (HOPPER | {"deterministic": True}, r"^deterministic=True \(on Hopper"),
         (HOPPER | {"head_dim": 100}, r"^head_dim=100 with values of 100 \(multiples of 8\)"),
         (HOPPER | {"head_dim": 264}, "^head_dim=264 .*at most 256"),
         (HOPPER | {"head_dim": 192, "value_dim": 128}, "^head_dim=192 with values of 128 and 4 heads on 2"),
@@ -53,6 +54,7 @@ def test_refusals_name_the_argument(case, says, installed):
         HOPPER | {"head_dim": 192, "value_dim": 128, "kv_heads": 4},
         HOPPER | {"head_dim": 256, "window": 5, "logit_softcap": 3.0, "sinks": torch.zeros(4)},
         BLACKWELL | {"head_dim": 192, "value_dim": 128},
+        BLACKWELL | {"deterministic": True},
     ],
 )
 def test_what_it_takes_is_not_refused(case, installed):
@@ -122,6 +124,38 @@ def test_it_compiles_for_blackwell(dims):
     result = compiles(dims, target=ON_BLACKWELL)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["forward", "backward"]
+
+
+@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+@pytest.mark.parametrize("dims", ["8,2,64,64", "8,2,128,128", "4,4,192,128"])
+def test_its_backward_in_order_compiles_for_blackwell(dims):
+    result = compiles(dims, "ordered", target=ON_BLACKWELL)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == ["forward", "backward"]
+
+
+@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+def test_why_no_order_is_asked_of_hopper():
+    result = compiles("8,2,128,128", "ordered")
+    assert result.returncode != 0
+    assert result.stdout.split() == ["forward"]
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_key_blocks_add_to_a_query_block_one_after_the_other(window):
+    """By their numbers, which is the order in which they are launched: none waits for one behind it."""
+    metadata = metadata_of(*random_forest(1, nodes=14, node_lens=(1, 60, 130, 200)), padding=3)
+    by_key = block_plan(metadata, 128, 128, window=window).by_key
+    lists = [by_key.padded(full=full) for full in (False, True)]
+    adds = {}
+    for (counts, blocks), ranks in zip(lists, fa4.write_order(lists), strict=True):
+        assert ranks.shape == blocks.shape
+        for key, count in enumerate(counts):
+            for query, rank in zip(blocks[key, :count], ranks[key, :count], strict=True):
+                adds.setdefault(int(query), []).append((key, int(rank)))
+    assert max(len(keys) for keys in adds.values()) > 3
+    for keys in adds.values():
+        assert [rank for _, rank in sorted(keys)] == list(range(len(keys)))
 
 
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")

@@ -123,7 +123,12 @@ _HOPPER = (
     ),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
-    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
+    _Row(
+        forward=Launch(128, 64, 8, 2),
+        key_value=Launch(32, 128, 8, 2, widest=128),
+        query=Launch(128, 32, 8, 2, widest=64),
+        apart=True,
+    ),
 )
 _BLACKWELL = (
     _Row(
