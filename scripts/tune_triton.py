@@ -4,10 +4,11 @@
     scripts/tune_triton.py                                 # into benchmarks/results/tune_<the GPU's name>.json
     scripts/tune_triton.py --dims 128 128 --part forward   # these alone, and no file but with --output
 
-A launch is block sizes of queries and of keys, the widest part of a head dimension, warps and stages. Those of one kernel run in turn, round by round, on
-the same tensors; a ratio above 1 is that of a launch that is faster than the table's. What does not compile, spills
-registers or gives another result than the table's launch is left out, with its reason. In Triton's interpreter
-(TRITON_INTERPRET=1), where there is no GPU, it shows that the launches compute the same; times mean nothing there.
+A launch is block sizes of queries and of keys, the widest part of a head dimension, warps and stages. Those of one
+kernel run in turn, round by round, on the same tensors; a ratio above 1 is that of a launch that is faster than the
+table's. What does not compile, spills registers or gives another result than the table's launch is left out, with its
+reason. In Triton's interpreter (TRITON_INTERPRET=1), where there is no GPU, it shows that the launches compute the
+same; times mean nothing there.
 """
 
 from __future__ import annotations
