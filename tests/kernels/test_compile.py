@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import compilation
 import pytest
