@@ -11,7 +11,7 @@ import torch
 
 from mcore_prefix_tree.attention import AttentionOptions, Case
 from mcore_prefix_tree.attention.api import check_case
-from mcore_prefix_tree.attention.auto import AUTO, TreeShape, choose
+from mcore_prefix_tree.attention.auto import AUTO, Choice, TreeShape, choose
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore.attention import window_of
 from mcore_prefix_tree.mcore.ranks import all_ranks
@@ -108,6 +108,6 @@ def resolve_backend(
     shape = TreeShape.of([TreeMetadata.from_layout(fold(first_step()))])
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     # Where a kernel is wrong on one machine only, its ranks stop at their first call of it: no two choose differently.
-    choice = all_ranks().gather(choose(case, shape, device_name=name))[0]
+    choice: Choice = all_ranks().gather(choose(case, shape, device_name=name))[0]
     say(f"attention backend {choice.backend}: {choice.reason}")
     return choice.backend
