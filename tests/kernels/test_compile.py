@@ -36,25 +36,31 @@ def assert_keeps_to_registers(report, version=triton.__version__):
         warnings.warn(said, stacklevel=2)
 
 
+# The fast backward at head dims 65 to 128 where warps multiply by themselves: 7 products, for 5. A launch of 4 warps,
+# whose tiles have different rows for each, spills there in one of the two versions of Triton.
+SEVEN_FOR_FIVE = {(architecture, (128, 128), "fast") for architecture in (80, 86, 89, 120)}
+
+
 def assert_fit(architecture, dims, options):
     """Tensor-core instructions in each kernel (an empty one once compiled), side by side, room, nothing spilled."""
-    found = []
+    kernels = set()
     for which in KERNELS:
         case = case_of(architecture, *dims, deterministic=which != "fast", options=OPTIONS[options])
-        found += reports(architecture, which, case)
-    kernels = {"forward_kernel", "delta_kernel", "key_value_kernel", "query_kernel"}
-    assert {report.kernel for report in found} == kernels
-    for report in found:
-        assert report.matrix_instructions > 0 or not report.multiplies, report
-        assert not report.serialized, report
-        # Else the names of instructions have changed, and nothing was counted.
-        assert architecture != 90 or (report.warpgroup_products > 0 and report.warpgroup_waits > 0) == report.multiplies
-        if dims in UP_TO and architecture != 100:
-            # A width that is padded to 256 would multiply a third more, and so would rows that several warps have. The
-            # instructions of a large Blackwell have no shape in their name.
-            assert report.multiplied == report.needed, report
-        assert report.shared <= SHARED_MEMORY[architecture], report
-        assert_keeps_to_registers(report)
+        for report in reports(architecture, which, case):
+            kernels.add(report.kernel)
+            assert report.matrix_instructions > 0 or not report.multiplies, report
+            assert not report.serialized, report
+            # Else the names of instructions have changed, and nothing was counted.
+            counted = report.warpgroup_products > 0 and report.warpgroup_waits > 0
+            assert architecture != 90 or counted == report.multiplies
+            if dims in UP_TO and architecture != 100:
+                # A width that is padded to 256 would multiply a third more, and so would rows that several warps have.
+                # The instructions of a large Blackwell have no shape in their name.
+                seven = (architecture, dims, which) in SEVEN_FOR_FIVE
+                assert report.multiplied * (5 if seven else 7) == report.needed * 7, report
+            assert report.shared <= SHARED_MEMORY[architecture], report
+            assert_keeps_to_registers(report)
+    assert kernels == {"forward_kernel", "delta_kernel", "key_value_kernel", "query_kernel"}
 
 
 @pytest.mark.parametrize(("architecture", "dims"), OFTEN)

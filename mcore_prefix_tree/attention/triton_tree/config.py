@@ -140,7 +140,7 @@ _BLACKWELL = (
     _Row(
         forward=Launch(128, 64, 8, 3),
         key_value=Launch(64, 128, 8, 2),
-        query=Launch(128, 64, 8, 2),
+        query=Launch(128, 64, 8, 2, widest=64),
         fast=Launch(32, 128, 8, 2),
     ),
     _Row(forward=Launch(128, 64, 8, 3), key_value=Launch(64, 128, 8, 2), query=Launch(128, 64, 8, 2)),
@@ -161,7 +161,7 @@ _OTHERS = (
         forward=Launch(128, 32, 8, 3),
         key_value=Launch(32, 64, 4, 2),
         query=Launch(64, 64, 8, 2),
-        fast=Launch(32, 64, 4, 2, widest=64),
+        fast=Launch(32, 64, 8, 2),
     ),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(16, 128, 8, 2), query=Launch(128, 16, 8, 2), apart=True),
     _Row(forward=Launch(128, 16, 8, 2), key_value=Launch(16, 64, 4, 2), query=Launch(64, 16, 4, 2), apart=True),
