@@ -44,6 +44,15 @@ def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: Tr
         leave(USER_ERROR, sentence_of(error))
 
 
+def is_of_this_package(error: BaseException) -> bool:
+    """Return whether this package raised an error: a sentence for users. Errors of others keep their traceback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    package = "" if trace is None else trace.tb_frame.f_globals.get("__package__") or ""
+    return package.partition(".")[0] == "mcore_prefix_tree"
+
+
 def leave(code: int, sentence: str | None = None) -> NoReturn:
     """Exit, and :func:`tell` why."""
     tell(sentence)

@@ -17,7 +17,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-from mcore_prefix_tree.errors import readable_errors
+from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.launchers import adopt_ranks
 
 VARIABLE = "MEGATRON_LM_PATH"
@@ -34,7 +34,7 @@ def main() -> None:
     early.add_argument("--megatron-lm-path")
     known, rest = early.parse_known_args()
     folded = bool({"--prefix-tree", "-h", "--help"} & set(rest))
-    with readable_errors(_is_ours):
+    with readable_errors(is_of_this_package):
         root = use_megatron_lm(known.megatron_lm_path)
         dry_run = "--prefix-tree-dry-run" in rest
         if folded and not dry_run:
@@ -44,25 +44,17 @@ def main() -> None:
                 # Which optional packages are missing one rank of a machine says; a dry run does without them.
                 warnings.simplefilter("ignore")
             # Only now is it known which megatron there is to import.
+            from mcore_prefix_tree.mcore.arguments import check_unused
             from mcore_prefix_tree.mcore.pretrain import launch
         launch.emulate_without_gpu(dry_run=dry_run)
         if folded:
             # Megatron's inference, imported with its training, has Ctrl-C print every rank's stack.
             faulthandler.unregister(signal.SIGINT)
-            launch.prepare(root).run()
+            launch.run(root)
             return
-        launch.check_unused(rest)
+        check_unused(rest)
     sys.argv = [str(root / "pretrain_gpt.py"), *rest]
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether this package raised it: a sentence for users. What Megatron or torch raise keeps its traceback."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    package = "" if trace is None else trace.tb_frame.f_globals.get("__package__") or ""
-    return package.partition(".")[0] == "mcore_prefix_tree"
 
 
 def use_megatron_lm(path: str | None) -> Path:

@@ -1,6 +1,6 @@
 """The arguments that Megatron-LM's ``pretrain_*.py`` scripts gain, and what they refuse.
 
-A site's own script takes them with ``extra_args_provider=add_prefix_tree_args``; see
+Scripts take them with ``extra_args_provider=add_prefix_tree_args``, which also checks the job; see
 :mod:`mcore_prefix_tree.mcore.pretrain`.
 """
 
@@ -45,12 +45,8 @@ def _json_object(text: str) -> dict[str, Any]:
     return found
 
 
-def add_prefix_tree_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group "prefix-tree"; an ``extra_args_provider`` for Megatron-LM's ``pretrain``.
-
-    Returns:
-        ``parser``.
-    """
+def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "prefix-tree" and return the parser."""
     group = parser.add_argument_group(
         title="prefix-tree",
         description="Fold samples that begin with the same tokens and compute every unique token once. "
@@ -238,7 +234,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Refuse what cannot be used with ``--prefix-tree``, from the arguments alone.
 
     Args:
-        args: parsed by Megatron-LM's parser with :func:`add_prefix_tree_args`, validated by it or not yet.
+        args: parsed by Megatron-LM's parser with :func:`add_argument_group`, validated by it or not yet.
 
     Raises:
         ArgumentError: one sentence for every argument at fault.

@@ -227,14 +227,13 @@ MEGATRON_LM = (
     Uses("megatron.training.arguments:core_transformer_config_from_args", "args"),
     Uses("megatron.training.checkpointing:load_args_from_checkpoint", "args"),
     Uses("megatron.training.theoretical_memory_usage:compute_weight_and_optimizer_memory", "args"),
-    Uses(
-        "megatron.core.models.gpt:GPTModel",
-        keywords="config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
-        "fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights position_embedding_type "
-        "rotary_percent rotary_base rope_scaling seq_len_interpolation_factor vp_stage pg_collection",
-    ),
     Uses("megatron.core.transformer.spec_utils:import_module", "module_path"),
+    Uses("megatron.core.num_microbatches_calculator:init_num_microbatches_calculator"),
+    Uses("megatron.core.num_microbatches_calculator:destroy_num_microbatches_calculator"),
     Uses("megatron.core.num_microbatches_calculator:get_num_microbatches"),
+    Uses("megatron.core.num_microbatches_calculator:get_current_global_batch_size"),
+    Uses("megatron.core.num_microbatches_calculator:update_num_microbatches", "consumed_samples", "consistency_check"),
+    Uses("megatron.core.safe_globals:SAFE_GLOBALS"),
     Uses("megatron.core.rerun_state_machine:get_rerun_state_machine"),
     Uses("megatron.core.utils:StragglerDetector"),
     Uses("megatron.core.enums:ModelType.encoder_or_decoder"),

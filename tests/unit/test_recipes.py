@@ -12,7 +12,7 @@ import pytest
 from recipe_launches import LAUNCH, RECIPES, ROOT, Call, launch, slurm
 from torch.distributed.run import parse_args as parse_torchrun
 
-from mcore_prefix_tree.mcore.arguments import add_prefix_tree_args
+from mcore_prefix_tree.mcore.arguments import add_argument_group
 from mcore_prefix_tree.recipe import load_recipe
 
 SHELL_FILES = sorted([*RECIPES, *LAUNCH.iterdir()])
@@ -81,7 +81,7 @@ def test_every_launcher_starts_the_same_job(tmp_path: Path, recipe: Path) -> Non
 def test_the_arguments_fit_each_other_and_the_machines(tmp_path: Path, recipe: Path) -> None:
     call = launch(tmp_path, "dry_run.sh", recipe).call
     options = options_of(call.words[2:])
-    ours, _ = add_prefix_tree_args(argparse.ArgumentParser()).parse_known_args(
+    ours, _ = add_argument_group(argparse.ArgumentParser()).parse_known_args(
         [word for name, values in options.items() if name.startswith("--prefix-tree") for word in (name, *values)],
         argparse.Namespace(dataloader_type=None),
     )

@@ -18,7 +18,7 @@ import torch
 
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.mcore.arguments import add_prefix_tree_args
+from mcore_prefix_tree.mcore.arguments import add_argument_group
 from mcore_prefix_tree.testing.emulation import enable_training
 
 if not torch.cuda.is_available():
@@ -75,12 +75,12 @@ def main() -> None:
     if "cfg_container" not in inspect.signature(pretrain).parameters:
         model = partial(model_provider, gpt_builder)
         kind = ModelType.encoder_or_decoder
-        pretrain(datasets_provider, model, kind, forward_step, extra_args_provider=add_prefix_tree_args)
+        pretrain(datasets_provider, model, kind, forward_step, extra_args_provider=add_argument_group)
         return
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    args = parse_and_validate_args(extra_args_provider=add_prefix_tree_args)
+    args = parse_and_validate_args(extra_args_provider=add_argument_group)
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args, check_arguments, check_unused
+from mcore_prefix_tree.mcore.arguments import ArgumentError, add_argument_group, check_arguments, check_unused
 from mcore_prefix_tree.pretrain_gpt import use_megatron_lm
 
 FOLDED = ("--prefix-tree", "--prefix-tree-data-path", "a.jsonl", "b.jsonl", "--prefix-tree-max-tokens", "100")
@@ -34,7 +34,7 @@ def parse(*arguments: str) -> argparse.Namespace:
     parser.add_argument("--gtp-weight-remat-size", type=int)
     parser.add_argument("--non-persistent-ckpt-type")
     parser.add_argument("--iterations-to-skip", nargs="+", type=int, default=[])
-    assert add_prefix_tree_args(parser) is parser
+    assert add_argument_group(parser) is parser
     return parser.parse_args(arguments)
 
 
@@ -136,7 +136,7 @@ def test_the_group_without_the_flag_is_refused() -> None:
 
 
 def test_help_is_a_group_of_its_own() -> None:
-    text = add_prefix_tree_args(argparse.ArgumentParser()).format_help()
+    text = add_argument_group(argparse.ArgumentParser()).format_help()
     group = text.split("\nprefix-tree:\n")[1]
     assert "--prefix-tree-dry-run" in group
     assert "--global-batch-size" in group

@@ -87,9 +87,9 @@ def test_too_small_a_budget_names_the_micro_batch_size_that_fits() -> None:
 def test_steps_are_checked_before_training() -> None:
     loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, shuffle=False)
     with pytest.raises(ArgumentError, match="the first of these samples is sample 0"):
-        check_steps(loners, size(2, 4), folding(max_tokens=75), consumed=0, end=10**9)
-    check_steps(loners, size(2, 4), folding(max_tokens=75), consumed=0, end=8)
-    check_steps(loners, size(2, 4), folding(max_tokens=100), consumed=0, end=10**9)
+        check_steps(loners, lambda _: size(2, 4), folding(max_tokens=75), consumed=0, end=10**9)
+    check_steps(loners, lambda _: size(2, 4), folding(max_tokens=75), consumed=0, end=8)
+    check_steps(loners, lambda _: size(2, 4), folding(max_tokens=100), consumed=0, end=10**9)
 
 
 def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
 
     def fits(epoch: int) -> bool:
         try:
-            check_steps(shuffled, step, tight, consumed=16 * epoch, end=16 * epoch + 16)
+            check_steps(shuffled, lambda _: step, tight, consumed=16 * epoch, end=16 * epoch + 16)
         except ArgumentError:
             return False
         return True
@@ -108,10 +108,10 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
     first = next(epoch for epoch in range(100) if not fits(epoch))
     assert first > 0
     with pytest.raises(ArgumentError, match="need"):
-        check_steps(shuffled, step, tight, consumed=0, end=10**9)
-    check_steps(shuffled, step, tight, consumed=0, end=16 * first)
+        check_steps(shuffled, lambda _: step, tight, consumed=0, end=10**9)
+    check_steps(shuffled, lambda _: step, tight, consumed=0, end=16 * first)
     monkeypatch.setattr(steps, "CHECKED_SAMPLES", 16)
-    check_steps(shuffled, step, tight, consumed=0, end=10**9)
+    check_steps(shuffled, lambda _: step, tight, consumed=0, end=10**9)
 
 
 def test_a_micro_batch_leaves_the_device_though_megatron_keeps_it() -> None:

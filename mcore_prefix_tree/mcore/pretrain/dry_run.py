@@ -13,14 +13,9 @@ from megatron.training.theoretical_memory_usage import compute_weight_and_optimi
 
 from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.pretrain.memory import activation_bytes, warm_up_bytes
-from mcore_prefix_tree.mcore.pretrain.providers import (
-    constant_size,
-    evaluation_size,
-    folding_of,
-    training_order,
-    validation_order,
-    work_of,
-)
+from mcore_prefix_tree.mcore.pretrain.providers import training_order, validation_order
+from mcore_prefix_tree.mcore.pretrain.settings import folding_of, work_of
+from mcore_prefix_tree.mcore.pretrain.sizes import evaluation_size, megatrons_calculator, size_at
 from mcore_prefix_tree.mcore.pretrain.steps import check_steps, plan_exactly
 from mcore_prefix_tree.plan import Bound, ForestPlan
 from mcore_prefix_tree.sample import Sample
@@ -36,24 +31,26 @@ def dry_run(args: argparse.Namespace) -> str:
     the longest.
 
     Args:
-        args: validated, with what :func:`tree_transformer_config` changes in them.
+        args: validated, with what :func:`checked_config` changes in them.
 
     Raises:
         ArgumentError: a step does not fit its micro-batches.
         SampleError: bad data.
     """
-    size = constant_size(args)
     folding = folding_of(args, device=torch.device("cpu"))
     order = training_order(args)
     end = args.train_samples or (args.train_iters or 0) * args.global_batch_size or order.samples_per_epoch
-    check_steps(order, size, folding, consumed=0, end=end)
+    with megatrons_calculator(args):
+        check_steps(order, lambda start: size_at(args, start), folding, consumed=0, end=end)
+        size = size_at(args, 0)
     if args.prefix_tree_valid_data_path and args.eval_iters:
         validation, evaluated = validation_order(args), evaluation_size(args)
         interval = args.eval_interval or end
         # Since core_v0.19 the first ones may be left out.
         left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
         evaluations = 1 + end // args.global_batch_size // interval - left_out
-        check_steps(validation, evaluated, folding, consumed=0, end=evaluations * args.eval_iters * evaluated.samples)
+        end = evaluations * args.eval_iters * evaluated.samples
+        check_steps(validation, lambda _: evaluated, folding, consumed=0, end=end)
     samples = order.take(0, size.samples)
     plan = plan_exactly(samples, size, folding)
 

@@ -12,6 +12,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
 
+from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_sft_loss
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.pretrain.steps import StepMicroBatch, StepStats
@@ -21,6 +22,7 @@ from mcore_prefix_tree.upload import upload
 LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
+@readable_errors(is_of_this_package)
 def tree_forward_step(
     data_iterator: Iterator[StepMicroBatch], model: Any
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:

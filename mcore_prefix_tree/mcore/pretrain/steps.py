@@ -265,15 +265,27 @@ class StepIterator(Iterator[StepMicroBatch]):
 CHECKED_SAMPLES = 1_000_000
 
 
-def check_steps(order: SampleOrder, size: StepSize, folding: Folding, *, consumed: int, end: int) -> None:
-    """See that the steps from ``consumed`` samples to ``end`` fit their micro-batches, each epoch in its own order.
+def check_steps(
+    order: SampleOrder, size_at: Callable[[int], StepSize], folding: Folding, *, consumed: int, end: int
+) -> None:
+    """Check that the steps from ``consumed`` samples to ``end`` fit their micro-batches, each epoch in its own order.
 
     Of a longer job the first :data:`CHECKED_SAMPLES`, or the first epoch if that is more; of streamed samples, which
     are read and encoded for it, the first epoch.
+
+    Args:
+        order: of the samples.
+        size_at: size of the step that begins after so many samples.
+        folding: of the job.
+        consumed: samples before the first step.
+        end: samples after which no step begins.
 
     Raises:
         ArgumentError: see :func:`check_fits`.
     """
     checked = order.samples_per_epoch if order.is_streamed else max(CHECKED_SAMPLES, order.samples_per_epoch)
-    for start in range(consumed, min(end, consumed + checked), size.samples):
+    start, end = consumed, min(end, consumed + checked)
+    while start < end:
+        size = size_at(start)
         check_fits(order.take(start, size.samples), size, folding)
+        start += size.samples
