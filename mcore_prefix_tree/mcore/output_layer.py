@@ -119,6 +119,9 @@ def _why_not(layer: Any) -> str | None:
         return f"output_layer of class {kind.__name__}, which computes its logits in its own way"
     if layer.bias is not None:
         return "an output layer with a bias"
+    # Since core_v0.20, Megatron-LM's --output-logit-dtype.
+    if getattr(layer, "output_dtype", None) not in (None, layer.config.params_dtype):
+        return f"an output layer with output_dtype={layer.output_dtype}, another than that of the weights"
     if layer.config.defer_embedding_wgrad_compute:
         return "defer_embedding_wgrad_compute=True, for which stock Megatron keeps the gradient of the logits"
     return None

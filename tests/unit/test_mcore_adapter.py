@@ -6,14 +6,14 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.arguments import ArgumentError, add_prefix_tree_args
+from mcore_prefix_tree.mcore.arguments import ArgumentError
+from mcore_prefix_tree.mcore.pretrain.command_line import add_prefix_tree_args
 
 ADAPTER = "mcore_prefix_tree.mcore.pretrain.adapter"
 Load = Callable[..., Any]
@@ -21,14 +21,14 @@ Load = Callable[..., Any]
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Import the adapter where ``megatron.training`` has the ``pretrain`` and ``parse_args`` that are given."""
+    """Import the adapter where ``megatron.training`` has the ``pretrain`` that is given."""
 
-    def load(pretrain: Any, parse_args: Any = lambda extra_args_provider: None) -> Any:
+    def load(pretrain: Any) -> Any:
         modules = {name: ModuleType(name) for name in ("megatron.training", "megatron.training.arguments")}
         utils = modules["megatron.training.argument_utils"] = ModuleType("megatron.training.argument_utils")
         modules["megatron.training"].pretrain = pretrain  # type: ignore[attr-defined]
+        modules["megatron.training"].__file__ = "checkout/megatron/training/__init__.py"
         arguments = modules["megatron.training.arguments"]
-        arguments.parse_args = parse_args  # type: ignore[attr-defined]
         arguments.parse_and_validate_args = lambda **settings: settings  # type: ignore[attr-defined]
         utils.pretrain_cfg_container_from_args = lambda args: ("container of", args)  # type: ignore[attr-defined]
         for name, module in modules.items():
@@ -67,19 +67,15 @@ def test_every_form_gets_the_same(load: Load, signature: str, monkeypatch: pytes
     pretrain, seen = recorder(signature)
     adapter = load(pretrain)
     monkeypatch.setattr(compat, "MEGATRON_LM", ())
-    adapter.check_megatron_lm(Path("checkout"))
+    adapter.check_megatron_lm()
     adapter.run_pretrain("datasets", "model", "step", args_defaults={"vocab_size": 8})
     given = ("train_valid_test_dataset_provider", "model_provider", "forward_step_func")
     assert [seen[name] for name in given] == ["datasets", "model", "step"]
     assert seen["model_type"].name == "encoder_or_decoder"
-    arguments = {"extra_args_provider": add_prefix_tree_args, "args_defaults": {"vocab_size": 8}}
-    args = argparse.Namespace(rotary_seq_len_interpolation_factor=2)
-    if "cfg_container" in seen:
-        assert seen["cfg_container"] == ("container of", arguments)
-        assert adapter.model_arguments(args) == {"seq_len_interpolation_factor": 2}
-    else:
-        assert adapter.model_arguments(args) == {}
-        assert {name: seen[name] for name in arguments} == arguments
+    arguments = seen["cfg_container"][1] if "cfg_container" in seen else seen
+    assert arguments["args_defaults"] == {"vocab_size": 8}
+    assert arguments["extra_args_provider"].func is add_prefix_tree_args
+    assert arguments["extra_args_provider"].keywords == {"args_defaults": {"vocab_size": 8}}
 
 
 @pytest.mark.parametrize(
@@ -93,31 +89,34 @@ def test_every_form_gets_the_same(load: Load, signature: str, monkeypatch: pytes
 def test_another_form_is_refused(load: Load, signature: str) -> None:
     adapter = load(recorder(signature)[0])
     with pytest.raises(ArgumentError, match=r"checkout is Megatron-LM .*; check out one of these"):
-        adapter.check_megatron_lm(Path("checkout"))
+        adapter.check_megatron_lm()
 
 
 def test_what_else_moved_is_told(load: Load) -> None:
     """The fake has no get_args."""
     adapter = load(recorder(CORE_019)[0])
     with pytest.raises(compat.MegatronCoreError, match=r"lacks .*: megatron\.training\.get_args; "):
-        adapter.check_megatron_lm(Path("checkout"))
+        adapter.check_megatron_lm()
 
 
 def test_help_of_a_parser_that_cannot_be_shown(
-    load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def parse_args(extra_args_provider: Any) -> Any:
-        parser = extra_args_provider(argparse.ArgumentParser())
-        parser.add_argument("--headroom", help="of 10%)")
-        return parser.parse_args()
-
-    adapter = load(recorder(CORE_019)[0], parse_args)
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", "--help"])
+    megatrons = argparse.ArgumentParser()
+    megatrons.add_argument("--headroom", help="of 10%)")
+    parser = add_prefix_tree_args(megatrons)
     with pytest.raises(SystemExit) as left:
-        adapter.parse_command_line()
+        parser.parse_args(["--help"])
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert "--prefix-tree-max-tokens N" in shown
     assert "cannot show its own arguments: unsupported format character" in shown
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", "--headroom", "1"])
-    assert adapter.parse_command_line().headroom == "1"
+    assert parser.parse_args(["--headroom", "1"]).headroom == "1"
+
+
+def test_arguments_without_the_flag_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = add_prefix_tree_args(argparse.ArgumentParser())
+    with pytest.raises(SystemExit) as left:
+        parser.parse_args(["--prefix-tree-max-tokens", "1"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "error: --prefix-tree-max-tokens needs --prefix-tree, which is missing\n"

@@ -1,4 +1,4 @@
-"""What ``mcore_prefix_tree.pretrain_gpt`` says to many command lines, up to where it would start the job.
+"""What the parser of ``add_prefix_tree_args`` says to many command lines, up to where Megatron-LM would start the job.
 
 ``python refusals.py CASES ANSWERS``: two files of JSON, a list of lists of words, and for each what is refused or null.
 A word NAME=VALUE is of the environment; GPUS=2 are GPUs that this process pretends to see. One process for all of them,
@@ -14,12 +14,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
-from mcore_prefix_tree.errors import USER_ERRORS, sentence_of
 from mcore_prefix_tree.pretrain_gpt import use_megatron_lm
 
 TWO_RANKS = {"--context-parallel-size", "--expert-model-parallel-size", "--tensor-model-parallel-size"}
@@ -28,27 +27,36 @@ TWO_RANKS = {"--context-parallel-size", "--expert-model-parallel-size", "--tenso
 def main(cases: Path, answers: Path) -> None:
     warnings.simplefilter("ignore")
     os.environ["MASTER_ADDR"] = "localhost"
-    root = use_megatron_lm(None)
+    use_megatron_lm(None)
     from mcore_prefix_tree.mcore.pretrain import launch
 
     launch.emulate_without_gpu(dry_run=True)
     told: list[str | None] = []
+    from megatron.training.arguments import parse_args
+
+    from mcore_prefix_tree.mcore.pretrain.command_line import add_prefix_tree_args
+
+    door = partial(parse_args, partial(add_prefix_tree_args, args_defaults={}))
     for words in json.loads(cases.read_text()):
         variables = dict(word.split("=") for word in words if re.match("[A-Z_]+=", word))
         sys.argv = ["pretrain_gpt", *(word for word in words if word.partition("=")[0] not in variables)]
-        variables["WORLD_SIZE"] = "2" if TWO_RANKS & set(words) else "1"
+        variables.setdefault("WORLD_SIZE", "2" if TWO_RANKS & set(words) else "1")
         with mock.patch.dict(os.environ, variables), seeing_gpus(int(variables.get("GPUS", "0"))):
-            told.append(refusal(launch, root))
+            told.append(refusal(door))
     answers.write_text(json.dumps(told))
 
 
-def refusal(launch: ModuleType, root: Path) -> str | None:
+def refusal(parse: Callable[[], object]) -> str | None:
+    said = io.StringIO()
+    # A rank that does not speak first waits to be ended; a dry run would read the data.
+    alone = mock.patch("mcore_prefix_tree.errors._PATIENCE_S", 0)
+    dry = mock.patch("mcore_prefix_tree.mcore.pretrain.dry_run.dry_run", return_value="")
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            launch.prepare(root)
-    except USER_ERRORS as error:
-        return sentence_of(error)
-    return None
+        with alone, dry, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            parse()
+    except SystemExit:
+        pass
+    return said.getvalue().removeprefix("error: ").rstrip("\n") or None
 
 
 @contextlib.contextmanager

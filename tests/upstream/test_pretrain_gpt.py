@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sysconfig
 from pathlib import Path
 
 import pyarrow
@@ -201,16 +203,90 @@ else:
 """
 
 
-def test_a_sites_own_script_takes_three_lines(stock: Stock, tmp_path: Path) -> None:
+@pytest.fixture
+def site_script(tmp_path: Path) -> tuple[str, ...]:
     script = tmp_path / "pretrain_site.py"
     script.write_text(SITE_SCRIPT)
+    return (str(script),)
+
+
+def test_a_sites_own_script_takes_three_lines(stock: Stock, site_script: tuple[str, ...]) -> None:
     common = (CPU, MODEL, TRAIN, "--tokenizer-type NullTokenizer --exit-interval 2")
-    folded = trained((str(script),), *common, FOLDED, stock.data)
+    folded = trained(site_script, *common, FOLDED, stock.data)
     assert folded.losses[1] == pytest.approx(stock.losses[1], rel=LOSS)
     assert folded.losses[2] == pytest.approx(stock.losses[2], rel=LOSS)
-    own = trained((str(script),), *common, "--mock-data --vocab-size 127 --micro-batch-size 8")
+    own = trained(site_script, *common, "--mock-data --vocab-size 127 --micro-batch-size 8")
     assert len(own.losses) == 2
     assert "fold ratio" not in own.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--hidden-dropout 0.1", "hidden_dropout=0.1"),
+        ("--use-distributed-optimizer --save saved", "--use-distributed-optimizer with --save"),
+        ("--micro-batch-size 5", "Megatron-LM does not take these arguments: "),
+        ("--prefix-tree-max-tokens 48", "--prefix-tree-max-tokens=48"),
+    ],
+)
+def test_a_sites_own_script_refuses_with_one_sentence(
+    stock: Stock, site_script: tuple[str, ...], arguments: str, sentence: str
+) -> None:
+    """And needs no tokenizer of Megatron's."""
+    run = megatron(site_script, CPU, MODEL, TRAIN, FOLDED, stock.data, arguments, ranks=2)
+    assert "exitcode  : 2 " in run.output
+    (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert sentence in line
+    assert 'pretrain_site.py", line' not in run.output, "a sentence, no traceback"
+    assert not run.losses
+
+
+def test_a_sites_own_script_plans_a_dry_run(stock: Stock, site_script: tuple[str, ...]) -> None:
+    run = trained(site_script, CPU, MODEL, TRAIN, FOLDED, stock.data, "--prefix-tree-dry-run", ranks=2)
+    assert run.output.count(f"{BATCH} a step, in 2 micro-batches on each of 2 data-parallel ranks") == 1
+    assert not run.losses
+
+
+def test_a_provider_refuses_a_dry_run_that_passed_the_parser(stock: Stock, site_script: tuple[str, ...]) -> None:
+    script = Path(site_script[0])
+    lost = "extra_args_provider=lambda parser: add_prefix_tree_args(parser) and parser"
+    script.write_text(SITE_SCRIPT.replace("extra_args_provider=add_prefix_tree_args", lost))
+    tokenizer = "--tokenizer-type NullTokenizer"
+    run = megatron(site_script, CPU, MODEL, TRAIN, FOLDED, stock.data, tokenizer, "--prefix-tree-dry-run")
+    (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert "has to return the parser that add_prefix_tree_args returns" in line
+    assert not run.losses
+
+
+def test_helpers_are_built_for_the_running_python(
+    stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where python3-config is another Python's, and python3 has no pybind11."""
+    root, others = tmp_path / "checkout", tmp_path / "bin"
+    checkout = Path(os.environ[VARIABLE])
+    shutil.copytree(checkout / "megatron", root / "megatron", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copy(checkout / "gpt_builders.py", root)
+    others.mkdir()
+    for name, script in {"python3-config": "echo .cpython-30-other.so", "python3": "exit 1"}.items():
+        (others / name).write_text(f"#!/bin/sh\n{script}\n")
+        (others / name).chmod(0o755)
+    monkeypatch.setenv(VARIABLE, str(root))
+    monkeypatch.setattr("megatron_lm.search_path", lambda: f"{others}{os.pathsep}{os.environ['PATH']}")
+    trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, stock.data, "--exit-interval 1")
+    built = [path.name for path in (root / "megatron/core/datasets").glob("helpers_cpp*")]
+    assert built == [f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"]
+
+
+def test_the_dry_run_plans_the_first_step_of_a_ramp_up(stock: Stock) -> None:
+    if "rampup_batch_size" not in (Path(os.environ[VARIABLE]) / "megatron/training/arguments.py").read_text():
+        pytest.skip("this Megatron-LM has no --rampup-batch-size")
+    samples = TRAIN.replace(f"--train-iters {ITERATIONS}", "--train-samples 200").replace("--lr-warmup-iters 2", "")
+    ramp = "--rampup-batch-size 8 4 64 --prefix-tree-dry-run"
+    run = trained(ENTRY, CPU, MODEL, samples, FOLDED, stock.data, ramp)
+    assert "8 a step, in 2 micro-batches on each of 1 data-parallel ranks" in run.output
+    # The second size, 12, is none of eights.
+    run = megatron(ENTRY, CPU, MODEL, samples, FOLDED, stock.data, ramp, "--micro-batch-size 8")
+    assert "batch size (12) is not divisible by micro-batch-size (8)" in run.output
 
 
 def test_help_has_a_group_of_its_own() -> None:

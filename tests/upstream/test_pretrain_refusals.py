@@ -23,6 +23,8 @@ MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall"
 BIASED = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 LATENT = "without --group-query-attention --no-rope-fusion -- --multi-latent-attention"
 
+INTERLEAVED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+
 # Arguments, and how what is said of them begins after "prefix-tree training does not support ".
 SPINE = [
     ("--context-parallel-size 2", "context_parallel_size=2"),
@@ -102,6 +104,13 @@ OTHER = [
         "--multi-latent-attention needs --transformer-impl transformer_engine: megatron-core's own attention has one ",
     ),
     ("--use-distributed-optimizer --save s", "--use-distributed-optimizer with --save: without the FusedAdam of "),
+    # In Megatron's own words, which differ between its versions.
+    ("--micro-batch-size 5", "Megatron-LM does not take these arguments: "),
+    ("--micro-batch-size 32 --prefix-tree-dry-run", "Megatron-LM does not take these arguments: "),
+    (
+        f"WORLD_SIZE=4 {INTERLEAVED} --micro-batch-size 8",
+        "a step has 1 micro-batches on each rank, but an interleaved pipeline of 2 stages takes them 2 at a time",
+    ),
     ("--prefix-tree-length-buckets 8", "--prefix-tree-length-buckets: the largest, 8, cannot hold a micro-batch"),
 ]
 ACCEPTED = [

@@ -14,7 +14,10 @@ and with core_v0.19, whose scripts parse the arguments themselves, the second an
     datasets, model, step = prefix_tree_providers(train_valid_test_datasets_provider, None, forward_step)
     pretrain(container, datasets, ModelType.encoder_or_decoder, step, model_provider=model)
 
-Without ``--prefix-tree`` the script's own three are called. ``python -m mcore_prefix_tree.pretrain_gpt`` is the entry
-for those who have no script of their own. What is in this package and imports ``megatron.training`` needs Megatron-LM
-on the path.
+``add_prefix_tree_args`` checks the job when its command line is parsed, and ends a dry run there; a script that gives
+Megatron-LM ``args_defaults`` gives them to it too, with ``functools.partial``. An ``extra_args_provider`` that adds
+arguments of its own returns the parser that it returns. Without ``--prefix-tree`` the script's own three are called.
+
+``python -m mcore_prefix_tree.pretrain_gpt`` is the entry for those who have no script of their own. What is in this
+package and imports ``megatron.training`` needs Megatron-LM on the path.
 """

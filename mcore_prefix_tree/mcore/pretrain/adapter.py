@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import megatron.training
+from megatron import training
 from megatron.core.enums import ModelType
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import pretrain
@@ -37,7 +37,7 @@ _LAYERS = "mcore_prefix_tree_layers"
 
 def checkout() -> Path:
     """Return the folder of the Megatron-LM that is imported."""
-    return Path(megatron.training.__file__).resolve().parents[2]
+    return Path(str(training.__file__)).resolve().parents[2]
 
 
 def check_megatron_lm() -> None:

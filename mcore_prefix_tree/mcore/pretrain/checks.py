@@ -78,12 +78,22 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
         return None
     # First, because what folding cannot do may also need, for Megatron's validation, what is not installed.
     check_config(_as_config(args))
+    validated = _complete(args)
     try:
-        validated = _validated(args, args_defaults or {})
+        _validate(validated, args_defaults or {})
     except ArgumentError:
-        if args_defaults is None and not args.prefix_tree_dry_run:
-            return None  # with the script's own defaults they may be right; if not, Megatron refuses them itself
-        raise
+        if args_defaults is not None or args.prefix_tree_dry_run:
+            raise
+        # With the script's own defaults the rest may be right; if not, Megatron refuses it itself.
+        sizes = (
+            validated.global_batch_size,
+            validated.micro_batch_size,
+            getattr(validated, "data_parallel_size", None),
+        )
+        if None not in sizes:
+            with _megatrons_refusals(), megatrons_calculator(validated):
+                pass
+        return None
     config = checked_config(validated)
     with _megatrons_refusals(), megatrons_calculator(validated):
         check_sizes(validated)
@@ -247,22 +257,25 @@ def _as_config(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**unset | vars(args) | {"num_moe_experts": args.num_experts})
 
 
-def _validated(args: argparse.Namespace, args_defaults: Mapping[str, Any]) -> argparse.Namespace:
-    """Return a copy of the arguments as Megatron's validation leaves them, without what it prints.
+def _complete(args: argparse.Namespace) -> argparse.Namespace:
+    """Return a copy of parsed arguments with what Megatron adds of the environment, such as the number of ranks."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        parsed = parse_args(add_argument_group, ignore_unknown_args=True)
+    return argparse.Namespace(**vars(parsed) | vars(copy.deepcopy(args)))
+
+
+def _validate(args: argparse.Namespace, args_defaults: Mapping[str, Any]) -> None:
+    """Let Megatron validate arguments, without what it prints.
 
     Raises:
         ArgumentError: Megatron refuses the arguments.
     """
     with _megatrons_refusals(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # After its parser Megatron adds what the environment says, such as the number of ranks.
-        parsed = parse_args(add_argument_group, ignore_unknown_args=True)
-        validated = argparse.Namespace(**vars(parsed) | vars(copy.deepcopy(args)))
-        validate_args(validated, dict(args_defaults))
+        validate_args(args, dict(args_defaults))
     if args.prefix_tree_dry_run and not HAVE_TE:
         # Where the job runs there is TransformerEngine; without it upstream's config refuses its fused rope.
-        validated.apply_rope_fusion = False
-    return validated
+        args.apply_rope_fusion = False
 
 
 @contextlib.contextmanager

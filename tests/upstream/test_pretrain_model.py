@@ -1,0 +1,63 @@
+"""The model of a folded job is the one that the checkout's own builder makes, but for layers that follow the tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megatron_lm import CPU, FOLDED, MODEL, TRAIN, VARIABLE, search_path
+
+if VARIABLE not in os.environ:
+    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+pytest.importorskip("triton", reason="megatron.training imports triton")
+
+SCRIPT = Path(__file__).with_name("built_models.py")
+COMMON = f"{CPU} {MODEL} {TRAIN} {FOLDED} --prefix-tree-data-path /dev/null"
+TIED = COMMON.replace("--untie-embeddings-and-output-weights ", "")
+CASES = {
+    "as it is": COMMON,
+    "tied": f"{TIED} --normalization LayerNorm --qk-layernorm --padded-vocab-size 256 --max-position-embeddings 96",
+    "rope": f"{COMMON} --rotary-percent 0.5 --rotary-base 500 --use-rope-scaling",
+    "interpolated rope": f"{COMMON} --rotary-seq-len-interpolation-factor 2",
+    "learned positions": f"{COMMON} --position-embedding-type learned_absolute",
+    "experts": f"{COMMON} --num-experts 4 --moe-token-dispatcher-type alltoall --qk-l2-norm "
+    "--make-vocab-size-divisible-by 64",
+    "spec": f"{COMMON} --spec mcore_prefix_tree.mcore.layer_specs gpt_layer_local",
+}
+NEWER = {"logits of another type": ("--output-logit-dtype", f"{COMMON} --output-logit-dtype bf16 --bf16")}
+# What a builder reads and these cases do not change: read where there is no --padded-vocab-size, refused with
+# --prefix-tree, without layers of a CPU, or of multi-token prediction, which is refused.
+UNCHANGED = {
+    *("vocab_size", "yaml_cfg", "use_legacy_models", "experimental_attention_variant", "transformer_impl"),
+    *("heterogeneous_layers_config_path", "mtp_num_layers", "fp16_lm_cross_entropy"),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    folder = tmp_path_factory.mktemp("models")
+    arguments = (Path(os.environ[VARIABLE]) / "megatron" / "training" / "arguments.py").read_text()
+    cases = CASES | {name: words for name, (option, words) in NEWER.items() if option in arguments}
+    (folder / "cases").write_text(json.dumps([words.split() for words in cases.values()]))
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder / "cases"), str(folder / "answers")],
+        check=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": search_path(), "MASTER_ADDR": "localhost"},
+    )
+    return dict(zip([*cases, "unchanged"], json.loads((folder / "answers").read_text()), strict=True))
+
+
+@pytest.mark.parametrize("case", [*CASES, *NEWER])
+def test_tree_model_is_the_stock_model(answers: dict[str, list[str]], case: str) -> None:
+    if case not in answers:
+        pytest.skip("this Megatron-LM has no such argument")
+    assert answers[case] == []
+
+
+def test_every_argument_of_the_builder_is_tried(answers: dict[str, list[str]]) -> None:
+    assert set(answers["unchanged"]) <= UNCHANGED
