@@ -157,7 +157,7 @@ def run(
     recipe = recipe_of(recipe_path, overrides, unfolded=unfolded)
     prompts_per_step = recipe.batch.per_step // COMPLETIONS
     lines = [line for line in iter_sample_groups(recipe.data.path) if line]
-    order = SampleOrder(lines, seed=recipe.seed, shuffle=True, whole_steps=prompts_per_step)
+    order = SampleOrder(lines, seed=recipe.seed, order="shuffled", step=prompts_per_step, whole_steps=True)
     generator = torch.Generator().manual_seed(recipe.seed)
     curve = []
     with session(recipe) as place, open_logs(recipe.log, done=0, say=print) as log:

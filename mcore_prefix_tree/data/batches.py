@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.data.folded import deal_runs, trie_order
 from mcore_prefix_tree.data.same import checksum
 from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.sample import Sample, SampleError
@@ -26,26 +27,48 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_S = 1.0
 
 
-class SampleOrder:
-    """An endless sequence of samples, epoch after epoch.
+Order = Literal["shuffled", "folded", "file"]
 
-    Lines are drawn in a new order each epoch; the samples of one line stay together, because they share their prefix.
+
+class _Epoch(NamedTuple):
+    """What an epoch draws, piece by piece.
+
+    Attributes:
+        number: from 0.
+        lines: of which each piece is.
+        first: samples of the line before the piece.
+        ends: what is consumed at the end of each piece, in samples or lines.
+    """
+
+    number: int
+    lines: Int64Array
+    first: Int64Array
+    ends: Int64Array
+
+
+class SampleOrder:
+    """An endless sequence of samples, epoch after epoch; each epoch takes each sample once.
+
+    The samples of one line stay together, because they share their prefix.
 
     Args:
         groups: the samples of each line, at least one sample in all: a list of lists, or what reads them as needed.
         seed: of the order.
-        shuffle: False keeps the order of the files in every epoch.
-        by_line: what is consumed is counted in lines and not in samples; so a batch takes whole lines, however many
+        order: ``shuffled`` draws the lines in a new order each epoch. ``folded`` deals neighbours in the trie to the
+            same step, see :mod:`mcore_prefix_tree.data.folded`; it needs ``step`` and holds the samples in memory.
+            ``file`` keeps the order of the files in every epoch.
+        by_line: count what is consumed in lines and not in samples, so that a batch takes whole lines, however many
             samples each has.
-        whole_steps: of how many samples, or lines, if steps take whole lines and no line twice: an epoch then ends with
-            its last whole step. Counted in samples, all lines have as many, a divisor of that.
+        step: samples, or lines, of a step.
+        whole_steps: steps take whole lines and no line twice: an epoch ends with its last whole step. Counted in
+            samples, all lines have as many, a divisor of ``step``. Needs ``step``.
 
     Attributes:
         per_epoch: how many samples, or lines, an epoch draws.
         left_out: how many it draws less than there are.
 
     Raises:
-        ValueError: there are no samples, or not enough for one step.
+        ValueError: there are no samples, or not enough for one step; or ``folded`` samples are streamed.
     """
 
     def __init__(
@@ -53,28 +76,33 @@ class SampleOrder:
         groups: Sequence[Sequence[Sample]],
         *,
         seed: int,
-        shuffle: bool,
+        order: Order,
         by_line: bool = False,
-        whole_steps: int | None = None,
+        step: int | None = None,
+        whole_steps: bool = False,
     ) -> None:
         self.groups = groups
         self.by_line = by_line
+        self.order = order
+        self.step = step
         self._seed = seed
-        self._shuffle = shuffle
+        self._whole_steps = whole_steps
+        assert step is not None or not (whole_steps or order == "folded"), "they are about steps"
+        if order == "folded" and self.is_streamed:
+            raise ValueError("the folded order sorts all samples in memory, and these are streamed")
         sizes = groups.sizes if isinstance(groups, StreamedGroups) else np.array([len(group) for group in groups], int)
         self._sizes = sizes.astype(np.int64)
         self._lines = np.flatnonzero(sizes)
-        # Of the epoch that was asked for last: its number, lines, and what is consumed at the end of each line.
-        self._drawn: tuple[int, Int64Array, Int64Array] | None = None
+        self._drawn: _Epoch | None = None  # the epoch that was asked for last
         if not len(self._lines):
             raise ValueError("there are no samples to train on")
         count = len(self._lines) if by_line else int(self._sizes.sum())
-        self.left_out = 0 if whole_steps is None else count % whole_steps
+        self.left_out = count % step if whole_steps and step is not None else 0
         self.per_epoch = count - self.left_out
         if not self.per_epoch:
             setting, things = ("groups_per_step", "groups") if by_line else ("global_batch_size", "samples")
             raise ValueError(
-                f"batch.{setting}={whole_steps} is more than the {count} {things} there are, and a step takes none of "
+                f"batch.{setting}={step} is more than the {count} {things} there are, and a step takes none of "
                 "them twice; lower it or add data"
             )
 
@@ -99,45 +127,81 @@ class SampleOrder:
         if not self.by_line:
             return consumed
         epochs, offset = divmod(consumed, self.per_epoch)
-        if self.left_out and self._shuffle:
-            whole = sum(int(self._sizes[self._order_of(epoch)[0]].sum()) for epoch in range(epochs))
+        if self.left_out and self.order != "file":
+            whole = sum(int(self._sizes[self._epoch(epoch).lines].sum()) for epoch in range(epochs))
         else:
-            whole = epochs * int(self._sizes[self._order_of(0)[0]].sum())
-        return whole + int(self._sizes[self._order_of(epochs)[0][:offset]].sum())
+            whole = epochs * int(self._sizes[self._epoch(0).lines].sum())
+        return whole + int(self._sizes[self._epoch(epochs).lines[:offset]].sum())
 
     def take(self, consumed: int, count: int) -> list[Sample]:
         """The ``count`` samples, or lines' samples, that follow the first ``consumed``; may reach into a next epoch."""
         with self.stream(consumed) as stream:
             return stream.take(count)
 
-    def lines(self, consumed: int) -> Iterator[tuple[int, int]]:
-        """The lines that follow the first ``consumed``, for ever; of each, how many of its samples are consumed."""
-        epoch, offset = divmod(consumed, self.per_epoch)
+    def first_epoch(self) -> Iterator[list[Sample]]:
+        """The samples of each step that begins in the first epoch; needs ``step``."""
+        assert self.step is not None
+        with self.stream(0) as stream:
+            for _ in range(0, self.per_epoch, self.step):
+                yield stream.take(self.step)
+
+    def pieces(self, consumed: int) -> Iterator[tuple[int, slice]]:
+        """The lines that follow the first ``consumed``, for ever; of each, which of its samples."""
+        number, offset = divmod(consumed, self.per_epoch)
         while True:
-            drawn, ends = self._order_of(epoch)
-            at = int(np.searchsorted(ends, offset, side="right"))
-            first = offset - int(ends[at - 1]) if at else offset
-            for line in drawn[at:].tolist():
-                yield line, first
-                first = 0
-            epoch, offset = epoch + 1, 0
+            epoch = self._epoch(number)
+            for piece in range(int(np.searchsorted(epoch.ends, offset, side="right")), len(epoch.ends)):
+                line, first = int(epoch.lines[piece]), int(epoch.first[piece])
+                if self.by_line:
+                    yield line, slice(None)
+                    continue
+                begin, end = int(epoch.ends[piece - 1]) if piece else 0, int(epoch.ends[piece])
+                yield line, slice(first + max(0, offset - begin), first + end - begin)
+            number, offset = number + 1, 0
 
     def stream(self, consumed: int, *, num_workers: int = 0) -> SampleStream:
         """What follows the first ``consumed`` samples, or lines, read ahead by worker processes if there are any."""
         return SampleStream(self, consumed, num_workers=num_workers)
 
-    def _order_of(self, epoch: int) -> tuple[Int64Array, Int64Array]:
-        """The lines of an epoch as they are drawn, and how much is consumed at the end of each."""
+    @cached_property
+    def _in_trie(self) -> Int64Array:
+        """The lines in depth-first order of the trie."""
+        return self._lines[trie_order([self.groups[line] for line in self._lines.tolist()])]
+
+    def _epoch(self, number: int) -> _Epoch:
         known = self._drawn
-        if known is None or known[0] != epoch:
-            lines = self._lines
-            if self._shuffle:
-                lines = lines[np.random.default_rng((self._seed, epoch)).permutation(len(lines))]
-            ends = np.arange(1, len(lines) + 1) if self.by_line else np.cumsum(self._sizes[lines])
-            drawn = int(np.searchsorted(ends, self.per_epoch)) + 1
-            known = epoch, lines[:drawn], ends[:drawn]
-            self._drawn = known  # at once: a step may be read ahead in another thread
-        return known[1:]
+        if known is None or known.number != number:
+            known = self._drawn = self._draw(number)  # at once: a step may be read ahead in another thread
+        return known
+
+    def _draw(self, number: int) -> _Epoch:
+        rng = np.random.default_rng((self._seed, number))
+        if self.order == "folded":
+            lines, first, counts = self._deal(number, rng)
+        else:
+            lines = self._lines if self.order == "file" else self._lines[rng.permutation(len(self._lines))]
+            first, counts = np.broadcast_to(np.int64(0), len(lines)), self._counts(lines)
+        ends = np.cumsum(counts)
+        drawn = int(np.searchsorted(ends, self.per_epoch)) + 1
+        return _Epoch(number, lines[:drawn], first[:drawn], ends[:drawn])
+
+    def _deal(self, number: int, rng: np.random.Generator) -> tuple[Int64Array, Int64Array, Int64Array]:
+        assert self.step is not None
+        counts = self._counts(self._in_trie)
+        total = int(counts.sum())
+        # Where steps take whole lines, which all count the same, runs begin at a line; else at any sample.
+        grain = int(counts[0]) if self._whole_steps else 1
+        line, first, count = deal_runs(
+            counts,
+            step=self.step,
+            head=0 if self._whole_steps else -number * total % self.step,
+            start=grain * int(rng.integers(total // grain)),
+            rng=rng,
+        ).T
+        return self._in_trie[line], first, count
+
+    def _counts(self, lines: Int64Array) -> Int64Array:
+        return np.ones(len(lines), dtype=np.int64) if self.by_line else self._sizes[lines]
 
 
 class SampleStream:
@@ -158,7 +222,7 @@ class SampleStream:
         self._by_line = order.by_line
         self._rest: list[Sample] = []
         self._groups: Iterator[Sequence[Sample] | SampleError] = (
-            order.groups[line][first:] for line, first in order.lines(consumed)
+            order.groups[line][part] for line, part in order.pieces(consumed)
         )
         if num_workers and order.is_streamed:
             self._groups = iter(_loader(order, consumed, num_workers))
@@ -236,10 +300,10 @@ class _Lines:
     def __init__(self, groups: Sequence[Sequence[Sample]]) -> None:
         self._groups = groups
 
-    def __getitem__(self, place: tuple[int, int]) -> Sequence[Sample] | SampleError:
-        line, first = place
+    def __getitem__(self, place: tuple[int, slice]) -> Sequence[Sample] | SampleError:
+        line, part = place
         try:
-            return self._groups[line][first:]
+            return self._groups[line][part]
         except SampleError as error:
             return error  # torch would wrap it into a traceback
 
@@ -248,8 +312,8 @@ class _Places:
     def __init__(self, order: SampleOrder, consumed: int) -> None:
         self._order, self._consumed = order, consumed
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return self._order.lines(self._consumed)
+    def __iter__(self) -> Iterator[tuple[int, slice]]:
+        return self._order.pieces(self._consumed)
 
 
 def _as_it_is(group: Sequence[Sample] | SampleError) -> Sequence[Sample] | SampleError:

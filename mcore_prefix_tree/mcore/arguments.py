@@ -100,10 +100,12 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help="One sample per assistant turn, with its whole history as prefix.",
     )
     group.add_argument(
-        "--prefix-tree-no-shuffle",
-        action="store_false",
-        dest="prefix_tree_shuffle",
-        help="Keep the order of the files. Otherwise lines are drawn in a new order each epoch, by --seed.",
+        "--prefix-tree-order",
+        choices=["shuffled", "folded", "file"],
+        default="shuffled",
+        help="shuffled: draw lines in a new order each epoch, by --seed. folded: deal samples that begin with the same "
+        "tokens to the same step of --global-batch-size, anew each epoch, by --seed; needs the samples in memory. "
+        "file: keep the order of the files. Default: %(default)s.",
     )
     group.add_argument(
         "--prefix-tree-new-data",
@@ -295,6 +297,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ArgumentError(f"--prefix-tree-min-shared-tokens={args.prefix_tree_min_shared_tokens} must be at least 0")
     if "-" in [*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())]:
         raise ArgumentError("--prefix-tree-data-path -: every rank reads the data itself; write it to a file")
+    if args.prefix_tree_order == "folded" and args.prefix_tree_streaming:
+        raise ArgumentError(
+            "--prefix-tree-order folded sorts all samples in memory; leave --prefix-tree-streaming out, or use "
+            "--prefix-tree-order shuffled"
+        )
     check_setting(args.prefix_tree_attention_backend)
 
 

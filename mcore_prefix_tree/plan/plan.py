@@ -49,6 +49,11 @@ class ForestPlan:
         """Micro-batches per data-parallel rank."""
         return len(self.micro_batches[0])
 
+    @property
+    def idle_ranks(self) -> int:
+        """Data-parallel ranks without any sample."""
+        return sum(not any(rank) for rank in self.micro_batches)
+
 
 def plan_step(
     samples: Sequence[Sample],

@@ -18,7 +18,7 @@ from pydantic import ValidationError as PydanticError
 from yaml import YAMLError
 
 from mcore_prefix_tree.recipe.keys import instead_of
-from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import AT_ODDS, Recipe, RecipeError
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -48,7 +48,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         faults = []
         for fault in error.errors():
             key = ".".join(str(part) for part in fault["loc"] if part not in ("str", "list[str]")) or "the recipe"
-            given = "" if fault["type"] in ("missing", "step_size", "no_chunks") else f" (given {fault['input']!r})"
+            given = "" if fault["type"] in ("missing", AT_ODDS) else f" (given {fault['input']!r})"
             if fault["type"] == "unexpected_keyword_argument":
                 faults.append(f"{key}: there is no such key{given}, {instead_of(key, Recipe)}")
             else:

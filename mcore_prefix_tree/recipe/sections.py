@@ -14,6 +14,9 @@ from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.layout import Padding, sequence_multiple
 
+# The type of an error about several keys together, of which none has a wrong value by itself.
+AT_ODDS = "at_odds"
+
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -48,7 +51,9 @@ class DataConfig:
         chat_template_kwargs: what the chat template of such a folder is given besides, such as ``{enable_thinking:
             false}``; with ``strftime_now``, a date as ``2026-11-20``, its clock shows that date.
         expand_turns: one sample per assistant turn, with its whole history as prefix.
-        shuffle: draw lines, or rows, in a new order each epoch; the turns of one stay together.
+        order: ``shuffled`` draws lines, or rows, in a new order each epoch; the turns of one stay together. ``folded``
+            deals samples that begin with the same tokens to the same step, and deals anew each epoch; steps fold
+            better and depend more on what they hold, see docs/planning.md. ``file`` keeps the order of the files.
         on_error: ``raise`` ends before training at the first bad line. ``skip`` leaves out and counts the lines that
             cannot be used and the samples that are too long, and nothing else.
         streaming: hold no samples: read and encode a line or row when a step needs it, for files larger than memory.
@@ -60,10 +65,18 @@ class DataConfig:
     tokenizer: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     expand_turns: bool = False
-    shuffle: bool = True
+    order: Literal["shuffled", "folded", "file"] = "shuffled"
     on_error: Literal["raise", "skip"] = "raise"
     streaming: bool = False
     num_workers: NonNegativeInt = 2
+
+    def __post_init__(self) -> None:
+        """Refuse to sort samples that are not in memory."""
+        if self.order == "folded" and self.streaming:
+            raise PydanticCustomError(
+                AT_ODDS,
+                "order=folded sorts all samples in memory; set streaming=false, or order=shuffled",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -179,7 +192,7 @@ class BatchConfig:
         """Refuse two sizes of a step, or none."""
         if (self.global_batch_size is None) == (self.groups_per_step is None):
             raise PydanticCustomError(
-                "step_size",
+                AT_ODDS,
                 "give either global_batch_size, the samples of a step, or groups_per_step, its groups, rollouts or "
                 "pairs, and set the other to null",
             )
@@ -325,7 +338,7 @@ class Recipe:
 
     Attributes:
         train_iters: steps.
-        seed: of weights and shuffling.
+        seed: of the weights and of the order of the samples.
         attention_backend: a name of ``mcore_prefix_tree.attention.BACKENDS``, or ``auto``: the fastest measured on a
             tree like that of the first step, kept for the whole run.
         deterministic_attention: attention gives the same bits twice. False lets back-ends take a faster backward that
@@ -365,7 +378,7 @@ class Recipe:
         if self.head_chunk_rows is not None and (not self.fused_head or self.objective.has_scalar_head):
             why = "fused_head=false" if not self.fused_head else f"objective.name={self.objective.name}"
             raise PydanticCustomError(
-                "no_chunks", f"head_chunk_rows is of the fused head, which there is none with {why}; leave it out"
+                AT_ODDS, f"head_chunk_rows is of the fused head, which there is none with {why}; leave it out"
             )
 
     @property

@@ -11,7 +11,7 @@ import pytest
 from torchrun_jobs import RECIPE, VOCAB, run, write_job
 
 MODEL = ("model.dtype=float64", "optimizer.clip_grad=0", "model.num_layers=4")
-DPO = ("objective.name=dpo", "train_iters=3", "data.shuffle=false")
+DPO = ("objective.name=dpo", "train_iters=3", "data.order=file")
 
 
 def pairs(seed: int, count: int) -> str:

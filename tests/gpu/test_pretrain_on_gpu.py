@@ -61,7 +61,7 @@ def data(tmp_path: Path) -> str:
     """The arguments that name the samples."""
     samples = tmp_path / "samples.jsonl"
     write_samples(samples, scale=SCALE)
-    return f"--prefix-tree-data-path {samples} --prefix-tree-no-shuffle"
+    return f"--prefix-tree-data-path {samples} --prefix-tree-order file"
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -17,7 +17,7 @@ from mcore_prefix_tree.sample import Sample
 
 UNSHARED = [{"tokens": [token, *range(20, 20 + token)]} for token in range(3, 3 + BATCH)]
 SHARED = rows()[: 2 * BATCH]
-IN_ORDER = ("data.shuffle=false", "train_iters=3")
+IN_ORDER = ("data.order=file", "train_iters=3")
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_later_step_without_sharing_changes_nothing(tmp_path: Path, called: li
 
 @pytest.mark.parametrize("name", ["path", "cascade"])
 def test_a_named_back_end_overrides_it(tmp_path: Path, called: list[tuple[str, int]], name: str) -> None:
-    notes = train(write_job(tmp_path, UNSHARED), f"attention_backend={name}", "data.shuffle=false", "train_iters=2")
+    notes = train(write_job(tmp_path, UNSHARED), f"attention_backend={name}", "data.order=file", "train_iters=2")
     assert not said_of(notes)
     assert {one for one, _ in called} == {name}
 

@@ -358,7 +358,7 @@ def not_a_number() -> list[dict[str, Any]]:
 def test_a_bad_teacher_names_the_sample(tmp_path: Path, content: list[dict[str, Any]], says: str) -> None:
     job = write_job(tmp_path, content)
     with pytest.raises(SampleError, match=says):
-        train(job, *overrides_of(OPTIONS), "data.shuffle=false", f"batch.global_batch_size={BATCH}")
+        train(job, *overrides_of(OPTIONS), "data.order=file", f"batch.global_batch_size={BATCH}")
 
 
 def test_a_model_that_has_diverged(job: Path) -> None:

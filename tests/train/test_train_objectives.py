@@ -86,7 +86,7 @@ def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
     by = "pair" if recipe.objective.name in PAIRED else "group"
     lines = list(iter_sample_groups(recipe.data.path))
     groups = whole_groups(lines, by, step=BATCH, setting="the test")
-    order = SampleOrder(groups, seed=recipe.seed, shuffle=recipe.data.shuffle, whole_steps=BATCH)
+    order = SampleOrder(groups, seed=recipe.seed, order=recipe.data.order, step=BATCH, whole_steps=True)
     return order.take((iteration - 1) * BATCH, BATCH)
 
 
@@ -119,7 +119,7 @@ def test_every_step_is_the_stock_model_s_step(
     job, overrides = job_of(tmp_path, name, options)
     one_by_one = name == "kto" or options.get("normalise") == "sample"
     if one_by_one:
-        overrides.append("data.shuffle=false")
+        overrides.append("data.order=file")
     recipe = load_recipe(job, [*FLOAT64, *overrides, f"fused_head={str(fused_head).lower()}"])
     notes = train(recipe)
     assert len(notes.reports) == 6
@@ -200,7 +200,7 @@ def test_the_first_importance_ratios_are_1_to_the_bit(tmp_path: Path, dtype: str
             "optimizer.clip_grad=0",
             *overrides,
             f"batch.global_batch_size={GROUPS * 3}",
-            "data.shuffle=false",
+            "data.order=file",
             "train_iters=2",
             "optimizer.lr_warmup_steps=0",
             "batch.max_tokens=60",
@@ -295,7 +295,7 @@ def test_a_sample_without_what_the_objective_reads(tmp_path: Path) -> None:
     job = write_job(tmp_path, content)
     notes = Notes()
     with pytest.raises(SampleError, match=r"data.jsonl:11: field 'old_logprobs' is missing"):
-        run_train(load_recipe(job, ["objective.name=grpo", "data.shuffle=false"]), notes)
+        run_train(load_recipe(job, ["objective.name=grpo", "data.order=file"]), notes)
     assert not notes.reports
 
 
@@ -359,7 +359,7 @@ def test_a_step_without_a_mismatched_sample_is_known_before_the_first_step(tmp_p
     """The only one is among the first six samples, which the first of two steps takes."""
     content = [row | {"mismatched": at == 1} for at, row in enumerate(rows(neighbours=3))]
     job = write_job(tmp_path, content)
-    overrides = ["objective.name=kto", "data.shuffle=false", "train_iters=2"]
+    overrides = ["objective.name=kto", "data.order=file", "train_iters=2"]
     notes = Notes()
     with pytest.raises(
         SampleError, match=r"^step 2, which \S+data\.jsonl:7 is in, has no mismatched sample, and kto with"

@@ -67,7 +67,7 @@ def test_checkpoints_are_where_megatron_puts_them(undisturbed: tuple[Path, Path,
         "global_batch_size": BATCH,
         "groups_per_step": None,
         "seed": 1234,
-        "shuffle": True,
+        "order": "shuffled",
         "samples_per_epoch": 16,
         "data_from": 0,
     }
@@ -218,7 +218,7 @@ def test_resume_needs_a_folder(job: Path) -> None:
     ("override", "says"),
     [
         ("seed=7", "was written with seed=1234, this run has seed=7"),
-        ("data.shuffle=false", "was written with shuffle=True, this run has shuffle=False"),
+        ("data.order=file", "was written with order=shuffled, this run has order=file"),
         ("batch.global_batch_size=5", "was written with global_batch_size=6, this run has global_batch_size=5"),
     ],
 )

@@ -97,7 +97,9 @@ def whole_rollouts(recipe: Recipe, iteration: int) -> list[Sample]:
     """The rollouts of a step, one sample each, from the documented order alone."""
     lines = iter_sample_groups(recipe.data.path, tokenizer=Letters())
     groups = whole_groups(list(lines), "group", step=None, setting="the test")
-    order = SampleOrder(groups, seed=recipe.seed, shuffle=recipe.data.shuffle, by_line=True, whole_steps=PER_STEP)
+    order = SampleOrder(
+        groups, seed=recipe.seed, order=recipe.data.order, by_line=True, step=PER_STEP, whole_steps=True
+    )
     samples = order.take((iteration - 1) * PER_STEP, PER_STEP)
     return [changed(sample, rollout_logprobs=np.zeros(len(sample))) for sample in samples]  # the oracle reads them
 
@@ -203,7 +205,7 @@ def token_rows() -> list[dict[str, Any]]:
 def test_scores_of_groups_give_ratios_of_1_to_the_bit(tmp_path: Path) -> None:
     """``score`` plans the groups of a step together, as the run that reads them does: here, its second step."""
     job = write_job(tmp_path, token_rows())
-    plain = [*GROUPS, "data.shuffle=false", "attention_backend=path", f"checkpoint.save={tmp_path / 'runs'}"]
+    plain = [*GROUPS, "data.order=file", "attention_backend=path", f"checkpoint.save={tmp_path / 'runs'}"]
     plain += ["optimizer.lr_warmup_steps=0"]
     train(job, *plain, *options(), "train_iters=1")
     scored = tmp_path / "scored.jsonl"

@@ -85,7 +85,7 @@ def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
     whole = recipe.objective.name == "reward_model"
     if whole:
         lines = whole_groups(lines, "pair", step=BATCH, setting="the test")
-    order = SampleOrder(lines, seed=recipe.seed, shuffle=recipe.data.shuffle, whole_steps=BATCH if whole else None)
+    order = SampleOrder(lines, seed=recipe.seed, order=recipe.data.order, step=BATCH, whole_steps=whole)
     return order.take((iteration - 1) * BATCH, BATCH)
 
 
@@ -244,7 +244,7 @@ def test_the_loop_of_ppo_closes(job: Path, tmp_path: Path) -> None:
         for column in ("values", "old_logprobs"):
             assert [value is not None for value in row[column]] == scored
 
-    common = (f"data.path={written}", f"batch.global_batch_size={len(bare)}", "data.shuffle=false", "train_iters=2")
+    common = (f"data.path={written}", f"batch.global_batch_size={len(bare)}", "data.order=file", "train_iters=2")
     samples = read_samples(written)
     values = np.concatenate([s.signals.values[np.isfinite(s.signals.values)] for s in samples])
     critic = train(
@@ -362,7 +362,7 @@ def without(field: str, line: int) -> list[dict[str, Any]]:
 def test_what_is_missing_names_the_sample(tmp_path: Path, name: str, content: list[dict[str, Any]], says: str) -> None:
     job = write_job(tmp_path, content)
     with pytest.raises(SampleError, match=says):
-        train(job, *overrides_of(name), "data.shuffle=false")
+        train(job, *overrides_of(name), "data.order=file")
 
 
 @pytest.mark.parametrize("name", ["critic", "reward_model"])

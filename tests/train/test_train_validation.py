@@ -103,7 +103,7 @@ def test_the_loss_is_that_of_a_step_on_all_of_them(
     count = len(made) // 2
     job, overrides = job_of(tmp_path, name, options)
     trained, held_out = (write_rows(tmp_path / f"{at}.jsonl", made[at * count :][:count]) for at in (0, 1))
-    overrides += [*FLOAT64, *SGD, f"fused_head={str(fused_head).lower()}", "data.shuffle=false"]
+    overrides += [*FLOAT64, *SGD, f"fused_head={str(fused_head).lower()}", "data.order=file"]
     saved = tmp_path / "saved"
     notes = train(
         job,
@@ -142,7 +142,7 @@ def test_a_teacher_s_divergence(tmp_path: Path, job: Path, held_out: Path) -> No
         "objective.name=distill",
         "objective.options={teacher: full}",
         f"objective.teacher_recipe={teacher}",
-        "data.shuffle=false",
+        "data.order=file",
     )
     teacher.write_text(teacher.read_text().replace("vocab_size: 64", "vocab_size: 64\n  dtype: float64"))
     saved = f"checkpoint.save={tmp_path / 'student'}"

@@ -199,7 +199,8 @@ def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
     from mcore_prefix_tree.data.batches import SampleOrder
 
     size = recipe.batch.global_batch_size
-    order = SampleOrder(list(iter_sample_groups(recipe.data.path)), seed=recipe.seed, shuffle=recipe.data.shuffle)
+    lines = list(iter_sample_groups(recipe.data.path))
+    order = SampleOrder(lines, seed=recipe.seed, order=recipe.data.order, step=size)
     return order.take((iteration - 1) * size, size)
 
 

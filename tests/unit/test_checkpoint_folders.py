@@ -37,7 +37,7 @@ def save(checkpoint, monkeypatch):
         monkeypatch.setattr(checkpoint, "_state", lambda *_, **__: {})
         monkeypatch.setattr(checkpoint, "write_checksums", lambda folder: None)
         progress = checkpoint.Progress(
-            iteration=iteration, consumed_samples=8, global_batch_size=4, seed=1, shuffle=True, samples_per_epoch=9
+            iteration=iteration, consumed_samples=8, global_batch_size=4, seed=1, order="shuffled", samples_per_epoch=9
         )
         with single_process():
             checkpoint.save(folder, [], None, Stateless(), progress, recipe=load_recipe(RECIPE))

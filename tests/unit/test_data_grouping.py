@@ -119,10 +119,10 @@ def test_groups_of_any_size_where_steps_count_them():
     assert groups == [given[0], given[1] + given[2], given[3]]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_no_step_takes_a_group_twice_or_cuts_one(shuffle):
+@pytest.mark.parametrize("kind", ["shuffled", "folded", "file"])
+def test_no_step_takes_a_group_twice_or_cuts_one(kind):
     groups = whole_groups(lines(*(number // 2 for number in range(14))), "group", step=6, setting="the test")
-    order = SampleOrder(groups, seed=0, shuffle=shuffle, whole_steps=6)
+    order = SampleOrder(groups, seed=0, order=kind, step=6, whole_steps=True)
     assert (order.per_epoch, order.samples_per_epoch, order.left_out) == (12, 12, 2)
     seen = set()
     for step in range(30):
@@ -131,9 +131,9 @@ def test_no_step_takes_a_group_twice_or_cuts_one(shuffle):
         assert [taken.count(group) for group in taken] == [2] * 6
         assert taken[::2] == taken[1::2]
         seen |= set(taken)
-    assert seen == (set(range(7)) if shuffle else set(range(6))), "another group is left out in each epoch"
+    assert seen == (set(range(7)) if kind != "file" else set(range(6))), "another group is left out in each epoch"
 
 
 def test_fewer_samples_than_a_step():
     with pytest.raises(ValueError, match=re.escape("batch.global_batch_size=6 is more than the 4 samples there are")):
-        SampleOrder(lines("a", "a", "b", "b"), seed=0, shuffle=True, whole_steps=6)
+        SampleOrder(lines("a", "a", "b", "b"), seed=0, order="shuffled", step=6, whole_steps=True)

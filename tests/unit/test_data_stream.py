@@ -222,12 +222,12 @@ def test_what_cannot_be_read_from_the_middle(tmp_path, monkeypatch, path):
         StreamedGroups(path, OPTIONS)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", ["file", "shuffled"])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_order_is_that_of_samples_in_memory(write, shuffle, num_workers):
+def test_the_order_is_that_of_samples_in_memory(write, kind, num_workers):
     paths = write(GOOD, BAD)
-    order = SampleOrder(in_memory(paths, Skipped()), seed=3, shuffle=shuffle)
-    streamed = SampleOrder(StreamedGroups(paths, OPTIONS, on_error="skip"), seed=3, shuffle=shuffle)
+    order = SampleOrder(in_memory(paths, Skipped()), seed=3, order=kind)
+    streamed = SampleOrder(StreamedGroups(paths, OPTIONS, on_error="skip"), seed=3, order=kind)
     epoch = order.samples_per_epoch
     assert streamed.samples_per_epoch == epoch
     expected = told(order.take(0, 3 * epoch + 5))
@@ -245,7 +245,7 @@ def test_the_order_is_that_of_samples_in_memory(write, shuffle, num_workers):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_file_that_changes_is_noticed(write, num_workers):
     other, path = write([tokens(8)], [tokens(number) for number in range(9)])
-    order = SampleOrder(StreamedGroups([other, path], OPTIONS), seed=0, shuffle=False)
+    order = SampleOrder(StreamedGroups([other, path], OPTIONS), seed=0, order="file")
     text, first = path.read_text(), path.stat()
     for change in ('{"tokens": [9]}', '{"tokens": [10]}', '{"tokens":7}'):
         path.write_text(text.replace(tokens(8), change))
@@ -262,7 +262,7 @@ def test_a_file_that_changes_is_noticed(write, num_workers):
 def test_a_line_that_gives_other_samples_is_noticed(write):
     """What neither size nor time of a file tell: here by hand, in a job by a chat format that looks at the clock."""
     (path,) = write([tokens(number) for number in range(9)])
-    order = SampleOrder(StreamedGroups(path, OPTIONS), seed=0, shuffle=False)
+    order = SampleOrder(StreamedGroups(path, OPTIONS), seed=0, order="file")
     first = path.stat()
     path.write_text("\n" * first.st_size)
     os.utime(path, ns=(0, first.st_mtime_ns))
@@ -295,7 +295,7 @@ path, way, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 process = psutil.Process()
 before = peak = process.memory_info().rss
 groups = StreamedGroups(path, LineOptions()) if way == "streamed" else list(iter_sample_groups(path))
-order = SampleOrder(groups, seed=0, shuffle=True)
+order = SampleOrder(groups, seed=0, order="shuffled")
 total = 0
 with order.stream(0, num_workers=workers) as stream:
     for _ in range(0, order.samples_per_epoch, 8):
@@ -314,7 +314,7 @@ from mcore_prefix_tree.data.batches import SampleOrder
 path, workers = sys.argv[1], int(sys.argv[2])
 noted = []
 signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
-order = SampleOrder(StreamedGroups(path, LineOptions()), seed=0, shuffle=False)
+order = SampleOrder(StreamedGroups(path, LineOptions()), seed=0, order="file")
 stream = order.stream(0, num_workers=workers)
 taken = stream.take(4)
 print(*(worker.pid for worker in psutil.Process().children()), flush=True)
@@ -381,6 +381,6 @@ def test_memory_stays_small_on_a_large_file(tmp_path):
 
 
 def test_lines_are_endless(write):
-    order = SampleOrder(StreamedGroups(write(GOOD), OPTIONS), seed=1, shuffle=True)
-    lines = [line for line, _ in islice(order.lines(0), 24)]
+    order = SampleOrder(StreamedGroups(write(GOOD), OPTIONS), seed=1, order="shuffled")
+    lines = [line for line, _ in islice(order.pieces(0), 24)]
     assert [sorted(lines[at : at + 6]) for at in (0, 6, 12, 18)] == [[0, 1, 3, 4, 6, 7]] * 4

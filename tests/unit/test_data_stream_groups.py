@@ -118,14 +118,14 @@ def test_rollouts_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape
     assert groups.sizes.tolist() == [len(group) for group in expected]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", ["file", "shuffled"])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_whole_groups_in_the_order_of_memory_from_any_step_on(tmp_path, shuffle, num_workers):
+def test_whole_groups_in_the_order_of_memory_from_any_step_on(tmp_path, kind, num_workers):
     lines = [line(group, number) for group in range(7) for number in range(group % 4 + 1)]
     paths = write(tmp_path, lines[:9], lines[9:])
     held = whole_groups(list(iter_sample_groups(paths)), "group", step=None, setting="the test")
     order, other = (
-        SampleOrder(groups, seed=3, shuffle=shuffle, by_line=True, whole_steps=2)
+        SampleOrder(groups, seed=3, order=kind, by_line=True, step=2, whole_steps=True)
         for groups in (held, streamed(paths, size=2))
     )
     assert (other.per_epoch, other.left_out, other.is_streamed) == (6, 1, True)

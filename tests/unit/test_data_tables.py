@@ -320,9 +320,9 @@ def test_skipping_loses_nothing_else(tmp_path, form):
 def test_the_order_is_that_of_samples_in_memory(tmp_path, form, num_workers):
     paths = [write_table(tmp_path, MIXED, form, rows_a_chunk=2), write_lines(tmp_path, GOOD[:3])]
     held = SampleOrder(
-        list(iter_sample_groups(paths, vocab_size=128, on_error="skip", skipped=Skipped())), seed=3, shuffle=True
+        list(iter_sample_groups(paths, vocab_size=128, on_error="skip", skipped=Skipped())), seed=3, order="shuffled"
     )
-    streamed = SampleOrder(StreamedGroups(paths, OPTIONS, on_error="skip"), seed=3, shuffle=True)
+    streamed = SampleOrder(StreamedGroups(paths, OPTIONS, on_error="skip"), seed=3, order="shuffled")
     epoch = held.samples_per_epoch
     assert streamed.samples_per_epoch == epoch == 10
     expected = [sample.source for sample in held.take(0, 3 * epoch)]
@@ -535,7 +535,7 @@ def held():
 
 before = peak = held()
 groups = StreamedGroups(path, LineOptions()) if way == "streamed" else list(iter_sample_groups(path))
-order = SampleOrder(groups, seed=0, shuffle=True)
+order = SampleOrder(groups, seed=0, order="shuffled")
 total = 0
 with order.stream(0, num_workers=workers) as stream:
     for _ in range(0, order.samples_per_epoch, 8):

@@ -68,7 +68,7 @@ def test_there_are_shipped_recipes():
         ("data.path=*.jsonl", "data", "path", "*.jsonl"),
         ("data.path=**/*.jsonl", "data", "path", "**/*.jsonl"),
         ("data.path={a,b}.jsonl", "data", "path", "{a,b}.jsonl"),
-        ("data.shuffle=false", "data", "shuffle", False),
+        ("data.order=file", "data", "order", "file"),
         ("model.vocab_size=null", "model", "vocab_size", None),
         ("model.dtype=bfloat16", "model", "dtype", "bfloat16"),
         ("model.transformer.window_size=[16,0]", "model", "transformer", {"window_size": [16, 0]}),

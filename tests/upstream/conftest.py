@@ -21,7 +21,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
     """Twenty iterations of each sample alone, with a checkpoint after the first, to start from, and at the end."""
     root = tmp_path_factory.mktemp("stock")
     write_samples(root / "samples.jsonl")
-    data = f"--prefix-tree-data-path {root / 'samples.jsonl'} --prefix-tree-no-shuffle"
+    data = f"--prefix-tree-data-path {root / 'samples.jsonl'} --prefix-tree-order file"
     common = (CPU, MODEL, TRAIN, UNFOLDED, data, f"--save {root / 'saved'}")
     first = trained(STOCK, *common, f"--exit-interval {FIRST}")
     rest = trained(STOCK, *common, f"--load {root / 'saved'}")

@@ -39,15 +39,15 @@ def samples_alone(order: SampleOrder, consumed: int) -> Any:
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     args = get_args()
 
-    def alone(paths: Any, consumed: int, shuffle: bool) -> Any:
+    def alone(paths: Any, consumed: int, order: Any) -> Any:
         groups = list(iter_sample_groups(paths))
-        return samples_alone(SampleOrder(groups, seed=args.seed, shuffle=shuffle), consumed)
+        return samples_alone(SampleOrder(groups, seed=args.seed, order=order), consumed)
 
-    train = alone(args.prefix_tree_data_path, args.consumed_train_samples, args.prefix_tree_shuffle)
+    train = alone(args.prefix_tree_data_path, args.consumed_train_samples, args.prefix_tree_order)
     if not args.prefix_tree_valid_data_path:
         args.eval_iters = 0
         return train, None, None
-    return train, alone(args.prefix_tree_valid_data_path, args.consumed_valid_samples, shuffle=False), None
+    return train, alone(args.prefix_tree_valid_data_path, args.consumed_valid_samples, "file"), None
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]

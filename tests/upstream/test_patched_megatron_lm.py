@@ -55,7 +55,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("data") / "samples.jsonl"
     write_samples(path)
-    return f"--prefix-tree-data-path {path} --prefix-tree-no-shuffle"
+    return f"--prefix-tree-data-path {path} --prefix-tree-order file"
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def test_the_flag_implies_one_denominator_for_the_step() -> None:
     assert args.calculate_per_token_loss is True
     assert args.dataloader_type == "external"
     assert args.prefix_tree_data_path == ["a.jsonl", "b.jsonl"]
-    assert args.prefix_tree_shuffle is True
+    assert args.prefix_tree_order == "shuffled"
     assert args.prefix_tree_attention_backend == "auto"
     assert (args.prefix_tree_share, args.prefix_tree_min_shared_tokens) == ("all", 0)
     assert args.prefix_tree_length_buckets is None

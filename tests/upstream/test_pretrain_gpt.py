@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -37,6 +39,7 @@ from megatron_lm import (
 
 from mcore_prefix_tree import fold
 from mcore_prefix_tree.data import read_samples
+from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 
 if VARIABLE not in os.environ:
@@ -352,11 +355,32 @@ def test_a_dry_run_looks_at_all_of_a_streamed_epoch(tmp_path: Path, form: str) -
         place = f"{data} row {BATCH}"
     else:
         data.write_text("".join(f'{{"tokens": {row}}}\n' for row in rows))
-    streamed = f"--prefix-tree-data-path {data} --prefix-tree-streaming --prefix-tree-no-shuffle"
+    streamed = f"--prefix-tree-data-path {data} --prefix-tree-streaming --prefix-tree-order file"
     run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, streamed, "--prefix-tree-max-tokens 64 --prefix-tree-dry-run")
     assert run.status != 0
     (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert f"the first of these samples is {place})" in line
+
+
+def test_dry_run_names_idle_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal samples are computed once, by one rank."""
+    data = tmp_path / "equal.jsonl"
+    data.write_text('{"tokens": [1, 2, 3]}\n' * BATCH)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    arguments = (*CPU.split(), *MODEL.split(), *TRAIN.split(), *FOLDED.split(), "--prefix-tree-data-path", str(data))
+    done = subprocess.run(
+        [sys.executable, *ENTRY, *arguments, "--prefix-tree-dry-run"], capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 of 4 data-parallel ranks have no work: use fewer ranks, or raise --global-batch-size" in done.stdout
+
+
+def test_dry_run_folds_the_first_step_in_its_order(stock: Stock, tmp_path: Path) -> None:
+    lines = [[sample] for sample in read_samples(stock.data.split()[1])]
+    data = f"--prefix-tree-data-path {stock.data.split()[1]} --prefix-tree-order folded"
+    run = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, data, "--prefix-tree-dry-run")
+    step = SampleOrder(lines, seed=1234, order="folded", step=BATCH).take(0, BATCH)
+    assert f"first step: {sum(map(len, step))} logical tokens" in run.output
 
 
 def test_dry_run(stock: Stock) -> None:
@@ -379,4 +403,5 @@ def test_dry_run(stock: Stock) -> None:
     layouts = [fold([samples[index] for index in batch]) for rank in plan.micro_batches for batch in rank]
     assert f"first step: bound {work.bound(layouts)}" in run.output
     assert "weights, gradients, optimizer" in run.output
+    assert "no work" not in run.output
     assert not run.losses

@@ -111,6 +111,10 @@ OTHER = [
         f"WORLD_SIZE=4 {INTERLEAVED} --micro-batch-size 8",
         "a step has 1 micro-batches on each rank, but an interleaved pipeline of 2 stages takes them 2 at a time",
     ),
+    (
+        "--prefix-tree-order folded --prefix-tree-streaming",
+        "--prefix-tree-order folded sorts all samples in memory; leave --prefix-tree-streaming out, or use ",
+    ),
     ("--prefix-tree-length-buckets 8", "--prefix-tree-length-buckets: the largest, 8, cannot hold a micro-batch"),
 ]
 ACCEPTED = [

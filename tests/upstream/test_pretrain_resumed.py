@@ -66,11 +66,11 @@ def copied(folder: Path, target: Path) -> Path:
         ("", "was trained on other samples than --prefix-tree-data-path gives, though on as many"),
         ("--seed 7", "was trained with seed=1234, this job has seed=7 (--seed)"),
         (
-            "--prefix-tree-no-shuffle",
-            "was trained with shuffle=True, this job has shuffle=False (--prefix-tree-no-shuffle)",
+            "--prefix-tree-order file",
+            "was trained with order=shuffled, this job has order=file (--prefix-tree-order)",
         ),
     ],
-    ids=["samples", "seed", "shuffle"],
+    ids=["samples", "seed", "order"],
 )
 def test_what_would_not_continue_is_refused(
     samples: Path, others: Path, interrupted: Path, tmp_path: Path, change: str, says: str
@@ -80,6 +80,24 @@ def test_what_would_not_continue_is_refused(
     (said,) = {line for line in run.output.splitlines() if "the checkpoint in --load" in line}
     assert f"the checkpoint in --load {interrupted} {says}; the data would not continue after its 48 samples" in said
     assert run.losses == {}
+
+
+def test_folded_order_goes_on_where_it_stopped(samples: Path, tmp_path: Path) -> None:
+    """Over the end of the first epoch, in steps of another composition than shuffled ones."""
+
+    def run(folder: Path, until: int, *more: str) -> dict[int, float]:
+        arguments = of(samples, folder, "--prefix-tree-order folded", f"--exit-interval {until}", *more)
+        return trained(ENTRY, *arguments).losses
+
+    straight, twice = tmp_path / "straight", tmp_path / "twice"
+    undisturbed = run(straight, 15)  # 200 samples in steps of 16
+    losses = run(twice, 12) | run(twice, 15, f"--load {twice}")
+    assert losses == pytest.approx(undisturbed, rel=LOSS)
+    changed = of(samples, twice, "--prefix-tree-order folded", f"--load {twice}", "--global-batch-size 8")
+    changed += ("--override-opt-param-scheduler",)  # Megatron's schedule refuses it otherwise
+    refused = megatron(ENTRY, *changed)
+    assert refused.status != 0
+    assert "was trained with step=16, this job has step=8 (--global-batch-size)" in refused.output
 
 
 def test_new_data_begin_with_their_first_sample(others: Path, interrupted: Path, tmp_path: Path) -> None:
@@ -107,12 +125,12 @@ def test_a_stock_checkpoint_does_not_say_its_samples(others: Path, base: Path, t
     """It goes on at its count, as stock Megatron does; or with the first sample, if it is told so."""
     lines = []
     for name, told in (("counted", ""), ("new", "--prefix-tree-new-data")):
-        data = f"{others} --prefix-tree-no-shuffle"
+        data = f"{others} --prefix-tree-order file"
         arguments = of(Path(data), tmp_path / name, f"--load {base} --exit-interval 2 --no-load-optim", told)
         lines.append(trained(ENTRY, *arguments).losses[2])
     alone = trained(
         ENTRY,
-        *of(Path(f"{others} --prefix-tree-no-shuffle"), tmp_path / "alone", f"--load {base} {WEIGHTS_ONLY}"),
+        *of(Path(f"{others} --prefix-tree-order file"), tmp_path / "alone", f"--load {base} {WEIGHTS_ONLY}"),
         "--exit-interval 1",
     )
     counted, new = lines

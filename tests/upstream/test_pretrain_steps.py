@@ -15,7 +15,7 @@ import torch
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.data import LineOptions, StreamedGroups
-from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.batches import Order, SampleOrder
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.arguments import ArgumentError
 from mcore_prefix_tree.mcore.folding import Folding
@@ -57,8 +57,8 @@ def folding(
     )
 
 
-def order(count: int = 32, *, shuffle: bool = False) -> SampleOrder:
-    return SampleOrder([[sample] for sample in samples(count)], seed=1, shuffle=shuffle)
+def order(count: int = 32, *, kind: Order = "file") -> SampleOrder:
+    return SampleOrder([[sample] for sample in samples(count)], seed=1, order=kind)
 
 
 def size(micro_batches: int, micro_batch_size: int, dp_size: int = 1) -> StepSize:
@@ -85,7 +85,7 @@ def test_too_small_a_budget_names_the_micro_batch_size_that_fits() -> None:
 
 
 def test_steps_are_checked_before_training() -> None:
-    loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, shuffle=False)
+    loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
     with pytest.raises(ArgumentError, match="the first of these samples is sample 0"):
         check_steps(loners, lambda _: size(2, 4), folding(max_tokens=75), consumed=0, end=10**9)
     check_steps(loners, lambda _: size(2, 4), folding(max_tokens=75), consumed=0, end=8)
@@ -96,7 +96,7 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
     # Four lines, two of which share nothing: where those meet in a step, it does not fit.
     loners = samples(8, shared=False)
     lines = [samples(4), samples(4), loners[:4], loners[4:]]
-    shuffled, step, tight = SampleOrder(lines, seed=4, shuffle=True), size(2, 4), folding(max_tokens=75)
+    shuffled, step, tight = SampleOrder(lines, seed=4, order="shuffled"), size(2, 4), folding(max_tokens=75)
 
     def fits(epoch: int) -> bool:
         try:
@@ -147,7 +147,7 @@ def expected(taken: list[Sample]) -> list[list[int]]:
 
 
 def test_steps_take_the_samples_that_megatron_counts() -> None:
-    source, step = order(shuffle=True), size(2, 4, 2)
+    source, step = order(kind="shuffled"), size(2, 4, 2)
     ranks = [
         StepIterator(StepDealer(source, folding(dp_size=2), dp_rank=r), consumed=16, size=lambda: step)
         for r in range(2)
@@ -228,7 +228,7 @@ def test_evaluation_is_not_measured() -> None:
 
 def test_a_step_that_does_not_fit_is_told_when_it_comes() -> None:
     """It is planned while the step before computes, which must not end that one."""
-    loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, shuffle=False)
+    loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
     iterator = StepIterator(StepDealer(loners, folding(max_tokens=75), dp_rank=0), consumed=0, size=lambda: size(2, 4))
     assert tokens_of(deal(iterator, 2)) == expected(loners.take(0, 8))
     with pytest.raises(ArgumentError, match="the first of these samples is sample 0"):
@@ -258,8 +258,8 @@ def test_the_next_step_is_planned_and_folded_in_the_background(monkeypatch: pyte
 def test_streamed_steps_are_those_of_samples_in_memory(tmp_path: Path, num_workers: int) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"tokens": sample.tokens.tolist()}) + "\n" for sample in samples(24)))
-    streamed = SampleOrder(StreamedGroups(path, LineOptions()), seed=1, shuffle=True)
-    source, sizes = order(24, shuffle=True), [size(1, 4), size(2, 4), size(2, 4), size(4, 4), size(4, 4)]
+    streamed = SampleOrder(StreamedGroups(path, LineOptions()), seed=1, order="shuffled")
+    source, sizes = order(24, kind="shuffled"), [size(1, 4), size(2, 4), size(2, 4), size(4, 4), size(4, 4)]
     given = iter(sizes)
     dealer = StepDealer(streamed, folding(), dp_rank=0, num_workers=num_workers)
     iterator = StepIterator(dealer, consumed=5, size=lambda: next(given))

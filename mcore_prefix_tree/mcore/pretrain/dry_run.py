@@ -67,6 +67,11 @@ def dry_run(args: argparse.Namespace) -> str:
         f"  data-parallel rank {rank}: {_dealt(batches, sizes)}"
         for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
     ]
+    if plan.idle_ranks:
+        lines.append(
+            f"  {plan.idle_ranks} of {size.dp_size} data-parallel ranks have no work: use fewer ranks, or raise "
+            "--global-batch-size"
+        )
     cases = {"longest micro-batch": longest, "at --prefix-tree-max-tokens": folding.max_tokens}
     kept = "activations" if args.num_experts is None else "activations with balanced routing"
     lines += [

@@ -19,7 +19,7 @@ from mcore_prefix_tree.data import (
     load_tokenizer,
     resolve_paths,
 )
-from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.batches import Order, SampleOrder
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.pretrain.backend import device_of_this_rank, with_backend
@@ -39,7 +39,7 @@ __all__ = ["add_prefix_tree_args", "prefix_tree_providers"]
 Provider = Callable[..., Any]
 
 
-def read_order(args: argparse.Namespace, paths: Sequence[str], *, shuffle: bool) -> SampleOrder:
+def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order) -> SampleOrder:
     """The samples of the files, in the order that steps take them; says what was skipped.
 
     Raises:
@@ -64,17 +64,17 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], *, shuffle: bool)
         check_same_samples(groups, resolve_paths(paths), all_ranks())
     if skipped.count:
         print_rank_0(f"> {skipped}")
-    return SampleOrder(groups, seed=args.seed, shuffle=shuffle)
+    return SampleOrder(groups, seed=args.seed, order=order, step=args.global_batch_size)
 
 
 def training_order(args: argparse.Namespace) -> SampleOrder:
     """The training samples, in the order that steps take them."""
-    return read_order(args, args.prefix_tree_data_path, shuffle=args.prefix_tree_shuffle)
+    return read_order(args, args.prefix_tree_data_path, args.prefix_tree_order)
 
 
 def validation_order(args: argparse.Namespace) -> SampleOrder:
     """The validation samples, in the order of their files."""
-    return read_order(args, args.prefix_tree_valid_data_path, shuffle=False)
+    return read_order(args, args.prefix_tree_valid_data_path, "file")
 
 
 class _ReadingProgress:

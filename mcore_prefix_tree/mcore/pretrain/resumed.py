@@ -23,7 +23,8 @@ from mcore_prefix_tree.mcore.ranks import everyone
 # What has to stay for an order of samples to go on where it stopped, and how the user says it.
 _SETTINGS = {
     "seed": "--seed",
-    "shuffle": "--prefix-tree-no-shuffle",
+    "order": "--prefix-tree-order",
+    "step": "--global-batch-size",
     "samples_per_epoch": "--prefix-tree-data-path",
 }
 
@@ -43,7 +44,8 @@ def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
     """
     now = {
         "seed": args.seed,
-        "shuffle": args.prefix_tree_shuffle,
+        "order": args.prefix_tree_order,
+        "step": args.global_batch_size if args.prefix_tree_order == "folded" else None,  # its runs are a step long
         "samples_per_epoch": order.samples_per_epoch,
         "checksums": order.checksums,
     }
@@ -82,6 +84,8 @@ def _of_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
     # It gives back a pair only where there is a checkpoint with arguments.
     before = getattr(found[1], "prefix_tree_samples", None) if isinstance(found, tuple) else None
     first: dict[str, Any] | None = everyone(before)[0]
+    if first is not None and "shuffle" in first:  # what older checkpoints have instead of an order
+        first |= {"order": "shuffled" if first["shuffle"] else "file", "step": None}
     return first
 
 

@@ -59,7 +59,7 @@ class Progress:
         global_batch_size: of the recipe.
         groups_per_step: of the recipe.
         seed: of the recipe.
-        shuffle: of the recipe's data.
+        order: of the recipe's data.
         samples_per_epoch: of the first epoch.
         consumed_samples: logical samples of these data that were trained on.
         data_from: steps that were done before the first of them.
@@ -70,7 +70,7 @@ class Progress:
     global_batch_size: int | None
     groups_per_step: int | None = None  # what older checkpoints do not say
     seed: int
-    shuffle: bool
+    order: str
     samples_per_epoch: int
     consumed_samples: int
     data_from: int = 0  # this and the next one older checkpoints lack
@@ -254,8 +254,11 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
         group.update(settings)
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    progress = loaded["progress"]
+    if "shuffle" in progress:  # what older checkpoints say instead
+        progress["order"] = "shuffled" if progress.pop("shuffle") else "file"
     known = {one.name for one in fields(Progress)}  # a newer version may write more
-    return Progress(**{key: value for key, value in loaded["progress"].items() if key in known})
+    return Progress(**{key: value for key, value in progress.items() if key in known})
 
 
 def load_weights(folder: str | Path, iteration: int | str, chunks: Sequence[Any], *, model: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from itertools import chain
 
 import torch
 
+from mcore_prefix_tree.data.folded import trie_order
 from mcore_prefix_tree.mcore.train.objective import forward_step_of, is_weighted_sum, objective_of
 from mcore_prefix_tree.mcore.train.schedule import cut_step, fold_micro_batches, folding_of, run_schedule, targets_of
 from mcore_prefix_tree.mcore.train.session import Session
@@ -45,7 +46,8 @@ class HeldOut:
     """The samples of ``validation.path``, planned once.
 
     About as many are computed together as in a step, so that an evaluation needs no more memory than training; what
-    their losses read is of all of them, as of one step.
+    their losses read is of all of them, as of one step. With ``data.order: folded`` neighbours in the trie are computed
+    together.
 
     Args:
         groups: samples that belong together: those of a line, of a group or of a pair.
@@ -61,6 +63,8 @@ class HeldOut:
         self._place = place
         self._objective, self._folding = objective_of(recipe), folding_of(recipe, place)
         self._forward_step = forward_step_of(self._objective)
+        if recipe.data.order == "folded":
+            groups = [groups[unit] for unit in trie_order(groups).tolist()]
         self._samples = list(chain.from_iterable(groups))
         self._targets = targets_of(self._objective, self._samples)
         self._totals = Totals(place, has_metrics=self._targets is not None)

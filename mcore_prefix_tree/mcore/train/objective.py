@@ -133,7 +133,7 @@ def check_steps(objective: ForwardObjective, steps: Iterable[tuple[int, Sequence
             raise SampleError(
                 f"step {iteration}, which {samples[0].source} is in, has no mismatched sample, and kto with "
                 "reference_point=mismatched needs one in every step; raise batch.global_batch_size, mix them in and "
-                "keep the files' order with data.shuffle=false, or set objective.options.reference_point=zero"
+                "keep the files' order with data.order=file, or set objective.options.reference_point=zero"
             )
 
 

@@ -115,17 +115,45 @@ def read_data(
         groups, skipped = _read_whole(recipe, data.path, options, place, by, step=step)
         if checked:
             _check_all(recipe, groups)
+    order = _order(recipe, groups, whole_steps=by is not None and not every_sample)
+    return Data(order=order, grouped_by=by, options=options, vocab_size=vocab_size, skipped=skipped)
+
+
+def order_of(recipe: Recipe, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
+    """Return the order in which training with a recipe takes samples.
+
+    Args:
+        recipe: the job's; ``data.path`` is not read.
+        lines: the samples of each line, in memory.
+
+    Raises:
+        SampleError, RecipeError: as :func:`read_data`, about the groups and their number.
+    """
+    by = _grouped_by(recipe)
+    return _order(recipe, _joined(recipe, lines, by, step=recipe.batch.global_batch_size), whole_steps=by is not None)
+
+
+def _order(recipe: Recipe, groups: Sequence[Sequence[Sample]], *, whole_steps: bool) -> SampleOrder:
     try:
-        order = SampleOrder(
+        return SampleOrder(
             groups,
             seed=recipe.seed,
-            shuffle=data.shuffle,
+            order=recipe.data.order,
             by_line=recipe.batch.groups_per_step is not None,
-            whole_steps=None if by is None or every_sample else recipe.batch.per_step,
+            step=recipe.batch.per_step,
+            whole_steps=whole_steps,
         )
     except ValueError as error:
         raise RecipeError(str(error)) from None
-    return Data(order=order, grouped_by=by, options=options, vocab_size=vocab_size, skipped=skipped)
+
+
+def _joined(
+    recipe: Recipe, lines: Sequence[Sequence[Sample]], by: GroupedBy | None, *, step: int | None
+) -> Sequence[Sequence[Sample]]:
+    """Return the samples of each line, or of each unit that a step takes whole."""
+    if by is None:
+        return lines
+    return whole_groups(lines, by, step=step, setting=f"objective.name={recipe.objective.name}")
 
 
 def read_held_out(recipe: Recipe, options: LineOptions, place: Session) -> tuple[Sequence[Sequence[Sample]], Skipped]:
@@ -188,10 +216,8 @@ def _read_whole(
 ) -> tuple[Sequence[Sequence[Sample]], Skipped]:
     """Return all samples of some files: of each line, or of each group, rollout or pair."""
     lines, skipped = _read_lines([path] if isinstance(path, str) else path, options, recipe.data.on_error, place)
-    if by is None:
-        return lines, skipped
     with _naming_what_was_skipped(skipped):
-        return whole_groups(lines, by, step=step, setting=f"objective.name={recipe.objective.name}"), skipped
+        return _joined(recipe, lines, by, step=step), skipped
 
 
 def _read_lines(

@@ -77,8 +77,8 @@ def run_score(
 ) -> tuple[ScoreReport, bool]:
     """Score a recipe's data under its last checkpoint and write the samples with their scores, in the data's order.
 
-    ``batch.global_batch_size`` samples, or ``batch.groups_per_step`` groups, at a time are planned together. A job that
-    does not shuffle plans the steps of its first epoch in the same way.
+    ``batch.global_batch_size`` samples, or ``batch.groups_per_step`` groups, at a time are planned together. A job with
+    ``data.order: file`` plans the steps of its first epoch in the same way.
 
     Args:
         recipe: the job's; ``checkpoint.save`` is where its checkpoints are.
@@ -105,7 +105,7 @@ def run_score(
     policy = recipe.checkpoint.save
     if policy is None:
         raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
-    recipe = replace(recipe, data=replace(recipe.data, shuffle=False))
+    recipe = replace(recipe, data=replace(recipe.data, order="file"))
     main = _main_column(recipe, teacher_top_k)
     folders: dict[str, str | Path] = {main: policy}
     if reference is not None:

@@ -266,7 +266,7 @@ class Trainer:
             global_batch_size=batch.global_batch_size,
             groups_per_step=batch.groups_per_step,
             seed=self._recipe.seed,
-            shuffle=self._recipe.data.shuffle,
+            order=self._recipe.data.order,
             samples_per_epoch=self._order.samples_per_epoch,
             checksums=self._order.checksums,
         )
