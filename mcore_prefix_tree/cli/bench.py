@@ -139,14 +139,14 @@ def _workloads(
     scale: float, data: str | None, tokenizer: str | None, max_tokens: int, only: list[str]
 ) -> list[Workload]:
     from mcore_prefix_tree.bench.workloads import standard_workloads, workload_of_samples
-    from mcore_prefix_tree.cli.samples import read_files
+    from mcore_prefix_tree.cli.samples import SampleOptions
 
     workloads = standard_workloads(scale)
     if data is not None:
         stem = Path(data).name.partition(".")[0]
         for view, expand in (("whole lines", False), ("a sample per turn", True)):
-            samples, *_ = read_files([data], tokenizer=tokenizer, expand_turns=expand)
-            workloads.append(workload_of_samples(f"{stem}, {view}", samples, max_tokens=max_tokens))
+            samples = SampleOptions(files=[data], tokenizer=tokenizer, expand_turns=expand).read()
+            workloads.append(workload_of_samples(f"{stem}, {view}", samples.all, max_tokens=max_tokens))
     chosen = [one for one in workloads if not only or any(name in one.name for name in only)]
     if not chosen:
         raise ValueError(f"--only {' '.join(only)} matches none of: {'; '.join(one.name for one in workloads)}")

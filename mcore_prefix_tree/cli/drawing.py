@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,14 @@ _WORDS_TOKENS = 24
 _WORDS_WIDTH = 48
 
 
-def summary(stats: ForestStats, bound: Bound | None = None) -> Table:
-    """Return the counts, one a row, and what folding gains by them, as far as is known without a model."""
+def summary(stats: ForestStats, bound: Bound | None, more: Sequence[tuple[str, str, str]]) -> Table:
+    """Return the counts, one a row, and what folding gains by them, as far as is known without a model.
+
+    Args:
+        stats: of all samples.
+        bound: of a step, if there is a model.
+        more: rows below the fold ratio.
+    """
     ratios = (stats.fold_ratio, stats.pair_ratio, stats.predictor_ratio)
     between = f"{min(ratios):.2f}x-{max(ratios):.2f}x"
     parts = "by the model: --model RECIPE computes it" if bound is None else bound.of_parts
@@ -37,6 +44,7 @@ def summary(stats: ForestStats, bound: Bound | None = None) -> Table:
         ("logical tokens", f"{stats.logical_tokens:,}", f"{stats.supervised_tokens:,} supervised"),
         ("physical tokens", f"{stats.physical_tokens:,}", "each computed once"),
         ("fold ratio", f"{stats.fold_ratio:.2f}x", "bound of a model's body alone"),
+        *more,
         ("visible-pair ratio", f"{stats.pair_ratio:.2f}x", "bound of attention alone"),
         ("predictor ratio", f"{stats.predictor_ratio:.2f}x", "bound of the fused vocabulary head alone"),
         ("bound of a step", between if bound is None else f"{bound.ratio:.2f}x", parts),

@@ -3,75 +3,50 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from mcore_prefix_tree.cli.samples import (
-    ChatTemplateKwargs,
-    ExpandTurns,
-    Files,
-    MinSharedTokens,
-    OnErrorOption,
-    Share,
-    ShareOption,
-    TokenizerName,
-    object_of,
-    read_files,
-    work_of,
-)
+from mcore_prefix_tree.cli.options import takes
+from mcore_prefix_tree.cli.samples import SampleOptions
+from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
 
 
+@takes(SampleOptions)
 def inspect(
-    files: Files,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a drawing.")] = False,
-    tokenizer: TokenizerName = None,
-    chat_template_kwargs: ChatTemplateKwargs = None,
-    expand_turns: ExpandTurns = False,
-    on_error: OnErrorOption = None,
-    share: ShareOption = None,
-    min_shared_tokens: MinSharedTokens = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="RECIPE", help="Read as this recipe does, and compute the bound of a step of its model."),
-    ] = None,
+    options: SampleOptions,
     trees: Annotated[int, typer.Option(min=0, metavar="N", help="How many trees to draw, largest first.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a drawing.")] = False,
 ) -> None:
     """Fold samples and show what folding is worth: tokens, ratios and the largest trees."""
     import numpy as np
 
     from mcore_prefix_tree.layout import fold
-    from mcore_prefix_tree.recipe import load_recipe
+    from mcore_prefix_tree.plan import plan_step, report_steps
     from mcore_prefix_tree.stats import forest_stats, largest_trees
     from mcore_prefix_tree.trie import build_trie
 
-    recipe = None if model is None else load_recipe(model)
-    samples, on_demand, skipped = read_files(
-        files,
-        tokenizer=tokenizer,
-        chat_template_kwargs=object_of(chat_template_kwargs),
-        expand_turns=expand_turns,
-        on_error=on_error,
-        recipe=recipe,
-    )
-    trie = build_trie(samples, share=(share or Share.all).value, min_shared_tokens=min_shared_tokens or 0)
-    layout = fold(samples, trie=trie)
+    samples, recipe = options.read(), options.recipe
+    layout = fold(samples.all, trie=build_trie(samples.all, **options.sharing))
     stats = forest_stats(layout)
-    bound = None
-    if recipe is not None:
-        vocab_size = None if recipe.model.vocab_size else on_demand.vocab_size
-        bound = work_of(recipe, vocab_size).bound([layout])
-    longest = samples[int(np.argmax(np.diff(layout.cu_sample_lens)))].source
+    bound = None if samples.work is None else samples.work.bound([layout])
+    longest = samples.all[int(np.argmax(np.diff(layout.cu_sample_lens)))].source
     largest = largest_trees(layout, trees)
+    order, steps = samples.order, None
+    if order is not None:
+        cut = None if recipe is None else partial(plan_step, max_tokens=recipe.batch.max_tokens, **options.sharing)
+        steps = report_steps(order.first_epoch(), plan=cut, **options.sharing)
 
     if as_json:
         report: dict[str, Any] = {
             **vars(stats),
             "bound": None if bound is None else bound.to_json(),
-            "skipped": skipped.count,
-            "skipped_by_kind": skipped.kinds,
+            "steps": steps_json(steps, order),
+            "skipped": samples.skipped.count,
+            "skipped_by_kind": samples.skipped.kinds,
             "longest_sample": longest,
-            "tokenizer": on_demand.name if on_demand.loaded else None,
+            "tokenizer": samples.tokenizer.name if samples.tokenizer.loaded else None,
             "largest_trees": [
                 {name: value for name, value in tree._asdict().items() if name != "root"} for tree in largest
             ],
@@ -85,10 +60,12 @@ def inspect(
 
     # Which vocabulary plain tokens are of, only the caller knows: their text is shown if a tokenizer is named.
     console = Console()
-    console.print(summary(stats, bound))
+    console.print(summary(stats, bound, steps_rows(steps, order)))
     console.print(f"longest sample: {longest}", style="dim", markup=False, highlight=False, soft_wrap=True)
     for tree in largest:
         console.print()
-        console.print(draw_tree(layout, tree, on_demand.loaded))
+        console.print(draw_tree(layout, tree, samples.tokenizer.loaded))
     if stats.trees > len(largest) > 0:
         console.print(f"\n… {stats.trees - len(largest):,} more trees", style="dim", highlight=False)
+    for line in ways_to_more(samples, stats.physical_tokens):
+        console.print(f"\n{line}", style="dim", highlight=False, soft_wrap=True)

@@ -3,148 +3,148 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.samples import (
-    ChatTemplateKwargs,
-    ExpandTurns,
-    Files,
-    MinSharedTokens,
-    OnErrorOption,
-    ShareOption,
-    TokenizerName,
-    object_of,
-    read_files,
-    work_of,
-)
+from mcore_prefix_tree.cli.options import takes
+from mcore_prefix_tree.cli.samples import SampleOptions, Samples
+from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.plan import PlanReport
+    from mcore_prefix_tree.layout import Padding
+    from mcore_prefix_tree.plan import CostModel, ForestPlan, PlanReport, StepsReport
     from mcore_prefix_tree.recipe import Recipe
     from mcore_prefix_tree.sample import Sample
 
 _RANKS_SHOWN = 16
 
 
-class _Sharing(TypedDict):
-    share: Literal["all", "prompt"]
-    min_shared_tokens: int
-
-
+@takes(SampleOptions)
 def plan(
-    files: Files,
-    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Physical tokens that a micro-batch may hold.")],
+    options: SampleOptions,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Physical tokens that a micro-batch may hold; the recipe's if none are given."
+        ),
+    ] = None,
     dp: Annotated[int, typer.Option(min=1, metavar="D", help="Data-parallel ranks.")] = 1,
     micro_batches: Annotated[
         int | None,
         typer.Option(min=1, metavar="K", help="Per rank; as few as the budget allows if none are given."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RECIPE",
-            help="Read and plan as this recipe does, at the cost of its model; else a token costs 1.",
-        ),
-    ] = None,
     calibration: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Predict seconds, from measurements that the calibrate command wrote."),
+    ] = None,
+    length_buckets: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="The only sizes that micro-batches are padded to.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw the ranks' micro-batches into a PNG or SVG file.")
     ] = None,
-    length_buckets: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="The only sizes that micro-batches are padded to.")
-    ] = None,
-    tokenizer: TokenizerName = None,
-    chat_template_kwargs: ChatTemplateKwargs = None,
-    expand_turns: ExpandTurns = False,
-    on_error: OnErrorOption = None,
-    share: ShareOption = None,
-    min_shared_tokens: MinSharedTokens = None,
 ) -> None:
-    """Plan all samples as one step and show the ranks: tokens, predicted cost, balance and repeated context."""
-    from mcore_prefix_tree.layout import Padding
-    from mcore_prefix_tree.plan import CostModel, plan_step, read_measured, report_plan
-    from mcore_prefix_tree.recipe import load_recipe
+    """Plan all samples as one step and show the ranks: tokens, predicted cost, balance and repeated context.
+
+    Where the size of a step is known, show what training steps fold to as well. A recipe gives the cost of its model;
+    without one a token costs 1.
+    """
+    from mcore_prefix_tree.plan import plan_step, report_plan, report_steps
 
     if plot is not None:
         _check_plot(plot)  # before the work, not after it
-    recipe = None if model is None else load_recipe(model)
-    samples, on_demand, skipped = read_files(
-        files,
-        tokenizer=tokenizer,
-        chat_template_kwargs=object_of(chat_template_kwargs),
-        expand_turns=expand_turns,
-        on_error=on_error,
-        limits={"--max-tokens": max_tokens},
-        recipe=recipe,
-    )
-
-    cost_model, padding, multiple, bubble = CostModel(), Padding(), 1, 0.0
-    sharing: _Sharing = {"share": "all", "min_shared_tokens": 0}
-    if recipe is not None:
-        vocab_size = None if recipe.model.vocab_size else on_demand.vocab_size
-        cost_model = CostModel.from_work(work_of(recipe, vocab_size))
-        padding, multiple, bubble = recipe.padding, recipe.parallel.micro_batch_multiple, recipe.parallel.bubble
-        sharing = {"share": recipe.batch.share, "min_shared_tokens": recipe.batch.min_shared_tokens}
-        calibration = calibration or recipe.batch.calibration
-    if calibration is not None:
-        cost_model = cost_model.calibrated(read_measured(calibration))
-    if length_buckets is not None:
-        padding = Padding(multiple=padding.multiple, buckets=_numbers(length_buckets))
-    padding.check_holds(max_tokens)
-    if share is not None:
-        sharing["share"] = share.value
-    if min_shared_tokens is not None:
-        sharing["min_shared_tokens"] = min_shared_tokens
-    kept = None if recipe is None else _kept_together(recipe, samples)
-    planned = plan_step(
-        samples,
+    recipe = options.recipe
+    limit = "--max-tokens"
+    if max_tokens is None:
+        if recipe is None:
+            raise ValueError("--max-tokens is missing: give the tokens that a micro-batch may hold, or --model RECIPE")
+        limit, max_tokens = "batch.max_tokens", recipe.batch.max_tokens
+    samples = options.read({limit: max_tokens})
+    cost_model, unit = _cost_of(recipe, samples, calibration)
+    padding = _padding_of(recipe, length_buckets, max_tokens)
+    bubble = 0.0 if recipe is None else recipe.parallel.bubble
+    settled = partial(
+        plan_step,
         max_tokens=max_tokens,
         dp_size=dp,
-        micro_batch_multiple=multiple,
-        micro_batches=micro_batches,
+        micro_batch_multiple=1 if recipe is None else recipe.parallel.micro_batch_multiple,
         cost_model=cost_model,
         bubble=bubble,
-        together=kept,
-        **sharing,
+        **options.sharing,
     )
-    report = report_plan(samples, planned, cost_model, max_tokens=max_tokens, padding=padding, bubble=bubble, **sharing)
-    unit = "seconds" if calibration is not None else "FLOPs" if recipe is not None else "tokens"
+    takes_pairs = _takes_pairs(recipe)
+
+    def planned(step: Sequence[Sample], micro_batches: int | None = None) -> ForestPlan:
+        from mcore_prefix_tree.objectives import together
+
+        return settled(step, micro_batches=micro_batches, together=together(step) if takes_pairs else None)
+
+    order = samples.order  # which refuses pairs that are none
+    report = report_plan(
+        samples.all,
+        planned(samples.all, micro_batches),
+        cost_model,
+        max_tokens=max_tokens,
+        padding=padding,
+        bubble=bubble,
+        **options.sharing,
+    )
+    steps = None if order is None else report_steps(order.first_epoch(), plan=planned, **options.sharing)
     if plot is not None:
         _draw(report, unit, plot)
     if as_json:
-        left_out = {"skipped": skipped.count, "skipped_by_kind": skipped.kinds}
-        more = {"imbalance": report.imbalance, "over_lower_bound": report.over_lower_bound, "cost_unit": unit}
-        typer.echo(json.dumps({"samples": len(samples), **left_out, **asdict(report), **more}))
+        left_out = {"skipped": samples.skipped.count, "skipped_by_kind": samples.skipped.kinds}
+        more = {
+            "imbalance": report.imbalance,
+            "over_lower_bound": report.over_lower_bound,
+            "idle_ranks": report.idle_ranks,
+            "cost_unit": unit,
+            "steps": steps_json(steps, order),
+        }
+        typer.echo(json.dumps({"samples": len(samples.all), **left_out, **asdict(report), **more}))
     else:
-        _print(report, unit, len(samples), max_tokens)
+        _print(report, steps, samples, unit, max_tokens)
 
 
-def _kept_together(recipe: Recipe, samples: list[Sample]) -> list[Hashable] | None:
-    """What ``plan_step`` keeps in one micro-batch because the recipe's loss is of both; None if of each sample alone.
+def _cost_of(recipe: Recipe | None, samples: Samples, calibration: str | None) -> tuple[CostModel, str]:
+    """The cost model and its unit."""
+    from mcore_prefix_tree.plan import CostModel, read_measured
 
-    Raises:
-        RecipeError: the recipe's objective is none.
-        SampleError: as in training, of pairs that are not two neighbouring samples.
-    """
+    cost_model, unit = CostModel(), "tokens"
+    if recipe is not None:
+        assert samples.work is not None
+        cost_model, unit = CostModel.from_work(samples.work), "FLOPs"
+        calibration = calibration or recipe.batch.calibration
+    if calibration is not None:
+        cost_model, unit = cost_model.calibrated(read_measured(calibration)), "seconds"
+    return cost_model, unit
+
+
+def _padding_of(recipe: Recipe | None, length_buckets: str | None, max_tokens: int) -> Padding:
+    from mcore_prefix_tree.layout import Padding
+
+    padding = Padding() if recipe is None else recipe.padding
+    if length_buckets is not None:
+        padding = Padding(multiple=padding.multiple, buckets=_numbers(length_buckets))
+    padding.check_holds(max_tokens)
+    return padding
+
+
+def _takes_pairs(recipe: Recipe | None) -> bool:
+    """Whether the loss is of two samples, which stay in one micro-batch."""
+    if recipe is None:
+        return False
     quiet_upstream()
-    from mcore_prefix_tree.data.grouping import whole_groups
     from mcore_prefix_tree.mcore.train.objective import objective_of
-    from mcore_prefix_tree.objectives import together
 
-    if objective_of(recipe).grouped_by != "pair":
-        return None
-    whole_groups([samples], "pair", step=None, setting=f"objective.name={recipe.objective.name}")
-    return together(samples)
+    return objective_of(recipe).grouped_by == "pair"
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -154,31 +154,38 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise ValueError(f"--length-buckets {text}: give sizes with commas between, for example 8192,16384") from None
 
 
-def _print(report: PlanReport, unit: str, samples: int, max_tokens: int) -> None:
+def _print(report: PlanReport, steps: StepsReport | None, samples: Samples, unit: str, max_tokens: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
     summary = Table(show_header=False, box=None)
     per_rank = len(report.ranks[0])
     computed = report.unique_tokens + report.repeated_tokens
-    for name, value in [
-        ("samples", f"{samples:,}"),
+    working = len(report.ranks) - report.idle_ranks
+    for row in [
+        ("samples", f"{len(samples.all):,}"),
         ("logical tokens", f"{report.logical_tokens:,}"),
         ("unique tokens", f"{report.unique_tokens:,}"),
         ("repeated context", f"{report.repeated_tokens:,} ({report.repeated_tokens / report.unique_tokens:.1%})"),
-        ("fold ratio, as planned", f"{report.logical_tokens / computed:.2f}"),
+        ("fold ratio, as planned", f"{report.logical_tokens / computed:.2f}x", "all samples in one step"),
+        *steps_rows(steps, samples.order),
         ("padding", f"{report.padding:,} ({report.padding / computed:.1%})"),
-        ("micro-batches", f"{per_rank} on each of {len(report.ranks)} ranks, up to {max_tokens:,} tokens"),
+        ("micro-batches", f"{per_rank} on each of {working} ranks", f"up to {max_tokens:,} tokens"),
+        *_idle_rows(report.idle_ranks, len(report.ranks)),
         ("slowest rank", f"{report.slowest:.4g} {unit}"),
-        ("  over the mean", f"{report.imbalance:.3f}"),
-        ("  over the lower bound", f"{report.over_lower_bound:.3f}"),
+        ("  over the mean", f"{report.imbalance:.3f}", "idle ranks included" if report.idle_ranks else ""),
+        (
+            "  over the lower bound",
+            f"{report.over_lower_bound:.3f}",
+            "which leaves ranks idle too" if report.idle_ranks else "",
+        ),
     ]:
-        summary.add_row(name, value)
+        summary.add_row(*row)
     ranks = Table(box=None, title_justify="left")
     for column in ("rank", "samples", "tokens", f"cost, {unit}", "of slowest", "tokens of its micro-batches"):
         ranks.add_column(column, justify="left" if column.startswith("tokens of") else "right")
     costs = report.rank_costs
-    slowest_first = sorted(range(len(costs)), key=lambda rank: -costs[rank])
+    slowest_first = sorted(range(len(costs)), key=lambda rank: -costs[rank])[:working]
     for rank in slowest_first[:_RANKS_SHOWN]:
         batches = report.ranks[rank]
         ranks.add_row(
@@ -193,8 +200,19 @@ def _print(report: PlanReport, unit: str, samples: int, max_tokens: int) -> None
     console.print(summary)
     console.print()
     console.print(ranks)
-    if len(costs) > _RANKS_SHOWN:
-        console.print(f"… {len(costs) - _RANKS_SHOWN:,} faster ranks", style="dim", highlight=False)
+    if working > _RANKS_SHOWN:
+        console.print(f"… {working - _RANKS_SHOWN:,} faster ranks", style="dim", highlight=False)
+    if report.idle_ranks:
+        console.print(f"… {report.idle_ranks:,} idle ranks", style="dim", highlight=False)
+    for line in ways_to_more(samples, report.unique_tokens):
+        console.print(f"\n{line}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _idle_rows(idle: int, ranks: int) -> list[tuple[str, str, str]]:
+    """What to do about ranks without work; a smaller budget gives them none."""
+    if not idle:
+        return []
+    return [("ranks with work", f"{ranks - idle} of {ranks}", f"use {ranks - idle} ranks, or more samples a step")]
 
 
 def _check_plot(path: str) -> None:

@@ -1,96 +1,55 @@
-"""The files that commands read samples from, and the options that say how."""
+"""The options that say which samples a command reads and how training takes them, and what comes of both."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
+from mcore_prefix_tree.cli.boundary import quiet_upstream
+
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
+    from mcore_prefix_tree.data.batches import SampleOrder
     from mcore_prefix_tree.plan import ModelWork
     from mcore_prefix_tree.recipe import Recipe
+    from mcore_prefix_tree.recipe.sections import DataConfig
     from mcore_prefix_tree.sample import Sample
-
-Files = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE...",
-        help="JSON Lines (.gz too), Parquet or Arrow files, or globs; '-' is JSON Lines on standard input.",
-    ),
-]
-TokenizerName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Of chat messages: mistral-v7 (if none is given), mistral-v3, mistral-v3-tekken, or a folder with a "
-        "Hugging Face tokenizer.",
-    ),
-]
-ChatTemplateKwargs = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JSON",
-        help="What the chat template of a Hugging Face tokenizer is given besides, as '{\"enable_thinking\": false}'; "
-        "with strftime_now, a date as 2026-11-20, its clock shows that date.",
-    ),
-]
-ExpandTurns = Annotated[
-    bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
-]
+    from mcore_prefix_tree.trie import Share
 
 
-class OnError(str, Enum):
+class OnErrorName(str, Enum):
     """What becomes of bad samples; see :func:`mcore_prefix_tree.data.iter_sample_groups`."""
 
     raise_ = "raise"
     skip = "skip"
 
 
-OnErrorOption = Annotated[
-    OnError | None,
-    typer.Option(
-        "--on-error",
-        help="raise: end at the first bad sample (if none is given). skip: leave bad ones out and say so.",
-    ),
-]
-
-
-class Share(str, Enum):
+class ShareName(str, Enum):
     """Which common prefixes are shared; see :func:`mcore_prefix_tree.trie.build_trie`."""
 
     all = "all"
     prompt = "prompt"
 
 
-ShareOption = Annotated[
-    Share | None,
-    typer.Option(
-        "--share", help="all: every common prefix (if none is given). prompt: those before the first scored token."
-    ),
-]
-MinSharedTokens = Annotated[
-    int | None, typer.Option(min=0, metavar="N", help="Common prefixes of fewer tokens are not shared; 0 if not given.")
-]
+class OrderName(str, Enum):
+    """Which samples a step takes; see :class:`mcore_prefix_tree.data.batches.SampleOrder`."""
+
+    shuffled = "shuffled"
+    folded = "folded"
+    file = "file"
 
 
-def work_of(recipe: Recipe, vocab_size: int | None) -> ModelWork:
-    """Return the FLOPs of a recipe's model; ``vocab_size`` is the tokenizer's, where the recipe leaves it to that.
+class Sharing(TypedDict):
+    """What counts as a common prefix."""
 
-    Raises:
-        ValueError: neither gives a vocabulary size.
-    """
-    from mcore_prefix_tree.plan import ModelWork
-
-    return ModelWork.from_model(
-        recipe.model,
-        vocab_size=vocab_size,
-        fused_head=recipe.fused_head,
-        scalar_head=recipe.objective.has_scalar_head,
-    )
+    share: Share
+    min_shared_tokens: int
 
 
 class TokenizerOnDemand:
@@ -100,6 +59,7 @@ class TokenizerOnDemand:
         self.name = name
         self._kwargs = chat_template_kwargs
         self.loaded: ChatTokenizer | None = None
+        self.conversations = 0  # encoded so far
 
     def load(self) -> ChatTokenizer:
         """The tokenizer, from now on at least."""
@@ -120,6 +80,7 @@ class TokenizerOnDemand:
 
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """See ``ChatTokenizer``."""
+        self.conversations += 1
         return self.load().encode_turns(messages, tools)
 
 
@@ -138,46 +99,211 @@ def object_of(option: str | None) -> dict[str, Any] | None:
     return found
 
 
-def read_files(
-    files: list[str],
-    *,
-    tokenizer: str | None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    expand_turns: bool,
-    on_error: OnError | None = None,
-    limits: dict[str, int] | None = None,
-    recipe: Recipe | None = None,
-) -> tuple[list[Sample], TokenizerOnDemand, Skipped]:
-    """Read files as options say and, where these say nothing, as a recipe reads its own.
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Which samples to read, and how training takes them. An option wins over the recipe."""
 
-    Reports on standard error what was skipped, if anything.
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...",
+            help="JSON Lines (.gz too), Parquet or Arrow files, or globs; '-' is JSON Lines on standard input.",
+        ),
+    ]
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="Read, order and fold samples as this recipe does; its data.path aside."),
+    ] = None
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Samples of a training step, to report what steps fold to.")
+    ] = None
+    order: Annotated[
+        OrderName | None,
+        typer.Option(help="How samples are dealt to steps: data.order of a recipe; shuffled if none is given."),
+    ] = None
+    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Of that order.")] = None
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of chat messages: mistral-v7 (if none is given), mistral-v3, mistral-v3-tekken, or a folder with a "
+            "Hugging Face tokenizer.",
+        ),
+    ] = None
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="What the chat template of a Hugging Face tokenizer is given besides, as "
+            "'{\"enable_thinking\": false}'; with strftime_now, a date as 2026-11-20, its clock shows that date.",
+        ),
+    ] = None
+    expand_turns: Annotated[
+        bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
+    ] = False
+    on_error: Annotated[
+        OnErrorName | None,
+        typer.Option(
+            help="raise: end at the first bad sample (if none is given). skip: leave bad ones out and say so."
+        ),
+    ] = None
+    share: Annotated[
+        ShareName | None,
+        typer.Option(help="all: every common prefix (if none is given). prompt: those before the first scored token."),
+    ] = None
+    min_shared_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Common prefixes of fewer tokens are not shared; 0 if not given."),
+    ] = None
 
-    Returns:
-        The samples; the tokenizer, which is loaded if a line, an option or the recipe names one; and what was skipped.
+    @cached_property
+    def data(self) -> DataConfig:
+        """How the files are read."""
+        from mcore_prefix_tree.recipe.sections import DataConfig
 
-    Raises:
-        SampleError: bad data; names file, line and field.
-        ValueError: there is no such tokenizer.
+        given = {
+            "tokenizer": self.tokenizer,
+            "chat_template_kwargs": object_of(self.chat_template_kwargs),
+            "expand_turns": self.expand_turns or None,
+            "on_error": self.on_error and self.on_error.value,
+            "order": self.order and self.order.value,
+        }
+        base = DataConfig(path=self.files) if self._file is None else self._file.data
+        known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return replace(base, path=self.files, streaming=False, **known)
+
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        """The recipe, with the options in place of its own settings."""
+        if self._file is None:
+            return None
+        batch = {"share": self.share and self.share.value, "min_shared_tokens": self.min_shared_tokens}
+        given: dict[str, Any] = {name: value for name, value in batch.items() if value is not None}
+        if self.global_batch_size is not None:
+            given |= {"global_batch_size": self.global_batch_size, "groups_per_step": None}
+        seed = self._file.seed if self.seed is None else self.seed
+        return replace(self._file, data=self.data, batch=replace(self._file.batch, **given), seed=seed)
+
+    @cached_property
+    def _file(self) -> Recipe | None:
+        from mcore_prefix_tree.recipe import load_recipe
+
+        return None if self.model is None else load_recipe(self.model)
+
+    @property
+    def sharing(self) -> Sharing:
+        """What counts as a common prefix."""
+        if self.recipe is not None:
+            return {"share": self.recipe.batch.share, "min_shared_tokens": self.recipe.batch.min_shared_tokens}
+        return {"share": (self.share or ShareName.all).value, "min_shared_tokens": self.min_shared_tokens or 0}
+
+    def read(self, limits: Mapping[str, int] | None = None) -> Samples:
+        """Read the files. Says on standard error what was skipped, if anything.
+
+        Args:
+            limits: most tokens that a sample may have, by the name of the setting that says so.
+
+        Raises:
+            SampleError: bad data; names file, line and field.
+            ValueError: there is no such tokenizer, or nothing says how large a step is that ``order`` or ``seed``
+                are given for.
+        """
+        from mcore_prefix_tree.data import DEFAULT_TOKENIZER, Skipped, iter_sample_groups
+
+        for name in ("order", "seed"):
+            if getattr(self, name) is not None and self.model is None and self.global_batch_size is None:
+                raise ValueError(f"--{name} is about the steps of training; give --global-batch-size too")
+        data = self.data
+        tokenizer = TokenizerOnDemand(data.tokenizer or DEFAULT_TOKENIZER, data.chat_template_kwargs)
+        if data.tokenizer is not None:
+            tokenizer.load()  # a wrong name is an error whatever the files hold
+        skipped = Skipped()
+        lines = list(
+            iter_sample_groups(
+                data.path,
+                tokenizer=tokenizer,
+                expand_turns=data.expand_turns,
+                limits=limits,
+                on_error=data.on_error,
+                skipped=skipped,
+            )
+        )
+        if skipped.count:
+            typer.echo(str(skipped), err=True)
+        return Samples(lines=lines, tokenizer=tokenizer, skipped=skipped, options=self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Samples:
+    """What was read.
+
+    Attributes:
+        lines: the samples of each line.
+        tokenizer: loaded if a line or the caller named one.
+        skipped: bad samples.
+        options: by which it was read.
     """
-    from mcore_prefix_tree.data import DEFAULT_TOKENIZER, Skipped, read_samples
 
-    if recipe is not None:
-        tokenizer = recipe.data.tokenizer if tokenizer is None else tokenizer
-        chat_template_kwargs = chat_template_kwargs or recipe.data.chat_template_kwargs
-        expand_turns |= recipe.data.expand_turns
-        on_error = on_error or OnError(recipe.data.on_error)
-    on_demand = TokenizerOnDemand(tokenizer or DEFAULT_TOKENIZER, chat_template_kwargs)
-    if tokenizer is not None:
-        on_demand.load()  # a wrong name is an error whatever the files hold
-    skipped = Skipped()
-    samples = read_samples(
-        files,
-        tokenizer=on_demand,
-        expand_turns=expand_turns,
-        limits=limits,
-        on_error=(on_error or OnError.raise_).value,
-        skipped=skipped,
-    )
-    if skipped.count:
-        typer.echo(str(skipped), err=True)
-    return samples, on_demand, skipped
+    lines: list[list[Sample]]
+    tokenizer: TokenizerOnDemand
+    skipped: Skipped
+    options: SampleOptions
+
+    @cached_property
+    def all(self) -> list[Sample]:
+        """All samples, in the order of the files."""
+        return [sample for line in self.lines for sample in line]
+
+    @cached_property
+    def work(self) -> ModelWork | None:
+        """The FLOPs of the recipe's model; None without a recipe.
+
+        Raises:
+            ValueError: neither the recipe nor a tokenizer gives a vocabulary size.
+        """
+        from mcore_prefix_tree.plan import ModelWork
+
+        recipe = self.options.recipe
+        if recipe is None:
+            return None
+        return ModelWork.from_model(
+            recipe.model,
+            vocab_size=None if recipe.model.vocab_size else self.tokenizer.vocab_size,
+            fused_head=recipe.fused_head,
+            scalar_head=recipe.objective.has_scalar_head,
+        )
+
+    @cached_property
+    def order(self) -> SampleOrder | None:
+        """The order in which training takes the samples; None if nothing says how large a step is.
+
+        Raises:
+            SampleError, RecipeError: what training with the recipe refuses of groups and their number.
+        """
+        options = self.options
+        if options.recipe is not None:
+            quiet_upstream()
+            from mcore_prefix_tree.mcore.train.reading import order_of
+
+            return order_of(options.recipe, self.lines)
+        if options.global_batch_size is None:
+            return None
+        from mcore_prefix_tree.data.batches import SampleOrder
+        from mcore_prefix_tree.recipe import Recipe
+
+        return SampleOrder(
+            self.lines,
+            seed=Recipe.seed if options.seed is None else options.seed,
+            order=options.data.order,
+            step=options.global_batch_size,
+        )
+
+    @property
+    def turns(self) -> list[int]:
+        """Tokens of each assistant turn with its history, of conversations that are one sample each; else nothing."""
+        import numpy as np
+
+        if self.options.data.expand_turns or self.tokenizer.conversations < len(self.all):
+            return []  # expanded, or tokens without messages
+        scored = [np.append(sample.loss_mask != 0, False) for sample in self.all]
+        return [int(end) for one in scored for end in np.flatnonzero(one[:-1] & ~one[1:]) + 1]

@@ -6,6 +6,7 @@ from mcore_prefix_tree.plan.makespan import least_makespan
 from mcore_prefix_tree.plan.plan import BudgetError, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.plan.report import MicroBatchReport, PlanReport, report_plan
 from mcore_prefix_tree.plan.shape import LatentAttention
+from mcore_prefix_tree.plan.steps import Spread, StepsReport, report_steps
 from mcore_prefix_tree.plan.work import Bound, Counts, ModelWork
 
 __all__ = [
@@ -20,9 +21,12 @@ __all__ = [
     "MicroBatchReport",
     "ModelWork",
     "PlanReport",
+    "Spread",
+    "StepsReport",
     "fewest_micro_batches",
     "least_makespan",
     "plan_step",
     "read_measured",
     "report_plan",
+    "report_steps",
 ]

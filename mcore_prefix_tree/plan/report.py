@@ -74,6 +74,11 @@ class PlanReport:
         return self.slowest / self.lower_bound if self.lower_bound else 1.0
 
     @property
+    def idle_ranks(self) -> int:
+        """Ranks without any sample."""
+        return sum(not any(batch.samples for batch in rank) for rank in self.ranks)
+
+    @property
     def rank_costs(self) -> list[float]:
         """Cost of each rank."""
         return [_cost_of(rank, self.bubble) for rank in self.ranks]

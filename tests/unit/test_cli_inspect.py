@@ -22,6 +22,11 @@ CHAT = [
     [("user", "Hello there"), ("assistant", "Hi, what can I do?"), ("user", "Dance"), ("assistant", "I cannot")],
 ]
 
+WHOLE_FILE = (
+    "These figures take all samples as one step. Training steps hold fewer and fold less: give --global-batch-size N "
+    "or --model RECIPE to see by how much."
+)
+
 
 def inspect(*arguments, stdin=None):
     return CliRunner().invoke(app, ["inspect", *map(str, arguments)], input=stdin)
@@ -61,6 +66,7 @@ def test_json_is_one_object_and_nothing_else(forest):
         "unfolded_pairs": 10 + 15 + 3 + 10 + 6,
         "visible_pairs": 1 + 2 + 3 + 4 + 4 + 5 + 1 + 2 + 3,
         "pair_ratio": 44 / 25,
+        "steps": None,
         "supervised_tokens": 13,
         "predictors": 6,
         "predictor_ratio": 13 / 6,
@@ -102,6 +108,8 @@ def test_the_drawing_says_the_same(forest):
         "└── 2 tokens, 1 sample  5 6",
         "",
         "3 tokens, 1 sample  9 9 9",
+        "",
+        WHOLE_FILE,
     ]
 
 
@@ -137,7 +145,7 @@ def test_a_model_has_a_bound(chat, tmp_path):
 
 def test_trees_limits_the_drawings_and_says_so(forest):
     assert "9 9 9" not in inspect(forest, "--trees", 1).stdout
-    assert inspect(forest, "--trees", 1).stdout.rstrip().endswith("… 1 more trees")
+    assert "… 1 more trees\n" in inspect(forest, "--trees", 1).stdout
     assert "├" not in inspect(forest, "--trees", 0).stdout
     assert len(json.loads(inspect(forest, "--trees", 1, "--json").stdout)["largest_trees"]) == 1
     assert inspect(forest, "--trees", -1).exit_code == 2
@@ -155,7 +163,7 @@ def test_large_fan_outs_are_cut_and_counted(tmp_path):
 
 def test_deep_trees_are_cut_and_counted(tmp_path):
     path = write_tokens(tmp_path / "comb.jsonl", [sample.tokens for sample in comb(300)])
-    lines = inspect(path).stdout.splitlines()
+    lines = inspect(path).stdout.splitlines()[:-2]
     assert max(re.search(r"\d|…|$", line).start() for line in lines[10:]) == 4 * drawing.MAX_LEVELS
     assert any("… 2 branches, " in line for line in lines)
     drawn = sum(int(found.replace(",", "")) for line in lines[10:] for found in re.findall(r"([\d,]+) tokens?", line))
@@ -164,7 +172,7 @@ def test_deep_trees_are_cut_and_counted(tmp_path):
 
 def test_long_chains_are_one_line(tmp_path):
     path = write_tokens(tmp_path / "turns.jsonl", [range(length) for length in range(5, 105, 5)])
-    drawn = inspect(path).stdout.splitlines()[11:]
+    drawn = inspect(path).stdout.splitlines()[11:-2]
     assert len(drawn) == 1
     assert drawn[0].startswith("100 tokens in a chain of 20 nodes, 20 samples  0 1 2 3")
 
@@ -203,7 +211,7 @@ def test_ids_are_shown_where_the_tokenizer_has_them_not(tmp_path, tokenizer, bey
     path = write_tokens(tmp_path / "beyond.jsonl", [[1, 2, 1100], [1, 2, beyond], [1, 2, 2**31 - 1]])
     result = inspect(path, "--tokenizer", tokenizer)
     assert result.exit_code == 0, result.output
-    root, *branches = [line.rstrip() for line in result.stdout.splitlines()[11:]]
+    root, *branches = [line.rstrip() for line in result.stdout.splitlines()[11:-2]]
     assert "  1 2" not in root
     assert not branches[0].endswith("1100")
     assert [line.rpartition("  ")[2] for line in branches[1:]] == [str(beyond), str(2**31 - 1)]
@@ -251,7 +259,7 @@ def test_the_boundary_shared_by_all_commands(forest, monkeypatch, error, says):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(mcore_prefix_tree.data, "read_samples", fail)
+    monkeypatch.setattr(mcore_prefix_tree.data, "iter_sample_groups", fail)
     result = inspect(forest)
     assert (result.exit_code, result.stderr, result.stdout) == (2, says, "")
 
@@ -260,7 +268,7 @@ def test_bugs_keep_their_traceback(forest, monkeypatch):
     def fail(*_, **__):
         raise KeyError("ours")
 
-    monkeypatch.setattr(mcore_prefix_tree.data, "read_samples", fail)
+    monkeypatch.setattr(mcore_prefix_tree.data, "iter_sample_groups", fail)
     result = inspect(forest)
     assert result.exit_code == 1
     assert isinstance(result.exception, KeyError)
@@ -270,7 +278,7 @@ def test_control_c_is_quiet(forest, monkeypatch):
     def fail(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mcore_prefix_tree.data, "read_samples", fail)
+    monkeypatch.setattr(mcore_prefix_tree.data, "iter_sample_groups", fail)
     result = inspect(forest)
     assert (result.exit_code, result.stderr, result.stdout) == (130, "", "")
 

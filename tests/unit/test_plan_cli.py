@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.data import read_samples
+from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.recipe import load_recipe
 
@@ -75,8 +77,120 @@ def test_a_critic_has_no_vocabulary_to_pay_for(rows, tmp_path):
 def test_the_table_names_what_matters(rows):
     result = plan(rows, "--max-tokens", "14", "--dp", "20", "--micro-batches", "1")
     assert result.exit_code == 0, result.output
-    for words in ("repeated context", "over the lower bound", "1 on each of 20 ranks", "… 4 faster ranks"):
+    for words in (
+        "repeated context",
+        "over the lower bound",
+        "1 on each of 4 ranks",
+        "… 16 idle ranks",
+        "4 of 20",
+        "use 4 ranks",
+    ):
         assert words in result.stdout
+
+
+def steps_of(command, *arguments):
+    result = CliRunner().invoke(app, [command, *map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["steps"]
+
+
+@pytest.fixture
+def turns(tmp_path):
+    """Six prompts of four completions each, a line each, none beside one of its own prompt."""
+    path = tmp_path / "turns.jsonl"
+    rows = [{"tokens": [prompt] * 20 + [30 + leaf] * 4, "group": leaf} for leaf in range(4) for prompt in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_steps_are_the_ones_that_training_takes(turns):
+    """By hand, from the order that is documented: what each step of an epoch has and what it folds to."""
+    samples = read_samples(turns)
+    order = SampleOrder([[sample] for sample in samples], seed=7, order="shuffled", step=4)
+    logical = [96] * 6
+    physical = []
+    for start in range(0, 24, 4):
+        step = order.take(start, 4)
+        physical.append(20 * len({int(sample.tokens[0]) for sample in step}) + 4 * 4)
+    report = steps_of("inspect", turns, "--global-batch-size", 4, "--seed", 7)
+    assert report == {
+        "steps": 6,
+        "samples": 4,
+        "fold_ratio": {
+            "mean": sum(logical) / sum(physical),
+            "lowest": 96 / max(physical),
+            "highest": 96 / min(physical),
+        },
+        "planned_fold_ratio": None,
+        "idle_ranks": None,
+        "order": "shuffled",
+        "global_batch_size": 4,
+    }
+    planned = steps_of("plan", turns, "--global-batch-size", 4, "--seed", 7, "--max-tokens", 24, "--dp", 5)
+    assert planned["fold_ratio"] == report["fold_ratio"]
+    assert planned["planned_fold_ratio"] == {"mean": 1, "lowest": 1, "highest": 1}  # a sample a micro-batch
+    assert planned["idle_ranks"] == 1
+
+
+def test_steps_fold_better_in_folded_order(turns):
+    in_file, folded = (
+        steps_of("inspect", turns, "--global-batch-size", 4, "--order", order)["fold_ratio"]["mean"]
+        for order in ("file", "folded")
+    )
+    assert in_file == 1
+    assert folded > 1.5  # 96 tokens in 56 where a run begins in the middle of a prompt
+
+
+def test_steps_follow_a_recipe_and_options_win(turns, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("unused.jsonl}", "unused.jsonl, order: file}"))
+    for command in ("inspect", "plan"):
+        steps = steps_of(command, turns, "--model", recipe)
+        assert (steps["order"], steps["global_batch_size"], steps["fold_ratio"]["mean"]) == ("file", 4, 1)
+        steps = steps_of(command, turns, "--model", recipe, "--order", "folded", "--global-batch-size", 24)
+        assert (steps["order"], steps["steps"], steps["fold_ratio"]["mean"]) == ("folded", 1, 24 * 24 / (6 * 36))
+    # What training takes whole, and refuses.
+    recipe.write_text(RECIPE + "objective: {name: grpo}\n")
+    result = CliRunner().invoke(app, ["inspect", str(turns), "--model", str(recipe)])
+    assert result.exit_code == 2
+    assert "group 0 goes on" in result.stderr or "global_batch_size=4 would cut some" in result.stderr
+
+
+def test_one_step_is_said_to_be_the_whole_file(turns):
+    whole_file, steps = "These figures take all samples as one step", "  in training steps"
+    for command in (["inspect"], ["plan", "--max-tokens", "100"]):
+        asked = [*command, str(turns)]
+        known = CliRunner().invoke(app, [*asked, "--global-batch-size", "4"]).stdout
+        unknown = CliRunner().invoke(app, asked).stdout
+        assert whole_file in unknown
+        assert steps not in unknown
+        assert whole_file not in known
+        assert "6 of 4 samples, shuffled" in " ".join(known.split())
+        twice = CliRunner().invoke(app, [*asked, "--global-batch-size", "30"]).stdout
+        assert "A step of 30 takes the 24 samples there are more than once" in twice
+        result = CliRunner().invoke(app, [*asked, "--order", "folded"])
+        assert (result.exit_code, "give --global-batch-size too" in result.stderr) == (2, True)
+
+
+def test_expanded_turns_are_pointed_to(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    messages = [{"role": role, "content": "go on"} for _ in range(3) for role in ("user", "assistant")]
+    path.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"messages": messages[:2]}) + "\n")
+    expanded = json.loads(CliRunner().invoke(app, ["inspect", str(path), "--expand-turns", "--json"]).stdout)
+    logical, physical = expanded["logical_tokens"], expanded["physical_tokens"]
+    advice = f"give --expand-turns: 4 samples of {logical:,} logical tokens in the same {physical:,} physical ones"
+    for command in (["inspect"], ["plan", "--max-tokens", "100"]):
+        plain = CliRunner().invoke(app, [*command, str(path)]).stdout
+        assert advice in plain
+        assert f"a fold ratio of {logical / physical:.2f}x instead of" in plain
+        assert "give --expand-turns" not in CliRunner().invoke(app, [*command, str(path), "--expand-turns"]).stdout
+
+
+def test_idle_ranks_are_named(rows):
+    report = json.loads(plan(rows, "--max-tokens", "14", "--dp", "20", "--json").stdout)
+    idle = sum(not any(batch["samples"] for batch in rank) for rank in report["ranks"])
+    assert report["idle_ranks"] == idle == 16
+    assert "idle" not in plan(rows, "--max-tokens", "14", "--dp", "2").stdout
 
 
 def test_too_small_a_budget_is_told_in_a_sentence(rows):

@@ -1,0 +1,66 @@
+"""What training steps fold to, beside a whole file, as rows and JSON; and what would fold better."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.cli.samples import Samples
+    from mcore_prefix_tree.data.batches import SampleOrder
+    from mcore_prefix_tree.plan import Spread, StepsReport
+
+
+def steps_rows(steps: StepsReport | None, order: SampleOrder | None) -> list[tuple[str, str, str]]:
+    """Rows of a table: name, value, remark. None where the size of a step is not known."""
+    if steps is None or order is None:
+        return []
+    of = f"{order.step:,} {'groups' if order.by_line else 'samples'}"
+    rows = [_row("  in training steps", steps.fold_ratio, f", {steps.steps:,} of {of}, {order.order}")]
+    if steps.planned_fold_ratio is not None:
+        rows.append(_row("  and micro-batches", steps.planned_fold_ratio, ""))
+    if steps.idle_ranks:
+        rows.append(("  and idle ranks", f"{steps.idle_ranks:.1f}", "in an average step"))
+    return rows
+
+
+def _row(name: str, ratio: Spread, where: str) -> tuple[str, str, str]:
+    return name, f"{ratio.mean:.2f}x", f"{ratio.lowest:.2f}x to {ratio.highest:.2f}x{where}"
+
+
+def steps_json(steps: StepsReport | None, order: SampleOrder | None) -> dict[str, Any] | None:
+    """The same for programs."""
+    if steps is None or order is None:
+        return None
+    size = {"groups_per_step" if order.by_line else "global_batch_size": order.step}
+    return {**asdict(steps), "order": order.order, **size}
+
+
+def ways_to_more(samples: Samples, physical_tokens: int) -> list[str]:
+    """Sentences about options that would show, or fold, more.
+
+    Args:
+        samples: that were read.
+        physical_tokens: that all of them fold to.
+    """
+    lines = []
+    if samples.order is None:
+        lines.append(
+            "These figures take all samples as one step. Training steps hold fewer and fold less: give "
+            "--global-batch-size N or --model RECIPE to see by how much."
+        )
+    elif samples.order.step is not None and samples.order.step > samples.order.per_epoch:
+        lines.append(
+            f"A step of {samples.order.step:,} takes the {samples.order.per_epoch:,} samples there are more than once, "
+            "which folds better than other samples would."
+        )
+    turns = samples.turns
+    # Every prefix is shared: a turn that ends inside a conversation adds no unique token.
+    if len(turns) > len(samples.all) and samples.options.sharing == {"share": "all", "min_shared_tokens": 0}:
+        now = sum(map(len, samples.all)) / physical_tokens
+        lines.append(
+            f"If you train a sample per assistant turn, give --expand-turns: {len(turns):,} samples of "
+            f"{sum(turns):,} logical tokens in the same {physical_tokens:,} physical ones, a fold ratio of "
+            f"{sum(turns) / physical_tokens:.2f}x instead of {now:.2f}x."
+        )
+    return lines
