@@ -100,6 +100,25 @@ def bench_plan_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def bench_order_table(result: dict[str, Any]) -> str:
+    """Markdown for a result of scripts/bench_order.py."""
+    lines = ["| data | samples a step | shuffled | folded |", "|---|---:|---:|---:|"]
+    rows = {(row["lines"], row["step"], row["order"]): row for row in result["results"]}
+    for name, step in dict.fromkeys((lines, step) for lines, step, _ in rows):
+        ratios = [rows[name, step, order]["fold_ratio"] for order in ("shuffled", "folded")]
+        cells = [f"{one['mean']:.2f} ({one['lowest']:.2f} to {one['highest']:.2f})" for one in ratios]
+        lines.append(f"| {name} | {step} | {' | '.join(cells)} |")
+    first, later = (max(row["seconds"][epoch] for row in result["results"]) * 1e3 for epoch in (0, 1))
+    lines += [
+        "",
+        f"{result['samples']:,} samples, {result['logical_tokens']:,} logical tokens; all of them in one step fold "
+        f"{result['fold_ratio']:.2f}x. The mean counts the tokens of all steps of an epoch; lowest and highest step in "
+        f"brackets. To draw the first epoch takes at most {first:,.0f} ms, a later one {later:,.0f} ms "
+        f"({result['machine']['cpu']}, one core).",
+    ]
+    return "\n".join(lines)
+
+
 def cost_table(result: dict[str, Any]) -> str:
     """Markdown for a result of ``mcore-prefix-tree calibrate``."""
     cost, measured = result["cost"], result["measured"]
@@ -214,6 +233,7 @@ TABLES = {
     "bound": ("step_*_cpu.json", bound_table),
     "bench_trie": ("trie.json", bench_trie_table),
     "bench_plan": ("plan.json", bench_plan_table),
+    "bench_order": ("order.json", bench_order_table),
     "bench_step_gpu": ("gpu_*.json", steps_on_gpus),
     "bench_head": ("head_cpu.json", bench_head_tables),
     "bench_head_gpu": ("gpu_*.json", head_on_gpus),
