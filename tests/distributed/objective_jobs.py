@@ -160,7 +160,7 @@ def teacher_of(job: Job, layout: Layout) -> Any:
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.teacher_config))
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
     fill(chunks, seed=TEACHER_SEED)
-    return TeacherModel(chunks=chunks, attention_backend="reference")
+    return TeacherModel(chunks=chunks, attention_backend="reference", attention_cases=())
 
 
 def sft_loss(objective: Any, world: Any) -> torch.Tensor:

@@ -35,7 +35,7 @@ ALLOWED = {
     "recipe": {"layout"},
     "mcore": {
         "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
-        "objectives", "recipe", "launchers", "memory", "upload",
+        "objectives", "recipe", "launchers", "memory", "upload", "errors",
         # Where there is no GPU, training runs under the emulation, and its norms stand in for the missing kernels.
         "testing",
     },

@@ -40,9 +40,9 @@ from mcore_prefix_tree.mcore.arguments import ArgumentError, add_argument_group,
 from mcore_prefix_tree.mcore.pretrain.adapter import check_megatron_lm
 from mcore_prefix_tree.mcore.pretrain.backend import check_backend, device_of_this_rank
 from mcore_prefix_tree.mcore.pretrain.memory import warm_up_bytes
+from mcore_prefix_tree.mcore.pretrain.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.pretrain.settings import folding_of
 from mcore_prefix_tree.mcore.pretrain.sizes import check_sizes, megatrons_calculator
-from mcore_prefix_tree.mcore.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.validation import check_config
 
 

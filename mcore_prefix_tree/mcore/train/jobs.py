@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from torch.nn import Module
 
@@ -23,7 +24,7 @@ from mcore_prefix_tree.mcore.train.model import build_chunks
 from mcore_prefix_tree.mcore.train.objective import objective_of
 from mcore_prefix_tree.mcore.train.reading import read_data, read_held_out
 from mcore_prefix_tree.mcore.train.retention import check_not_overwritten
-from mcore_prefix_tree.mcore.train.session import Session, session
+from mcore_prefix_tree.mcore.train.session import Session, on_main_rank, session
 from mcore_prefix_tree.mcore.train.teacher import load_teacher, read_teacher_recipe
 from mcore_prefix_tree.mcore.train.trainer import Reporter, Trainer
 from mcore_prefix_tree.mcore.train.verify import VerifyReport, verify
@@ -104,11 +105,11 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             f"checkpoint.save={recipe.checkpoint.save} already holds iteration {saved}; continue it with --resume or "
             "choose another folder"
         )
-    if recipe.checkpoint.save is not None:
-        check_not_overwritten(recipe.checkpoint.save, saved)
     with session(recipe) as place, ExitStack() as until_the_end:
         # A network folder shows another machine's last checkpoint late: all go on from the main rank's.
         saved = everyone(saved)[0]
+        if recipe.checkpoint.save is not None:
+            on_main_rank(partial(check_not_overwritten, recipe.checkpoint.save, saved))
         data = read_data(recipe, place, checked=True, progress=reporter.reading if place.is_main else None)
         recipe = with_vocabulary(recipe, data.vocab_size)
         if data.skipped.count and place.is_main:
