@@ -130,7 +130,7 @@ class Problem:
         if part == "fast":
 
             def fast() -> list[torch.Tensor]:
-                shape = (self.case.heads, len(plan.end), rounded(self.case.head_dim))
+                shape = (self.case.heads, len(plan.end), rounded(self.case.head_dim, one.widest))
                 summed = torch.zeros(shape, dtype=torch.float32, device=self.case.device)
                 return [*launch.key_value_grads(*arguments, plan.schedules[1], call, summed), summed]
 

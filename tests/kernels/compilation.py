@@ -185,7 +185,7 @@ def report(kernel, case, launch, engine, architecture, absent=()):
 
 def needed(kernel, case, launch, absent):
     """Pairs of numbers in the products of one tile in each of a kernel's loops."""
-    head, value = rounded(case.head_dim), rounded(case.value_dim)
+    head, value = (rounded(width, launch.widest) for width in (case.head_dim, case.value_dim))
     if kernel is forward_kernel:
         loops, products = 3, head + value
     elif kernel is query_kernel:

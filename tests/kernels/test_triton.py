@@ -191,6 +191,23 @@ def test_heads_in_parts(deterministic, engine, divided, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(("deterministic", "apart"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("engine", [False, True])
+def test_launches_that_take_narrow_parts(deterministic, apart, engine):
+    """Head dimensions of one tile or two and a half, in tiles of 16."""
+    configs = small_configs(deterministic=deterministic, apart=apart, engine=engine and deterministic)
+    narrow = {name: getattr(configs, name)._replace(widest=16) for name in ("forward", "key_value")}
+    if deterministic:
+        narrow["query"] = configs.query._replace(widest=16)
+    for dim, value_dim in ((32, 16), (40, 64)):
+        assert_is_reference(
+            metadata_of(*random_forest(3, nodes=8, node_lens=(1, 15, 33)), padding=2),
+            configs=replace(configs, **narrow),
+            dim=dim,
+            value_dim=value_dim,
+        )
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_float16(seed, deterministic):

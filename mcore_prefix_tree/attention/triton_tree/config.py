@@ -84,9 +84,9 @@ def part(width: int, widest: int = 256) -> int:
     return min(widest, 64 if 128 < width <= 192 else max(16, 1 << (width - 1).bit_length()))
 
 
-def rounded(width: int) -> int:
-    """A head dimension rounded up to whole parts."""
-    return -(-width // part(width)) * part(width)
+def rounded(width: int, widest: int = 256) -> int:
+    """Return a head dimension rounded up to whole parts of a launch."""
+    return -(-width // part(width, widest)) * part(width, widest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,12 @@ _OTHERS = (
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(16, 128, 8, 2), query=Launch(128, 16, 8, 2), apart=True),
     _Row(forward=Launch(128, 16, 8, 2), key_value=Launch(16, 64, 4, 2), query=Launch(64, 16, 4, 2), apart=True),
     _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 4, 2), query=Launch(64, 32, 4, 2), apart=True),
-    _Row(forward=Launch(64, 32, 8, 2), key_value=Launch(16, 64, 4, 2), query=Launch(64, 16, 8, 2), apart=True),
+    _Row(
+        forward=Launch(64, 16, 4, 2, widest=64),
+        key_value=Launch(16, 64, 4, 2, widest=64),
+        query=Launch(64, 16, 4, 2, widest=64),
+        apart=True,
+    ),
 )
 # Where some of these would spill.
 _SMALL_BLACKWELL = (

@@ -187,7 +187,10 @@ def key_value_grads(
             heads // kv_heads,
             processors=processors(query.device),
             warps=launch.warps,
-            bytes_undivided=4 * len(call.end) * kv_heads * sum(rounded(like.shape[2]) for like in (key, value)),
+            bytes_undivided=4
+            * len(call.end)
+            * kv_heads
+            * sum(rounded(like.shape[2], launch.widest) for like in (key, value)),
         )
     grads = [like.new_empty((size, kv_heads, like.shape[2])) for like in (key, value)]
     partials = [_partial_sums(grad, splits, call) if heads > kv_heads else None for grad in grads]
@@ -232,7 +235,7 @@ def _partial_sums(grad: torch.Tensor, splits: int, call: Call) -> torch.Tensor:
     The kernel is given it in either case, so that the same one runs whether a group is split or not.
     """
     _, kv_heads, width = grad.shape
-    shape = (kv_heads * splits, len(call.end) if splits > 1 else 1, rounded(width))
+    shape = (kv_heads * splits, len(call.end) if splits > 1 else 1, rounded(width, call.configs.key_value.widest))
     return torch.empty(shape, dtype=torch.float32, device=grad.device)
 
 

@@ -97,7 +97,8 @@ def tree_attention_backward(
         grad_key, grad_value = launch.key_value_grads(*inputs, schedules[1], call, None)
         return launch.query_grads(*inputs, schedules[2], call), grad_key, grad_value, delta
     size, heads, width = query.shape
-    summed = torch.zeros((heads, len(end), rounded(width)), dtype=torch.float32, device=query.device)
+    shape = (heads, len(end), rounded(width, call.configs.key_value.widest))
+    summed = torch.zeros(shape, dtype=torch.float32, device=query.device)
     grad_key, grad_value = launch.key_value_grads(*inputs, schedules[1], call, summed)
     grad_query = query.new_empty((size, heads, width))
     torch.mul(summed[:, :size, :width].transpose(0, 1), softmax_scale, out=grad_query)
