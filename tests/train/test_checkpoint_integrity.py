@@ -159,11 +159,11 @@ def test_later_checkpoint_than_the_tracker_is_kept(job: Path, folder: Path) -> N
 
 def test_unfinished_save_is_replaced(job: Path, folder: Path) -> None:
     killed = Path(shutil.copytree(folder, folder.with_name("iter_0000003")))
-    (killed / ".saving").touch()
+    (folder.parent / ".iter_0000003.saving").touch()
     (killed / "common.pt").write_bytes(b"half")
     assert run(job, folder.parent, "--resume").exit_code == 0
     assert score(job, folder.parent)[0].exit_code == 0
-    assert not (killed / ".saving").exists()
+    assert not (folder.parent / ".iter_0000003.saving").exists()
 
 
 def test_foreign_file_in_an_unfinished_save_is_kept(job: Path, folder: Path) -> None:

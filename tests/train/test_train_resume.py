@@ -117,7 +117,7 @@ def test_a_half_written_checkpoint_is_ignored_and_overwritten(
     for path in (saved / "iter_0000004").iterdir():
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     (saved / "iter_0000004" / "__7_0.distcp").write_text("of a rank that no longer is")
-    (saved / "iter_0000004" / ".saving").touch()
+    (saved / ".iter_0000004.saving").touch()
     resumed = train(recipe, *saving(saved), resume=True)
     assert resumed.spans == [(3, 6)]
     assert resumed.losses == losses[2:]

@@ -29,7 +29,7 @@ from mcore_prefix_tree.data.same import name_ranks
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY
 from mcore_prefix_tree.mcore.train.integrity import DamagedCheckpointError, check_integrity, write_checksums
-from mcore_prefix_tree.mcore.train.retention import SAVING
+from mcore_prefix_tree.mcore.train.retention import saving_mark
 from mcore_prefix_tree.mcore.train.session import on_main_rank
 from mcore_prefix_tree.mcore.train.settings import check_same_function, write_settings
 from mcore_prefix_tree.mcore.train.vetting import UnsafeCheckpointError, check_holds_only_data
@@ -167,14 +167,14 @@ def save(
         write_checksums(target)
         on_main_rank(partial(write_settings, target, recipe))
         on_main_rank(lambda: _name_as_latest(folder, progress.iteration))
-        on_main_rank((target / SAVING).unlink)
+        on_main_rank(saving_mark(target).unlink)
 
 
 def _make_empty(target: Path) -> None:
     # What a killed save of the same iteration left behind.
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    (target / SAVING).touch()
+    saving_mark(target).touch()
 
 
 def _name_as_latest(folder: str | Path, iteration: int) -> None:

@@ -20,15 +20,14 @@ from typing import Any, BinaryIO
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mcore_prefix_tree.mcore.ranks import all_ranks, everyone
-from mcore_prefix_tree.mcore.train.retention import SAVING
 from mcore_prefix_tree.mcore.train.session import on_main_rank
 from mcore_prefix_tree.mcore.train.vetting import read_metadata
 from mcore_prefix_tree.recipe import RecipeError
 
 MANIFEST = "checksums.json"
 _TENSORS = ".distcp"
-# These are not read back into a run.
-_INFORMATION = (MANIFEST, "recipe.yaml", SAVING)
+# Neither is read back into a run.
+_INFORMATION = (MANIFEST, "recipe.yaml")
 _READ_AT_ONCE = 1 << 20
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 
 from mcore_prefix_tree.recipe import RecipeError
 
-# Marks the folder of a checkpoint until it is named as the latest, so that a killed save is known as ours.
-SAVING = ".saving"
 _NAME = re.compile(r"iter_(\d{7,})")
 # Of a checkpoint's files the one that Megatron writes last, and what the names of the first ones end in.
 _LAST, _FIRST = "metadata.json", "*.distcp"
-_WRITTEN = re.compile(
-    r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|common\.pt|metadata\.json|checksums\.json|recipe\.yaml|\.saving"
-)
+_WRITTEN = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|common\.pt|metadata\.json|checksums\.json|recipe\.yaml")
+
+
+def saving_mark(target: Path) -> Path:
+    """Return the file that marks a checkpoint as unfinished until the tracker names it."""
+    return target.with_name(f".{target.name}.saving")
 
 
 def check_not_overwritten(folder: str | Path, latest: int | None) -> None:
@@ -35,7 +36,7 @@ def check_not_overwritten(folder: str | Path, latest: int | None) -> None:
         name = _NAME.fullmatch(path.name)
         if name is None or not path.is_dir() or (latest is not None and int(name[1]) <= latest):
             continue
-        if (path / _LAST).exists() and not (path / SAVING).exists():
+        if (path / _LAST).exists() and not saving_mark(path).exists():
             tracker = "no latest_checkpointed_iteration.txt" if latest is None else f"its tracker names {latest}"
             raise RecipeError(
                 f"checkpoint.save={folder} holds {path.name}, but {tracker}, and the run would overwrite it; write "
