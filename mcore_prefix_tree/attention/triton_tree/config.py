@@ -143,7 +143,7 @@ _BLACKWELL = (
         query=Launch(128, 64, 8, 2, widest=64),
         fast=Launch(32, 128, 8, 2),
     ),
-    _Row(forward=Launch(128, 64, 8, 3), key_value=Launch(64, 128, 8, 2), query=Launch(128, 64, 8, 2)),
+    _Row(forward=Launch(128, 64, 8, 3, widest=64), key_value=Launch(64, 64, 8, 2), query=Launch(128, 64, 8, 2)),
     _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(128, 32, 8, 2)),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(64, 64, 8, 2), query=Launch(128, 32, 8, 2)),
     _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(128, 32, 8, 2)),
@@ -175,10 +175,10 @@ _OTHERS = (
 )
 # Where some of these would spill.
 _SMALL_BLACKWELL = (
-    _OTHERS[0],
+    replace(_OTHERS[0], forward=Launch(128, 64, 8, 2)),
     replace(_OTHERS[1], key_value=Launch(32, 32, 4, 2)),
     *_OTHERS[2:4],
-    replace(_OTHERS[4], key_value=Launch(32, 64, 8, 2), query=Launch(64, 32, 8, 2)),
+    replace(_OTHERS[4], key_value=Launch(16, 64, 4, 2, widest=64), query=Launch(64, 16, 4, 2, widest=64)),
     _OTHERS[5],
 )
 # Without tensor cores, for tests: small enough for every chip.

@@ -30,7 +30,7 @@ _WARPS_AT_A_TIME = 8
 # The most that the sums of divided groups may take, in bytes, of a call.
 PARTIAL_BYTES = 256 << 20
 # Of the kernel of row sums, on every chip. It has neither keys nor a pipeline.
-ROW_SUMS = Launch(query_block=ROUND, key_block=ROUND, warps=8, stages=1)
+ROW_SUMS = Launch(query_block=ROUND // 2, key_block=ROUND // 2, warps=8, stages=1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
