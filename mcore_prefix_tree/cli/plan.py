@@ -209,7 +209,7 @@ def _print(report: PlanReport, steps: StepsReport | None, samples: Samples, unit
 
 
 def _idle_rows(idle: int, ranks: int) -> list[tuple[str, str, str]]:
-    """What to do about ranks without work; a smaller budget gives them none."""
+    """Return rows that say how to give idle ranks work; a smaller budget gives them none."""
     if not idle:
         return []
     return [("ranks with work", f"{ranks - idle} of {ranks}", f"use {ranks - idle} ranks, or more samples a step")]

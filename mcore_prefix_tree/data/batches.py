@@ -31,7 +31,7 @@ Order = Literal["shuffled", "folded", "file"]
 
 
 class _Epoch(NamedTuple):
-    """What an epoch draws, piece by piece.
+    """Pieces that an epoch draws, in order.
 
     Attributes:
         number: from 0.

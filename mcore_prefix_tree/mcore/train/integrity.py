@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from mcore_prefix_tree.mcore.ranks import all_ranks, everyone
 from mcore_prefix_tree.mcore.train.session import on_main_rank
+from mcore_prefix_tree.mcore.train.settings import FILE as SETTINGS
 from mcore_prefix_tree.mcore.train.vetting import read_metadata
 from mcore_prefix_tree.recipe import RecipeError
 
 MANIFEST = "checksums.json"
 _TENSORS = ".distcp"
-# Neither is read back into a run.
-_INFORMATION = (MANIFEST, "recipe.yaml")
+# What this package writes beside Megatron's files; neither is read back into a run.
+INFORMATION = (MANIFEST, SETTINGS)
 _READ_AT_ONCE = 1 << 20
 
 
@@ -93,7 +94,7 @@ def _read_manifest(path: Path) -> Mapping[str, str] | None:
 def _share_of_files(folder: Path) -> list[tuple[Path, list[Any]]]:
     """Files that this rank looks at, and where each archive in them lies, in the order of the file."""
     items = _archives(read_metadata(folder / ".metadata"))
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in _INFORMATION)
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in INFORMATION)
     ranks = all_ranks()
     return [(path, items[path.name]) for path in files[ranks.rank :: ranks.size]]
 

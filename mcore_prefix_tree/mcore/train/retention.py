@@ -7,12 +7,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from mcore_prefix_tree.mcore.train.integrity import INFORMATION
 from mcore_prefix_tree.recipe import RecipeError
 
 _NAME = re.compile(r"iter_(\d{7,})")
 # Of a checkpoint's files the one that Megatron writes last, and what the names of the first ones end in.
 _LAST, _FIRST = "metadata.json", "*.distcp"
-_WRITTEN = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|common\.pt|metadata\.json|checksums\.json|recipe\.yaml")
+_WRITTEN = re.compile(
+    r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|common\.pt|metadata\.json"
+    + "".join(f"|{re.escape(name)}" for name in INFORMATION)
+)
 
 
 def saving_mark(target: Path) -> Path:
