@@ -1,36 +1,9 @@
-"""How far a micro-batch is padded: to what its parallel layout and precision need, and to few sizes if wanted."""
+"""How far a micro-batch is padded: to what its parallel layout needs, and to few sizes if wanted."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-
-# Tokens that an FP8 matrix product comes in multiples of: megatron.core.fp8_utils.get_fp8_align_size.
-_FP8_TOKENS = 16
-_MXFP8_TOKENS = 32
-
-
-def sequence_multiple(
-    *,
-    tensor_model_parallel_size: int = 1,
-    sequence_parallel: bool = False,
-    fp8: str | None = None,
-    fp8_recipe: str | None = None,
-) -> int:
-    """What the tokens of a micro-batch have to be a multiple of.
-
-    Sequence parallelism cuts them over the tensor-parallel ranks; FP8 wants a multiple on each rank that holds some.
-
-    Args:
-        tensor_model_parallel_size: ranks.
-        sequence_parallel: whether they share the sequence.
-        fp8: Megatron's setting; None or empty computes nothing in FP8.
-        fp8_recipe: Megatron's setting.
-    """
-    tokens = 1
-    if fp8:
-        tokens = _MXFP8_TOKENS if fp8_recipe == "mxfp8" else _FP8_TOKENS
-    return tokens * (tensor_model_parallel_size if sequence_parallel else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +11,7 @@ class Padding:
     """What the sizes of micro-batches are rounded up to.
 
     Attributes:
-        multiple: of the size; see :func:`sequence_multiple`.
+        multiple: of the size: the tensor-parallel ranks where they share the sequence, else 1.
         buckets: the only sizes there are, increasing, where something downstream is compiled or captured once a size.
             Empty rounds up to ``multiple`` and no further.
 
@@ -55,8 +28,7 @@ class Padding:
         for bucket in self.buckets:
             if bucket < 1 or bucket % self.multiple:
                 raise ValueError(
-                    f"length_buckets: {bucket} is not a multiple of {self.multiple}, which the parallel layout or FP8 "
-                    "needs"
+                    f"length_buckets: {bucket} is not a multiple of {self.multiple}, which the parallel layout needs"
                 )
         if list(self.buckets) != sorted(set(self.buckets)):
             raise ValueError(f"length_buckets: {list(self.buckets)} must increase")

@@ -153,7 +153,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         nargs="+",
         metavar="N",
         help="The only sizes that micro-batches are padded to, the largest at least --prefix-tree-max-tokens. Default: "
-        "as little padding as the parallel layout and FP8 allow.",
+        "as little padding as the parallel layout allows.",
     )
     group.add_argument(
         "--prefix-tree-attention-backend",

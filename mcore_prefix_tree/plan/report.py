@@ -23,7 +23,7 @@ class MicroBatchReport:
     Attributes:
         samples: that it scores.
         tokens: unique tokens.
-        padding: tokens up to the size that the parallel layout, FP8 or length buckets ask for.
+        padding: tokens up to the size that the parallel layout or length buckets ask for.
         pairs: visible (query, key) pairs.
         scored: unique tokens that are scored; what samples of several micro-batches score together counts in one.
         cost: predicted.

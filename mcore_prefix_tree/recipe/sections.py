@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from mcore_prefix_tree.layout import Padding, sequence_multiple
+from mcore_prefix_tree.layout import Padding
 
 # The type of an error about several keys together, of which none has a wrong value by itself.
 AT_ODDS = "at_odds"
@@ -175,7 +175,7 @@ class BatchConfig:
             token, so that each completion is computed by itself. Either is exact.
         min_shared_tokens: common prefixes of fewer tokens are not shared.
         length_buckets: the only sizes that micro-batches are padded to, for what is compiled or captured once a size;
-            the largest holds ``max_tokens``. None pads to what the parallel layout and FP8 need and no further.
+            the largest holds ``max_tokens``. None pads to what the parallel layout needs and no further.
         calibration: a file of ``mcore-prefix-tree calibrate``: ranks are balanced by seconds measured rather than by
             FLOPs counted.
     """
@@ -386,18 +386,12 @@ class Recipe:
         """What the sizes of micro-batches are rounded up to.
 
         Raises:
-            RecipeError: the length buckets do not fit the parallel layout, FP8 or the budget.
+            RecipeError: the length buckets do not fit the parallel layout or the budget.
         """
+        parallel = self.parallel
+        multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
         try:
-            padding = Padding(
-                multiple=sequence_multiple(
-                    tensor_model_parallel_size=self.parallel.tensor_model_parallel_size,
-                    sequence_parallel=self.parallel.sequence_parallel,
-                    fp8=self.model.transformer.get("fp8"),
-                    fp8_recipe=self.model.transformer.get("fp8_recipe"),
-                ),
-                buckets=tuple(self.batch.length_buckets or ()),
-            )
+            padding = Padding(multiple=multiple, buckets=tuple(self.batch.length_buckets or ()))
             padding.check_holds(self.batch.max_tokens)
         except ValueError as error:
             raise RecipeError(f"batch.{error}") from None

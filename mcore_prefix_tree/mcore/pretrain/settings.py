@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from mcore_prefix_tree.layout import Padding, sequence_multiple
+from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.arguments import ArgumentError
 from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.plan import CostModel, ModelWork
@@ -39,12 +39,7 @@ def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
 
 
 def _padding_of(args: argparse.Namespace) -> Padding:
-    multiple = sequence_multiple(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        fp8=args.fp8,
-        fp8_recipe=args.fp8_recipe,
-    )
+    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     try:
         padding = Padding(multiple=multiple, buckets=tuple(args.prefix_tree_length_buckets or ()))
         padding.check_holds(args.prefix_tree_max_tokens)
