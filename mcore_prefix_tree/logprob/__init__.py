@@ -11,7 +11,6 @@ from mcore_prefix_tree.logprob.head_losses import (
     head_weighted_sum,
 )
 from mcore_prefix_tree.logprob.restore import restore
-from mcore_prefix_tree.logprob.rows import LogitShape
 from mcore_prefix_tree.logprob.top import top_logprobs
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "Edges",
     "Head",
     "LogitLoss",
-    "LogitShape",
     "candidate_logprobs",
     "edge_logprobs",
     "edge_logprobs_and_entropy",

@@ -7,7 +7,7 @@ vocabulary on this rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.logprob.edges import Edges, wide
-from mcore_prefix_tree.logprob.rows import EdgeGrads, LogitShape
+from mcore_prefix_tree.logprob.rows import EdgeGrads
 
 # Logits of a chunk, and the rows that it has at least: a chunk costs a pass over the weight and over the sum of its
 # gradient, which few rows do not pay for. Measured for a processor, whose caches like chunks small; for a GPU derived
@@ -80,7 +80,7 @@ class Head:
 
     Attributes:
         edges: that are scored.
-        shape: what the model does to its logits.
+        multiplier: factor on the product of hidden states and weight, as in muP (https://arxiv.org/abs/2203.03466).
         temperature: ``[P]``, by predictor; None is 1.
         vocab_start: id of this rank's first column.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
@@ -89,7 +89,7 @@ class Head:
     """
 
     edges: Edges
-    shape: LogitShape = field(default_factory=LogitShape)
+    multiplier: float = 1.0
     temperature: torch.Tensor | None = None
     vocab_start: int = 0
     group: dist.ProcessGroup | None = None
@@ -132,7 +132,8 @@ class Chunks:
         torch.mm(self.hidden[rows], self.weight.t(), out=product)
         if logits is not product:
             logits.copy_(product)
-        self.head.shape.apply_(logits)
+        if self.head.multiplier != 1.0:
+            logits.mul_(self.head.multiplier)
         if self.temperature is not None:
             logits.div_(self.temperature[rows, None])
         return logits
@@ -156,12 +157,6 @@ class Chunks:
             grad=torch.where(self.here[edges], grad[edges], 0),
         )
 
-    def slope(self, rows: slice, logits: torch.Tensor) -> torch.Tensor | None:
-        """See :meth:`LogitShape.slope`."""
-        if self.head.shape.softcap is None or self.temperature is None:
-            return self.head.shape.slope(logits)
-        return self.head.shape.slope(logits * self.temperature[rows, None])
-
 
 class Grads:
     """Gradients of hidden states and weight, from those of the logits a chunk at a time."""
@@ -174,13 +169,15 @@ class Grads:
             # In fp32 whatever the weight's dtype: it is a sum over chunks.
             self.weight = torch.zeros_like(chunks.weight, dtype=chunks.dtype)
 
-    def add_(self, rows: slice, grad: torch.Tensor, slope: torch.Tensor | None) -> None:
+    def add_(self, rows: slice, grad: torch.Tensor) -> None:
         """Take the gradient of some rows' logits ``[C, Vl]``; overwrites it."""
         chunks = self._chunks
         if chunks.temperature is not None:
             grad.div_(chunks.temperature[rows, None])
+        if chunks.head.multiplier != 1.0:
+            grad.mul_(chunks.head.multiplier)
         # Stock backward multiplies in the dtype of the weights too.
-        grad = chunks.head.shape.backward_(grad, slope).to(chunks.hidden.dtype)
+        grad = grad.to(chunks.hidden.dtype)
         if self.hidden is not None:
             torch.mm(grad, chunks.weight, out=self.hidden[rows])
         if self.weight is not None:

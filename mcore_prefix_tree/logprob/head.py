@@ -121,7 +121,6 @@ def add_gradients(
     row_of_edge = chunks.head.edges.row_of_edge
     per_row = None if grad_logprob is None else sum_per_row(grad_logprob, row_of_edge, sums.total)
     for rows, edges, logits in chunks:
-        slope = chunks.slope(rows, logits)
         grad = softmax_backward_(
             logits,
             sums[rows],
@@ -129,4 +128,4 @@ def add_gradients(
             grad_entropy=None if grad_entropy is None else grad_entropy[rows],
             edges=None if grad_logprob is None else chunks.edge_grads(rows, edges, grad_logprob),
         )
-        grads.add_(rows, grad, slope)
+        grads.add_(rows, grad)

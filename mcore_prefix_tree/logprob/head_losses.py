@@ -187,7 +187,6 @@ class _HeadEdgeLoss(torch.autograd.Function):
         waiting = None if by_rows or not with_grad else _Waiting(head.edges)
         for rows, edges, logits in chunks:
             target = chunks.target(rows, edges, logits)
-            slope = chunks.slope(rows, logits) if with_grad else None
             shifted = chunks.scratch(rows) if with_entropy else None
             own_sums = softmax_sums_(logits, shifted=shifted)
             sums[rows].set(over_ranks(own_sums, head.group))
@@ -221,7 +220,7 @@ class _HeadEdgeLoss(torch.autograd.Function):
                     grad_entropy=grad_entropy[settled],
                     edges=edge_grads,
                 )
-            grads.add_(settled, grad, None if slope is None else slope[here])
+            grads.add_(settled, grad)
         if waiting is not None and waiting.rows.any():
             waiting.add_gradients(chunks, grads, sums, *row_grads(logprob, entropy))
         _keep(ctx, grads, head, weight.dtype)
@@ -246,10 +245,9 @@ class _HeadLogitLosses(torch.autograd.Function):
         grads = Grads(chunks, of_hidden=of_hidden, of_weight=of_weight)
         values = hidden.new_empty(len(hidden), dtype=chunks.dtype)
         for rows, _, logits in chunks:
-            slope = chunks.slope(rows, logits) if with_grad else None
             values[rows] = loss(rows, logits)
             if with_grad:
-                grads.add_(rows, logits, slope)
+                grads.add_(rows, logits)
         _keep(ctx, grads, head, weight.dtype)
         ctx.mark_non_differentiable(values)
         return values.new_zeros(()), values

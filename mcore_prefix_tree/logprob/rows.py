@@ -17,41 +17,6 @@ import torch.distributed as dist
 _EXP_IS_ZERO = -1000.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogitShape:
-    """What stands between the product ``hidden @ weight.T`` and the softmax, besides the temperature.
-
-    ``logits = softcap * tanh(multiplier * product / softcap)``.
-
-    Attributes:
-        multiplier: as of muP, https://arxiv.org/abs/2203.03466.
-        softcap: None leaves the logits uncapped; as of Gemma 2, https://arxiv.org/abs/2408.00118.
-    """
-
-    multiplier: float = 1.0
-    softcap: float | None = None
-
-    def apply_(self, block: torch.Tensor) -> torch.Tensor:
-        """Products to logits, in place."""
-        if self.multiplier != 1.0:
-            block.mul_(self.multiplier)
-        if self.softcap is not None:
-            block.div_(self.softcap).tanh_().mul_(self.softcap)
-        return block
-
-    def slope(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """``[B, Vl]``, the derivative of the logits by the uncapped ones, from the logits; None where it is 1."""
-        return None if self.softcap is None else 1 - (logits / self.softcap).square_()
-
-    def backward_(self, grad: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
-        """The gradient of the logits to that of the products, in place."""
-        if slope is not None:
-            grad.mul_(slope)
-        if self.multiplier != 1.0:
-            grad.mul_(self.multiplier)
-        return grad
-
-
 @dataclass(frozen=True)
 class RowSums:
     """Sums over the columns of each row, ``[B]`` or ``[R]``: all that a softmax needs beside the logits.

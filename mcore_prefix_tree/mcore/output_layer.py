@@ -26,7 +26,6 @@ from mcore_prefix_tree.logprob import (
     Edges,
     Head,
     LogitLoss,
-    LogitShape,
     head_candidate_logprobs,
     head_edge_loss,
     head_logit_losses,
@@ -189,7 +188,7 @@ def _head(
 ) -> Head:
     return Head(
         edges=edges,
-        shape=_logit_shape(layer.config),
+        multiplier=_multiplier(layer.config),
         temperature=temperature,
         vocab_start=layer.tp_group.rank() * len(weight),
         group=layer.tp_group if layer.tp_group.size() > 1 else None,
@@ -231,9 +230,9 @@ def _edge_loss(rows: torch.Tensor, weight: torch.Tensor, head: Head, request: He
     return torch.cat([gradient[None], scores] if entropy is None else [gradient[None], scores, entropy])
 
 
-def _logit_shape(config: Any) -> LogitShape:
-    """muP came with megatron-core 0.18; no version of it caps logits."""
-    return LogitShape(multiplier=config.mup_output_mult if getattr(config, "use_mup", False) else 1.0)
+def _multiplier(config: Any) -> float:
+    """Return the factor of muP, which came with megatron-core 0.18."""
+    return float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
 
 
 class _MainGrad:

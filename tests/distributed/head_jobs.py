@@ -35,7 +35,7 @@ def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str) -> tuple[Any, 
     """Scores, the summed gradient of the hidden states, and this rank's of its columns."""
     import torch.distributed as dist
 
-    from mcore_prefix_tree.logprob import Edges, Head, LogitShape, head_edge_loss, head_logprobs, head_weighted_sum
+    from mcore_prefix_tree.logprob import Edges, Head, head_edge_loss, head_logprobs, head_weighted_sum
 
     layout, hidden, weight, temperature = head_problem(dtype)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -46,7 +46,7 @@ def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str) -> tuple[Any, 
     edges = Edges.from_layout(layout)
     head = Head(
         edges=edges,
-        shape=LogitShape(softcap=4.0),
+        multiplier=0.5,
         temperature=temperature,
         vocab_start=start,
         group=None if size == 1 else dist.group.WORLD,

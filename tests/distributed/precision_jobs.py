@@ -16,7 +16,6 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.logprob import (
     Edges,
     Head,
-    LogitShape,
     candidate_logprobs,
     edge_logprobs,
     edge_logprobs_and_entropy,
@@ -51,9 +50,9 @@ def certain_logits(shift: float, seed: int) -> torch.Tensor:
 
 
 class Setting:
-    """Raw logits in float32, what the model does to them, and this rank's columns."""
+    """Raw logits in float32, their temperatures, and this rank's columns."""
 
-    def __init__(self, shift: float, *, temperature: bool, softcap: bool) -> None:
+    def __init__(self, shift: float, *, temperature: bool) -> None:
         from megatron.core import parallel_state
 
         self.rank, self.size = (
@@ -62,11 +61,10 @@ class Setting:
         )
         self.group = parallel_state.get_tensor_model_parallel_group() if self.size > 1 else None
         self.own = slice(self.rank * V // self.size, (self.rank + 1) * V // self.size)
-        self.cap = 2 * shift + 50 if softcap else None
         rows = len(TOKENS) - 1
         generator = torch.Generator().manual_seed(5)
         self.temperature = (0.5 + torch.rand(rows + 1, generator=generator)) if temperature else None
-        self.raw, self.teacher = (self._uncapped(certain_logits(shift, seed)) for seed in (0, 1))
+        self.raw, self.teacher = (self._raw(certain_logits(shift, seed)) for seed in (0, 1))
         self.target = torch.tensor(TOKENS[1:])
         self.edges = Edges.from_layout(LAYOUT)
         assert self.edges.row.tolist() == list(range(rows))
@@ -75,24 +73,19 @@ class Setting:
         self.weight = eye
         self.head = Head(
             edges=self.edges,
-            shape=LogitShape(softcap=self.cap),
             temperature=self.temperature,
             vocab_start=self.own.start,
             group=self.group,
             rows_at_a_time=64,
         )
 
-    def _uncapped(self, logits: torch.Tensor) -> torch.Tensor:
+    def _raw(self, logits: torch.Tensor) -> torch.Tensor:
         if self.temperature is not None:
             logits = logits * self.temperature[:-1, None].double()
-        if self.cap is not None:
-            logits = self.cap * torch.atanh(logits / self.cap)
         return logits.float()
 
     def logits(self, raw: torch.Tensor, *, tempered: bool = True) -> torch.Tensor:
-        """What a model makes of them."""
-        if self.cap is not None:
-            raw = self.cap * torch.tanh(raw / self.cap)
+        """Raw logits divided by their temperatures."""
         if tempered and self.temperature is not None:
             raw = raw / self.temperature[:-1, None].to(raw.dtype)
         return raw
@@ -162,7 +155,7 @@ def by_us(setting: Setting) -> dict[str, Scores]:
 
     def shard(raw: torch.Tensor) -> torch.Tensor:
         rows = torch.cat([raw, raw.new_zeros(1, V)])  # of the last token, which predicts nothing
-        return (rows if setting.cap is None else setting.cap * torch.tanh(rows / setting.cap))[:, setting.own]
+        return rows[:, setting.own]
 
     def known(with_entropy: bool, by_rows: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         def of_edges(logprob: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
@@ -229,9 +222,9 @@ def _entropy(entropy: torch.Tensor | None) -> torch.Tensor:
     return entropy[: len(TOKENS) - 1]
 
 
-def errors(shift: float, temperature: bool, softcap: bool) -> dict[str, dict[str, tuple[float, float]]]:
+def errors(shift: float, temperature: bool) -> dict[str, dict[str, tuple[float, float]]]:
     """By quantity and way, the errors of values and gradients: the root mean square over rows, each relative."""
-    setting = Setting(shift, temperature=temperature, softcap=softcap)
+    setting = Setting(shift, temperature=temperature)
     truth, torchs, ours = by_torch(setting, torch.float64), by_torch(setting, torch.float32), by_us(setting)
 
     def off(value: torch.Tensor | None, exact: torch.Tensor) -> float:
@@ -255,7 +248,7 @@ def excluded_columns(quantity: str) -> tuple[torch.Tensor, ...]:
 
     In odd rows, -inf is all that the second rank has.
     """
-    setting = Setting(0, temperature=False, softcap=False)
+    setting = Setting(0, temperature=False)
     student, teacher = (certain_logits(0, seed) for seed in (0, 1))
     excluded = torch.rand(student.shape, generator=torch.Generator().manual_seed(2)) < 0.2
     excluded[1::2, V // 2 :] = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.logprob import LogitShape
 
 VOCAB, HIDDEN = 41, 6
 
@@ -18,7 +17,7 @@ FORKED = [
     Sample(tokens=[1, 2, 3], merge_key="warm"),
     Sample(tokens=[1, 2, 3]),
 ]
-SHAPES = [LogitShape(), LogitShape(multiplier=0.25), LogitShape(softcap=3.0), LogitShape(multiplier=2.0, softcap=5.0)]
+MULTIPLIERS = [1.0, 0.25]
 
 
 def parameters(layout, *, seed=0, dtype=torch.float64, scale=2.0):
@@ -36,11 +35,9 @@ def temperatures(layout, seed=0):
     return 0.3 + torch.rand(layout.padded_size, generator=generator, dtype=torch.float64)
 
 
-def logits_of(hidden, weight, shape, temperature=None):
+def logits_of(hidden, weight, multiplier, temperature=None):
     """What a model with these logits computes, in plain torch."""
-    logits = shape.multiplier * (hidden @ weight.T)
-    if shape.softcap is not None:
-        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    logits = multiplier * (hidden @ weight.T)
     return logits if temperature is None else logits / temperature[:, None]
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from heads import SHAPES, VOCAB, edge_loss_of, logits_of, naive, parameters, temperatures
+from heads import MULTIPLIERS, VOCAB, edge_loss_of, logits_of, naive, parameters, temperatures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import sample_lists, worst
@@ -51,12 +51,12 @@ def loss_of_terms(edges, terms, *, of_entropy):
     sample_lists(),
     st.integers(0, 3),
     st.sampled_from([1, 2, 3, 5, None]),
-    st.sampled_from(SHAPES),
+    st.sampled_from(MULTIPLIERS),
     st.booleans(),
     st.sampled_from(["none", "watched", "in the loss"]),
     st.sampled_from(["rows", "rows, not said", "samples", "pairs"]),
 )
-def test_losses_and_their_gradients(samples, seed, rows, shape, tempered, entropies, reads):
+def test_losses_and_their_gradients(samples, seed, rows, multiplier, tempered, entropies, reads):
     """Those of the loss on all rows at once, whatever its terms read together."""
     layout = fold(samples, pad_to_multiple_of=3)
     needed = np.random.default_rng(seed).random(layout.padded_size) < 0.7
@@ -76,11 +76,11 @@ def test_losses_and_their_gradients(samples, seed, rows, shape, tempered, entrop
             read = np.array([edge for own in terms for edge in own], dtype=np.int64)
             edges = edges.scored_together(edges.predictor.numpy()[read], reader)
         loss = loss_of_terms(edges, terms, of_entropy=of_entropy)
-    head = Head(edges=edges, shape=shape, temperature=temperature, rows_at_a_time=rows)
+    head = Head(edges=edges, multiplier=multiplier, temperature=temperature, rows_at_a_time=rows)
     gradient, logprob, entropy = head_edge_loss(
         hidden[edges.row], weight, head, loss=loss, by_rows=reads == "rows", with_entropy=entropies != "none"
     )
-    naive_logprob, naive_entropy = naive(logits_of(hidden, weight, shape, temperature), layout, needed)
+    naive_logprob, naive_entropy = naive(logits_of(hidden, weight, multiplier, temperature), layout, needed)
     assert worst(logprob, naive_logprob[edges.token]) < 1e-12
     assert not logprob.requires_grad
     assert (entropy is None) == (entropies == "none")

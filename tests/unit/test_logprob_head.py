@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from heads import FORKED, HIDDEN, SHAPES, VOCAB, edge_loss_of, logits_of, naive, parameters, temperatures
+from heads import FORKED, HIDDEN, MULTIPLIERS, VOCAB, edge_loss_of, logits_of, naive, parameters, temperatures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import sample_lists, worst
@@ -47,20 +47,23 @@ def gradients(outputs, leaves, *, seed=1):
     sample_lists(),
     st.integers(0, 3),
     st.sampled_from([1, 2, 3, 5, None]),
-    st.sampled_from(SHAPES),
+    st.sampled_from(MULTIPLIERS),
     st.booleans(),
     st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_values_and_gradients_one_by_one(samples, seed, rows, shape, tempered, needed_share):
+def test_values_and_gradients_one_by_one(samples, seed, rows, multiplier, tempered, needed_share):
     layout = fold(samples, pad_to_multiple_of=3)
     needed = np.random.default_rng(seed).random(layout.padded_size) < needed_share
     hidden, weight = parameters(layout, seed=seed)
     temperature = temperatures(layout) if tempered else None
     head = Head(
-        edges=Edges.from_layout(layout, needed=needed), shape=shape, temperature=temperature, rows_at_a_time=rows
+        edges=Edges.from_layout(layout, needed=needed),
+        multiplier=multiplier,
+        temperature=temperature,
+        rows_at_a_time=rows,
     )
     actual = fused(hidden, weight, head)
-    expected = naive(logits_of(hidden, weight, shape, temperature), layout, needed)
+    expected = naive(logits_of(hidden, weight, multiplier, temperature), layout, needed)
     for one, other in zip(actual, expected, strict=True):
         assert worst(one, other) < 1e-12
     got = gradients(actual, (hidden, weight))
@@ -72,15 +75,17 @@ def test_values_and_gradients_one_by_one(samples, seed, rows, shape, tempered, n
 
 
 @pytest.mark.parametrize("rows", [1, 4, 100])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_equal_to_the_path_that_has_the_logits(shape, rows):
+@pytest.mark.parametrize("multiplier", MULTIPLIERS)
+def test_equal_to_the_path_that_has_the_logits(multiplier, rows):
     samples = [Sample(tokens=[1, 2, branch, *range(length)]) for branch in range(7) for length in range(1, 4)]
     layout = fold(samples, pad_to_multiple_of=4)
     hidden, weight = parameters(layout, scale=4.0)
     edges = Edges.from_layout(layout)
     temperature = temperatures(layout)
-    actual = fused(hidden, weight, Head(edges=edges, shape=shape, temperature=temperature, rows_at_a_time=rows))
-    logprob, entropy = edge_logprobs_and_entropy(logits_of(hidden, weight, shape), edges, temperature=temperature)
+    actual = fused(
+        hidden, weight, Head(edges=edges, multiplier=multiplier, temperature=temperature, rows_at_a_time=rows)
+    )
+    logprob, entropy = edge_logprobs_and_entropy(logits_of(hidden, weight, multiplier), edges, temperature=temperature)
     expected = logprob, entropy * edges.at_rows(torch.ones(len(edges.row), dtype=torch.float64))
     for one, other in zip(actual, expected, strict=True):
         assert worst(one, other) < 1e-12
@@ -106,31 +111,34 @@ def test_each_sample_alone():
         assert worst(one, other) < 1e-12
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("multiplier", MULTIPLIERS)
 @pytest.mark.parametrize("tempered", [False, True])
-def test_gradcheck(shape, tempered):
+def test_gradcheck(multiplier, tempered):
     layout = fold(FORKED, pad_to_multiple_of=5)
     hidden, weight = parameters(layout, scale=0.5)
     temperature = temperatures(layout) if tempered else None
-    head = Head(edges=Edges.from_layout(layout), shape=shape, temperature=temperature, rows_at_a_time=3)
+    head = Head(edges=Edges.from_layout(layout), multiplier=multiplier, temperature=temperature, rows_at_a_time=3)
     assert torch.autograd.gradcheck(lambda *leaves: fused(*leaves, head), (hidden, weight))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("multiplier", MULTIPLIERS)
 @pytest.mark.parametrize("tempered", [False, True])
-def test_the_weighted_sum_and_its_gradients(shape, tempered, rows):
+def test_the_weighted_sum_and_its_gradients(multiplier, tempered, rows):
     layout = fold([*FORKED, *(Sample(tokens=[9, branch, 2]) for branch in range(9))], pad_to_multiple_of=8)
     hidden, weight = parameters(layout)
     temperature = temperatures(layout) if tempered else None
     needed = layout.loss_weight != 0
     head = Head(
-        edges=Edges.from_layout(layout, needed=needed), shape=shape, temperature=temperature, rows_at_a_time=rows
+        edges=Edges.from_layout(layout, needed=needed),
+        multiplier=multiplier,
+        temperature=temperature,
+        rows_at_a_time=rows,
     )
     loss_weight = torch.from_numpy(layout.loss_weight).double()
     total, parts = head_weighted_sum(hidden[head.edges.row], weight, head, edge_weight=loss_weight[head.edges.token])
-    logprob, _ = naive(logits_of(hidden, weight, shape, temperature), layout)
-    assert worst(parts, naive(logits_of(hidden, weight, shape, temperature), layout, needed)[0]) < 1e-12
+    logprob, _ = naive(logits_of(hidden, weight, multiplier, temperature), layout)
+    assert worst(parts, naive(logits_of(hidden, weight, multiplier, temperature), layout, needed)[0]) < 1e-12
     assert not parts.requires_grad
     expected = torch.dot(logprob, loss_weight)
     assert worst(total, expected) < 1e-12
@@ -161,17 +169,19 @@ def turned_into_gradients(weight):
 
 
 @settings(max_examples=40)
-@given(sample_lists(), st.integers(0, 3), st.sampled_from([1, 2, 3, 5, None]), st.sampled_from(SHAPES), st.booleans())
-def test_losses_of_logits_and_their_gradients(samples, seed, rows, shape, tempered):
+@given(
+    sample_lists(), st.integers(0, 3), st.sampled_from([1, 2, 3, 5, None]), st.sampled_from(MULTIPLIERS), st.booleans()
+)
+def test_losses_of_logits_and_their_gradients(samples, seed, rows, multiplier, tempered):
     layout = fold(samples, pad_to_multiple_of=3)
     needed = np.random.default_rng(seed).random(layout.padded_size) < 0.7
     hidden, weight = parameters(layout, seed=seed)
     temperature = temperatures(layout) if tempered else None
     edges = Edges.from_layout(layout, needed=needed)
-    head = Head(edges=edges, shape=shape, temperature=temperature, rows_at_a_time=rows)
+    head = Head(edges=edges, multiplier=multiplier, temperature=temperature, rows_at_a_time=rows)
     of_rows = torch.linspace(-1, 2, len(edges.row), dtype=torch.float64)
     gradient, values = head_logit_losses(hidden[edges.row], weight, head, loss=turned_into_gradients(of_rows))
-    expected = square_entropy(logits_of(hidden, weight, shape, temperature)[edges.row])
+    expected = square_entropy(logits_of(hidden, weight, multiplier, temperature)[edges.row])
     assert gradient == 0
     assert not values.requires_grad
     assert worst(values, expected) < 1e-12
