@@ -25,19 +25,13 @@ ROUND = 128
 class DevicePlan:
     """What the kernels read of a tree, on the device.
 
-    A launch has its grid from P alone and reads all else here, on the device. So what a CUDA graph captured with the
-    plan of :meth:`with_room` attends along any tree of P tokens that :meth:`overwrite` has put in that plan's place; a
-    tree of fewer is padded to P, with tokens that see themselves alone.
-
     Attributes:
-        size: P.
         end: int32 ``[R]``, ``subtree_end``, zero past the last token; R is P rounded up to :data:`ROUND`.
         position: int32 ``[R]``, position on the path, zero past the last token.
         schedules: of the forward kernel's query blocks, of the key blocks of the kernel of dK and dV, and, if it is
             launched, of the query blocks of the kernel of dQ.
     """
 
-    size: int
     end: torch.Tensor
     position: torch.Tensor
     schedules: tuple[torch.Tensor, ...]
@@ -55,40 +49,10 @@ class DevicePlan:
         if configs.query is not None:
             tiles.append(plan(configs.query).by_query)
         return cls(
-            size=metadata.padded_size,
             end=F.pad(metadata.subtree_end, past_the_end),
             position=F.pad(metadata.tree_position_ids, past_the_end),
             schedules=tuple(upload(_schedule(one), device) for one in tiles),
         )
-
-    @classmethod
-    def with_room(cls, size: int, configs: Configs, window: int | None, device: torch.device) -> DevicePlan:
-        """The plan of one sample of ``size`` tokens, whose lists are as long as those of any forest of that size.
-
-        All tiles below the diagonal meet in it, and with a window it is made as if that reached over everything.
-        """
-        path = TreeMetadata.from_nodes([0, size], [-1], device=device)
-        return cls.of(path, configs, None if window is None else size)
-
-    def overwrite(self, other: DevicePlan) -> None:
-        """Put another micro-batch in the place of this one, without waiting for the device.
-
-        Raises:
-            ValueError: if it has another padded size, or one of its lists is longer than the one here.
-        """
-        if other.size != self.size:
-            raise ValueError(
-                f"a plan of {other.size} tokens cannot take the place of one of {self.size}, which launches were made "
-                f"for: pad the micro-batch to {self.size}"
-            )
-        ours, theirs = ((plan.end, plan.position, *plan.schedules) for plan in (self, other))
-        for captured, fresh in zip(ours, theirs, strict=True):
-            if len(fresh) > len(captured):
-                raise ValueError(
-                    f"a plan of {len(fresh)} numbers does not fit the {len(captured)} that were captured; capture with "
-                    "DevicePlan.with_room"
-                )
-            captured[: len(fresh)].copy_(fresh, non_blocking=True)
 
 
 def _schedule(tiles: Tiles) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
