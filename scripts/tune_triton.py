@@ -107,7 +107,6 @@ class Problem:
             end=plan.end,
             position=plan.position,
             softmax_scale=self.case.options.softmax_scale,
-            logit_softcap=None,
             window=None,
         ), plan
 

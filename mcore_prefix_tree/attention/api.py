@@ -110,7 +110,6 @@ def tree_attention(
     *,
     softmax_scale: float,
     backend: str = "path",
-    logit_softcap: float | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     deterministic: bool = True,
@@ -124,7 +123,7 @@ def tree_attention(
         metadata: of the micro-batch.
         softmax_scale: factor on the scores before the softmax.
         backend: a key of :data:`BACKENDS`.
-        logit_softcap, window, sinks, deterministic: see :class:`AttentionOptions`.
+        window, sinks, deterministic: see :class:`AttentionOptions`.
 
     Returns:
         ``[P, H, W]``, in the query's dtype.
@@ -133,13 +132,7 @@ def tree_attention(
         ValueError: if an argument does not fit the metadata or the others, or the back-end does not exist or does not
             support the call.
     """
-    options = AttentionOptions(
-        softmax_scale=softmax_scale,
-        logit_softcap=logit_softcap,
-        window=window,
-        sinks=sinks,
-        deterministic=deterministic,
-    )
+    options = AttentionOptions(softmax_scale=softmax_scale, window=window, sinks=sinks, deterministic=deterministic)
     check_backend(backend)
     _check_tensors(query, key, value, metadata)
     _check_options(options, query)
@@ -160,8 +153,6 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 
 def _check_options(options: AttentionOptions, query: torch.Tensor) -> None:
-    if options.logit_softcap is not None and not options.logit_softcap > 0:
-        raise ValueError(f"logit_softcap={options.logit_softcap} must be positive, or None for no cap")
     if options.window is not None and options.window < 1:
         raise ValueError(f"window={options.window} must be at least 1, a query itself, or None for no window")
     if options.sinks is not None and options.sinks.shape != query.shape[1:2]:

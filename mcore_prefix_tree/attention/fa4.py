@@ -163,8 +163,6 @@ def arguments(mask: Mask, options: AttentionOptions) -> dict[str, Any]:
         "mask_mod": _visible(options.window),
         "aux_tensors": list(mask.tensors),
     }
-    if options.logit_softcap is not None:
-        given["softcap"] = options.logit_softcap
     if options.sinks is not None:
         given["learnable_sink"] = options.sinks
     return given

@@ -55,7 +55,7 @@ def attention(
     case = Case.of(query, key, value, options)
     compiled = _compiled(
         *(case.device, case.dtype, case.heads, case.kv_heads, case.head_dim, case.value_dim, case.needs_grad),
-        *(options.softmax_scale, options.logit_softcap, options.window, options.sinks is not None),
+        *(options.softmax_scale, options.window, options.sinks is not None),
     )
     return attend(compiled, query, key, value, metadata, options)
 
@@ -76,7 +76,6 @@ def attend(
         query, key, value = query.detach(), key.detach(), value.detach()
     heads_first = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)]
     arguments: dict[str, Any] = {
-        "score_mod": None if options.logit_softcap is None else _soft_cap(options.logit_softcap),
         "block_mask": mask,
         "scale": options.softmax_scale,
         "enable_gqa": query.shape[1] != key.shape[1],
@@ -175,15 +174,6 @@ def _visible(metadata: TreeMetadata, window: int | None) -> Mod:
     return visible_in_window
 
 
-def _soft_cap(cap: float) -> Mod:
-    def soft_cap(
-        score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
-        return cap * torch.tanh(score / cap)
-
-    return soft_cap
-
-
 def refusal(case: Case) -> str | None:
     """What torch's FlexAttention does not do, or not on this device."""
     options = case.options
@@ -194,9 +184,8 @@ def refusal(case: Case) -> str | None:
             return "training with device=cpu (FlexAttention has no backward there)"
         if options.sinks is not None:
             return "sinks with device=cpu (FlexAttention returns no log-sum-exp there)"
-        for name in ("logit_softcap", "window"):
-            if getattr(options, name) is not None:
-                return f"{name}={getattr(options, name)} with device=cpu (torch cannot compile it there)"
+        if options.window is not None:
+            return f"window={options.window} with device=cpu (torch cannot compile it there)"
         if case.dtype == torch.float64:
             return "dtype=torch.float64"
         return None

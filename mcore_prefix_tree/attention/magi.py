@@ -84,7 +84,6 @@ def attend(
             ranges.kinds,
             sink=None if options.sinks is None else options.sinks.float()[None],
             softmax_scale=options.softmax_scale,
-            softcap=options.logit_softcap or 0.0,
             deterministic=options.deterministic,
         )
         return out

@@ -12,19 +12,17 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionOptions:
-    """The mathematics of a call: ``softmax(cap(scale * q k^T), over the visible keys and the sink) v``.
+    """The mathematics of a call: ``softmax(scale * q k^T, over the visible keys and the sink) v``.
 
     Attributes:
         softmax_scale: factor on the scores.
-        logit_softcap: c > 0 replaces each scaled score s by ``c * tanh(s / c)``.
         window: a query sees this many keys, itself included, counted in positions on its own path.
         sinks: floating ``[H]``, a learned logit per head that joins the softmax's denominator and has no value. It is
-            neither scaled nor capped, and it receives a gradient.
+            not scaled, and it receives a gradient.
         deterministic: whether forward and backward must give the same bits twice.
     """
 
     softmax_scale: float
-    logit_softcap: float | None = None
     window: int | None = None
     sinks: torch.Tensor | None = None
     deterministic: bool = True

@@ -40,6 +40,4 @@ def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options:
         return out
     wide = torch.promote_types(query.dtype, torch.float32)
     score = torch.linalg.vecdot(query.to(wide), key.repeat_interleave(group, dim=1).to(wide)) * options.softmax_scale
-    if options.logit_softcap is not None:
-        score = options.logit_softcap * torch.tanh(score / options.logit_softcap)
     return (out * torch.sigmoid(score - options.sinks.to(wide))[..., None]).to(value.dtype)

@@ -52,7 +52,6 @@ class _Question:
     group: int
     head_dim: int
     value_dim: int
-    logit_softcap: float | None
     window: int | None
     has_sinks: bool
     deterministic: bool
@@ -85,7 +84,6 @@ def check_parity(name: str, attention: Attention, case: Case) -> None:
             group=case.heads // case.kv_heads,
             head_dim=case.head_dim,
             value_dim=case.value_dim,
-            logit_softcap=options.logit_softcap,
             window=options.window,
             has_sinks=options.sinks is not None,
             deterministic=options.deterministic,
@@ -146,7 +144,6 @@ def worst_rows(attention: Attention, question: _Question) -> dict[str, float]:
     grad_out = draw(size, heads, question.value_dim) if question.needs_grad else None
     options = AttentionOptions(
         softmax_scale=0.5 * question.head_dim**-0.5,
-        logit_softcap=question.logit_softcap,
         window=question.window,
         sinks=draw(heads).float() if question.has_sinks else None,
         deterministic=question.deterministic,

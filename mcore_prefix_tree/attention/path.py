@@ -238,10 +238,8 @@ def check(case: Case) -> None:
 
 
 def refusal(case: Case) -> str | None:
-    """SDPA has neither soft-cap nor sinks, and its blocks here reach back to the root of the path."""
+    """SDPA has no sinks, and its blocks here reach back to the root of the path."""
     options = case.options
-    if options.logit_softcap is not None:
-        return f"logit_softcap={options.logit_softcap} (SDPA has none)"
     if options.sinks is not None:
         return "sinks (SDPA has none)"
     if options.window is not None:

@@ -33,7 +33,7 @@ def attention(
         key: ``[P, K, D]``.
         value: ``[P, K, W]``.
         metadata: of the micro-batch.
-        options: scale, soft-cap, window and sinks.
+        options: scale, window and sinks.
 
     Returns:
         ``[P, H, W]``.
@@ -44,8 +44,6 @@ def attention(
         visible = visible & window_visibility(metadata, options.window)
     # The scale comes first: products of float16 may exceed its range without it.
     scores = torch.einsum("ihd,jhd->hij", query * options.softmax_scale, key.repeat_interleave(group, dim=1))
-    if options.logit_softcap is not None:
-        scores = options.logit_softcap * torch.tanh(scores / options.logit_softcap)
     scores = scores.masked_fill(~visible, float("-inf"))
     if options.sinks is not None:
         # One more key that everybody sees and that has no value.

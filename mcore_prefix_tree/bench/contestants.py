@@ -111,6 +111,5 @@ def _causal_fa4(
         max_seqlen_k=longest,
         softmax_scale=options.softmax_scale,
         causal=True,
-        softcap=options.logit_softcap or 0.0,
     )
     return out

@@ -78,8 +78,8 @@ def _grouper_refusal(case: Case) -> str | None:
     if importlib.util.find_spec("prefix_grouper") is None:
         return "prefix_grouper is not installed"
     options = case.options
-    if options.logit_softcap is not None or options.window is not None or options.sinks is not None:
-        return "SDPA has no soft-cap, window or sinks"
+    if options.window is not None or options.sinks is not None:
+        return "SDPA has no window or sinks"
     return None
 
 
@@ -147,8 +147,8 @@ def _areal_refusal(case: Case) -> str | None:
     if case.device.type != "cuda":
         return "its kernel needs a GPU"
     options = case.options
-    if options.logit_softcap is not None or options.window is not None or options.sinks is not None:
-        return "its kernel has no soft-cap, window or sinks"
+    if options.window is not None or options.sinks is not None:
+        return "its kernel has no window or sinks"
     if case.head_dim != case.value_dim or case.head_dim & (case.head_dim - 1):
         return "its kernel wants equal head dims that are powers of two"
     return None

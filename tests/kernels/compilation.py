@@ -36,11 +36,10 @@ KERNELS = ("forward", "row_sums", "key_value", "query", "fast")
 OPTIONS = {
     "plain": {},
     "window": {"window": 1000},
-    "capped": {"logit_softcap": 30.0},
-    "all": {"window": 1000, "logit_softcap": 30.0, "sinks": torch.zeros(32)},
+    "all": {"window": 1000, "sinks": torch.zeros(32)},
 }
 POINTERS = {"lse": "fp32", "delta": "fp32", "sinks": "bf16", "end": "i32", "position": "i32", "schedule": "i32"}
-SCALARS = {"scale": "fp32", "cap": "fp32", "softmax_scale": "fp32"}
+SCALARS = {"scale": "fp32", "softmax_scale": "fp32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +109,6 @@ def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
     constants |= dict.fromkeys(absent)
     if case.options.window is None:
         constants["window"] = None
-    if case.options.logit_softcap is None:
-        constants["cap"] = None
     if case.options.sinks is None:
         constants["sinks"] = None
     signature, aligned = {}, []

@@ -68,19 +68,8 @@ def test_default_configurations(architecture, dims):
     assert_fit(architecture, dims, "plain")
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in config._HOPPER if row.capped is not None], ids=lambda row: str(row.capped)
-)
-def test_launches_for_capped_scores_on_hopper(row):
-    """Rows with a launch of their own for them; with all other options, which take registers too."""
-    dims = UP_TO[config._HOPPER.index(row)]
-    (found,) = reports(90, "key_value", case_of(90, *dims, options=OPTIONS["all"]))
-    assert found.multiplied == found.needed
-    assert_keeps_to_registers(found)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["window", "capped", "all"])
+@pytest.mark.parametrize("options", ["window", "all"])
 @pytest.mark.parametrize("dims", HEAD_DIMS)
 def test_options_on_hopper(dims, options):
     assert_fit(90, dims, options)

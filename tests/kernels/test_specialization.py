@@ -90,7 +90,7 @@ def keys_of_launches(architecture, metadatas, *, heads, key_heads, dim, value_di
         {"heads": 3, "key_heads": 1, "dim": 40},  # strides that 16 does not divide
         {"heads": 2, "key_heads": 2, "dim": 128},
         {"heads": 4, "key_heads": 2, "dim": 192, "value_dim": 128},
-        {"heads": 8, "key_heads": 1, "dim": 64, "window": 50, "logit_softcap": 3.0, "sinks": True},
+        {"heads": 8, "key_heads": 1, "dim": 64, "window": 50, "sinks": True},
     ],
     ids=str,
 )

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import e, inf, log2
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
     DEVICE,
     INTERPRETED,
-    assert_are,
     assert_is_reference,
     make_inputs,
     options_of,
@@ -30,10 +26,6 @@ from mcore_prefix_tree.attention import Case, tree_attention
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.attention.triton_tree import attend, attend_as_tabled, launch
 from mcore_prefix_tree.attention.triton_tree.config import configs_for
-from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
-from mcore_prefix_tree.attention.triton_tree.tiles import capped
-
-EVERYTHING = {"window": 50, "logit_softcap": 3.0}
 
 
 @settings(max_examples=40)
@@ -45,13 +37,12 @@ EVERYTHING = {"window": 50, "logit_softcap": 3.0}
     padding=st.integers(1, 20),
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
     window=st.sampled_from([None, None, 1, 4, 40]),
-    cap=st.sampled_from([None, None, 2.0]),
     sinks=st.booleans(),
     deterministic=st.booleans(),
     apart=st.booleans(),
     engine=st.booleans(),
 )
-def test_random_forests(seed, nodes, lens, roots, padding, heads, window, cap, sinks, deterministic, apart, engine):
+def test_random_forests(seed, nodes, lens, roots, padding, heads, window, sinks, deterministic, apart, engine):
     assert_is_reference(
         metadata_of(*random_forest(seed, nodes=nodes, node_lens=lens, root_rate=roots), padding=padding),
         heads=heads[0],
@@ -63,7 +54,7 @@ def test_random_forests(seed, nodes, lens, roots, padding, heads, window, cap, s
         configs=small_configs(
             deterministic=deterministic, apart=apart, engine=engine and (deterministic or not INTERPRETED)
         ),
-        settings={"window": window, "logit_softcap": cap},
+        settings={"window": window},
     )
 
 
@@ -187,7 +178,7 @@ def test_heads_in_parts(deterministic, engine, divided, monkeypatch):
         value_dim=192,
         sinks=True,
         configs=small_configs(deterministic=deterministic, engine=engine),
-        settings=EVERYTHING,
+        settings={"window": 50},
     )
 
 
@@ -227,67 +218,20 @@ def test_the_comparison_before_first_use_passes(sinks):
     check_parity("triton", attend_as_tabled, case)
 
 
-# The last has scores of 100, and a score's own rounding, 6e-6 then, is a relative error of its weight.
-@pytest.mark.parametrize(("scale", "limit"), [(1e-4, None), (0.05, None), (1.0, None), (8.0, 6e-6)])
-def test_a_cap_on_small_and_large_scores(scale, limit):
-    """The straight and the saturated part of the cap, and sinks that outweigh every key."""
+@pytest.mark.parametrize("scale", [1e-4, 0.05, 1.0])
+def test_sinks_beside_small_and_large_scores(scale):
     assert_is_reference(
         metadata_of([35, 10, 15], [-1, 0, 0], padding=3),
         dim=16,
         sinks=True,
         configs=small_configs(),
-        settings={"softmax_scale": scale, "logit_softcap": 20.0},
-        limit=limit,
-    )
-
-
-@triton.jit
-def capping_kernel(score, logit, scale, cap, SIZE: tl.constexpr, EXACT: tl.constexpr):
-    place = tl.arange(0, SIZE)
-    tl.store(logit + place, capped(tl.load(score + place), scale, cap, EXACT))
-
-
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize(("scale", "cap"), [(1.0, 30.0), (0.088 / 50, 50 * log2(e)), (3.0, 0.5)])
-def test_a_cap_in_fp64(scale, cap, exact):
-    """Both forms of it, over all sizes of scores, infinite ones and those whose exponential is not finite."""
-    sizes = torch.logspace(-30, 38, 2044, dtype=torch.float64)
-    score = (
-        torch.cat([-sizes, sizes, torch.tensor([0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, inf, -inf])]).float().to(DEVICE)
-    )
-    logit = torch.empty_like(score)
-    capping_kernel[(1,)](score, logit, scale, cap, SIZE=len(score), EXACT=exact)
-    truth = cap * torch.tanh(score.double() * scale)
-    error = (logit.double() - truth).abs()
-    limit = (4 if INTERPRETED else 16) * 2**-24
-    assert error.max() < limit * cap
-    large = score.abs() * scale > 20
-    assert large.sum() > 1000
-    assert torch.equal(logit[large], torch.full_like(logit, cap).copysign(score)[large])
-    assert (logit[score == 0] == 0).all()
-    # Only the exact one has the digits of small ones.
-    relative = (error / truth.abs())[(score.abs() > 1e-30) & ~large]
-    assert (relative.max() < limit) == exact
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("scale", "cap"), [(0.01, 20.0), (0.25, 20.0), (0.25, 1.0), (1.0, 2.0)])
-def test_a_cap_in_float16(scale, cap, deterministic):
-    """Which takes the exponential form, in the straight part of the cap, the bend and the flat one."""
-    assert_is_reference(
-        metadata_of(*random_forest(5, nodes=8, node_lens=(1, 20, 50)), padding=3),
-        heads=4,
-        key_heads=2,
-        dim=32,
-        dtype=torch.float16,
-        sinks=True,
-        settings={"softmax_scale": scale, "logit_softcap": cap, "deterministic": deterministic},
+        settings={"softmax_scale": scale},
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("settings", [{}, EVERYTHING])
+@pytest.mark.parametrize("settings", [{}, {"window": 50}])
 def test_thousands_of_tokens(settings, deterministic):
     metadata = metadata_of(*random_forest(4, nodes=60, node_lens=(0, 1, 57, 64, 130)), padding=30)
     assert 2000 < metadata.padded_size < 6000
@@ -300,7 +244,7 @@ def test_thousands_of_tokens(settings, deterministic):
 def test_the_same_bits_twice(dtype):
     metadata = metadata_of(*random_forest(1, nodes=10, node_lens=(3, 20)), padding=2).to(DEVICE)
     inputs, grad_out = make_inputs(metadata, heads=2, dim=32, dtype=dtype, sinks=True)
-    options = options_of(inputs, **EVERYTHING)
+    options = options_of(inputs, window=50)
     first, second = (run(attend, inputs, grad_out, metadata, options, small_configs()) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
@@ -385,68 +329,6 @@ def test_plans_are_made_once():
         plans = dict(metadata.cache)
     assert plans
     assert metadata.cache == plans
-
-
-CAPACITY = 96
-
-
-@pytest.mark.parametrize(("window", "deterministic"), [(None, True), (None, False), (20, True), (1000, False)])
-def test_a_tree_in_the_place_of_another(window, deterministic):
-    """What a CUDA graph does: launches of one capacity, replayed with the numbers of smaller trees in the same tensors.
-
-    The tokens of the tree come out as if it had been launched by itself, and those that fill up the capacity neither
-    change them nor are anything but themselves.
-    """
-    configs = small_configs(deterministic=deterministic)
-    plan = DevicePlan.with_room(CAPACITY, configs, window, DEVICE)
-    captured = TreeMetadata.from_nodes([0, CAPACITY], [-1]).to(DEVICE)
-    captured.cache[f"triton {configs.packed} window {window}"] = plan
-    places = [tensor.data_ptr() for tensor in (plan.end, plan.position, *plan.schedules)]
-    for seed, nodes in ((1, 6), (2, 4)):
-        lens, parents = random_forest(seed, nodes=nodes, node_lens=(0, 1, 7, 16, 17), root_rate=0.2)
-        tree = metadata_of(lens, parents, padding=CAPACITY - sum(lens)).to(DEVICE)
-        live = tree.num_tokens
-        assert 0 < live < CAPACITY
-        inputs, grad_out = make_inputs(tree, heads=1, dim=16, seed=seed)
-        plan.overwrite(DevicePlan.of(tree, configs, window))
-        replayed = run(attend, inputs, grad_out, captured, options_of(inputs, window=window), configs)
-        assert_are(replayed, truth(inputs, grad_out, tree, window=window), inputs)
-        value = inputs[2].detach()[live:]
-        torch.testing.assert_close(replayed[0][live:], value.expand_as(replayed[0][live:]), rtol=1e-6, atol=0)
-
-        # What fills up may hold anything finite: no bit of the tree depends on it.
-        filled = [tensor.detach().clone() for tensor in (*inputs, grad_out)]
-        for tensor in filled:
-            tensor[live:] = 1e4
-        *others, other_grad = [tensor.requires_grad_() for tensor in filled]
-        for actual, before in zip(
-            run(attend, others, other_grad.detach(), captured, options_of(others, window=window), configs),
-            replayed,
-            strict=True,
-        ):
-            assert torch.equal(actual[:live], before[:live])
-    assert places == [tensor.data_ptr() for tensor in (plan.end, plan.position, *plan.schedules)]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="a graph is of a GPU's launches")
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_graph_replayed_with_another_tree(deterministic):
-    """Captured with a plan whose lists have room, replayed after its tensors were overwritten."""
-    longest = metadata_of([1600], [-1]).to(DEVICE)
-    other = metadata_of([300, 200, 400, 500], [-1, 0, -1, 2], padding=200).to(DEVICE)
-    inputs, grad_out = make_inputs(longest, heads=4, key_heads=2, dim=64, dtype=torch.float16)
-    options = options_of(inputs, deterministic=deterministic)
-    configs = configs_for(Case.of(*inputs, options))
-    run(attend, inputs, grad_out, longest, options, configs)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(attend, inputs, grad_out, longest, options, configs)
-    (plan,) = (plan for plan in longest.cache.values() if isinstance(plan, DevicePlan))
-    for tree in (other, longest):
-        plan.overwrite(DevicePlan.of(tree, configs, None))
-        graph.replay()
-        for actual, wanted in zip(captured, truth(inputs, grad_out, tree), strict=True):
-            assert worst(actual, wanted) < 4e-4
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

@@ -53,13 +53,11 @@ def results(attention, inputs, grad_out, metadata, options):
     return [out.detach(), *torch.autograd.grad(out, wanted, grad_out)]
 
 
-def assert_close_to_reference(
-    attention, metadata, *, limit, sinks=False, logit_softcap=None, window=None, heads=4, **shape
-):
+def assert_close_to_reference(attention, metadata, *, limit, sinks=False, window=None, heads=4, **shape):
     """Relative errors in the norm of out, dQ, dK, dV (and d sinks) against the reference in fp64 of the same inputs."""
     inputs, grad_out = random_inputs(metadata.padded_size, heads=heads, **shape)
     logits = torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_() if sinks else None
-    options = AttentionOptions(softmax_scale=0.3, logit_softcap=logit_softcap, window=window, sinks=logits)
+    options = AttentionOptions(softmax_scale=0.3, window=window, sinks=logits)
     exact = [one.detach().double().requires_grad_() for one in inputs]
     expected = results(reference.attention, exact, grad_out.double(), metadata, options)
     actual = results(attention, inputs, grad_out, metadata, options)

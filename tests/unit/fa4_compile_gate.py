@@ -1,6 +1,6 @@
 """Compile FlashAttention-4's kernels with our mask and our lists, on a machine without a GPU: see test_attention_fa4.
 
-    fa4_compile_gate.py HEADS,KEY_HEADS,D,W [window | softcap | sinks | ordered | wrong-tiles]
+    fa4_compile_gate.py HEADS,KEY_HEADS,D,W [window | sinks | ordered | wrong-tiles]
 
 For the chip that ``FLASH_ATTENTION_ARCH`` names. Prints a word for each pass that compiled. Its tensors are fake ones
 on a GPU that is not there; torch has no autograd for these in a build for the CPU, so the two passes are called as the
@@ -52,7 +52,6 @@ def main() -> None:
         options = AttentionOptions(
             softmax_scale=head_dim**-0.5,
             window=70 if option == "window" else None,
-            logit_softcap=30.0 if option == "softcap" else None,
             sinks=torch.empty(heads, device="cuda") if option == "sinks" else None,
         )
         mask = fa4.Mask(

@@ -59,8 +59,8 @@ def test_the_nearest_shape_decides(table):
 def test_only_what_supports_the_run_counts(table):
     table.append(row("any", path=1.0, cascade=2.0))
     assert choose(cpu(), SHARED).backend == "path"
-    # SDPA has no soft-cap, so path is out however fast it is.
-    assert choose(cpu(logit_softcap=3.0), SHARED).backend == "cascade"
+    # SDPA has no sinks, so path is out however fast it is.
+    assert choose(cpu(sinks=torch.zeros(4)), SHARED).backend == "cascade"
 
 
 @pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"device": "NVIDIA H200"}])

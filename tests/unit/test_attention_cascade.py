@@ -114,14 +114,6 @@ def test_empty_nodes_many_roots_and_sinks(seed, nodes, padding, has_sinks):
     assert_close_to_reference(cascade.attention, metadata, sinks=has_sinks, seed=seed, limit=1e-12)
 
 
-@pytest.mark.parametrize("cap", [0.5, 3.0])
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_soft_caps_go_to_the_kernel_that_has_one(cap, has_sinks):
-    metadata = metadata_of(*random_forest(2, node_lens=(1, 4, 9)), padding=2)
-    assert choose_kernel(case_of(logit_softcap=cap)).name == "plain"
-    assert_close_to_reference(cascade.attention, metadata, logit_softcap=cap, sinks=has_sinks, limit=1e-12)
-
-
 def test_a_comb_of_depth_300_is_as_many_calls():
     nodes = 600
     parents = [-1] + [node - 1 if node % 2 else node - 2 for node in range(1, nodes)]
@@ -213,7 +205,6 @@ def test_statistics_of_an_old_cudnn_are_refused(monkeypatch):
         ({"capability": (8, 0)}, "^a GPU of compute capability 8.0"),
         ({"capability": (12, 0)}, "^a GPU of compute capability 12.0"),
         ({"deterministic": False, "head_dim": 192, "value_dim": 128}, r"^head_dim=192 \(at most 128\)"),
-        ({"deterministic": False, "logit_softcap": 2.0}, "^logit_softcap=2.0"),
         ({"deterministic": False, "dtype": torch.float32}, "^dtype=torch.float32"),
     ],
 )
@@ -254,16 +245,12 @@ def test_gradcheck():
 
 
 def test_padding_is_no_sequence():
-    """As many sequences as without it, whatever the bucket; with sinks and a soft-cap, as the reference has it."""
+    """As many sequences as without it, whatever the bucket; with sinks, as the reference has it."""
     lens, parents = random_forest(2, nodes=20, node_lens=(1, 5, 30))
     metadata = metadata_of(lens, parents, padding=1000)
     assert len(build_plan(metadata).runs.host_cu_q) == len(build_plan(metadata_of(lens, parents)).runs.host_cu_q)
     inputs, grad_out = random_inputs(metadata.padded_size, heads=4, key_heads=2)
-    for options in (
-        {},
-        {"sinks": torch.linspace(-2, 2, 4, dtype=torch.float64).requires_grad_()},
-        {"logit_softcap": 1.5},
-    ):
+    for options in ({}, {"sinks": torch.linspace(-2, 2, 4, dtype=torch.float64).requires_grad_()}):
         asked = AttentionOptions(softmax_scale=0.3, **options)
         found = results(cascade.attention, inputs, grad_out, metadata, asked)
         wanted = results(reference.attention, inputs, grad_out, metadata, asked)
@@ -310,7 +297,6 @@ def test_recompute_runs_the_same_kernel_twice(monkeypatch):
         ({"device": "cuda", "capability": (9, 0), "dtype": torch.float32}, r"^dtype=torch.float32 \(it takes bfloat16"),
         ({"device": "cuda", "capability": (9, 0), "head_dim": 512}, r"^head_dim=512 \(at most 256\)"),
         ({"device": "cuda", "capability": (9, 0), "deterministic": True}, "^deterministic=True .*use_deterministic"),
-        ({"device": "cuda", "capability": (9, 0), "logit_softcap": 2.0}, "^logit_softcap=2.0"),
     ],
 )
 def test_refusals_name_the_argument(changes, says):

@@ -52,7 +52,7 @@ def test_refusals_name_the_argument(case, says, installed):
         HOPPER,
         HOPPER | {"deterministic": True, "needs_grad": False},
         HOPPER | {"head_dim": 192, "value_dim": 128, "kv_heads": 4},
-        HOPPER | {"head_dim": 256, "window": 5, "logit_softcap": 3.0, "sinks": torch.zeros(4)},
+        HOPPER | {"head_dim": 256, "window": 5, "sinks": torch.zeros(4)},
         BLACKWELL | {"head_dim": 192, "value_dim": 128},
         BLACKWELL | {"deterministic": True},
     ],
@@ -77,7 +77,7 @@ def test_refusals_of_magi(case, says, installed):
 
 
 def test_magi_takes_what_is_common(installed):
-    assert magi.refusal(case_of(**HOPPER | {"head_dim": 128, "deterministic": True, "logit_softcap": 5.0})) is None
+    assert magi.refusal(case_of(**HOPPER | {"head_dim": 128, "deterministic": True})) is None
 
 
 @pytest.mark.skipif(find_spec("magi_attention") is not None, reason="magi_attention is installed")
@@ -167,7 +167,7 @@ def test_why_a_head_dim_of_256_is_refused_on_blackwell():
 
 
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
-@pytest.mark.parametrize("option", ["window", "softcap", "sinks"])
+@pytest.mark.parametrize("option", ["window", "sinks"])
 @pytest.mark.parametrize("target", [ON_HOPPER, ON_BLACKWELL], ids=["hopper", "blackwell"])
 def test_its_options_compile(option, target):
     result = compiles("8,2,128,128", option, target=target)

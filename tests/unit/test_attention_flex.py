@@ -77,7 +77,7 @@ def test_hypothesis_forests(samples, multiple):
     is_reference(uncompiled, TreeMetadata.from_layout(fold(samples, pad_to_multiple_of=multiple)))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 50}, {"logit_softcap": 0.7}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 50}], ids=str)
 def test_options_on_several_blocks(options):
     metadata = metadata_of(*random_forest(4, nodes=12, node_lens=(0, 1, 60, 130)), padding=3)
     assert metadata.padded_size > 2 * flex.BLOCK
@@ -156,7 +156,6 @@ def test_within_what_a_caller_compiles(eager):
         ({"dtype": torch.float32}, "^training with device=cpu"),
         ({"needs_grad": False}, "^dtype=torch.float64"),
         ({"needs_grad": False, "dtype": torch.float32, "sinks": torch.zeros(4)}, "^sinks with device=cpu"),
-        ({"needs_grad": False, "dtype": torch.float32, "logit_softcap": 0.7}, "^logit_softcap=0.7 with device=cpu"),
         ({"needs_grad": False, "dtype": torch.float32, "window": 50}, "^window=50 with device=cpu"),
         ({"device": "cuda", "capability": (9, 0)}, "^dtype=torch.float64"),
         ({"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 8}, "^head_dim=8"),
@@ -174,6 +173,6 @@ def test_training_on_a_cpu_is_refused_with_the_way_out():
 
 
 def test_what_a_gpu_takes_is_not_refused():
-    for options in ({}, {"window": 7, "logit_softcap": 3.0, "sinks": torch.zeros(4)}):
+    for options in ({}, {"window": 7, "sinks": torch.zeros(4)}):
         case = case_of(device="cuda", capability=(8, 0), dtype=torch.bfloat16, head_dim=192, value_dim=128, **options)
         assert flex.refusal(case) is None

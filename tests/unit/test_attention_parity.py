@@ -27,7 +27,7 @@ def test_sound_back_ends_pass(case):
 
 
 def test_options_reach_the_kernel():
-    case = case_of(dtype=torch.bfloat16, logit_softcap=0.5, sinks=torch.zeros(4))
+    case = case_of(dtype=torch.bfloat16, sinks=torch.zeros(4))
     check_parity("cascade", cascade.attention, case)
     with pytest.raises(ParityError, match="out is off"):
         check_parity("forgets", forgets_the_sink, case)

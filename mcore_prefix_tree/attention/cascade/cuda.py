@@ -68,9 +68,7 @@ class TorchFlash:
     head_dim_multiple: int | None = 8
 
     def refusal(self, case: Case) -> str | None:
-        """It has no soft-cap, and adds dQ up in any order unless torch's own switch is on."""
-        if case.options.logit_softcap is not None:
-            return f"logit_softcap={case.options.logit_softcap}"
+        """It adds dQ up in any order unless torch's own switch is on."""
         if case.needs_grad and case.options.deterministic and not _torch_is_deterministic():
             return "deterministic=True (needs torch.use_deterministic_algorithms(True))"
         return _common_refusal(case, (8, 0), (99, 0))
@@ -167,7 +165,6 @@ class FlashAttention2:
             0.0,
             options.softmax_scale,
             causal=sequences.causal,
-            softcap=options.logit_softcap or 0.0,
         )
         return out, lse
 
@@ -203,7 +200,7 @@ class FlashAttention2:
             sequences.causal,
             window_size_left=-1,
             window_size_right=-1,
-            softcap=options.logit_softcap or 0.0,
+            softcap=0.0,
             alibi_slopes=None,
             deterministic=options.deterministic,
         )
@@ -245,7 +242,6 @@ class FlashAttention3:
             max_seqlen_k=sequences.max_k,
             softmax_scale=options.softmax_scale,
             causal=sequences.causal,
-            softcap=options.logit_softcap or 0.0,
         )
         return out, lse
 
@@ -280,7 +276,6 @@ class FlashAttention3:
             *grads,
             options.softmax_scale,
             sequences.causal,  # by place: its name changed between releases
-            softcap=options.logit_softcap or 0.0,
             deterministic=options.deterministic,
         )
         return grads
@@ -297,9 +292,7 @@ class TransformerEngine:
     head_dim_multiple: int | None = 8
 
     def refusal(self, case: Case) -> str | None:
-        """It has no soft-cap and, of packed sequences on Hopper, no deterministic backward that is of any use."""
-        if case.options.logit_softcap is not None:
-            return f"logit_softcap={case.options.logit_softcap}"
+        """It has no deterministic backward of packed sequences on Hopper that is of any use."""
         reason = _transformer_engine_is_missing() or _common_refusal(case, (9, 0), (11, 0))
         if reason is None and max(case.head_dim, case.value_dim) > 128:
             return f"head_dim={max(case.head_dim, case.value_dim)} (at most 128)"

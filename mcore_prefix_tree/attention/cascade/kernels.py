@@ -44,7 +44,7 @@ class VarlenKernel(Hashable, Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``[Q, H, D], [N, K, D], [N, K, W]`` to the result ``[Q, H, W]`` and its log-sum-exp ``[H, Q]``.
 
-        The log-sum-exp is natural, of the scaled and capped scores, in fp32 or better.
+        The log-sum-exp is natural, of the scaled scores, in fp32 or better.
         """
 
     def backward(
@@ -91,7 +91,7 @@ class Plain:
         out = query.new_empty(*query.shape[:2], value.shape[2])
         lse = query.new_empty(query.shape[1], query.shape[0], dtype=_exact(query.dtype))
         for q, k in _spans(sequences):
-            scores, _ = _scores(query[q], key[k], options, causal=sequences.causal)
+            scores = _scores(query[q], key[k], options, causal=sequences.causal)
             lse[:, q] = scores.logsumexp(dim=-1)
             weights = torch.exp(scores - lse[:, q, None])
             out[q] = torch.einsum("hij,jhw->ihw", weights, _repeated(value[k], group)).to(out.dtype)
@@ -112,11 +112,11 @@ class Plain:
         group = query.shape[1] // key.shape[1]
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         for q, k in _spans(sequences):
-            scores, slope = _scores(query[q], key[k], options, causal=sequences.causal)
+            scores = _scores(query[q], key[k], options, causal=sequences.causal)
             weights = torch.exp(scores - lse[:, q, None])
             grad, result = (one[q].to(weights.dtype) for one in (grad_out, out))
             grad_weights = torch.einsum("ihw,jhw->hij", grad, _repeated(value[k], group))
-            grad_scores = weights * (grad_weights - (grad * result).sum(-1).T[..., None]) * slope
+            grad_scores = weights * (grad_weights - (grad * result).sum(-1).T[..., None]) * options.softmax_scale
             grads[0][q] = torch.einsum("hij,jhd->ihd", grad_scores, _repeated(key[k], group))
             grad_key = torch.einsum("hij,ihd->jhd", grad_scores, query[q].to(weights.dtype))
             grads[1][k] = grad_key.unflatten(1, (-1, group)).sum(2)
@@ -133,20 +133,14 @@ def _repeated(rows: torch.Tensor, group: int) -> torch.Tensor:
     return rows.to(_exact(rows.dtype)).repeat_interleave(group, dim=1)
 
 
-def _scores(
-    query: torch.Tensor, key: torch.Tensor, options: AttentionOptions, *, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """``[H, i, j]`` scaled, capped and masked, and their derivative with respect to ``query @ key``."""
+def _scores(query: torch.Tensor, key: torch.Tensor, options: AttentionOptions, *, causal: bool) -> torch.Tensor:
+    """``[H, i, j]``, scaled and masked."""
     repeated = _repeated(key, query.shape[1] // key.shape[1])
     scores = torch.einsum("ihd,jhd->hij", query.to(repeated.dtype), repeated) * options.softmax_scale
-    slope: torch.Tensor | float = options.softmax_scale
-    if options.logit_softcap is not None:
-        bent = torch.tanh(scores / options.logit_softcap)
-        scores, slope = options.logit_softcap * bent, options.softmax_scale * (1 - bent * bent)
     if causal:
         future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
-    return scores, slope
+    return scores
 
 
 class CpuFlash:
@@ -156,10 +150,8 @@ class CpuFlash:
     head_dim_multiple: int | None = 1
 
     def refusal(self, case: Case) -> str | None:
-        """It has no soft-cap."""
-        if case.device.type != "cpu":
-            return f"device={case.device.type}"
-        return None if case.options.logit_softcap is None else f"logit_softcap={case.options.logit_softcap}"
+        """For the CPU."""
+        return None if case.device.type == "cpu" else f"device={case.device.type}"
 
     def forward(
         self,

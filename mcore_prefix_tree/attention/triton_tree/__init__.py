@@ -28,9 +28,9 @@ def attention(
     """Tree attention, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
 
     Saves query, key, value, out and one number per row for backward. The block lists are made once per micro-batch.
-    With ``deterministic=False``, head dimensions up to 128 without a soft-cap take a backward that does less work and
-    adds up in any order. On a GPU, 16-bit kernels are compared with the reference on first use: what a compiler of
-    another version made of them for this chip may have been run nowhere before.
+    With ``deterministic=False``, head dimensions up to 128 take a backward that does less work and adds up in any
+    order. On a GPU, 16-bit kernels are compared with the reference on first use: what a compiler of another version
+    made of them for this chip may have been run nowhere before.
 
     Raises:
         ParityError: the kernels are wrong on this machine.
@@ -107,7 +107,6 @@ def attend(
         plan.schedules,
         configs.packed,
         options.softmax_scale,
-        options.logit_softcap,
         options.window,
     )[0]
     return out

@@ -17,7 +17,6 @@ from mcore_prefix_tree.attention.triton_tree.tiles import (
     FULL,
     KINDS,
     add_weighted,
-    capped,
     load_rows,
     products,
     scaled,
@@ -123,7 +122,6 @@ def key_value_kernel(
     splits,  # the query heads of a group are divided among this many programs
     softmax_scale,
     scale,
-    cap,
     window,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -180,9 +178,7 @@ def key_value_kernel(
 
             # Keys by queries, so that the weights are where the products with dO and Q want them.
             score = products(k, q)
-            if cap is not None:
-                score = capped(score, scale, cap, k[0].dtype == tl.float32)
-            weight = tl.exp2(score * (scale if cap is None else 1.0) - row_lse)
+            weight = tl.exp2(score * scale - row_lse)
             if KIND != FULL:
                 row_position = tl.load(position + row)[None, :] if window is not None else None
                 seen = visible(row[None, :], column[:, None], column_end, row_position, column_position, window, KIND)
@@ -193,8 +189,6 @@ def key_value_kernel(
                 # Not before the product above: two tiles of scores at once would not fit the registers.
                 weight_grad = products(v, do)
                 score_grad = weight * (weight_grad - row_delta)
-                if cap is not None:
-                    score_grad *= 1.0 - (score / cap) * (score / cap)
                 score_grad = score_grad.to(q[0].dtype)
                 grad_k = add_weighted(grad_k, score_grad, q)
                 if grad_query is not None:
@@ -227,7 +221,6 @@ def query_kernel(
     stride,  # R
     softmax_scale,
     scale,
-    cap,
     window,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -268,9 +261,7 @@ def query_kernel(
             v = load_rows(value, kv_head, key_start, size, BLOCK_N, VALUE_DIM, VALUE_PART, ENGINE)
             score = products(q, k)
             weight_grad = products(do, v)
-            if cap is not None:
-                score = capped(score, scale, cap, k[0].dtype == tl.float32)
-            weight = tl.exp2(score * (scale if cap is None else 1.0) - row_lse)
+            weight = tl.exp2(score * scale - row_lse)
             if KIND != FULL:
                 column = key_start + tl.arange(0, BLOCK_N)
                 column_end = tl.load(end + column)[None, :]
@@ -278,8 +269,6 @@ def query_kernel(
                 seen = visible(row[:, None], column[None, :], column_end, row_position, column_position, window, KIND)
                 weight = tl.where(seen, weight, 0.0)
             score_grad = weight * (weight_grad - row_delta)
-            if cap is not None:
-                score_grad *= 1.0 - (score / cap) * (score / cap)
             grad_q = add_weighted(grad_q, score_grad, k)
     grad_q = scaled(grad_q, softmax_scale)
     store_rows(grad_query, grad_q, head, start, size, HEAD_DIM, ENGINE)

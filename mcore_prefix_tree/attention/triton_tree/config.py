@@ -95,7 +95,6 @@ class _Row:
     key_value: Launch
     query: Launch
     fast: Launch | None = None
-    capped: Launch | None = None
     apart: bool = False
 
 
@@ -111,14 +110,12 @@ _HOPPER = (
     _Row(
         forward=Launch(128, 128, 8, 2),
         key_value=Launch(64, 128, 8, 2, widest=64),
-        capped=Launch(32, 128, 8, 2),
         query=Launch(128, 64, 8, 2),
         fast=Launch(32, 128, 8, 2, widest=64),
     ),
     _Row(
         forward=Launch(128, 128, 8, 2),
         key_value=Launch(32, 128, 8, 2, widest=64),
-        capped=Launch(16, 128, 8, 2),
         query=Launch(128, 64, 8, 2),
     ),
     _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
@@ -203,12 +200,10 @@ def configs_for(case: Case) -> Configs:
         for (head_dim, value_dim), row in zip(UP_TO, rows, strict=True)
         if case.head_dim <= head_dim and case.value_dim <= value_dim
     )
-    # Neither are registers left for what adds up dQ where scores are capped.
-    capped = case.options.logit_softcap is not None
-    fast = None if case.options.deterministic or capped else row.fast
+    fast = None if case.options.deterministic else row.fast
     return Configs(
         forward=row.forward,
-        key_value=(row.capped if capped else fast) or row.key_value,
+        key_value=fast or row.key_value,
         query=row.query if fast is None else None,
         apart=row.apart,
         # Where tiles of scores are made in registers, by mma.sync, plain loads leave the kernels more of them. The

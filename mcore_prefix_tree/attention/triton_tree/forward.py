@@ -14,7 +14,6 @@ from mcore_prefix_tree.attention.triton_tree.tiles import (
     FULL,
     KINDS,
     add_weighted,
-    capped,
     load_rows,
     products,
     scaled,
@@ -39,7 +38,6 @@ def forward_kernel(
     query_blocks,
     stride,  # R
     scale,
-    cap,
     window,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -84,21 +82,18 @@ def forward_kernel(
             block = tl.load(schedule + (blocks + place + 1))
             k = load_rows(key, kv_head, key_start, size, BLOCK_N, HEAD_DIM, HEAD_PART, ENGINE)
             score = products(q, k)
-            if cap is not None:
-                score = capped(score, scale, cap, k[0].dtype == tl.float32)
-            factor = scale if cap is None else 1.0
             if KIND != FULL:
                 column = key_start + tl.arange(0, BLOCK_N)
                 column_end = tl.load(end + column)[None, :]
                 column_position = tl.load(position + column)[None, :] if window is not None else None
                 seen = visible(row[:, None], column[None, :], column_end, row_position, column_position, window, KIND)
                 score = tl.where(seen, score, float("-inf"))
-            higher = tl.maximum(highest, tl.max(score, 1) * factor)
+            higher = tl.maximum(highest, tl.max(score, 1) * scale)
             base = higher
             if KIND == DIAGONAL:
                 # A row may have seen nothing yet: its own key can be in a later diagonal block.
                 base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp2(score * factor - base[:, None])
+            weight = tl.exp2(score * scale - base[:, None])
             decay = tl.exp2(highest - base)
             total = total * decay + tl.sum(weight, 1)
             highest = higher

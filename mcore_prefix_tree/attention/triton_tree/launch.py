@@ -40,22 +40,19 @@ class Call:
     Attributes:
         configs: how they are launched.
         end, position: int32 ``[R]``, see ``schedule.DevicePlan``.
-        softmax_scale, logit_softcap, window: see ``AttentionOptions``.
+        softmax_scale, window: see ``AttentionOptions``.
     """
 
     configs: Configs
     end: torch.Tensor
     position: torch.Tensor
     softmax_scale: float
-    logit_softcap: float | None
     window: int | None
 
     @property
-    def logits(self) -> tuple[float, float | None, int | None]:
-        """The kernels' ``scale``, ``cap`` and ``window``, for logits in units of log 2: ``exp2`` is one instruction."""
-        if self.logit_softcap is None:
-            return self.softmax_scale * log2(e), None, self.window
-        return self.softmax_scale / self.logit_softcap, self.logit_softcap * log2(e), self.window
+    def scale(self) -> float:
+        """Factor that makes scores logits in units of log 2: ``exp2`` is one instruction."""
+        return self.softmax_scale * log2(e)
 
     def tiles(self, tensor: torch.Tensor, rows: int, widest: int) -> Any:
         """``[P, H, D]`` as the kernels' ``load_rows`` takes it, in tiles of ``rows`` tokens of one head."""
@@ -130,7 +127,8 @@ def forward(
         size,
         query_blocks,
         len(call.end),
-        *call.logits,
+        call.scale,
+        call.window,
         HEADS=heads,
         **_constants(query, value, launch, call),
     )
@@ -216,7 +214,8 @@ def key_value_grads(
             len(call.end),
             splits,
             call.softmax_scale,
-            *call.logits,
+            call.scale,
+            call.window,
             KV_HEADS=kv_heads,
             LISTED=call.window is not None,
             **_constants(query, value, launch, call),
@@ -270,7 +269,8 @@ def query_grads(
         query_blocks,
         len(call.end),
         call.softmax_scale,
-        *call.logits,
+        call.scale,
+        call.window,
         HEADS=heads,
         **_constants(query, value, launch, call),
     )
@@ -285,7 +285,7 @@ def processors(device: torch.device) -> int:
 def splits_for(programs: int, group: int, *, processors: int, warps: int, bytes_undivided: int) -> int:
     """Among how many programs to divide a group's query heads, so that few key heads still fill the device.
 
-    It depends on the padded size and the machine, not on the tree: a captured launch fits any tree of its capacity.
+    It depends on the padded size and the machine, not on the tree.
 
     Args:
         programs: that there are if no group is divided.

@@ -28,7 +28,6 @@ def tree_attention(
     schedules: Sequence[torch.Tensor],
     configs: Sequence[int],
     softmax_scale: float,
-    logit_softcap: float | None,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tree attention.
@@ -41,19 +40,12 @@ def tree_attention(
         end, position: int32 ``[R]``, of a ``DevicePlan``.
         schedules: of the same plan, which was made for these configs.
         configs: a ``Configs``, packed. Backward is deterministic if they have a launch for dQ.
-        softmax_scale, logit_softcap, window: see ``AttentionOptions``.
+        softmax_scale, window: see ``AttentionOptions``.
 
     Returns:
         out ``[P, H, W]``, and the fp32 ``[H, R]`` log-sum-exps of the logits in units of log 2, infinite past P.
     """
-    call = Call(
-        configs=Configs.unpack(configs),
-        end=end,
-        position=position,
-        softmax_scale=softmax_scale,
-        logit_softcap=logit_softcap,
-        window=window,
-    )
+    call = Call(configs=Configs.unpack(configs), end=end, position=position, softmax_scale=softmax_scale, window=window)
     query, key, value = readable(query), readable(key), readable(value)
     return launch.forward(query, key, value, sinks, schedules[0], call)
 
@@ -78,18 +70,10 @@ def tree_attention_backward(
     schedules: Sequence[torch.Tensor],
     configs: Sequence[int],
     softmax_scale: float,
-    logit_softcap: float | None,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dQ, dK and dV, contiguous, and fp32 ``[H, R]``: ``sum(out * grad_out)`` of each row, zero past P."""
-    call = Call(
-        configs=Configs.unpack(configs),
-        end=end,
-        position=position,
-        softmax_scale=softmax_scale,
-        logit_softcap=logit_softcap,
-        window=window,
-    )
+    call = Call(configs=Configs.unpack(configs), end=end, position=position, softmax_scale=softmax_scale, window=window)
     query, key, value, grad_out = readable(query), readable(key), readable(value), readable(grad_out)
     delta = launch.row_sums(out, grad_out, call)
     inputs = (query, key, value, grad_out, lse, delta)

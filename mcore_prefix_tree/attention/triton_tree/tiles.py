@@ -1,4 +1,4 @@
-"""What the forward and the backward kernels have in common: loading a tile, multiplying, capping, masking it.
+"""What the forward and the backward kernels have in common: loading a tile, multiplying, masking it.
 
 Triton's tiles have powers of two of rows and columns. Rows of another width are taken in parts, each a tile: a tile of
 rows is a tuple of ``[ROWS, PART]``, and of most widths has one part.
@@ -99,32 +99,6 @@ def scaled(rows, factor):
     for part in tl.static_range(len(rows)):
         parts += (rows[part] * factor,)
     return parts
-
-
-@triton.jit
-def tanh(x):
-    """To fp32's accuracy: the exponential form loses a small result's digits, where a polynomial has them."""
-    square = x * x
-    # x - x^3/3 + 2x^5/15 - 17x^7/315 + 62x^9/2835; the next term is below 2^-24 of the result for |x| < 0.3.
-    series = 1.0 + square * (-0.33333334 + square * (0.13333334 + square * (-0.053968254 + square * 0.021869488)))
-    small = tl.exp2(-2.885390081777927 * tl.abs(x))  # exp(-2|x|)
-    saturating = (1.0 - small) / (1.0 + small)
-    return tl.where(square < 0.09, x * series, tl.where(x < 0, -saturating, saturating))
-
-
-@triton.jit
-def capped(score, scale, cap, EXACT: tl.constexpr):
-    """``cap * tanh(scale * score)``.
-
-    Unless EXACT, the exponential form for all numbers: a small one has an error of 2^-24 of ``cap`` or so, not of its
-    own. That moves a weight by less than the rounding of 16-bit operands does, in a third of the instructions.
-    """
-    if EXACT:
-        logit = cap * tanh(score * scale)
-    else:
-        # exp(2 * scale * score), which is zero or infinite far from zero: -cap and cap then.
-        logit = cap - 2.0 * cap / (1.0 + tl.exp2(score * (scale * 2.885390081777927)))
-    return logit
 
 
 @triton.jit
