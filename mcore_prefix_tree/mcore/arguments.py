@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcore_prefix_tree.attention.auto import check_setting
@@ -184,52 +184,102 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     return parser
 
 
+# Arguments that cannot be used at all, and why.
 _UNSUPPORTED: tuple[tuple[str, str], ...] = (
-    ("data_path", "--data-path: the data is --prefix-tree-data-path; leave it out"),
-    ("train_data_path", "--train-data-path: the data is --prefix-tree-data-path; leave it out"),
-    ("valid_data_path", "--valid-data-path: validation data is --prefix-tree-valid-data-path; leave it out"),
-    ("test_data_path", "--test-data-path: there is no test phase; leave it out"),
-    ("data_args_path", "--data-args-path: the data is --prefix-tree-data-path; leave it out"),
-    ("per_split_data_args_path", "--per-split-data-args-path: the data is --prefix-tree-data-path; leave it out"),
-    ("mock_data", "--mock-data: the data is --prefix-tree-data-path; leave it out"),
-    ("sft", "--sft: it belongs to Megatron's own data; losses are masked by the data here, leave it out"),
-    ("fim_data", "--fim-data: it belongs to Megatron's own data; leave it out"),
-    ("full_validation", "--full-validation: use --eval-iters"),
-    ("multiple_validation_sets", "--multiple-validation-sets: give one --prefix-tree-valid-data-path"),
-    ("iterations_to_skip", "--iterations-to-skip: Megatron skips by reading its own kind of batch"),
-    ("result_rejected_tracker_filename", "--result-rejected-tracker-filename: it skips iterations"),
-    ("phase_transition_iterations", "--phase-transition-iterations: samples are counted from the start of the run"),
-    ("use_legacy_models", "--use-legacy-models: only megatron-core's layers know the tree"),
-    ("yaml_cfg", "--yaml-cfg: give the arguments on the command line"),
-    ("perform_rl_step", "--perform-rl-step: it brings its own data and objective"),
-    ("use_torch_fsdp2", "--use-torch-fsdp2: not proven equal yet; use --use-distributed-optimizer"),
-    ("use_megatron_fsdp", "--use-megatron-fsdp: not proven equal yet; use --use-distributed-optimizer"),
-    ("experimental_attention_variant", "--experimental-attention-variant: only self-attention knows the tree"),
-    ("check_for_spiky_loss", "--check-for-spiky-loss: it compares sums, and micro-batches differ in tokens"),
     (
-        "log_throughput",
-        "--log-throughput: it counts --seq-length tokens a sample; the log line has logical and physical tokens/s",
+        "data_path train_data_path data_args_path per_split_data_args_path mock_data",
+        "the data is --prefix-tree-data-path; leave it out",
     ),
+    ("valid_data_path", "validation data is --prefix-tree-valid-data-path; leave it out"),
+    ("test_data_path", "there is no test phase; leave it out"),
+    ("sft eod_mask_loss", "losses are masked by the data here; leave it out"),
+    ("fim_data reset_position_ids reset_attention_mask", "it belongs to Megatron's own data; leave it out"),
+    ("full_validation", "use --eval-iters"),
+    ("multiple_validation_sets", "give one --prefix-tree-valid-data-path"),
+    ("iterations_to_skip", "Megatron skips by reading its own kind of batch"),
+    ("result_rejected_tracker_filename", "it skips iterations"),
+    ("phase_transition_iterations", "samples are counted from the start of the run"),
+    ("use_legacy_models", "only megatron-core's layers know the tree"),
+    ("yaml_cfg", "give the arguments on the command line"),
+    ("perform_rl_step", "it brings its own data and objective"),
+    ("use_torch_fsdp2 use_megatron_fsdp", "not proven equal yet; use --use-distributed-optimizer"),
+    ("experimental_attention_variant", "only self-attention knows the tree"),
+    ("check_for_spiky_loss", "it compares sums, and micro-batches differ in tokens"),
     (
-        "log_progress",
-        "--log-progress: it counts --seq-length tokens a sample; the log line has logical and physical tokens/s",
+        "log_throughput log_progress",
+        "it counts --seq-length tokens a sample; the log line has logical and physical tokens/s",
     ),
-    ("record_memory_history", "--record-memory-history: pretrain_gpt.py's own model provider starts it"),
-    ("inprocess_restart", "--inprocess-restart: not proven yet; restart with --load"),
-    ("moe_use_upcycling", "--moe-use-upcycling: convert the checkpoint with pretrain_gpt.py first"),
-    ("fp16", "--fp16: not proven equal yet; use --bf16"),
-    ("reset_position_ids", "--reset-position-ids: it belongs to Megatron's own data; leave it out"),
-    ("reset_attention_mask", "--reset-attention-mask: it belongs to Megatron's own data; leave it out"),
-    ("eod_mask_loss", "--eod-mask-loss: losses are masked by the data here; leave it out"),
-    ("ddp_average_in_collective", "--ddp-average-in-collective: a step's divisor is known only after it; leave it out"),
+    ("record_memory_history", "pretrain_gpt.py's own model provider starts it"),
+    ("inprocess_restart", "not proven yet; restart with --load"),
+    ("moe_use_upcycling", "convert the checkpoint with pretrain_gpt.py first"),
+    ("fp16", "not proven equal yet; use --bf16"),
+    ("ddp_average_in_collective", "a step's divisor is known only after it; leave it out"),
     # Since core_v0.18 or core_v0.19.
-    ("dataloader_inter_document_masking", "--dataloader-inter-document-masking: it belongs to Megatron's own data"),
-    ("logits_load_dir", "--logits-load-dir: it brings its own loss"),
-    ("logits_save_dir", "--logits-save-dir: it would save the logits of unique tokens as those of samples"),
-    ("hybrid_layer_pattern", "--hybrid-layer-pattern: only self-attention knows the tree"),
-    ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser: not proven equal yet; leave it out"),
-    ("use_grouped_gemm_for_dense_mlp", "--use-grouped-gemm-for-dense-mlp: not proven equal yet; leave it out"),
+    ("dataloader_inter_document_masking", "it belongs to Megatron's own data; leave it out"),
+    ("logits_load_dir", "it brings its own loss"),
+    ("logits_save_dir", "it would save the logits of unique tokens as those of samples"),
+    ("hybrid_layer_pattern", "only self-attention knows the tree"),
+    ("use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp", "not proven equal yet; leave it out"),
 )
+# Values of arguments that cannot be used, and why.
+_UNSUPPORTED_VALUES: tuple[tuple[str, str, str], ...] = (
+    ("transformer_impl", "inference_optimized", "use local or transformer_engine"),
+    ("non_persistent_ckpt_type", "local", "which samples it was trained on cannot be read of it; use global"),
+    ("position_embedding_type", "mrope", "its positions are three-dimensional; use rope"),
+)
+
+
+def _splits_latents(args: argparse.Namespace) -> bool:
+    """Whether tensor parallelism meets multi-latent attention in layers that Megatron chooses."""
+    return getattr(args, "multi_latent_attention", False) and args.tensor_model_parallel_size > 1 and args.spec is None
+
+
+_WRONG_GRADIENT = (
+    " with --multi-latent-attention and --tensor-model-parallel-size above 1: of layers that split the down "
+    "projection, Megatron-Core's own gradient is wrong (NVIDIA/Megatron-LM issue 1699); leave it out"
+)
+_SHARDS = "tensor-parallel-num-weight-shards above the tensor-parallel size: not proven equal yet; leave it out"
+
+# What cannot be used together.
+_AT_ODDS: tuple[tuple[Callable[[argparse.Namespace], bool], str], ...] = (
+    (
+        lambda args: args.dataloader_type != "external",
+        "--dataloader-type {dataloader_type}: folded micro-batches come from outside; leave it out",
+    ),
+    (
+        lambda args: _splits_latents(args) and args.transformer_impl == "local",
+        f"--transformer-impl local{_WRONG_GRADIENT}",
+    ),
+    (
+        lambda args: _splits_latents(args) and getattr(args, "mla_down_proj_fusion", False),
+        f"--mla-down-proj-fusion{_WRONG_GRADIENT}",
+    ),
+    (
+        lambda args: args.num_experts is not None and args.moe_token_dispatcher_type == "allgather",
+        "--moe-token-dispatcher-type allgather: it wants equal lengths on all ranks; "
+        "use --moe-token-dispatcher-type alltoall",
+    ),
+    # Since core_v0.19; Megatron's validation turns the arguments into these ratios.
+    (lambda args: (getattr(args, "gtp_weight_remat_size", None) or 1) > 1, f"--{_SHARDS}"),
+    (lambda args: (getattr(args, "expert_gtp_weight_remat_size", None) or 1) > 1, f"--expert-{_SHARDS}"),
+    (
+        lambda args: args.prefix_tree_fused_head and getattr(args, "defer_embedding_wgrad_compute", False),
+        "--defer-embedding-wgrad-compute with the fused head, whose gradient is never there as a whole: leave it "
+        "out, or give --prefix-tree-no-fused-head",
+    ),
+    (
+        lambda args: args.deterministic_mode and not args.prefix_tree_deterministic_attention,
+        "--prefix-tree-no-deterministic-attention with --deterministic-mode: leave one of them out",
+    ),
+    (
+        lambda args: not args.calculate_per_token_loss,
+        "a step without --calculate-per-token-loss: micro-batches hold different numbers of scored tokens",
+    ),
+)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -242,59 +292,18 @@ def check_arguments(args: argparse.Namespace) -> None:
         ArgumentError: one sentence for every argument at fault.
         ValueError: there is no such attention back-end.
     """
-    found = [sentence for name, sentence in _UNSUPPORTED if getattr(args, name, None)]
-    if args.dataloader_type != "external":
-        found.append(f"--dataloader-type {args.dataloader_type}: folded micro-batches come from outside; leave it out")
-    if getattr(args, "transformer_impl", None) == "inference_optimized":
-        found.append("--transformer-impl inference_optimized: use local or transformer_engine")
-    if getattr(args, "non_persistent_ckpt_type", None) == "local":
-        found.append(
-            "--non-persistent-ckpt-type local: which samples it was trained on cannot be read of it; use global"
-        )
-    if getattr(args, "position_embedding_type", None) == "mrope":
-        found.append("--position-embedding-type mrope: its positions are three-dimensional; use rope")
-    if getattr(args, "multi_latent_attention", False) and args.tensor_model_parallel_size > 1 and args.spec is None:
-        split = [
-            option
-            for option, is_given in (
-                ("--transformer-impl local", args.transformer_impl == "local"),
-                ("--mla-down-proj-fusion", getattr(args, "mla_down_proj_fusion", False)),
-            )
-            if is_given
-        ]
-        found += [
-            f"{option} with --multi-latent-attention and --tensor-model-parallel-size above 1: of layers that split "
-            "the down projection, Megatron-Core's own gradient is wrong (NVIDIA/Megatron-LM issue 1699); leave it out"
-            for option in split
-        ]
-    if args.num_experts is not None and args.moe_token_dispatcher_type == "allgather":
-        found.append(
-            "--moe-token-dispatcher-type allgather: it wants equal lengths on all ranks; "
-            "use --moe-token-dispatcher-type alltoall"
-        )
-    for name in ("", "expert_"):
-        # Since core_v0.19; Megatron's validation turns the argument into this ratio.
-        if (getattr(args, f"{name}gtp_weight_remat_size", None) or 1) > 1:
-            option = f"--{name}tensor_parallel_num_weight_shards".replace("_", "-")
-            found.append(f"{option} above the tensor-parallel size: not proven equal yet; leave it out")
-    if args.prefix_tree_fused_head and getattr(args, "defer_embedding_wgrad_compute", False):
-        found.append(
-            "--defer-embedding-wgrad-compute with the fused head, whose gradient is never there as a whole: leave it "
-            "out, or give --prefix-tree-no-fused-head"
-        )
-    if args.deterministic_mode and not args.prefix_tree_deterministic_attention:
-        found.append("--prefix-tree-no-deterministic-attention with --deterministic-mode: leave one of them out")
-    if not args.calculate_per_token_loss:
-        found.append("a step without --calculate-per-token-loss: micro-batches hold different numbers of scored tokens")
+    given = vars(args)
+    found = [f"{_option(name)}: {why}" for names, why in _UNSUPPORTED for name in names.split() if given.get(name)]
+    found += [f"{_option(name)} {value}: {why}" for name, value, why in _UNSUPPORTED_VALUES if given.get(name) == value]
+    found += [sentence.format_map(given) for holds, sentence in _AT_ODDS if holds(args)]
     if found:
         raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
     for name in ("prefix_tree_data_path", "prefix_tree_max_tokens"):
-        if getattr(args, name) is None:
-            raise ArgumentError(f"--prefix-tree needs --{name.replace('_', '-')}")
-    if args.prefix_tree_max_tokens < 1:
-        raise ArgumentError(f"--prefix-tree-max-tokens={args.prefix_tree_max_tokens} must be at least 1")
-    if args.prefix_tree_min_shared_tokens < 0:
-        raise ArgumentError(f"--prefix-tree-min-shared-tokens={args.prefix_tree_min_shared_tokens} must be at least 0")
+        if given[name] is None:
+            raise ArgumentError(f"--prefix-tree needs {_option(name)}")
+    for name, least in (("prefix_tree_max_tokens", 1), ("prefix_tree_min_shared_tokens", 0)):
+        if given[name] < least:
+            raise ArgumentError(f"{_option(name)}={given[name]} must be at least {least}")
     if "-" in [*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())]:
         raise ArgumentError("--prefix-tree-data-path -: every rank reads the data itself; write it to a file")
     if args.prefix_tree_order == "folded" and args.prefix_tree_streaming:
