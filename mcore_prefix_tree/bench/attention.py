@@ -308,6 +308,65 @@ def _with_peers(
     return replace(result, rows=result.rows + rows, missing=result.missing + missing)
 
 
+class _Contest:
+    """One workload's contestants on the same tensors. One that fails costs the others nothing.
+
+    Attributes:
+        runners: those that have not failed.
+        missing: method, layout and reason of the others.
+    """
+
+    def __init__(self, workload: Workload, settings: Settings) -> None:
+        self.runners: list[_Runner] = []
+        self.missing: list[dict[str, str]] = []
+        self._settings = settings
+        self._make = {"tree": workload.folded, "unfolded": workload.unfolded, "dense": workload.dense}
+        self._layouts: dict[str, tuple[TreeMetadata, list[torch.Tensor]]] = {}
+        self._first: dict[str, list[torch.Tensor]] = {}
+
+    def set_yardstick(self, contestant: Contestant) -> None:
+        """Compare the others on its layout with this contestant, which is not measured."""
+        _why_not(lambda: self._difference(_Runner(contestant, *self._layout(contestant.layout))))
+
+    def enter(self, contestant: Contestant) -> None:
+        """Warm a contestant up and compare it with the yardstick, else with the first that was right on its layout."""
+
+        def warm_up() -> str | None:
+            runner = _Runner(contestant, *self._layout(contestant.layout))
+            runner.difference = self._difference(runner)
+            if not math.isfinite(runner.difference):
+                return f"{FAILED}: its result is not finite"
+            self.runners.append(runner)
+            return None
+
+        self._note(contestant, contestant.refusal or _why_not(warm_up))
+
+    def run(self, rounds: int) -> None:
+        """Time them in turn, so that a machine whose speed drifts slows all of them."""
+        self._first.clear()
+        for _ in range(rounds):
+            self.runners = [runner for runner in self.runners if self._note(runner.contestant, _why_not(runner.run))]
+
+    def _layout(self, name: str) -> tuple[TreeMetadata, list[torch.Tensor]]:
+        if name not in self._layouts:
+            metadata = self._make[name](self._settings.case.device)
+            self._layouts[name] = metadata, _inputs(metadata.padded_size, self._settings)
+        return self._layouts[name]
+
+    def _difference(self, runner: _Runner) -> float:
+        results, layout = runner.warm_up(), runner.contestant.layout
+        found = difference(results, self._first.get(layout, results))
+        if math.isfinite(found):
+            self._first.setdefault(layout, results)
+        return found
+
+    def _note(self, contestant: Contestant, reason: str | None) -> bool:
+        """Return whether there is no reason to leave a contestant out, and keep the reason if there is."""
+        if reason is not None:
+            self.missing.append({"method": contestant.method, "layout": contestant.layout, "reason": reason})
+        return reason is None
+
+
 def _measure(
     workload: Workload, entered: Iterable[Contestant], settings: Settings, *, yardstick: Contestant | None = None
 ) -> tuple[list[Row], list[dict[str, str]]]:
@@ -317,65 +376,26 @@ def _measure(
         workload: the forest.
         entered: those that cannot run among them.
         settings: of the calls.
-        yardstick: runs first, for the others to be compared with, and is not measured; where none is given, the first
-            on each layout is what the others there are compared with.
+        yardstick: see :meth:`_Contest.set_yardstick`; None compares with the first on each layout.
     """
-    missing: list[dict[str, str]] = []
-
-    def runs(contestant: Contestant, reason: str | None) -> bool:
-        if reason is not None and contestant is not yardstick:
-            missing.append({"method": contestant.method, "layout": contestant.layout, "reason": reason})
-        return reason is None
-
-    able = [contestant for contestant in entered if runs(contestant, contestant.refusal)]
-    if not able:
-        return [], missing
-    device = settings.case.device
-    layouts: dict[str, TreeMetadata] = {}
-    inputs: dict[str, list[torch.Tensor]] = {}
-
-    def set_up() -> None:
-        for name, make in (("tree", workload.folded), ("unfolded", workload.unfolded), ("dense", workload.dense)):
-            if any(contestant.layout == name for contestant in able):
-                layouts[name] = make(device)
-                inputs[name] = _inputs(layouts[name].padded_size, settings)
-
-    broken = _why_not(set_up)
-    first: dict[str, list[torch.Tensor]] = {}
-    runners: list[_Runner] = []
-    for contestant in [*([] if yardstick is None else [yardstick]), *able]:
-        layout = contestant.layout
-        if not runs(contestant, broken):
-            continue
-        runner = _Runner(contestant, layouts[layout], inputs[layout])
-
-        def warm_up(runner: _Runner = runner, layout: str = layout) -> None:
-            results = runner.warm_up()
-            runner.difference = difference(results, first.get(layout, results))
-            if math.isfinite(runner.difference):
-                first.setdefault(layout, results)
-
-        reason = _why_not(warm_up)
-        if reason is None and not math.isfinite(runner.difference):
-            reason = f"{FAILED}: its result is not finite"
-        if runs(contestant, reason) and contestant is not yardstick:
-            runners.append(runner)
-    first.clear()
-    # In turn, so that a machine whose speed drifts slows all of them.
-    for _ in range(settings.repeats):
-        runners = [runner for runner in runners if runs(runner.contestant, _why_not(runner.run))]
-    return [runner.row() for runner in runners], missing
+    contest, entered = _Contest(workload, settings), list(entered)
+    if yardstick is not None and any(contestant.refusal is None for contestant in entered):
+        contest.set_yardstick(yardstick)
+    for contestant in entered:
+        contest.enter(contestant)
+    contest.run(settings.repeats)
+    return [runner.row() for runner in contest.runners], contest.missing
 
 
 def _why_not(run: Callable[[], object]) -> str | None:
-    """Why ``run`` failed, if it did: a contestant that fails must not cost the measurements of all others."""
+    """Why ``run`` failed: what it returns, if that is text, or its error."""
     try:
-        run()
+        said = run()
     except torch.OutOfMemoryError:
         return "out of memory"
     except Exception as error:
         return f"{FAILED}: {type(error).__name__}: {' '.join(str(error).split())}"
-    return None
+    return said if isinstance(said, str) else None
 
 
 def _inputs(size: int, settings: Settings) -> list[torch.Tensor]:
