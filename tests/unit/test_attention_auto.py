@@ -288,6 +288,7 @@ def gpu(tmp_path, monkeypatch, table):
         said = []
         with cpu_emulation(force=True), monkeypatch.context() as patched:
             patched.setattr(torch.cuda, "is_available", lambda: True)
+            patched.setattr(torch.cuda, "is_initialized", lambda: False)  # no stream is captured
             patched.setattr(torch.cuda, "get_device_capability", lambda device: capability)
             patched.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA")
             patched.setattr(torch.Tensor, "pin_memory", lambda self: self)
