@@ -1,6 +1,6 @@
 """Whole training steps of one batch of samples, folded, for worlds of gloo processes; and the single-process oracle.
 
-The functions here run inside the processes of :mod:`mcore_prefix_tree.testing.launcher`.
+The functions here run inside the processes of :mod:`harness.worlds`.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Job:
 
 def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any], int]:
     """Every rank: the step's loss, its parts of the gradients after ``job.steps`` steps, and its micro-batches."""
+    from harness.models import Trainer, build_chunks, tiny_gpt_config
+    from harness.weights import local_parts
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.mcore import with_edge_head
     from mcore_prefix_tree.mcore.forward_step import sft_forward_step
     from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
-    from mcore_prefix_tree.testing.weights import local_parts
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     spec = stock_spec if job.native else tree_spec
@@ -146,8 +146,8 @@ def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tupl
 
     With ``job.steps`` the weights after as many AdamW steps on those gradients.
     """
-    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
-    from mcore_prefix_tree.testing.weights import local_parts
+    from harness.models import Trainer, build_chunks, tiny_gpt_config
+    from harness.weights import local_parts
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = build_chunks(config, stock_spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)

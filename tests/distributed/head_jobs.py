@@ -1,6 +1,6 @@
 """The fused head and scoring in worlds of gloo processes.
 
-The functions here run inside the processes of :mod:`mcore_prefix_tree.testing.launcher`.
+The functions here run inside the processes of :mod:`harness.worlds`.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class ScoringJob:
 
 def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> tuple[Any, list[Any]]:
     """Every rank: all samples' scores, and on its last stage the ratios of the first training step that follows."""
+    from harness.models import Trainer, build_chunks, tiny_gpt_config
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.layout import Padding
@@ -103,7 +104,6 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     from mcore_prefix_tree.mcore.forward_step import tree_forward
     from mcore_prefix_tree.mcore.outputs import tree_edge_loss, tree_logprobs
     from mcore_prefix_tree.mcore.score import score
-    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)
@@ -149,8 +149,7 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
 def stock_scores(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray]]:
     """One process, stock specs, each sample alone: log-probabilities and entropies of its predicted tokens."""
     from folded_jobs import stock_spec
-
-    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+    from harness.models import build_chunks, tiny_gpt_config
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)
@@ -166,14 +165,14 @@ def stock_scores(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> lis
 
 def scores_and_gradients(layout: Any, parallel_output: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Unfused log-probabilities of a ``GPTModel``, and the gradients of their sum."""
+    from harness.models import tiny_gpt_config
+    from harness.weights import fill
     from megatron.core.models.gpt import GPTModel
 
     from mcore_prefix_tree.mcore.forward_step import tree_forward
     from mcore_prefix_tree.mcore.micro_batch import MicroBatch
     from mcore_prefix_tree.mcore.outputs import tree_logprobs
-    from mcore_prefix_tree.testing.models import tiny_gpt_config
     from mcore_prefix_tree.testing.specs import cpu_spec
-    from mcore_prefix_tree.testing.weights import fill
 
     config = tiny_gpt_config(layout=layout)
     model = GPTModel(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from mcore_prefix_tree.testing.launcher import Layout
+from harness.worlds import Layout
 
 LAYOUTS = {
     "single": (1, Layout()),

@@ -1,6 +1,6 @@
 """A step of an objective, folded in a world of gloo processes; and the oracle, one process with each sample alone.
 
-The functions here run inside the processes of :mod:`mcore_prefix_tree.testing.launcher`.
+The functions here run inside the processes of :mod:`harness.worlds`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from unittest import mock
 import numpy as np
 import torch
 from folded_jobs import VOCAB, branching_samples, stock_spec, tree_spec
+from harness.worlds import Layout
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.signals import Signals
-from mcore_prefix_tree.testing.launcher import Layout
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from objective_oracles import Alone, ValuesAlone, policy_loss, token_weights, with_teachers
@@ -92,6 +92,8 @@ def make_samples() -> list[Sample]:
 def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Outcome, list[Any]]:
     """Every rank: the trainer's own planning and forward step, and its part of the gradients."""
     import torch.distributed as dist
+    from harness.models import Trainer, build_chunks, tiny_gpt_config
+    from harness.weights import fill, local_parts
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.logprob import chunks as head_chunks
@@ -101,8 +103,6 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     from mcore_prefix_tree.mcore.train.objective import forward_step_of, output_of
     from mcore_prefix_tree.mcore.train.schedule import fold_micro_batches, targets_of
     from mcore_prefix_tree.objectives import add_means, divided, make_objective, together
-    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
-    from mcore_prefix_tree.testing.weights import fill, local_parts
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)
@@ -152,10 +152,11 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
 
 def teacher_of(job: Job, layout: Layout) -> Any:
     """A model of another size and other weights."""
+    from harness.models import build_chunks, tiny_gpt_config
+    from harness.weights import fill
+
     from mcore_prefix_tree.mcore.output_layer import with_edge_head
     from mcore_prefix_tree.mcore.train.teacher import TeacherModel
-    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
-    from mcore_prefix_tree.testing.weights import fill
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.teacher_config))
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
@@ -176,12 +177,12 @@ ORACLES: dict[str, Any] = {"dpo": pair_loss, "ipo": pair_loss, "kto": kto_loss, 
 
 def teacher_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int, k: int) -> list[Any]:
     """Every rank: the likeliest tokens of every prediction of all samples."""
+    from harness.models import build_chunks, tiny_gpt_config
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.mcore.folding import Folding
     from mcore_prefix_tree.mcore.output_layer import with_edge_head
     from mcore_prefix_tree.mcore.score import ScoringStep
-    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
@@ -198,13 +199,13 @@ def teacher_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int, k: 
 
 def value_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int) -> list[Any]:
     """Every rank: what a scalar head says of all samples."""
+    from harness.models import build_chunks, tiny_gpt_config
+    from harness.weights import fill
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.mcore.folding import Folding
     from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
     from mcore_prefix_tree.mcore.score import score_values
-    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
-    from mcore_prefix_tree.testing.weights import fill
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     chunks = [with_scalar_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
@@ -223,8 +224,8 @@ def value_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int) -> li
 
 def stock_values(samples: Sequence[Sample]) -> list[np.ndarray]:
     """One process, stock specs, each sample alone: ``[n]``, after each token."""
-    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
-    from mcore_prefix_tree.testing.weights import uniform
+    from harness.models import build_chunks, tiny_gpt_config
+    from harness.weights import uniform
 
     config = tiny_gpt_config(layout=Layout(), dtype=torch.float64)
     (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)
@@ -235,7 +236,7 @@ def stock_values(samples: Sequence[Sample]) -> list[np.ndarray]:
 
 def stock_distributions(samples: Sequence[Sample]) -> list[torch.Tensor]:
     """One process, stock specs, each sample alone: ``[n - 1, V]``."""
-    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+    from harness.models import build_chunks, tiny_gpt_config
 
     config = tiny_gpt_config(layout=Layout(), dtype=torch.float64)
     (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)
@@ -251,9 +252,10 @@ def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[f
         samples: of the step.
         rounded: the weights are those of bfloat16.
     """
+    from harness.models import build_chunks, tiny_gpt_config
+    from harness.weights import Piece, fill, local_parts, uniform
+
     from mcore_prefix_tree.objectives import make_objective
-    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
-    from mcore_prefix_tree.testing.weights import Piece, fill, local_parts, uniform
 
     config = tiny_gpt_config(layout=Layout(), dtype=job.dtype, **dict(job.config))
     (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)

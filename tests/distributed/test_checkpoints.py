@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness.worlds import Layout, world
 from test_gpt_layouts import LENGTHS, VOCAB, forward_step, microbatches
-
-from mcore_prefix_tree.testing.launcher import Layout, world
 
 pytest.importorskip("psutil", reason="megatron-core's checkpoint writer needs psutil but does not install it")
 
@@ -18,10 +17,9 @@ Losses = dict[tuple[int, int], float]  # (step, micro-batch) -> summed loss
 
 def train(layout: Layout, dtype: torch.dtype, seed: int, load: Path | None, save: Path | None) -> Losses:
     """Load; train two steps; where there is a place to save to, save there and train two more. Return the last two."""
+    from harness.models import Trainer, build_chunks, tiny_gpt_config
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.utils import unwrap_model
-
-    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
 
     config = tiny_gpt_config(layout=layout, dtype=dtype)
     trainer = Trainer.of(build_chunks(config, vocab_size=VOCAB, seed=seed))

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 from folded_jobs import VOCAB, Job, branching_samples, folded_gradients, unfolded_gradients
+from harness.weights import assemble
+from harness.worlds import Layout, world
 from layouts import in_layouts
 from megatron.core.transformer import multi_latent_attention
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.testing.launcher import Layout, world
-from mcore_prefix_tree.testing.weights import assemble
 
 SAMPLES = branching_samples()
 LONGEST = max(len(sample) for sample in SAMPLES)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness.worlds import Layout, world
 from layouts import LAYOUTS
-
-from mcore_prefix_tree.testing.launcher import Layout, world
 
 VOCAB = 128
 LENGTHS = (16, 24, 32, 20)
@@ -48,11 +47,10 @@ def forward_step(
 
 
 def train(layout: Layout, kind: str, dtype: torch.dtype, distributed_optimizer: bool) -> dict[str, Any]:
+    from harness.models import Trainer, build_chunks, tiny_gpt_config
+    from harness.weights import local_parts
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
-    from mcore_prefix_tree.testing.weights import local_parts
 
     changes, layer = {}, {}
     if kind == "moe":
@@ -92,7 +90,7 @@ def single(kind: str, dtype: torch.dtype) -> list[dict[str, Any]]:
 
 
 def whole(results: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
-    from mcore_prefix_tree.testing.weights import assemble
+    from harness.weights import assemble
 
     return assemble(part for result in results for part in result[key])
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from folded_jobs import Job, branching_samples, folded_gradients, unfolded_gradients
+from harness.weights import assemble
+from harness.worlds import Layout, world
 from head_jobs import (
     COLUMNS,
     ScoringJob,
@@ -21,8 +23,6 @@ from layouts import in_layouts
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.sample import Tempered
-from mcore_prefix_tree.testing.launcher import Layout, world
-from mcore_prefix_tree.testing.weights import assemble
 
 SAMPLES = branching_samples()
 LONGEST = max(len(sample) for sample in SAMPLES)

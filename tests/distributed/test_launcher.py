@@ -9,8 +9,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-
-from mcore_prefix_tree.testing.launcher import LEFT_BEHIND, Layout, WorkerError, World, world
+from harness.worlds import LEFT_BEHIND, Layout, WorkerError, World, world
 
 
 def ranks(offset: int) -> tuple[int, int, int, int, float, int]:
@@ -73,7 +72,7 @@ def keep_a_group_in_a_cycle() -> int:
 
 
 def raw_weights() -> dict[str, torch.Tensor]:
-    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+    from harness.models import build_chunks, tiny_gpt_config
 
     layout = Layout(tp=dist.get_world_size())
     (chunk,) = build_chunks(tiny_gpt_config(layout=layout, num_layers=1))

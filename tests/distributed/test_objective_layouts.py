@@ -14,6 +14,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from harness.weights import assemble
+from harness.worlds import Layout, world
 from layouts import in_layouts
 from objective_jobs import (
     Job,
@@ -26,9 +28,6 @@ from objective_jobs import (
     unfolded_step,
     value_rows,
 )
-
-from mcore_prefix_tree.testing.launcher import Layout, world
-from mcore_prefix_tree.testing.weights import assemble
 
 FP64 = 1e-12
 # Upstream routes in fp32 whatever the dtype of the model.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.worlds import Layout, world
 from precision_jobs import errors, excluded_columns
-
-from mcore_prefix_tree.testing.launcher import Layout, world
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from folded_jobs import VOCAB
+from harness.weights import assemble
+from harness.worlds import Layout, world
 from layouts import in_layouts
 from objective_jobs import Job, folded_step, unfolded_step
-
-from mcore_prefix_tree.testing.launcher import Layout, world
-from mcore_prefix_tree.testing.weights import assemble
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from rollouts import as_samples, rollouts

@@ -13,9 +13,8 @@ import pytest
 import torch
 from folded_jobs import VOCAB as IDS
 from folded_jobs import branching_samples, tree_spec
+from harness.worlds import Layout, world
 from torchrun_jobs import VOCAB, environment, rows, write_job
-
-from mcore_prefix_tree.testing.launcher import Layout, world
 
 RECIPE = f"""
 model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: {VOCAB}}}
@@ -96,11 +95,11 @@ def test_a_missing_checkpoint_is_one_sentence(scored: tuple[Path, list[dict[str,
 def score_twice(layout: Layout) -> tuple[list[Any], list[Any], str]:
     """What a rank gets of scores for all ranks, and for the main one; and what it is told of another rank's NaN."""
     import torch.distributed as dist
+    from harness.models import build_chunks, tiny_gpt_config
 
     from mcore_prefix_tree.mcore.folding import Folding
     from mcore_prefix_tree.mcore.output_layer import with_edge_head
     from mcore_prefix_tree.mcore.score import ScoreError, ScoringStep
-    from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     (chunk,) = (with_edge_head(one) for one in build_chunks(config, tree_spec, vocab_size=IDS))

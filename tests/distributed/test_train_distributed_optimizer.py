@@ -9,18 +9,17 @@ from unittest import mock
 
 import pytest
 import torch
+from harness.worlds import Layout, world
 from test_gpt_layouts import LENGTHS, VOCAB, forward_step, microbatches
-
-from mcore_prefix_tree.testing.launcher import Layout, world
 
 
 def save_twice(folder: Path) -> tuple[bool, list[str], bool]:
     """Whether this rank gathers the optimizer's state, what is warned of, and whether all of it is saved."""
     import torch.distributed as dist
+    from harness.models import Trainer, build_chunks, tiny_gpt_config
     from megatron.core import dist_checkpointing
 
     from mcore_prefix_tree.mcore.train import checkpoint
-    from mcore_prefix_tree.testing.models import Trainer, build_chunks, tiny_gpt_config
 
     config = tiny_gpt_config(layout=Layout(), dtype=torch.float32)
     trainer = Trainer.of(build_chunks(config, vocab_size=VOCAB, seed=0), distributed_optimizer=True)

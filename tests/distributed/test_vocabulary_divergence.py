@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.worlds import Layout, world
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.objectives import vocabulary_divergence
-from mcore_prefix_tree.testing.launcher import Layout, world
 
 VOCAB = 41
 BORDERS = {1: (0, 41), 2: (0, 30, 41)}

@@ -1,4 +1,4 @@
-"""A tiny real GPT, built and trained by stock megatron-core in any layout, for tests and the CPU quickstart."""
+"""A tiny real GPT, built and trained by stock megatron-core in any layout."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mcore_prefix_tree.testing.launcher import Layout
+from harness.weights import fill
+from harness.worlds import Layout
 from mcore_prefix_tree.testing.specs import cpu_spec
-from mcore_prefix_tree.testing.weights import fill
 
 Spec: TypeAlias = "ModuleSpec | TransformerBlockSubmodules"
 SpecFor: TypeAlias = Callable[[TransformerConfig, int | None], Spec]
@@ -95,7 +95,7 @@ def build_chunks(
         vocab_size: the padded one, divisible by the tensor-parallel degree.
         max_sequence_length: as in ``GPTModel``.
         share_embeddings: tie the output layer to the word embeddings.
-        seed: of the weights, which are the same in every layout: see :mod:`mcore_prefix_tree.testing.weights`.
+        seed: of the weights, which are the same in every layout: see :mod:`harness.weights`.
     """
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     last_pp_rank = config.pipeline_model_parallel_size - 1

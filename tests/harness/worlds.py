@@ -1,4 +1,4 @@
-"""Gloo worlds for tests: megatron-core's parallel state in this process, or in a few that live as long as the tests.
+"""Gloo worlds: megatron-core's parallel state in a few processes that live as long as the tests.
 
 ::
 
@@ -35,7 +35,7 @@ import psutil
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from mcore_prefix_tree.testing.emulation import cpu_emulation, enable
+from mcore_prefix_tree.testing.emulation import enable
 
 SEED = 1234
 # Threads of gloo that calls may leave behind in a process before its world starts anew. Each wakes a hundred times a
@@ -115,17 +115,6 @@ def _process_group(store: c10d.Store, rank: int, size: int, timeout_s: float) ->
         torch.distributed.destroy_process_group()
         gc.collect()  # models and optimizers keep Megatron's groups in reference cycles: see LEFT_BEHIND
         gc.unfreeze()
-
-
-@contextmanager
-def single_process(*, seed: int = SEED) -> Iterator[None]:
-    """Emulate the GPU, join a world of one and initialise megatron's parallel state, for the ``with`` block."""
-    with (
-        cpu_emulation(),
-        _process_group(torch.distributed.HashStore(), 0, 1, timeout_s=60),  # type: ignore[attr-defined]
-        parallel_state(Layout(), seed=seed),
-    ):
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +253,7 @@ class World:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "megatron.core"])
+        context.set_forkserver_preload([enable.__module__, "megatron.core"])
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.size))

@@ -143,8 +143,8 @@ def test_recompute_repeats_dropout() -> None:
 
 def test_a_gpt_learns_in_one_process() -> None:
     with single_process():
-        from mcore_prefix_tree.testing.launcher import Layout
-        from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+        from harness.models import build_chunks, tiny_gpt_config
+        from harness.worlds import Layout
 
         (model,) = build_chunks(tiny_gpt_config(layout=Layout(), dtype=torch.float32, num_layers=2))
         tokens = torch.randint(0, 128, (1, 17))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.models import Trainer
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -29,7 +30,6 @@ from mcore_prefix_tree.mcore.outputs import tree_logprobs_and_entropy
 from mcore_prefix_tree.objectives import sft_loss
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import single_process
-from mcore_prefix_tree.testing.models import Trainer
 
 # Megatron warns about its own deprecations and about what is not installed, thousands of times.
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from mcore_prefix_tree.testing.weights import Piece, assemble, uniform
+from harness.weights import Piece, assemble, uniform
 
 
 def test_values_depend_on_the_global_index_only() -> None:

@@ -11,6 +11,7 @@ import pytest
 import test_folded_layouts as layouts
 import torch
 from folded_jobs import Job
+from harness.worlds import Layout
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -36,7 +37,6 @@ from mcore_prefix_tree.mcore import TreePackedSeqParams, native, with_prefix_tre
 from mcore_prefix_tree.mcore.forward_step import tree_forward
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.packed_seq_params import CORE_KNOWS_TREES
-from mcore_prefix_tree.testing.launcher import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 

@@ -43,7 +43,7 @@ def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def run(core: Path, *arguments: str) -> str:
     """What Python prints with a megatron-core first on its path."""
-    path = [core, HERE.parent / "unit", HERE.parent / "distributed", ROOT]
+    path = [core, HERE.parent, HERE.parent / "unit", HERE.parent / "distributed", ROOT]
     result = subprocess.run(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness.models import build_chunks, tiny_gpt_config
+from harness.worlds import Layout
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -16,8 +18,7 @@ from mcore_prefix_tree.mcore.forward_step import tree_forward
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.pretrain.memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.testing.emulation import cpu_emulation
-from mcore_prefix_tree.testing.launcher import Layout, single_process
-from mcore_prefix_tree.testing.models import build_chunks, tiny_gpt_config
+from mcore_prefix_tree.testing.launcher import single_process
 from mcore_prefix_tree.testing.specs import cpu_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")

@@ -1,0 +1,1 @@
+"""Worlds of processes, tiny models and their weights, for tests of whole layouts."""
