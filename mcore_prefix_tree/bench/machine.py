@@ -23,6 +23,8 @@ _PACKAGES = (
 
 # Two milliseconds of a GPU at 2 GHz.
 _HEAD_START_CYCLES = 4_000_000
+# Of what the ceilings are measured with.
+_REPEATS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     return milliseconds / 1e3
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype, *, repeats: int = 5) -> Ceilings:
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """The best of a matrix product and the median of a copy. Random numbers: zeros take less power, and less time."""
     size = 8192 if device.type == "cuda" else 1024
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -103,6 +105,6 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, repeats: int =
     product()
     copying()
     return Ceilings(
-        matrix_tflops=2 * size**3 / min(seconds_of(product, device) for _ in range(repeats)) / 1e12,
-        copy_gbytes=2 * numbers.nbytes / statistics.median(seconds_of(copying, device) for _ in range(repeats)) / 1e9,
+        matrix_tflops=2 * size**3 / min(seconds_of(product, device) for _ in range(_REPEATS)) / 1e12,
+        copy_gbytes=2 * numbers.nbytes / statistics.median(seconds_of(copying, device) for _ in range(_REPEATS)) / 1e9,
     )

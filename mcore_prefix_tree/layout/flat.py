@@ -27,7 +27,7 @@ class FlatLayout:
     of their own that see only themselves and are never scored.
 
     Attributes:
-        input_ids: int32 ``[P]``.
+        input_ids: int32 ``[P]``; 0 for padding.
         position_ids: int32 ``[P]``, each token's depth on its own path; 0 for padding.
         subtree_end: int32 ``[P]``, exclusive flat end of the subtree under the token's node.
         predictor: int32 ``[P]``, flat index of the token's predecessor on its path; -1 where nothing predicts the
@@ -157,7 +157,6 @@ def fold(
     trie: Trie | None = None,
     pad_to_multiple_of: int = 1,
     padded_size: int | None = None,
-    pad_token: int = 0,
 ) -> FlatLayout:
     """Fold samples into one flat layout.
 
@@ -167,7 +166,6 @@ def fold(
             default.
         pad_to_multiple_of: round the size up to a multiple of this (tensor parallel size, under sequence parallelism).
         padded_size: pad to this size exactly; it must hold all tokens and be such a multiple.
-        pad_token: id of the padding tokens; any id inside the vocabulary.
 
     Returns:
         The layout. It depends on the samples only, not on their order, apart from ``sample_map``, ``cu_sample_lens``,
@@ -207,7 +205,7 @@ def fold(
     predictor = np.arange(-1, padded_size - 1, dtype=np.int32)
     predictor[borders[:-1]] = np.where(parent < 0, -1, borders[1:][parent] - 1)
     predictor[physical:] = -1
-    input_ids = np.full(padded_size, pad_token, dtype=np.int32)
+    input_ids = np.zeros(padded_size, dtype=np.int32)
     if physical:
         fresh = [samples[s].tokens[p:] for s, p in zip(trie.order.tolist(), trie.shared.tolist(), strict=True)]
         np.concatenate(fresh, out=input_ids[:physical])

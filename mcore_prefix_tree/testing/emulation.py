@@ -255,13 +255,13 @@ def cpu_emulation(*, force: bool = False) -> Iterator[None]:
 _whole_process = ExitStack()
 
 
-def enable(*, force: bool = False) -> None:
+def enable() -> None:
     """Turn the emulation on for the rest of the process; for workers started by ``torchrun``.
 
     Raises:
-        RuntimeError: there is a GPU and ``force`` is false.
+        RuntimeError: there is a GPU.
     """
-    _whole_process.enter_context(cpu_emulation(force=force))
+    _whole_process.enter_context(cpu_emulation())
 
 
 def _training_replacements() -> list[tuple[object, str, object]]:
@@ -290,13 +290,13 @@ def _training_replacements() -> list[tuple[object, str, object]]:
     ]
 
 
-def enable_training(*, force: bool = False) -> None:
+def enable_training() -> None:
     """As :func:`enable`, and let ``megatron.training.pretrain`` of the Megatron-LM on the path run too.
 
     Raises:
-        RuntimeError: there is a GPU and ``force`` is false.
+        RuntimeError: there is a GPU.
         ImportError: ``megatron.training`` is not on the path.
     """
-    enable(force=force)
+    enable()
     for owner, name, replacement in _training_replacements():
         _whole_process.enter_context(mock.patch.object(owner, name, replacement))

@@ -10,14 +10,12 @@ import torch
 
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 
+SEED = 1234
+
 
 @contextmanager
-def single_process(*, seed: int = 1234) -> Iterator[None]:
-    """Emulate the GPU, join a world of one and initialise megatron's parallel state, for the ``with`` block.
-
-    Args:
-        seed: handed to ``torch.manual_seed`` and ``model_parallel_cuda_manual_seed``.
-    """
+def single_process() -> Iterator[None]:
+    """Emulate the GPU, join a world of one and initialise megatron's parallel state, for the ``with`` block."""
     with cpu_emulation():
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -27,8 +25,8 @@ def single_process(*, seed: int = 1234) -> Iterator[None]:
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             parallel_state.initialize_model_parallel()
-            torch.manual_seed(seed)
-            model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+            torch.manual_seed(SEED)
+            model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
             yield
         finally:
             parallel_state.destroy_model_parallel()

@@ -36,8 +36,8 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from mcore_prefix_tree.testing.emulation import enable
+from mcore_prefix_tree.testing.launcher import SEED
 
-SEED = 1234
 # Threads of gloo that calls may leave behind in a process before its world starts anew. Each wakes a hundred times a
 # second for as long as its group lives, which is forever where a mixture of experts keeps it in an autograd graph that
 # refers to itself, and 32 calls where only Megatron's cache of rotary tables does.
@@ -77,12 +77,11 @@ class Layout:
 
 
 @contextmanager
-def parallel_state(layout: Layout, *, seed: int = SEED) -> Iterator[None]:
+def parallel_state(layout: Layout) -> Iterator[None]:
     """Initialise ``megatron.core.parallel_state`` for a layout on the current default process group, and destroy it.
 
     Args:
         layout: degrees; the data-parallel one follows from the world size.
-        seed: handed to ``torch.manual_seed`` and ``model_parallel_cuda_manual_seed``.
     """
     from megatron.core import parallel_state as state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -96,8 +95,8 @@ def parallel_state(layout: Layout, *, seed: int = SEED) -> Iterator[None]:
         expert_tensor_parallel_size=1 if layout.ep > 1 else None,
     )
     try:
-        torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        torch.manual_seed(SEED)
+        model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
         yield
     finally:
         state.destroy_model_parallel()

@@ -14,7 +14,7 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.trie import build_trie
 
-padded = st.sampled_from([{}, {"pad_to_multiple_of": 4}, {"padded_size": 200, "pad_token": 3}])
+padded = st.sampled_from([{}, {"pad_to_multiple_of": 4}, {"padded_size": 200}])
 
 
 @given(sample_lists(), padded)
@@ -61,7 +61,7 @@ def test_padding_sees_itself_and_reaches_no_loss(samples, padding):
     assert (layout.position_ids[tail] == 0).all()
     assert (layout.predictor[tail] == -1).all()
     assert (layout.loss_weight[tail] == 0).all()
-    assert (layout.input_ids[tail] == padding.get("pad_token", 0)).all()
+    assert (layout.input_ids[tail] == 0).all()
     multiple = padding.get("pad_to_multiple_of", 1)
     needed = max(1, -(-layout.physical_tokens // multiple)) * multiple
     assert layout.padded_size == padding.get("padded_size", needed)
@@ -148,12 +148,12 @@ def test_zero_masks_supervise_nothing():
 
 
 def test_no_samples_give_padding_alone():
-    layout = fold([], pad_to_multiple_of=8, pad_token=2)
+    layout = fold([], pad_to_multiple_of=8)
     assert layout.padded_size == 8
     assert layout.physical_tokens == layout.logical_tokens == layout.num_nodes == layout.num_samples == 0
     assert layout.fold_ratio == layout.pair_ratio == 1.0
     assert layout.max_path_len == 1
-    assert layout.input_ids.tolist() == [2] * 8
+    assert layout.input_ids.tolist() == [0] * 8
     assert layout.subtree_end.tolist() == list(range(1, 9))
 
 

@@ -53,7 +53,7 @@ SFT_OUTPUTS = ["logits", "logprobs", "logprobs_and_entropy", "weighted_sum"]
 
 
 def batch_of(output: str, samples: list[Sample] = SAMPLES, *, only_supervised: bool = False) -> MicroBatch:
-    layout = fold(samples, padded_size=fold(samples).physical_tokens + 3, pad_token=1)
+    layout = fold(samples, padded_size=fold(samples).physical_tokens + 3)
     needed = layout.loss_weight != 0 if only_supervised else None
     return MicroBatch.from_layout(layout, output=output, needed=needed)
 

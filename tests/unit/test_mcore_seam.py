@@ -48,7 +48,7 @@ SAMPLES = branching_samples()
 
 def folded_batch(backend: str = "path") -> MicroBatch:
     unpadded = fold(SAMPLES).physical_tokens
-    return MicroBatch.from_layout(fold(SAMPLES, padded_size=unpadded + 3, pad_token=1), attention_backend=backend)
+    return MicroBatch.from_layout(fold(SAMPLES, padded_size=unpadded + 3), attention_backend=backend)
 
 
 @dataclasses.dataclass
