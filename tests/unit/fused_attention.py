@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from mcore_prefix_tree.attention import AttentionOptions
-from mcore_prefix_tree.attention.cascade.kernels import Plain
+from mcore_prefix_tree.attention.cascade.kernels import QKV, Plain, Result
 from mcore_prefix_tree.attention.cascade.sequences import Sequences
 
 
@@ -30,7 +30,7 @@ class FusedAttention:
     def fused_attn_fwd(self, **given):
         given = self._checked("fused_attn_fwd", given)
         assert given.is_training, "without it there are no statistics"
-        out, lse = Plain().forward(given.q, given.k, given.v, _sequences(given), _options(given))
+        out, lse = Plain().forward(QKV(given.q, given.k, given.v), _sequences(given), _options(given))
         return out, [lse.T.contiguous().unsqueeze(-1), torch.zeros(2, dtype=torch.int64)]
 
     def fused_attn_bwd(self, **given):
@@ -43,7 +43,9 @@ class FusedAttention:
         assert (random_state.shape, random_state.dtype) == ((2,), torch.int64)
         tensors = (given.d_o, given.q, given.k, given.v, given.o, lse[..., 0].T)
         assert all(tensor.is_contiguous() for tensor in tensors[:-1])
-        return *Plain().backward(*tensors, _sequences(given), _options(given)), None, None
+        grad_out, query, key, value, *result = tensors
+        grads = Plain().backward(grad_out, QKV(query, key, value), Result(*result), _sequences(given), _options(given))
+        return *grads, None, None
 
     def _checked(self, name, given):
         self.calls[name] += 1

@@ -23,6 +23,7 @@ from mcore_prefix_tree.attention.cascade import (
     cuda,
 )
 from mcore_prefix_tree.attention.cascade.cuda import TransformerEngine
+from mcore_prefix_tree.attention.cascade.kernels import QKV, Result
 from mcore_prefix_tree.attention.cascade.sequences import Sequences, build_plan
 
 NAMES = [kernel.name for kernel in CPU_KERNELS]
@@ -68,9 +69,8 @@ def test_backward_from_the_statistics_of_more_keys(kernel, causal):
         sequences = Sequences.of(
             torch.tensor([7]).numpy(), torch.tensor([len(keys)]).numpy(), causal=is_causal, device=query.device
         )
-        grads = kernel.backward(
-            grad, query.detach(), keys.detach(), values.detach(), out.detach(), lse, sequences, options
-        )
+        qkv = QKV(query.detach(), keys.detach(), values.detach())
+        grads = kernel.backward(grad, qkv, Result(out.detach(), lse), sequences, options)
         total += grads[0]
         assert worst(grads[1], wanted[0]) < 1e-13
         assert worst(grads[2], wanted[1]) < 1e-13
@@ -81,7 +81,7 @@ def test_statistics_of_a_forward(kernel):
     query, key, value = (tensor.detach() for tensor in random_inputs(12, heads=4, key_heads=2)[0])
     lens = torch.tensor([5, 7]).numpy()
     sequences = Sequences.of(lens, lens, causal=True, device=query.device)
-    _, lse = kernel.forward(query, key, value, sequences, AttentionOptions(softmax_scale=0.3))
+    _, lse = kernel.forward(QKV(query, key, value), sequences, AttentionOptions(softmax_scale=0.3))
     assert lse.shape == (4, 12)
     for head in range(4):
         for row in range(12):
@@ -138,7 +138,7 @@ def test_without_sharing_it_is_one_causal_call():
     inputs, _ = random_inputs(metadata.padded_size, dtype=torch.bfloat16)
     query, key, value = (tensor.detach() for tensor in inputs)
     options = AttentionOptions(softmax_scale=0.3)
-    out, _ = kernel.forward(query, key, value, plan.runs, options)
+    out, _ = kernel.forward(QKV(query, key, value), plan.runs, options)
     assert torch.equal(cascade.attention(query, key, value, metadata, options), out)
 
 

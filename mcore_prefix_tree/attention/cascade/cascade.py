@@ -24,8 +24,8 @@ from mcore_prefix_tree.attention.cascade.cuda import (
     TorchFlash,
     TransformerEngine,
 )
-from mcore_prefix_tree.attention.cascade.kernels import CpuFlash, Plain, VarlenKernel
-from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Rows, build_plan
+from mcore_prefix_tree.attention.cascade.kernels import QKV, CpuFlash, Plain, Result, VarlenKernel, exact
+from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Level, Rows, build_plan
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.padding import apart_from_padding
 from mcore_prefix_tree.attention.parity import Attention, check_parity
@@ -156,17 +156,12 @@ class _CascadeAttention(torch.autograd.Function):
         kernel: VarlenKernel,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        part, lse = kernel.forward(query, key, value, plan.runs, options)
+        qkv = QKV(query, key, value)
+        part, lse = kernel.forward(qkv, plan.runs, options)
         assert lse.shape == (query.shape[1], query.shape[0]), f"{kernel.name} returned statistics {tuple(lse.shape)}"
-        out = part.to(_exact(part.dtype)) if plan.levels or sinks is not None else part
+        out = part.to(exact(part.dtype)) if plan.levels or sinks is not None else part
         for level in plan.levels:
-            part, part_lse = kernel.forward(
-                _take(query, level.queries),
-                _take(key, level.keys),
-                _take(value, level.keys),
-                level.sequences,
-                options,
-            )
+            part, part_lse = kernel.forward(_rows_of(level, qkv), level.sequences, options)
             merged, rows = _take(out, level.queries), _take(lse, level.queries, dim=1)
             both = torch.logaddexp(rows, part_lse)
             merged = _weighted(merged, rows - both) + _weighted(part, part_lse - both)
@@ -184,27 +179,20 @@ class _CascadeAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         plan: CascadePlan = ctx.plan
+        qkv = QKV(query, key, value)
         grad_out = grad_outputs[0].contiguous()
-        grad_query, grad_key, grad_value = ctx.kernel.backward(
-            grad_out, query, key, value, out, lse, plan.runs, ctx.options
-        )
+        grad_query, grad_key, grad_value = ctx.kernel.backward(grad_out, qkv, Result(out, lse), plan.runs, ctx.options)
         # One part per level adds to a query's gradient; a key has two parts at most, so its sum is rounded once.
         if plan.levels:
-            grad_query = grad_query.to(_exact(query.dtype))
+            grad_query = grad_query.to(exact(query.dtype))
         for level in plan.levels:
+            result = Result(_take(out, level.queries), _take(lse, level.queries, dim=1).contiguous())
             parts = ctx.kernel.backward(
-                _take(grad_out, level.queries),
-                _take(query, level.queries),
-                _take(key, level.keys),
-                _take(value, level.keys),
-                _take(out, level.queries),
-                _take(lse, level.queries, dim=1).contiguous(),
-                level.sequences,
-                ctx.options,
+                _take(grad_out, level.queries), _rows_of(level, qkv), result, level.sequences, ctx.options
             )
             totals = (grad_query, level.queries), (grad_key, level.keys), (grad_value, level.keys)
             for (total, rows), part in zip(totals, parts, strict=True):
-                _put(total, rows, (_take(total, rows).to(_exact(total.dtype)) + part).to(total.dtype))
+                _put(total, rows, (_take(total, rows).to(exact(total.dtype)) + part).to(total.dtype))
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             # The sink's weight w pulls the result towards zero: d out / d sink = -w * out.
@@ -213,8 +201,8 @@ class _CascadeAttention(torch.autograd.Function):
         return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None, None, None
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def _rows_of(level: Level, qkv: QKV) -> QKV:
+    return QKV(_take(qkv.query, level.queries), _take(qkv.key, level.keys), _take(qkv.value, level.keys))
 
 
 def _weighted(part: torch.Tensor, log_weight: torch.Tensor) -> torch.Tensor:

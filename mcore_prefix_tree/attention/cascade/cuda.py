@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mcore_prefix_tree.attention.cascade.kernels import Tensors
+from mcore_prefix_tree.attention.cascade.kernels import QKV, Result
 from mcore_prefix_tree.attention.cascade.sequences import Sequences
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 
@@ -73,19 +73,10 @@ class TorchFlash:
             return "deterministic=True (needs torch.use_deterministic_algorithms(True))"
         return _common_refusal(case, (8, 0), (99, 0))
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         """See :class:`VarlenKernel`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query,
-            key,
-            value,
+            *qkv,
             sequences.cu_q,
             sequences.cu_k,
             sequences.max_q,
@@ -95,38 +86,27 @@ class TorchFlash:
             False,
             scale=options.softmax_scale,
         )
-        return out, lse
+        return Result(out, lse)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> Tensors:
+        self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
+    ) -> QKV:
         """See :class:`VarlenKernel`."""
-        grads: Tensors = torch.ops.aten._flash_attention_backward(
+        grads = torch.ops.aten._flash_attention_backward(
             grad_out,
-            query,
-            key,
-            value,
-            out,
-            lse,
+            *qkv,
+            *result,
             sequences.cu_q,
             sequences.cu_k,
             sequences.max_q,
             sequences.max_k,
             0.0,
             sequences.causal,
-            torch.zeros(2, dtype=torch.uint64, device=query.device),  # of dropout, like the next
-            torch.empty(0, device=query.device),
+            torch.zeros(2, dtype=torch.uint64, device=grad_out.device),  # of dropout, like the next
+            torch.empty(0, device=grad_out.device),
             scale=options.softmax_scale,
         )
-        return grads
+        return QKV(*grads)
 
 
 def _torch_is_deterministic() -> bool:
@@ -143,21 +123,12 @@ class FlashAttention2:
         """From 2.7 on, where the statistics have one number per query and head."""
         return _flash_attn_is_missing() or _common_refusal(case, (8, 0), (99, 0))
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         """See :class:`VarlenKernel`."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
         out, lse, *_ = _flash_attn_varlen_forward(
-            query,
-            key,
-            value,
+            *qkv,
             sequences.cu_q,
             sequences.cu_k,
             sequences.max_q,
@@ -166,30 +137,19 @@ class FlashAttention2:
             options.softmax_scale,
             causal=sequences.causal,
         )
-        return out, lse
+        return Result(out, lse)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> Tensors:
+        self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
+    ) -> QKV:
         """See :class:`VarlenKernel`."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        grads = QKV(*map(torch.empty_like, qkv))
         _flash_attn_varlen_backward(
             grad_out,
-            query,
-            key,
-            value,
-            out,
-            lse,
+            *qkv,
+            *result,
             *grads,
             sequences.cu_q,
             sequences.cu_k,
@@ -221,21 +181,12 @@ class FlashAttention3:
             return "deterministic=True with a head_dim above 192"
         return _common_refusal(case, (9, 0), (9, 0))
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         """See :class:`VarlenKernel`."""
         from flash_attn_interface import _flash_attn_forward
 
         out, lse, *_ = _flash_attn_forward(
-            query,
-            key,
-            value,
+            *qkv,
             cu_seqlens_q=sequences.cu_q,
             cu_seqlens_k=sequences.cu_k,
             max_seqlen_q=sequences.max_q,
@@ -243,30 +194,19 @@ class FlashAttention3:
             softmax_scale=options.softmax_scale,
             causal=sequences.causal,
         )
-        return out, lse
+        return Result(out, lse)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> Tensors:
+        self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
+    ) -> QKV:
         """See :class:`VarlenKernel`."""
         from flash_attn_interface import _flash_attn_backward
 
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        grads = QKV(*map(torch.empty_like, qkv))
         _flash_attn_backward(
             grad_out,
-            query,
-            key,
-            value,
-            out,
-            lse,
+            *qkv,
+            *result,
             sequences.cu_q,
             sequences.cu_k,
             None,
@@ -301,14 +241,7 @@ class TransformerEngine:
             return "deterministic=True (its memory would grow with the square of the sequences' lengths)"
         return reason
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         """See :class:`VarlenKernel`.
 
         Raises:
@@ -318,52 +251,41 @@ class TransformerEngine:
 
         out, (lse, *_) = fused_attn.fused_attn_fwd(
             is_training=True,  # else there are no statistics
-            q=query.contiguous(),
-            k=key.contiguous(),
-            v=value.contiguous(),
-            fake_dtype=query.dtype,
-            **self._common(fused_attn, sequences, options),
+            **self._common(fused_attn, qkv, sequences, options),
         )
         if lse.ndim != 3:
             raise RuntimeError(
                 f"cascade needs statistics [tokens, heads, 1] of TransformerEngine, not {tuple(lse.shape)}: update "
                 "cuDNN, or name another attention backend"
             )
-        return out, lse[..., 0].T.contiguous()
+        return Result(out, lse[..., 0].T.contiguous())
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> Tensors:
+        self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
+    ) -> QKV:
         """See :class:`VarlenKernel`."""
         from transformer_engine.pytorch.cpp_extensions import fused_attn
 
-        random_state = torch.zeros(2, dtype=torch.int64, device=query.device)  # of dropout
+        random_state = torch.zeros(2, dtype=torch.int64, device=grad_out.device)  # of dropout
         grads = fused_attn.fused_attn_bwd(
-            q=query.contiguous(),
-            k=key.contiguous(),
-            v=value.contiguous(),
-            o=out.contiguous(),
+            o=result.out.contiguous(),
             d_o=grad_out.contiguous(),
-            fake_dtype=query.dtype,
-            aux_ctx_tensors=[lse.T.contiguous().unsqueeze(-1), random_state],
+            aux_ctx_tensors=[result.lse.T.contiguous().unsqueeze(-1), random_state],
             do_format="thd",
             dqkv_layout="thd_thd_thd",
             deterministic=options.deterministic,
-            **self._common(fused_attn, sequences, options),
+            **self._common(fused_attn, qkv, sequences, options),
         )
-        return grads[0], grads[1], grads[2]
+        return QKV(*grads[:3])
 
-    def _common(self, fused_attn: Any, sequences: Sequences, options: AttentionOptions) -> dict[str, Any]:
+    def _common(self, fused_attn: Any, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> dict[str, Any]:
         """What both passes are given: sequences packed one after the other, a causal mask or none, no dropout."""
+        query, key, value = (one.contiguous() for one in qkv)
         return {
+            "q": query,
+            "k": key,
+            "v": value,
+            "fake_dtype": query.dtype,
             # cuDNN plans anew for another length: powers of two are few.
             "max_seqlen_q": _next_power_of_two(sequences.max_q),
             "max_seqlen_kv": _next_power_of_two(sequences.max_k),

@@ -10,14 +10,32 @@ Legend: Q queries, N keys of all sequences of a call, H query heads, K key/value
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from mcore_prefix_tree.attention.cascade.sequences import Sequences
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+class QKV(NamedTuple):
+    """``[Q, H, D], [N, K, D], [N, K, W]`` of a call, or their gradients."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class Result(NamedTuple):
+    """What a call returns.
+
+    Attributes:
+        out: ``[Q, H, W]``.
+        lse: ``[H, Q]``, the natural log-sum-exp of the scaled scores, in fp32 or better.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 class VarlenKernel(Hashable, Protocol):
@@ -34,31 +52,13 @@ class VarlenKernel(Hashable, Protocol):
     def refusal(self, case: Case) -> str | None:
         """As a back-end's: the argument it does not support and why, or None."""
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[Q, H, D], [N, K, D], [N, K, W]`` to the result ``[Q, H, W]`` and its log-sum-exp ``[H, Q]``.
-
-        The log-sum-exp is natural, of the scaled scores, in fp32 or better.
-        """
+    def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+        """Attend within each sequence."""
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> Tensors:
-        """Gradients of query, key and value, for an ``out`` and ``lse`` that may cover more keys than these."""
+        self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
+    ) -> QKV:
+        """Return the gradients for a result that may cover more keys than these."""
 
 
 def _spans(sequences: Sequences) -> Iterator[tuple[slice, slice]]:
@@ -78,59 +78,54 @@ class Plain:
         """For the CPU: it would crawl on a GPU."""
         return None if case.device.type == "cpu" else f"device={case.device.type}"
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         """See :class:`VarlenKernel`."""
+        query, key, value = qkv
         group = query.shape[1] // key.shape[1]
-        out = query.new_empty(*query.shape[:2], value.shape[2])
-        lse = query.new_empty(query.shape[1], query.shape[0], dtype=_exact(query.dtype))
+        out, lse = result = _empty_result(qkv)
         for q, k in _spans(sequences):
             scores = _scores(query[q], key[k], options, causal=sequences.causal)
             lse[:, q] = scores.logsumexp(dim=-1)
             weights = torch.exp(scores - lse[:, q, None])
             out[q] = torch.einsum("hij,jhw->ihw", weights, _repeated(value[k], group)).to(out.dtype)
-        return out, lse
+        return result
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> Tensors:
+        self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
+    ) -> QKV:
         """See :class:`VarlenKernel`."""
+        query, key, value = qkv
         group = query.shape[1] // key.shape[1]
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        grads = QKV(*map(torch.empty_like, qkv))
         for q, k in _spans(sequences):
             scores = _scores(query[q], key[k], options, causal=sequences.causal)
-            weights = torch.exp(scores - lse[:, q, None])
-            grad, result = (one[q].to(weights.dtype) for one in (grad_out, out))
+            weights = torch.exp(scores - result.lse[:, q, None])
+            grad, out = (one[q].to(weights.dtype) for one in (grad_out, result.out))
             grad_weights = torch.einsum("ihw,jhw->hij", grad, _repeated(value[k], group))
-            grad_scores = weights * (grad_weights - (grad * result).sum(-1).T[..., None]) * options.softmax_scale
-            grads[0][q] = torch.einsum("hij,jhd->ihd", grad_scores, _repeated(key[k], group))
+            grad_scores = weights * (grad_weights - (grad * out).sum(-1).T[..., None]) * options.softmax_scale
+            grads.query[q] = torch.einsum("hij,jhd->ihd", grad_scores, _repeated(key[k], group))
             grad_key = torch.einsum("hij,ihd->jhd", grad_scores, query[q].to(weights.dtype))
-            grads[1][k] = grad_key.unflatten(1, (-1, group)).sum(2)
+            grads.key[k] = grad_key.unflatten(1, (-1, group)).sum(2)
             grad_value = torch.einsum("hij,ihw->jhw", weights, grad)
-            grads[2][k] = grad_value.unflatten(1, (-1, group)).sum(2)
+            grads.value[k] = grad_value.unflatten(1, (-1, group)).sum(2)
         return grads
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def exact(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and statistics: fp32, or ``dtype`` if that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
+def _empty_result(qkv: QKV) -> Result:
+    query, _, value = qkv
+    return Result(
+        out=query.new_empty(*query.shape[:2], value.shape[2]),
+        lse=query.new_empty(query.shape[1], query.shape[0], dtype=exact(query.dtype)),
+    )
+
+
 def _repeated(rows: torch.Tensor, group: int) -> torch.Tensor:
-    return rows.to(_exact(rows.dtype)).repeat_interleave(group, dim=1)
+    return rows.to(exact(rows.dtype)).repeat_interleave(group, dim=1)
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, options: AttentionOptions, *, causal: bool) -> torch.Tensor:
@@ -153,53 +148,26 @@ class CpuFlash:
         """For the CPU."""
         return None if case.device.type == "cpu" else f"device={case.device.type}"
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         """See :class:`VarlenKernel`."""
-        out = query.new_empty(*query.shape[:2], value.shape[2])
-        lse = query.new_empty(query.shape[1], query.shape[0], dtype=_exact(query.dtype))
+        result = _empty_result(qkv)
         for q, k in _spans(sequences):
-            rows, lse[:, q] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _batched(query[q]),
-                _batched(key[k]),
-                _batched(value[k]),
-                0.0,
-                sequences.causal,
-                scale=options.softmax_scale,
+            own = map(_batched, (qkv.query[q], qkv.key[k], qkv.value[k]))
+            rows, result.lse[:, q] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *own, 0.0, sequences.causal, scale=options.softmax_scale
             )
-            out[q] = rows[0].transpose(0, 1)
-        return out, lse
+            result.out[q] = rows[0].transpose(0, 1)
+        return result
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        options: AttentionOptions,
-    ) -> Tensors:
+        self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
+    ) -> QKV:
         """See :class:`VarlenKernel`."""
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        grads = QKV(*map(torch.empty_like, qkv))
         for q, k in _spans(sequences):
+            own = map(_batched, (grad_out[q], qkv.query[q], qkv.key[k], qkv.value[k], result.out[q]))
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _batched(grad_out[q]),
-                _batched(query[q]),
-                _batched(key[k]),
-                _batched(value[k]),
-                _batched(out[q]),
-                lse[None, :, q],
-                0.0,
-                sequences.causal,
-                scale=options.softmax_scale,
+                *own, result.lse[None, :, q], 0.0, sequences.causal, scale=options.softmax_scale
             )
             for grad, rows, one in zip(grads, (q, k, k), found, strict=True):
                 grad[rows] = one[0].transpose(0, 1)
