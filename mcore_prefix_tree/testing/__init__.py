@@ -1,1 +1,1 @@
-"""What tests and the CPU quickstart share: the GPU emulation, gloo worlds, tiny models and their weights."""
+"""Megatron-Core on a machine without a GPU: the emulation of one, and what local layers lack there."""

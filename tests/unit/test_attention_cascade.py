@@ -209,7 +209,7 @@ def test_statistics_of_an_old_cudnn_are_refused(monkeypatch):
     ],
 )
 def test_what_transformer_engine_takes(changes, says, monkeypatch):
-    monkeypatch.setattr(cuda, "_transformer_engine_is_missing", lambda: None)
+    monkeypatch.setattr(cuda, "_is_missing", lambda *package: None)
     reason = TransformerEngine().refusal(
         case_of(**({"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16} | changes))
     )
@@ -221,7 +221,7 @@ def test_what_transformer_engine_takes(changes, says, monkeypatch):
 )
 def test_which_transformer_engine(installed, says, monkeypatch):
     monkeypatch.setattr(cuda, "version", lambda name: installed)
-    reason = cuda._transformer_engine_is_missing.__wrapped__()
+    reason = cuda._is_missing.__wrapped__("transformer_engine", 2, 17)
     assert reason is None if says is None else re.search(says, reason)
 
 

@@ -22,24 +22,14 @@ _LARGEST_HEAD_DIM = 256
 
 
 @cache
-def _flash_attn_is_missing() -> str | None:
+def _is_missing(package: str, major: int, minor: int) -> str | None:
+    """Why a package cannot be used, if it is missing or older than a version."""
     try:
-        installed = version("flash-attn")
+        installed = version(package)
     except PackageNotFoundError:
-        return "device=cuda without flash-attn, which is not installed"
-    if tuple(int(part) for part in installed.split(".")[:2]) < (2, 7):
-        return f"device=cuda with flash-attn {installed} (needs 2.7 or newer)"
-    return None
-
-
-@cache
-def _transformer_engine_is_missing() -> str | None:
-    try:
-        installed = version("transformer_engine")
-    except PackageNotFoundError:
-        return "device=cuda without transformer_engine, which is not installed"
-    if tuple(int(part) for part in installed.split(".")[:2]) < (2, 17):
-        return f"device=cuda with transformer_engine {installed} (needs 2.17 or newer)"
+        return f"device=cuda without {package}, which is not installed"
+    if tuple(int(part) for part in installed.split(".")[:2]) < (major, minor):
+        return f"device=cuda with {package} {installed} (needs {major}.{minor} or newer)"
     return None
 
 
@@ -121,7 +111,7 @@ class FlashAttention2:
 
     def refusal(self, case: Case) -> str | None:
         """From 2.7 on, where the statistics have one number per query and head."""
-        return _flash_attn_is_missing() or _common_refusal(case, (8, 0), (99, 0))
+        return _is_missing("flash-attn", 2, 7) or _common_refusal(case, (8, 0), (99, 0))
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         """See :class:`VarlenKernel`."""
@@ -233,7 +223,7 @@ class TransformerEngine:
 
     def refusal(self, case: Case) -> str | None:
         """It has no deterministic backward of packed sequences on Hopper that is of any use."""
-        reason = _transformer_engine_is_missing() or _common_refusal(case, (9, 0), (11, 0))
+        reason = _is_missing("transformer_engine", 2, 17) or _common_refusal(case, (9, 0), (11, 0))
         if reason is None and max(case.head_dim, case.value_dim) > 128:
             return f"head_dim={max(case.head_dim, case.value_dim)} (at most 128)"
         if reason is None and case.needs_grad and case.options.deterministic and case.capability == (9, 0):
