@@ -1,10 +1,8 @@
-"""``torchrun -m mcore_prefix_tree score``: several real processes write the file that one process writes."""
+"""``mcore-prefix-tree score`` on two ranks writes the file that one process writes."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from folded_jobs import VOCAB as IDS
 from folded_jobs import branching_samples, tree_spec
 from harness.worlds import Layout, world
-from torchrun_jobs import VOCAB, environment, rows, write_job
+from torchrun_jobs import VOCAB, rows, run, write_job
 
 RECIPE = f"""
 model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: {VOCAB}}}
@@ -24,17 +22,6 @@ train_iters: 3
 compare: false
 verify: {{enabled: false}}
 """
-
-
-def run(ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "mcore_prefix_tree", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment(),
-    )
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -47,9 +34,9 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
     folder = tmp_path_factory.mktemp("job")
     job = write_job(folder, RECIPE + f"checkpoint: {{save: {folder / 'runs'}, save_interval: 1}}\n")
     done = run(1, "train", job)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     done = run(1, "score", job, "--reference", folder / "runs", "--output", folder / "one.jsonl")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     return job, lines(folder / "one.jsonl")
 
 
@@ -72,8 +59,8 @@ def test_every_layout_writes_the_same(
     job, expected = scored
     output = tmp_path / "two.jsonl"
     done = run(2, "score", job, *layout, "--reference", job.parent / "runs", "--output", output)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("scored tokens") == 1, "one rank speaks"
+    assert done.code == 0, done.err
+    assert done.out.count("scored tokens") == 1, "one rank speaks"
     assert len(expected) == len(rows())
     for line, wanted in zip(lines(output), expected, strict=True):
         assert line["tokens"] == wanted["tokens"]
@@ -85,10 +72,8 @@ def test_every_layout_writes_the_same(
 
 def test_a_missing_checkpoint_is_one_sentence(scored: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     done = run(2, "score", scored[0], f"checkpoint.save={tmp_path}", "--output", tmp_path / "out.jsonl")
-    assert done.returncode != 0
-    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
-        f"error: {tmp_path} holds no checkpoint; train first, or name the folder of a run that did"
-    ]
+    assert done.code != 0
+    assert done.errors == [f"error: {tmp_path} holds no checkpoint; train first, or name the folder of a run that did"]
     assert not list(tmp_path.iterdir())
 
 

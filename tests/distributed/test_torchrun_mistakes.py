@@ -1,4 +1,4 @@
-"""``torchrun -m mcore_prefix_tree``: what two ranks say of mistakes and of a verification, once."""
+"""What two ranks report of mistakes and of a verification, once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from torchrun_jobs import RECIPE, TP2, run, write_job
+from torchrun_jobs import RECIPE, TP2, run, run_torchrun, write_job
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +15,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bad_standard_input_is_told_once(job: Path) -> None:
-    done = run(2, "train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 99]}\n')
+    done = run_torchrun(2, "train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 99]}\n')
     assert done.code == 1
     assert done.errors == [
         "error: <stdin>:2: field 'tokens' has 99 at index 1, outside the model's vocabulary of 64; use the model's "
@@ -24,22 +24,29 @@ def test_bad_standard_input_is_told_once(job: Path) -> None:
     assert done.out == ""
 
 
+def test_under_torchrun_a_mistake_is_reported_once(job: Path) -> None:
+    done = run_torchrun(2, "train", job, "data.path=nope.jsonl")  # after the ranks have met
+    assert done.code == 1  # torchrun's own
+    assert "exitcode  : 2 " in done.err
+    (error,) = done.errors
+    assert error.startswith("error: nope.jsonl: no such file in ")
+    assert "mcore_prefix_tree/" not in done.err, "no traceback of ours"
+    assert done.out == ""
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
         ("train_iters=never", "recipe.yaml: train_iters: input should be a valid integer"),  # before megatron is there
-        ("data.path=nope.jsonl", "error: nope.jsonl: no such file in "),  # after the ranks have met
-        pytest.param(
+        (
             "parallel.tensor_model_parallel_size=4",
             "need a multiple of 4 ranks, but this job has 2; start it with torchrun",
-            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_mistake_is_told_once(job: Path, override: str, says: str) -> None:
+def test_a_mistake_is_reported_once(job: Path, override: str, says: str) -> None:
     done = run(2, "train", job, override)
-    assert done.code == 1  # torchrun's own
-    assert "exitcode  : 2 " in done.err
+    assert done.code == 2
     assert len(done.errors) == 1
     assert says in done.errors[0]
     assert "mcore_prefix_tree/" not in done.err, "no traceback of ours"

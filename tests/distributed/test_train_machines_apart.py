@@ -51,7 +51,7 @@ def train(folder: Path, *overrides: str) -> Ended:
 
 def test_a_folder_that_is_not_shared_is_known_before_the_first_step(apart: Path) -> None:
     done = train(apart)
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     host = socket.gethostname()
     assert done.errors == [
         f"error: checkpoint.save=runs/mine: rank 1 on {host} cannot see in {apart}/1/runs/mine what rank 0 on {host} "
@@ -66,7 +66,7 @@ def test_data_that_are_not_the_same_are_known_before_the_first_step(apart: Path)
     stale = [*rows()[:-1], {"tokens": [1, 2, 3]}]
     (apart / "1" / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stale))
     done = train(apart)
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     (sentence,) = done.errors
     host = socket.gethostname()
     assert sentence.startswith(f"error: rank 1 on {host} ")

@@ -1,4 +1,4 @@
-"""Objectives under ``torchrun``: every layout trains and reports what one process does, and ranks refuse together."""
+"""Objectives on two ranks: every layout trains and reports what one process does, and ranks refuse together."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import functools
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from torchrun_jobs import TRACKER, VOCAB, environment
+from torchrun_jobs import TRACKER, VOCAB, Ended, run
 
 RECIPE = f"""
 model:
@@ -67,17 +65,11 @@ def write_job(folder: Path) -> Path:
     return recipe
 
 
-def run(ranks: int, job: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    arguments = [sys.executable, *launcher, "-m", "mcore_prefix_tree", "train", str(job), *overrides]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=240, env=environment(), check=False)
-
-
-def reported(done: subprocess.CompletedProcess[str]) -> list[dict[str, float]]:
+def reported(done: Ended) -> list[dict[str, float]]:
     """What each step says before it comes to tokens and seconds."""
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     steps = []
-    for line in done.stdout.splitlines():
+    for line in done.out.splitlines():
         if line.startswith("step "):
             parts = line.split(" | ")
             parts = parts[1 : next(i for i, part in enumerate(parts) if part.startswith("tokens "))]
@@ -95,7 +87,7 @@ def in_one_process(job: Path, name: str) -> tuple[Path, list[dict[str, float]]]:
     """Its checkpoints, one a step, and what it reported."""
     folder = job.parent / name
     saving = (f"checkpoint.save={folder}", "checkpoint.save_interval=1")
-    return folder, reported(run(1, job, OBJECTIVES[name], *saving))
+    return folder, reported(run(1, "train", job, OBJECTIVES[name], *saving))
 
 
 LAYOUTS = {
@@ -130,7 +122,9 @@ def test_two_ranks_report_and_train_as_one_process(job: Path, tmp_path: Path, na
     folder, expected = in_one_process(job, name)
     shutil.copytree(folder / "iter_0000001", tmp_path / "iter_0000001")
     (tmp_path / TRACKER).write_text("1")
-    actual = reported(run(2, job, OBJECTIVES[name], *LAYOUTS[layout], f"checkpoint.save={tmp_path}", "--resume"))
+    actual = reported(
+        run(2, "train", job, OBJECTIVES[name], *LAYOUTS[layout], f"checkpoint.save={tmp_path}", "--resume")
+    )
     assert len(actual) == 3
     for one, other in zip(actual, expected[1:], strict=True):
         assert WATCHED[name] <= one.keys() == other.keys()
@@ -140,22 +134,21 @@ def test_two_ranks_report_and_train_as_one_process(job: Path, tmp_path: Path, na
 @pytest.mark.slow
 def test_a_critic_starts_from_a_language_model_in_a_pipeline(job: Path, tmp_path: Path) -> None:
     """Only the last stage has the head that the checkpoint lacks; all verify what they start from."""
-    reported(run(1, job, "objective={name: sft}", "train_iters=2", f"checkpoint.save={tmp_path}"))
+    reported(run(1, "train", job, "objective={name: sft}", "train_iters=2", f"checkpoint.save={tmp_path}"))
     starting = (f"checkpoint.pretrained_checkpoint={tmp_path}", "verify.enabled=true")
-    done = run(2, job, OBJECTIVES["critic"], "parallel.pipeline_model_parallel_size=2", *starting)
+    done = run(2, "train", job, OBJECTIVES["critic"], "parallel.pipeline_model_parallel_size=2", *starting)
     assert len(reported(done)) == 4
-    assert f"the weights start from {tmp_path / 'iter_0000002'}, with a new scalar head" in done.stdout
-    assert "values of a sample" in done.stdout
+    assert f"the weights start from {tmp_path / 'iter_0000002'}, with a new scalar head" in done.out
+    assert "values of a sample" in done.out
 
 
 def test_all_ranks_refuse_a_model_that_has_diverged(job: Path) -> None:
     """Only the last stage sees the log-probabilities; the first one must not wait for ever."""
     wild = ("model.transformer.init_method_std=1e38", "model.dtype=float32")
-    done = run(2, job, OBJECTIVES["grpo"], "parallel.pipeline_model_parallel_size=2", *wild)
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert errors
-    assert all("the model's output for this sample is NaN or infinite" in line for line in errors)
+    done = run(2, "train", job, OBJECTIVES["grpo"], "parallel.pipeline_model_parallel_size=2", *wild)
+    assert done.code == 2
+    assert done.errors
+    assert all("the model's output for this sample is NaN or infinite" in line for line in done.errors)
 
 
 def test_groups_of_unequal_sizes_are_streamed_to_two_ranks(tmp_path: Path) -> None:
@@ -172,8 +165,8 @@ def test_groups_of_unequal_sizes_are_streamed_to_two_ranks(tmp_path: Path) -> No
         "batch.global_batch_size=null",
         "batch.groups_per_step=2",
     )
-    expected = reported(run(1, recipe, *overrides))
-    actual = reported(run(2, recipe, *overrides, "data.streaming=true", "data.num_workers=1"))
+    expected = reported(run(1, "train", recipe, *overrides))
+    actual = reported(run(2, "train", recipe, *overrides, "data.streaming=true", "data.num_workers=1"))
     assert len(actual) == len(expected) == 4
     for one, other in zip(actual, expected, strict=True):
         assert {"reward", "ratio"} <= one.keys() == other.keys()
