@@ -13,8 +13,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 
 # Machines that run tests are busy; a slow example is not a failure. Time limits are in the tests that are about time.
-settings.register_profile("tests", deadline=None, print_blob=True)
-settings.load_profile("tests")
+settings.register_profile("quick", deadline=None, print_blob=True, max_examples=30)
+settings.register_profile("thorough", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Tests are of the CPU, on every machine, but for those of these folders when they are named, as scripts/gpu_check does.
 _ON_GPU = [Path(__file__).with_name(name) for name in ("gpu", "kernels")]

@@ -55,8 +55,20 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dp_size", [1, 16])
+@pytest.mark.parametrize(
+    ("shape", "dp_size"),
+    [
+        ("comb", 1),
+        ("star", 16),
+        ("equal", 1),
+        ("lone", 16),
+        ("staircase", 16),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("comb", 16), ("star", 1), ("equal", 16), ("lone", 1), ("staircase", 1))
+        ),
+    ],
+)
 def test_in_time(shape, dp_size):
     make, longest, unique = SHAPES[shape]
     samples = make()
