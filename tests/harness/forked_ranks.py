@@ -7,7 +7,6 @@ that say so.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import socket
@@ -20,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-PRELOADED = ["harness.worlds", "mcore_prefix_tree.mcore.train.jobs", "mcore_prefix_tree.cli.main"]
+from harness.forks import fork_context
+
 # How long the others may take to end by themselves once one has failed.
 PATIENCE_S = 10.0
 
@@ -43,8 +43,7 @@ def launch(
     Raises:
         TimeoutError: a rank did not end; all are killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_context()
     with tempfile.TemporaryDirectory(prefix="forked_ranks_") as name, socket.socket() as reserved:
         folder = Path(name)
         (folder / "in").write_text(stdin)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -35,6 +34,7 @@ import psutil
 import torch
 import torch.distributed.distributed_c10d as c10d
 
+from harness.forks import fork_context
 from mcore_prefix_tree.testing.emulation import enable
 from mcore_prefix_tree.testing.launcher import SEED
 
@@ -251,8 +251,7 @@ class World:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([enable.__module__, "megatron.core"])
+        context = fork_context()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.size))

@@ -1,7 +1,7 @@
 """The Triton kernels, on a GPU where there is one, else in Triton's interpreter.
 
-The interpreter is chosen by TRITON_INTERPRET=1 before Triton is imported, for the whole process. So
-tests/unit/test_attention_triton.py runs this folder in a process of its own; to run it by hand:
+TRITON_INTERPRET=1 selects the interpreter for a whole process, before Triton is imported. So scripts/test runs this
+folder twice: among the other tests, which compile the kernels, and by itself in the interpreter:
 ``TRITON_INTERPRET=1 python -m pytest tests/kernels``.
 """
 
@@ -18,7 +18,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     # Shrinking runs a failing example hundreds of times, and the interpreter takes a second for one.
     settings.register_profile(
-        "kernels", deadline=None, derandomize=True, phases=[phase for phase in Phase if phase is not Phase.shrink]
+        "kernels",
+        deadline=None,
+        derandomize=True,
+        phases=[phase for phase in Phase if phase is not Phase.shrink],
+        max_examples=40 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 12,
     )
     settings.load_profile("kernels")
     collect_ignore = ["test_compile.py", "test_specialization.py"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import (
     DEVICE,
@@ -14,6 +14,7 @@ from kernel_cases import (
     assert_is_reference,
     make_inputs,
     options_of,
+    quick,
     run,
     small_configs,
     truth,
@@ -28,7 +29,6 @@ from mcore_prefix_tree.attention.triton_tree import attend, attend_as_tabled, la
 from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
 
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     nodes=st.integers(0, 10),
@@ -58,7 +58,7 @@ def test_random_forests(seed, nodes, lens, roots, padding, heads, window, sinks,
     )
 
 
-@pytest.mark.parametrize("border", [*range(57, 66), *range(120, 131)])
+@pytest.mark.parametrize("border", quick(63, 64, 65, 127, 128, 129, of=[*range(57, 66), *range(120, 131)]))
 def test_node_borders_around_block_sizes(border):
     """The trunk ends at the border; below it branch a short, a straddling and an empty node."""
     node_lens = [border, 1, 70, 3, 0, 2, 40]
@@ -66,7 +66,7 @@ def test_node_borders_around_block_sizes(border):
     assert_is_reference(metadata, heads=1, dim=16)
 
 
-@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200])
+@pytest.mark.parametrize("size", quick(1, 16, 17, 64, 129, of=[1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200]))
 @pytest.mark.parametrize("engine", [False, True])
 def test_one_sample_of_any_length(size, engine):
     metadata = metadata_of([size], [-1])
@@ -89,7 +89,7 @@ def test_a_comb_of_depth_300():
     assert_is_reference(metadata, heads=1, dim=16)
 
 
-@pytest.mark.parametrize("ratio", range(1, 9))
+@pytest.mark.parametrize("ratio", quick(1, 3, 8, of=range(1, 9)))
 @pytest.mark.parametrize("key_heads", [1, 3])
 def test_grouped_queries(ratio, key_heads):
     metadata = metadata_of(*random_forest(ratio, nodes=6, node_lens=(1, 4, 30)), padding=2)

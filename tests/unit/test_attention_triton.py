@@ -1,15 +1,9 @@
-"""What the ``triton`` back-end refuses, and tests/kernels in Triton's interpreter.
-
-The interpreter takes a process that has had TRITON_INTERPRET=1 since before Triton was imported.
-"""
+"""What the ``triton`` back-end refuses, and what it compares before its first call."""
 
 from __future__ import annotations
 
 import ast
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,35 +15,6 @@ from mcore_prefix_tree.attention import AttentionOptions, Case, parity, referenc
 from mcore_prefix_tree.attention.parity import ParityError
 from mcore_prefix_tree.attention.triton_tree.config import Configs, configs_for
 from mcore_prefix_tree.attention.triton_tree.schedule import ROUND
-
-KERNELS = Path(__file__).parents[1] / "kernels"
-
-
-def interpreted(module: str, marker: str) -> None:
-    """Run one module of the folder, or those of its tests that have the marker."""
-    command = [sys.executable, "-m", "pytest", "-m", marker, str(KERNELS / module)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
-
-
-def test_kernels_in_the_interpreter():
-    interpreted("test_triton.py", "not slow")
-
-
-def test_operator_in_the_interpreter():
-    interpreted("test_operator.py", "not slow")
-
-
-def test_the_tuner_in_the_interpreter():
-    interpreted("test_tune.py", "not slow")
-
-
-@pytest.mark.slow
-def test_thousands_of_tokens_in_the_interpreter():
-    interpreted("test_triton.py", "slow")
-
 
 HOPPER = Case(
     device=torch.device("cuda"),
