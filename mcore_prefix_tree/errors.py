@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -17,8 +19,15 @@ ENDED_BY_SIGNAL = 128  # and the signal's number, as shells have it
 INTERRUPTED = ENDED_BY_SIGNAL + signal.SIGINT
 
 # What this package raises for users. An ImportError says which optional package is missing and how to get it.
-USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError)
+USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError, MemoryError)
 _PATIENCE_S = 10.0
+# What torch, CUDA and C++ say where Python raises MemoryError, and how much they and NumPy asked for.
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory|bad_alloc|ALLOC_FAILED|new thread")
+_ASKED_FOR = re.compile(r"(?:tried|Tried|Unable) to allocate ([0-9.]+ \w+)")
+
+
+class OutOfMemoryError(MemoryError):
+    """Memory ran out. The message says in doing what, and which setting needs less."""
 
 
 @contextmanager
@@ -38,10 +47,44 @@ def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: Tr
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         raise
-    except USER_ERRORS as error:
-        if not is_users(error):
+    except (*USER_ERRORS, RuntimeError) as error:
+        if not (isinstance(error, USER_ERRORS) or is_out_of_memory(error)) or not is_users(error):
             raise
         leave(USER_ERROR, sentence_of(error))
+
+
+@contextmanager
+def naming_memory(describe: Callable[[], str]) -> Iterator[None]:
+    """Turn an allocation that fails, of the host or of a device, into a sentence.
+
+    Args:
+        describe: returns what was being done and what to do about it; only called if memory runs out.
+
+    Raises:
+        OutOfMemoryError: memory ran out.
+    """
+    try:
+        yield
+    except OutOfMemoryError:
+        raise
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"{_no_memory(error)}: {describe()}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, of the host or of a device."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    )
+
+
+def _no_memory(error: BaseException) -> str:
+    asked = _ASKED_FOR.search(str(error))
+    return "memory ran out" if asked is None else f"memory ran out, {asked[1]} more were asked for"
 
 
 def is_of_this_package(error: BaseException) -> bool:
@@ -61,6 +104,8 @@ def leave(code: int, sentence: str | None = None) -> NoReturn:
 
 def sentence_of(error: BaseException) -> str:
     """An error of :data:`USER_ERRORS` in one line."""
+    if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
+        return f"{_no_memory(error)}; use a machine with more, or fewer processes"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 
 # What torch and Megatron read, and what each launcher calls it; the first that there is counts, because mpirun uses
@@ -41,10 +42,18 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
         environment: of the process; changed in place.
 
     Raises:
-        ValueError: ``MASTER_ADDR``, which only whoever starts the job knows, does not say where its ranks meet.
+        ValueError: the variables contradict each other or are incomplete, or ``MASTER_ADDR``, which only whoever starts
+            the job knows, does not say where the ranks meet.
     """
+    if RANK not in environment:
+        _adopt(environment)
     if RANK in environment:
-        return
+        _check_ranks(environment)
+    elif environment.get(SIZE, "1") != "1":
+        raise ValueError(f"{SIZE}={environment[SIZE]} is set without {RANK}; start every rank with both, or unset it")
+
+
+def _adopt(environment: MutableMapping[str, str]) -> None:
     for launcher, names in LAUNCHERS.items():
         said = {ours: environment[theirs] for ours, theirs in names.items() if theirs in environment}
         if not {RANK, SIZE, LOCAL_RANK} <= said.keys() or said[SIZE] == "1":
@@ -61,6 +70,47 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
         environment.update(said)
         environment.setdefault("MASTER_PORT", PORT)
         return
+    for launcher, names in LAUNCHERS.items():
+        # The shell of a batch job has Slurm's rank 0; a later rank has been started with others.
+        if environment.get(names[RANK], "0") != "0" or environment.get(names[SIZE], "1") != "1":
+            missing = [names[one] for one in (RANK, SIZE, LOCAL_RANK) if names[one] not in environment]
+            if missing:
+                raise ValueError(
+                    f"{launcher} started this process as one of several, but {' and '.join(missing)} "
+                    f"{'is' if len(missing) == 1 else 'are'} missing; set {RANK}, {SIZE} and {LOCAL_RANK} yourself"
+                )
+
+
+def _check_ranks(environment: Mapping[str, str]) -> None:
+    """Check what torch and Megatron read, which would wait for ranks that do not exist, or fail without a sentence.
+
+    Raises:
+        ValueError: names the variable.
+    """
+    for name in (SIZE, "MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name):
+            raise ValueError(f"{RANK}={environment[RANK]} is set without {name}; start the ranks with torchrun")
+    number: dict[str, int] = {}
+    for name in (RANK, SIZE, LOCAL_RANK, LOCAL_SIZE, "MASTER_PORT"):
+        if name in environment:
+            if not re.fullmatch(r"[0-9]{1,9}", environment[name]):
+                raise ValueError(f"{name}={environment[name]} is not a number")
+            number[name] = int(environment[name])
+    for rank, size in ((RANK, SIZE), (LOCAL_RANK, LOCAL_SIZE), (LOCAL_RANK, SIZE)):
+        if rank in number and size in number and number[rank] >= number[size]:
+            raise ValueError(
+                f"{rank}={number[rank]} is not below {size}={number[size]}; ranks are numbered from 0, and every rank "
+                "has a number of its own"
+            )
+    if not 0 < number["MASTER_PORT"] < 2**16:
+        raise ValueError(f"MASTER_PORT={number['MASTER_PORT']} is not a port; ports are 1 to 65535")
+    try:
+        socket.getaddrinfo(environment["MASTER_ADDR"], number["MASTER_PORT"])
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"MASTER_ADDR={environment['MASTER_ADDR']} is no machine that this one knows ({error}); name the machine "
+            "of the first rank"
+        ) from None
 
 
 def check_gpus(environment: Mapping[str, str], seen: int) -> None:

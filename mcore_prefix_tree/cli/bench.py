@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.cli.options import MOST, check_output_option
 from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.errors import FAILED, leave
 
@@ -34,26 +35,28 @@ def attention(
         ),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Of chat messages in --data.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a micro-batch of --data.")] = 32768,
+    max_tokens: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Of a micro-batch of --data.")] = 32768,
     scale: Annotated[
-        float, typer.Option(min=0.0001, metavar="F", help="Factor on all lengths; a CPU wants 0.05 or less.")
+        float, typer.Option(min=0.0001, max=1000, metavar="F", help="Factor on all lengths; a CPU wants 0.05 or less.")
     ] = 1.0,
     only: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Workloads whose name contains this; can be repeated.")
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 64,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Of queries and keys.")] = 128,
-    value_dim: Annotated[int | None, typer.Option(min=1, help="Of values; as head_dim if none is given.")] = None,
+    heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 64,
+    kv_heads: Annotated[int, typer.Option(min=1, max=MOST, help="Key and value heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, max=MOST, help="Of queries and keys.")] = 128,
+    value_dim: Annotated[int | None, typer.Option(min=1, max=MOST, help="Of values; --head-dim if not given.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Timed rounds.")] = 10,
+    repeats: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Timed rounds.")] = 10,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a roofline into a PNG file.")] = None,
 ) -> None:
     """Time every way to attend on the same forests: back-ends, FlashAttention unfolded, dense causal, peers.
 
     Exit code 1 if one that should run fails; the others are measured all the same.
     """
+    check_output_option("--output", output, [] if data is None else [data])
+    check_output_option("--plot", plot, [] if data is None else [data])
     quiet_upstream()
     from rich.console import Console
 
@@ -95,13 +98,14 @@ def step(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example attention_backend=cascade.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Timed rounds.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Timed rounds.")] = 5,
     output: Output = None,
 ) -> None:
     """Time forward and backward of a recipe's first batch, folded and unfolded. Under torchrun for several ranks."""
     from mcore_prefix_tree.recipe import load_recipe
 
     loaded = load_recipe(recipe, [*(overrides or []), "checkpoint.save=null"])
+    check_output_option("--output", output, [recipe, *loaded.inputs])
     quiet_upstream()
     from mcore_prefix_tree.bench.step import bench_step
 
@@ -179,6 +183,5 @@ def _tables(result: AttentionResult) -> list[object]:
 
 def _write(path: Path, content: object) -> None:
     """At once, so that whoever stops the command, or reads meanwhile, finds a whole file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as unfinished:
         unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -5,14 +5,23 @@ from __future__ import annotations
 import codecs
 import io
 import logging
+import os
 import sys
 import unicodedata
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import typer
 from typer.core import TyperGroup
 
-from mcore_prefix_tree.errors import readable_errors
+from mcore_prefix_tree.errors import USER_ERROR, leave, readable_errors
+
+# Narrower, tables and help are cut down to nothing.
+_NARROWEST = 40
+# What Typer raises for wrong arguments, of Click or of its own copy of it.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 # What they say below an error: that GPTModel will give way to HybridModel, that a way to save in the background will
 # go, which is not used here, and that nvcc is there and a GPU is not.
@@ -46,11 +55,37 @@ def write_anything() -> None:
         sys.stdout.reconfigure(errors="mcore_prefix_tree.plainer")
 
 
+def _usable_width() -> None:
+    """Leave out what the environment sets to no width that a table fits into, such as ``COLUMNS=0``."""
+    for name in ("COLUMNS", "TERMINAL_WIDTH"):  # Rich's and Typer's
+        width = os.environ.get(name, "")
+        if not (width.isdecimal() and _NARROWEST <= int(width)):
+            os.environ.pop(name, None)
+
+
 class Commands(TyperGroup):
     """A group whose every command runs inside :func:`readable_errors`; Typer handles a reader that has gone away."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse the arguments before the command's name; ``--help`` is shown here."""
+        _usable_width()
+        with _one_sentence():
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the arguments name."""
         write_anything()
-        with readable_errors():
+        with readable_errors(), _one_sentence():
             return super().invoke(ctx)
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Replace the box that Typer draws around what is wrong with arguments."""
+    try:
+        yield
+    except _UsageError as error:
+        context, message = error.ctx, error.format_message()  # type: ignore[attr-defined]
+        if context is None or "\n" in message:  # the help of a group that was given no command
+            raise
+        leave(USER_ERROR, f"{message.rstrip('.')}; see {context.command_path} --help")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.cli.options import MOST, check_output_option
 
 
 def calibrate(
@@ -18,21 +19,17 @@ def calibrate(
     output: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the measurements, for batch.calibration and plan.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Timed rounds.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Timed rounds.")] = 5,
 ) -> None:
     """Time micro-batches of a recipe and fit the cost model that plans balance ranks by.
 
     Under torchrun for the layout of the job; nothing is trained.
     """
-    from mcore_prefix_tree.data.write import check_output, whole_file
+    from mcore_prefix_tree.data.write import whole_file
     from mcore_prefix_tree.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
-    if output is not None:
-        try:
-            check_output(output)
-        except ValueError as error:
-            raise ValueError(f"--output {error}") from None
+    check_output_option("--output", output, [recipe, *loaded.inputs])
     quiet_upstream()
     from mcore_prefix_tree.bench.machine import describe_machine
     from mcore_prefix_tree.mcore.train.jobs import run_calibrate

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mcore_prefix_tree.cli.options import takes
+from mcore_prefix_tree.cli.options import MOST, takes
 from mcore_prefix_tree.cli.samples import SampleOptions
 from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
 
@@ -16,7 +16,7 @@ from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
 @takes(SampleOptions)
 def inspect(
     options: SampleOptions,
-    trees: Annotated[int, typer.Option(min=0, metavar="N", help="How many trees to draw, largest first.")] = 3,
+    trees: Annotated[int, typer.Option(min=0, max=MOST, metavar="N", help="Trees to draw, largest first.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a drawing.")] = False,
 ) -> None:
     """Fold samples and show what folding is worth: tokens, ratios and the largest trees."""

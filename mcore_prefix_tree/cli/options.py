@@ -1,14 +1,35 @@
-"""Options that several commands share, as the fields of a dataclass."""
+"""Options that several commands share, as the fields of a dataclass; and what is checked of them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 Section = TypeVar("Section")
+
+MOST = 2**31 - 1  # of tokens and whatever is counted, as in a recipe
+RANKS = 2**16
+SEEDS = 2**63 - 1
+
+
+def check_output_option(option: str, path: str | Path | None, inputs: Iterable[str | Path]) -> None:
+    """Check that an output can be written and is none of a command's inputs, before there is anything to write.
+
+    Raises:
+        ValueError: see :func:`mcore_prefix_tree.data.write.check_output`; names the option.
+    """
+    from mcore_prefix_tree.data.write import check_output
+
+    if path is None:
+        return
+    try:
+        check_output(path, inputs)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
 
 
 def takes(section: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -6,13 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import takes
+from mcore_prefix_tree.cli.options import MOST, RANKS, check_output_option, takes
 from mcore_prefix_tree.cli.samples import SampleOptions, Samples
 from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
 
@@ -31,13 +30,16 @@ def plan(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Physical tokens that a micro-batch may hold; the recipe's if none are given."
+            min=1,
+            max=MOST,
+            metavar="N",
+            help="Physical tokens that a micro-batch may hold; the recipe's if none are given.",
         ),
     ] = None,
-    dp: Annotated[int, typer.Option(min=1, metavar="D", help="Data-parallel ranks.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, max=RANKS, metavar="D", help="Data-parallel ranks.")] = 1,
     micro_batches: Annotated[
         int | None,
-        typer.Option(min=1, metavar="K", help="Per rank; as few as the budget allows if none are given."),
+        typer.Option(min=1, max=RANKS, metavar="K", help="Per rank; as few as the budget allows if none are given."),
     ] = None,
     calibration: Annotated[
         str | None,
@@ -59,7 +61,7 @@ def plan(
     from mcore_prefix_tree.plan import plan_step, report_plan, report_steps
 
     if plot is not None:
-        _check_plot(plot)  # before the work, not after it
+        _check_plot(plot, options)  # before the work, not after it
     recipe = options.recipe
     limit = "--max-tokens"
     if max_tokens is None:
@@ -215,17 +217,16 @@ def _idle_rows(idle: int, ranks: int) -> list[tuple[str, str, str]]:
     return [("ranks with work", f"{ranks - idle} of {ranks}", f"use {ranks - idle} ranks, or more samples a step")]
 
 
-def _check_plot(path: str) -> None:
-    """See that a plot can be drawn into a file of this name.
+def _check_plot(path: str, options: SampleOptions) -> None:
+    """Check that a plot can be drawn into a file of this name.
 
     Raises:
-        ValueError: it is of another format, or its folder does not exist.
+        ValueError: it is of another format, or cannot be written.
         ImportError: there is no matplotlib.
     """
     if not path.lower().endswith((".png", ".svg")):
         raise ValueError(f"--plot {path}: give a file name that ends with .png or .svg")
-    if not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"--plot {path}: its folder does not exist; create it")
+    check_output_option("--plot", path, [*options.files, options.model or ""])
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -238,6 +239,8 @@ def _draw(report: PlanReport, unit: str, path: str) -> None:
 
     matplotlib.use("Agg")  # there may be no display
     from matplotlib import pyplot
+
+    from mcore_prefix_tree.data.write import whole_file
 
     ranks = range(len(report.ranks))
     figure, axes = pyplot.subplots(figsize=(min(16.0, 4.0 + 0.25 * len(report.ranks)), 4.0), layout="constrained")
@@ -253,6 +256,7 @@ def _draw(report: PlanReport, unit: str, path: str) -> None:
     axes.set_ylabel(f"predicted cost, {unit}")
     axes.legend(loc="lower right")
     try:
-        figure.savefig(path)
+        with whole_file(path) as unfinished:
+            figure.savefig(unfinished, format=path[-3:].lower())
     finally:
         pyplot.close(figure)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.cli.options import MOST, SEEDS
+from mcore_prefix_tree.errors import naming_memory
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
@@ -115,13 +117,14 @@ class SampleOptions:
         typer.Option(metavar="RECIPE", help="Read, order and fold samples as this recipe does; its data.path aside."),
     ] = None
     global_batch_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Samples of a training step, to report what steps fold to.")
+        int | None,
+        typer.Option(min=1, max=MOST, metavar="N", help="Samples of a training step, to report what steps fold to."),
     ] = None
     order: Annotated[
         OrderName | None,
         typer.Option(help="How samples are dealt to steps: data.order of a recipe; shuffled if none is given."),
     ] = None
-    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Of that order.")] = None
+    seed: Annotated[int | None, typer.Option(min=0, max=SEEDS, metavar="N", help="Of that order.")] = None
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -153,7 +156,9 @@ class SampleOptions:
     ] = None
     min_shared_tokens: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Common prefixes of fewer tokens are not shared; 0 if not given."),
+        typer.Option(
+            min=0, max=MOST, metavar="N", help="Common prefixes of fewer tokens are not shared; 0 if not given."
+        ),
     ] = None
 
     @cached_property
@@ -188,7 +193,14 @@ class SampleOptions:
     def _file(self) -> Recipe | None:
         from mcore_prefix_tree.recipe import load_recipe
 
-        return None if self.model is None else load_recipe(self.model)
+        if self.model is None:
+            return None
+        recipe = load_recipe(self.model)
+        quiet_upstream()
+        from mcore_prefix_tree.mcore.train.model import transformer_config
+
+        transformer_config(recipe, on_gpu=False)  # rejects what Megatron would not train
+        return recipe
 
     @property
     def sharing(self) -> Sharing:
@@ -218,16 +230,17 @@ class SampleOptions:
         if data.tokenizer is not None:
             tokenizer.load()  # a wrong name is an error whatever the files hold
         skipped = Skipped()
-        lines = list(
-            iter_sample_groups(
-                data.path,
-                tokenizer=tokenizer,
-                expand_turns=data.expand_turns,
-                limits=limits,
-                on_error=data.on_error,
-                skipped=skipped,
+        with naming_memory(lambda: "the samples do not fit; give fewer files"):
+            lines = list(
+                iter_sample_groups(
+                    data.path,
+                    tokenizer=tokenizer,
+                    expand_turns=data.expand_turns,
+                    limits=limits,
+                    on_error=data.on_error,
+                    skipped=skipped,
+                )
             )
-        )
         if skipped.count:
             typer.echo(str(skipped), err=True)
         return Samples(lines=lines, tokenizer=tokenizer, skipped=skipped, options=self)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.cli.options import MOST, check_output_option
 
 
 def score(
@@ -31,7 +32,9 @@ def score(
     entropy: Annotated[bool, typer.Option("--entropy/--no-entropy", help="Write the entropies too.")] = True,
     teacher_top_k: Annotated[
         int | None,
-        typer.Option(metavar="K", help="Instead, the K likeliest tokens of each prediction, to distil from."),
+        typer.Option(
+            min=1, max=MOST, metavar="K", help="Instead, the K likeliest tokens of each prediction, to distil from."
+        ),
     ] = None,
 ) -> None:
     """Write every sample with its log-probabilities under the last checkpoint in checkpoint.save.
@@ -44,6 +47,7 @@ def score(
     from mcore_prefix_tree.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    check_output_option("--output", output, [recipe, *loaded.inputs])
     quiet_upstream()
     from mcore_prefix_tree.mcore.train.scoring import run_score
 

@@ -25,6 +25,7 @@ Int64Array = npt.NDArray[np.int64]
 # By which terminals, torchrun, Slurm and other schedulers tell all processes of a job, workers too, that its end comes.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_S = 1.0
+_FAULTS = (SampleError, MemoryError, OSError)
 
 
 Order = Literal["shuffled", "folded", "file"]
@@ -221,11 +222,15 @@ class SampleStream:
         self.consumed = consumed
         self._by_line = order.by_line
         self._rest: list[Sample] = []
-        self._groups: Iterator[Sequence[Sample] | SampleError] = (
+        self._groups: Iterator[Sequence[Sample] | Exception] = (
             order.groups[line][part] for line, part in order.pieces(consumed)
         )
         if num_workers and order.is_streamed:
-            self._groups = iter(_loader(order, consumed, num_workers))
+            try:
+                self._groups = iter(_loader(order, consumed, num_workers))
+            except OSError as error:
+                reason = f"the processes cannot start: {error.strerror}"
+                raise OSError(error.errno, reason, f"data.num_workers={num_workers}") from error
             # At its exit Python would end workers by a signal that they ignore, and wait for them for ever.
             atexit.register(self.close)
 
@@ -256,7 +261,7 @@ class SampleStream:
 
     def _next(self) -> Sequence[Sample]:
         group = next(self._groups)
-        if isinstance(group, SampleError):
+        if isinstance(group, Exception):
             raise group
         return group
 
@@ -266,7 +271,7 @@ class SampleStream:
         atexit.unregister(self.close)
 
 
-def _loader(order: SampleOrder, consumed: int, num_workers: int) -> Iterable[Sequence[Sample] | SampleError]:
+def _loader(order: SampleOrder, consumed: int, num_workers: int) -> Iterable[Sequence[Sample] | Exception]:
     from torch.utils.data import DataLoader  # takes its time, and only training with workers needs it
 
     lines: Any = _Lines(order.groups)
@@ -300,11 +305,11 @@ class _Lines:
     def __init__(self, groups: Sequence[Sequence[Sample]]) -> None:
         self._groups = groups
 
-    def __getitem__(self, place: tuple[int, slice]) -> Sequence[Sample] | SampleError:
+    def __getitem__(self, place: tuple[int, slice]) -> Sequence[Sample] | Exception:
         line, part = place
         try:
             return self._groups[line][part]
-        except SampleError as error:
+        except _FAULTS as error:
             return error  # torch would wrap it into a traceback
 
 
@@ -316,5 +321,5 @@ class _Places:
         return self._order.pieces(self._consumed)
 
 
-def _as_it_is(group: Sequence[Sample] | SampleError) -> Sequence[Sample] | SampleError:
+def _as_it_is(group: Sequence[Sample] | Exception) -> Sequence[Sample] | Exception:
     return group

@@ -10,20 +10,23 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.unchanged import Unchanged
+from mcore_prefix_tree.inputs import check_regular, open_input
 from mcore_prefix_tree.sample import SampleError
 
 STDIN = "-"
 
-_CHUNK_BYTES = 1 << 22
+# The longest line, and how much of a file may be blank in one place: what is no JSON Lines has no end.
+LINE_BYTES = 1 << 29
+BLANK_BYTES = 1 << 20
 # How files of gzip, Zstandard, bzip2 and xz begin.
 _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
 # How tables begin, and what they have to be named.
@@ -102,20 +105,46 @@ def read_lines(path: str) -> Iterator[Line]:
         SampleError: it cannot be read.
     """
     label = "<stdin>" if path == STDIN else path
-    number = 0
+    number = blank = 0
     try:
         with _open(path) as stream:
-            for number, raw in enumerate(stream, start=1):
+            while raw := stream.readline(LINE_BYTES + 1):
+                number += 1
+                if len(raw) > LINE_BYTES:
+                    raise _long_line(f"{label}:{number}")
+                blank = blank + len(raw) if raw.isspace() else 0
+                if blank > BLANK_BYTES:
+                    raise _blank_lines(f"{label}:{number}")
                 yield Line(f"{label}:{number}", raw, is_first=number == 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise SampleError(f"{label}: cannot be read after line {number}: {error}") from error
+        raise SampleError(f"{label}: cannot be read after line {number}: {_reason(error)}") from error
 
 
-def _open(path: str) -> Any:
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _long_line(source: str) -> SampleError:
+    return SampleError(
+        f"{source}: the line is longer than {LINE_BYTES >> 20} MiB; write JSON Lines, one JSON object a line"
+    )
+
+
+def _blank_lines(source: str) -> SampleError:
+    return SampleError(f"{source}: more than {BLANK_BYTES >> 20} MiB of blank lines end here; remove them")
+
+
+@contextmanager
+def _open(path: str) -> Iterator[BinaryIO]:
     if path == STDIN:
-        stdin: BinaryIO = sys.stdin.buffer
-        return nullcontext(stdin)
-    return gzip.open(path, "rb") if is_gzip(path) else open(path, "rb")
+        yield sys.stdin.buffer
+        return
+    with open_input(path) as stream:
+        if is_gzip(path):
+            with gzip.open(stream, "rb") as unpacked:
+                yield cast("BinaryIO", unpacked)
+        else:
+            yield stream
 
 
 def is_gzip(path: str) -> bool:
@@ -142,10 +171,11 @@ class LineIndex:
             )
         self._path = path
         try:
+            check_regular(path)
             self._file = Unchanged.since_now(path)
             self._offsets = _line_offsets(path)
         except OSError as error:
-            raise SampleError(f"{path}: cannot be read: {error}") from error
+            raise SampleError(f"{path}: cannot be read: {_reason(error)}") from error
 
     def __len__(self) -> int:
         """Lines."""
@@ -179,17 +209,28 @@ class LineIndex:
                 self._file.check(stream.fileno())
                 return Line(source, raw, is_first=number == 0)
         except OSError as error:
-            raise SampleError(f"{source}: cannot be read: {error}") from error
+            raise SampleError(f"{source}: cannot be read: {_reason(error)}") from error
 
 
 def _line_offsets(path: str) -> npt.NDArray[np.int64]:
-    """int64 ``[lines + 1]``: where each line begins, and the end of the file."""
+    """int64 ``[lines + 1]``: where each line begins, and the end of the file.
+
+    Raises:
+        SampleError: a line is too long, or too much is blank.
+    """
     found = [np.zeros(1, dtype=np.int64)]
-    at = 0
+    at = begun = lines = 0
     with Path(path).open("rb", buffering=0) as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            found.append(at + 1 + np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")))
+        while chunk := stream.read(BLANK_BYTES):
+            if len(chunk) == BLANK_BYTES and chunk.isspace():
+                raise _blank_lines(f"{path}:{lines + chunk.count(10)}")
+            ends = at + 1 + np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n"))
+            found.append(ends)
             at += len(chunk)
+            lines += len(ends)
+            begun = int(ends[-1]) if len(ends) else begun
+            if at - begun > LINE_BYTES:
+                raise _long_line(f"{path}:{lines + 1}")
     if found[-1].size == 0 or found[-1][-1] != at:
         found.append(np.array([at], dtype=np.int64))  # the last line does not end with a newline
     return np.concatenate(found)

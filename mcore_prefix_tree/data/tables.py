@@ -20,6 +20,7 @@ from pyarrow import types
 from mcore_prefix_tree.data.records import FIELDS
 from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.data.unread import notice_unread
+from mcore_prefix_tree.inputs import check_regular
 from mcore_prefix_tree.sample import SampleError
 
 # Rows that are decoded together where rows are read in order.
@@ -244,6 +245,7 @@ class _Table(Protocol):
 
 
 def _open(path: str) -> _Table:
+    check_regular(path)
     if path.lower().endswith(".parquet"):
         return _Parquet(path)
     mapped = pa.memory_map(path).read_buffer()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import gzip
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -16,9 +18,11 @@ import numpy as np
 
 from mcore_prefix_tree.data.files import TABLES, is_table, require_pyarrow
 from mcore_prefix_tree.data.jsonl import is_gzip
+from mcore_prefix_tree.inputs import is_same_file
 from mcore_prefix_tree.sample import Sample, Tempered
 from mcore_prefix_tree.signals import Signals, Teacher
 
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 # What names of files of lines end in; tables have their own.
 _LINES, _PACKED_LINES = (".jsonl", ".json"), (".jsonl.gz", ".json.gz")
 
@@ -50,11 +54,16 @@ def row_of(sample: Sample) -> dict[str, Any]:
     return row
 
 
-def check_output(path: str | Path) -> None:
-    """See that a file could be written, before there is anything to write.
+def check_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
+    """Check that a file could be written, before there is anything to write.
+
+    Args:
+        path: of the file.
+        inputs: what the command reads: paths, globs, ``-``. One that does not exist is ignored.
 
     Raises:
-        ValueError: its folder does not exist or cannot be written to, or it is a folder itself, or a device.
+        ValueError: its folder does not exist or cannot be written to, it is a folder itself, or a device, or the
+            command reads it.
         ImportError: it is a table by its name, and there is no pyarrow.
     """
     folder = Path(path).absolute().parent
@@ -66,11 +75,14 @@ def check_output(path: str | Path) -> None:
         raise ValueError(f"{path}: is no file, and would be replaced by one; name another")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{path}: its folder cannot be written to; name another")
+    for given in map(str, inputs):
+        if any(is_same_file(path, one) for one in (given, *glob.glob(given, recursive=True))):
+            raise ValueError(f"{path}: is read by this command, which would replace it; name another file")
     if is_table(str(path)):
         require_pyarrow(str(path))
 
 
-def check_rows_output(path: str | Path) -> None:
+def check_rows_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
     """As :func:`check_output`, for :func:`rows_file`: a name that promises other contents is refused.
 
     Raises:
@@ -83,7 +95,7 @@ def check_rows_output(path: str | Path) -> None:
             f"{path}: give a name that ends in {', '.join((*_LINES, *_PACKED_LINES))} (JSON Lines), "
             f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
         )
-    check_output(path)
+    check_output(path, inputs)
 
 
 @contextmanager
@@ -110,7 +122,11 @@ def rows_file(path: str | Path) -> Iterator[RowWriter]:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Where to write a file that appears under its name once all of it is written, and not at all after an error."""
+    """Where to write a file that appears under its name once all of it is written, and not at all after an error.
+
+    Raises:
+        OSError: the file cannot be written; names it.
+    """
     target = Path(path).resolve()  # what a link points to, so that the link stays one
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:
@@ -118,6 +134,12 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         with unfinished.open("rb") as stream:
             os.fsync(stream.fileno())
         os.replace(unfinished, target)
+    except OSError as error:
+        # Writers do not know the name that the file will have, or any.
+        if error.filename not in (None, str(unfinished)) and error.errno not in _NO_ROOM:
+            raise
+        reason = next((os.strerror(code) for code in _NO_ROOM if f"[Errno {code}]" in str(error)), error.strerror)
+        raise OSError(error.errno, f"cannot be written: {reason or error}", str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
 

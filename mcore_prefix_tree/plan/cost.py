@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.inputs import read_text
 from mcore_prefix_tree.plan.work import Counts, ModelWork
 
 UNITS_PER_TOKEN = 1024
@@ -45,21 +46,20 @@ def read_measured(path: str) -> list[Measured]:
         ValueError: the file is not one; names it.
         OSError: it cannot be read.
     """
-    with open(path, encoding="utf-8") as stream:
-        try:
-            return [
-                Measured(
-                    tokens=float(one["tokens"]),
-                    pairs=float(one["pairs"]),
-                    seconds=float(one["seconds"]),
-                    scored=float(one.get("scored", 0)),
-                )
-                for one in json.load(stream)["measured"]
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(
-                f"{path}: holds no measurements; make it with mcore-prefix-tree calibrate RECIPE --output FILE"
-            ) from None
+    try:
+        return [
+            Measured(
+                tokens=float(one["tokens"]),
+                pairs=float(one["pairs"]),
+                seconds=float(one["seconds"]),
+                scored=float(one.get("scored", 0)),
+            )
+            for one in json.loads(read_text(path))["measured"]
+        ]
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(
+            f"{path}: holds no measurements; make it with mcore-prefix-tree calibrate RECIPE --output FILE"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

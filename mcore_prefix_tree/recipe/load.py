@@ -5,7 +5,9 @@ Unknown keys, wrong types and values out of range are refused by the name of the
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,16 @@ from pydantic import TypeAdapter
 from pydantic import ValidationError as PydanticError
 from yaml import YAMLError
 
+from mcore_prefix_tree.inputs import read_text
 from mcore_prefix_tree.recipe.keys import instead_of
 from mcore_prefix_tree.recipe.sections import AT_ODDS, Recipe, RecipeError
+
+# Numbers that YAML 1.1 reads otherwise than they look: 1:30 as 90, to base 60, and 010 as 8.
+_MISLEADING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+# OmegaConf takes it for a value that comes later, and ignores it in an override.
+_MISSING = "???"
+_Scanner: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other one is slow on deep nesting
+_UNREADABLE = (OmegaConfBaseException, YAMLError, OSError, RecursionError, TypeError, ValueError)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -32,15 +42,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: names the file and the key.
     """
     try:
-        merged = OmegaConf.load(path)
-        if not isinstance(merged, DictConfig):
-            raise RecipeError(f"recipe {path} is a list; it must map keys to values")
-        for override in overrides:
-            merged = _with_override(merged, override)
-        content = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        text = read_text(path)
+        _check_scalars(text)
+        merged = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
         raise RecipeError(f"recipe {path} does not exist") from None
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
+    except _UNREADABLE as error:
+        raise RecipeError(f"recipe {path} cannot be read: {_one_line(error)}") from error
+    if not isinstance(merged, DictConfig):
+        raise RecipeError(f"recipe {path} is a list; it must map keys to values")
+    for override in overrides:
+        merged = _with_override(merged, override)
+    try:
+        content = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except _UNREADABLE as error:
         raise RecipeError(f"recipe {path} cannot be read: {_one_line(error)}") from error
     try:
         return TypeAdapter(Recipe).validate_python(content)
@@ -48,7 +63,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         faults = []
         for fault in error.errors():
             key = ".".join(str(part) for part in fault["loc"] if part not in ("str", "list[str]")) or "the recipe"
-            given = "" if fault["type"] in ("missing", AT_ODDS) else f" (given {fault['input']!r})"
+            given = "" if fault["type"] in ("missing", AT_ODDS) else f" (given {_short(_repr(fault['input']))})"
             if fault["type"] == "unexpected_keyword_argument":
                 faults.append(f"{key}: there is no such key{given}, {instead_of(key, Recipe)}")
             else:
@@ -60,13 +75,36 @@ def _with_override(recipe: Any, override: str) -> Any:
     if "=" not in override:
         raise RecipeError(f"{override!r} is not an override; write key=value, for example train_iters=10")
     key, _, value = override.partition("=")
+    # Standard input, which YAML reads as a list of nothing; and globs, which it takes for a name or a mapping.
+    if value == "-" or (value.startswith(("*", "{")) and not _is_yaml(value)):
+        value = json.dumps(value)
     try:
-        # Standard input, which YAML reads as a list of nothing; and globs, which it takes for a name or a mapping.
-        if value == "-" or (value.startswith(("*", "{")) and not _is_yaml(value)):
-            override = f"{key}={json.dumps(value)}"
-        return OmegaConf.merge(recipe, OmegaConf.from_dotlist([override]))
-    except (OmegaConfBaseException, YAMLError, TypeError) as error:  # TypeError: a list where the recipe has a mapping
-        raise RecipeError(f"override {override!r}: {_one_line(error)}") from error
+        _check_scalars(value)
+        return OmegaConf.merge(recipe, OmegaConf.from_dotlist([f"{key}={value}"]))
+    except _UNREADABLE as error:
+        raise RecipeError(f"override {_short(override)!r}: {_one_line(error)}") from error
+
+
+def _check_scalars(text: str) -> None:
+    """Reject what YAML or OmegaConf would read as something else than its writer means.
+
+    Raises:
+        ValueError: names the line and the scalar.
+        YAMLError: the text is not YAML.
+    """
+    for token in yaml.scan(text, Loader=_Scanner):
+        where = f"line {token.start_mark.line + 1}"
+        if isinstance(token, yaml.TagToken):
+            raise ValueError(f"{where} has a tag, {token.value[1]!r}; recipes hold plain values")
+        if not isinstance(token, yaml.ScalarToken) or not token.plain:
+            continue
+        if token.value == _MISSING:
+            raise ValueError(f"{where}: {_MISSING} stands for a value that is missing; give the value")
+        if _MISLEADING.fullmatch(token.value):
+            raise ValueError(
+                f"{where}: YAML reads {token.value} as octal or to base 60; write a decimal number, or put a text in "
+                "quotes"
+            )
 
 
 def _is_yaml(value: str) -> bool:
@@ -77,5 +115,18 @@ def _is_yaml(value: str) -> bool:
     return True
 
 
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a huge integer"
+
+
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return _short(" ".join(str(error).split()), 300)
+
+
+def _short(text: str, most: int = 100) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"

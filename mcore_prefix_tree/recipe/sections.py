@@ -28,8 +28,12 @@ def _no_boolean(value: object) -> object:
 
 
 _Number = BeforeValidator(_no_boolean)
-PositiveInt = Annotated[int, Field(gt=0), _Number]
-NonNegativeInt = Annotated[int, Field(ge=0), _Number]
+# Tokens are counted in int32.
+MOST = 2**31 - 1
+PositiveInt = Annotated[int, Field(gt=0, le=MOST), _Number]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST), _Number]
+# torch's generators take 64 bits, and ranks add a little to theirs.
+Seed = Annotated[int, Field(ge=0, lt=2**63), _Number]
 PositiveFloat = Annotated[float, Field(gt=0), _Number]
 NonNegativeFloat = Annotated[float, Field(ge=0), _Number]
 Dtype = Literal["float64", "float32", "bfloat16"]
@@ -68,7 +72,7 @@ class DataConfig:
     order: Literal["shuffled", "folded", "file"] = "shuffled"
     on_error: Literal["raise", "skip"] = "raise"
     streaming: bool = False
-    num_workers: NonNegativeInt = 2
+    num_workers: Annotated[NonNegativeInt, Field(le=256)] = 2
 
     def __post_init__(self) -> None:
         """Refuse to sort samples that are not in memory."""
@@ -115,7 +119,7 @@ class ModelConfig:
         transformer: further fields of ``megatron.core.transformer.TransformerConfig``.
     """
 
-    num_layers: PositiveInt
+    num_layers: Annotated[PositiveInt, Field(le=10_000)]
     hidden_size: PositiveInt
     num_attention_heads: PositiveInt
     num_query_groups: PositiveInt | None = None
@@ -357,13 +361,13 @@ class Recipe:
     model: ModelConfig
     batch: BatchConfig
     train_iters: PositiveInt
-    seed: NonNegativeInt = 1234
+    seed: Seed = 1234
     attention_backend: str = "auto"
     deterministic_attention: bool = True
     fused_head: bool = True
     head_chunk_rows: PositiveInt | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    distributed_timeout_minutes: PositiveInt | None = None
+    distributed_timeout_minutes: Annotated[PositiveInt, Field(le=525_600)] | None = None
     compare: bool = True
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -380,6 +384,12 @@ class Recipe:
             raise PydanticCustomError(
                 AT_ODDS, f"head_chunk_rows is of the fused head, which there is none with {why}; leave it out"
             )
+
+    @property
+    def inputs(self) -> list[str]:
+        """Files and globs that a job reads, which none of its outputs may replace."""
+        named = (self.data.path, self.validation.path, self.batch.calibration, self.objective.teacher_recipe)
+        return [path for one in named if one is not None for path in ([one] if isinstance(one, str) else one)]
 
     @property
     def padding(self) -> Padding:

@@ -18,6 +18,7 @@ MAX_LINES = 450
 # Each room, and the rooms it may import. Data flows down this list: a room never imports one below it.
 ALLOWED = {
     "errors": set(),
+    "inputs": set(),
     "launchers": set(),
     "memory": set(),
     "versions": set(),
@@ -25,18 +26,18 @@ ALLOWED = {
     "upload": set(),
     "sample": {"signals"},
     "trie": {"sample"},
-    "data": {"sample", "signals", "trie"},
+    "data": {"inputs", "sample", "signals", "trie"},
     "layout": {"sample", "trie"},
     "stats": {"layout"},
-    "plan": {"sample", "trie", "layout", "stats"},
+    "plan": {"inputs", "sample", "trie", "layout", "stats"},
     "metadata": {"layout", "upload"},
     "attention": {"metadata", "upload"},
     "logprob": {"layout", "upload"},
     "objectives": {"signals", "sample", "layout", "logprob", "upload"},
-    "recipe": {"layout"},
+    "recipe": {"inputs", "layout"},
     "mcore": {
         "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
-        "objectives", "recipe", "launchers", "memory", "upload", "errors",
+        "objectives", "recipe", "launchers", "memory", "upload", "errors", "inputs",
         # Where there is no GPU, training runs under the emulation, and its norms stand in for the missing kernels.
         "testing",
     },

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.pretrain.adapter import run_pretrain
 from mcore_prefix_tree.mcore.pretrain.model import tree_model_provider
@@ -53,4 +54,5 @@ def run(root: Path) -> None:
         SystemExit: 2, with one sentence, for a job that cannot run; 0 after a dry run.
     """
     say_which_megatron_core(root)
-    run_pretrain(TreeDatasetsProvider(), tree_model_provider, tree_forward_step, args_defaults={})
+    with naming_memory(lambda: "the job does not fit; lower --prefix-tree-max-tokens or the size of the model"):
+        run_pretrain(TreeDatasetsProvider(), tree_model_provider, tree_forward_step, args_defaults={})

@@ -12,12 +12,24 @@ from mcore_prefix_tree.mcore.train.checkpoint import SaveError
 from mcore_prefix_tree.mcore.train.session import on_main_rank
 
 
+def hold(descriptor: int) -> bool:
+    """Lock an open file or folder for this process; return whether no other process holds it.
+
+    The lock is the operating system's and ends with the process however that ends: a killed run leaves nothing to
+    clear away. Network file systems without such locks let everybody in.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # not on this file system
+    return True
+
+
 @contextmanager
 def claimed(folder: str | Path) -> Iterator[None]:
-    """Keep other runs out of a folder for the length of a ``with`` block; all ranks together.
-
-    The main rank holds a lock of the operating system, which ends with its process however that ends: a killed run
-    leaves nothing to clear away. Network file systems that have no such locks let everybody in.
+    """Keep other runs out of a folder for the length of a ``with`` block; all ranks together. See :func:`hold`.
 
     Raises:
         SaveError: another run is at it; on every rank.
@@ -27,15 +39,11 @@ def claimed(folder: str | Path) -> Iterator[None]:
     def claim() -> None:
         descriptor = os.open(folder, os.O_RDONLY)
         held.append(descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not hold(descriptor):
             raise SaveError(
                 f"checkpoint.save={folder}: another run is saving there at this moment; wait for its end or choose "
                 "another folder"
-            ) from None
-        except OSError:
-            pass  # not on this file system
+            )
 
     try:
         on_main_rank(claim)

@@ -91,7 +91,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         RecipeError, SampleError, NotImplementedError: see what raises them.
     """
     check_setting(recipe.attention_backend)
-    check_logs(recipe.log)
+    check_logs(recipe.log, recipe.inputs)
     objective_of(recipe)
     _check_trainable(recipe)
     teacher_recipe = read_teacher_recipe(recipe)

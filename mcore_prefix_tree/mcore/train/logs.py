@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_prefix_tree.data.write import check_output, whole_file
+from mcore_prefix_tree.mcore.train.claim import hold
 from mcore_prefix_tree.mcore.train.session import on_main_rank
 from mcore_prefix_tree.recipe import LogConfig
 
@@ -26,12 +27,18 @@ class LogError(OSError):
     """A log cannot be written. The message names the setting, the place and the reason."""
 
 
-def check_logs(config: LogConfig) -> None:
-    """See that what the logs need is installed, before anything runs.
+def check_logs(config: LogConfig, inputs: Iterable[str] = ()) -> None:
+    """Check that what the logs need is installed, and that none replaces an input, before anything runs.
 
     Raises:
+        ValueError: ``metrics`` is one of the inputs.
         ImportError: ``tensorboard`` is asked for and is not.
     """
+    if config.metrics is not None and Path(config.metrics).exists():
+        try:
+            check_output(config.metrics, inputs)
+        except ValueError as error:
+            raise ValueError(f"log.metrics={error}") from None
     if config.tensorboard is not None:
         try:
             import torch.utils.tensorboard  # noqa: F401
@@ -109,8 +116,16 @@ class _MetricsFile:
         except ValueError as error:
             raise ValueError(f"log.metrics={error}") from None
         with _naming(self._setting, "file"):
-            dropped = _drop_after(path, done, self._setting)
-            self._stream = path.open("a", encoding="utf-8")
+            dropped = 0
+            # Dropping lines makes another file of that name, which is locked in its turn.
+            for last in (False, True):
+                self._stream = path.open("a", encoding="utf-8")
+                if not hold(self._stream.fileno()):
+                    self._stream.close()
+                    raise ValueError(f"{self._setting}: another run writes to this file; name another")
+                if not last:
+                    with self._stream:
+                        dropped = _drop_after(path, done, self._setting)
         if dropped:
             of = f"steps after step {done}" if done else "another run"
             say(f"{self._setting}: dropped {dropped} line{'s' if dropped > 1 else ''} of {of}")

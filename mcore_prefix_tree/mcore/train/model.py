@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import enum
+import json
+from typing import Any, get_type_hints
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mcore_prefix_tree.mcore.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
 from mcore_prefix_tree.mcore.validation import check_model
-from mcore_prefix_tree.plan import LatentAttention
+from mcore_prefix_tree.memory import available_bytes
+from mcore_prefix_tree.plan import LatentAttention, ModelWork
 from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import MOST
 from mcore_prefix_tree.testing.specs import cpu_spec
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -30,8 +35,8 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
     """The ``TransformerConfig`` of a recipe; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
 
     Raises:
-        RecipeError: ``model.transformer`` has a key that the class lacks or that is not its to set, or megatron-core
-            refuses the combination.
+        RecipeError: ``model.transformer`` has a key that the class lacks or that is not its to set, or a value of a
+            wrong type, or megatron-core refuses the combination.
     """
     model, parallel = recipe.model, recipe.parallel
     latent = LatentAttention.from_settings(model.transformer)
@@ -44,6 +49,8 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
     if dtype is torch.float64 and model.transformer_impl == "transformer_engine":
         raise RecipeError("model.dtype=float64: TransformerEngine has no such layers; set model.transformer_impl=local")
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    hints = get_type_hints(kind)
+    settings = {name: _typed(name, value, hints[name]) for name, value in model.transformer.items()}
     if model.num_query_groups is not None and model.num_attention_heads % model.num_query_groups:
         raise RecipeError(
             f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
@@ -104,14 +111,36 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
         "masked_softmax_fusion": False,
     }
     try:
-        config = kind(**(fixed | defaults | model.transformer))
-    except (AssertionError, TypeError, ValueError) as error:
+        config = kind(**(fixed | defaults | settings))
+    except Exception as error:  # a division by zero, too
         raise RecipeError(f"megatron-core refuses this model or parallel layout: {error}") from error
     if model.yarn is not None:
         # No fields: GPTModel looks for attributes, as Megatron-LM's arguments leave them.
         for name, value in vars(model.yarn).items():
             setattr(config, f"yarn_{name}", value)
     return config
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """Return a value of ``model.transformer`` in the type that Megatron declares for its field.
+
+    Raises:
+        RecipeError: the value has another type.
+    """
+    if isinstance(hint, enum.EnumMeta) and isinstance(value, str) and value in hint.__members__:
+        return hint[value]
+    text = json.dumps(value)
+    try:
+        # JSON, because a recipe's list may be a tuple; strict, because Megatron uses what it is given without a look.
+        typed = TypeAdapter(
+            hint, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, strict=True)
+        ).validate_json(text)
+    except ValidationError as error:
+        faults = "; or ".join(dict.fromkeys(fault["msg"][0].lower() + fault["msg"][1:] for fault in error.errors()))
+        raise RecipeError(f"model.transformer.{name}: {faults} (given {text})") from None
+    if isinstance(typed, int) and abs(typed) > MOST:
+        raise RecipeError(f"model.transformer.{name}: input should be at most {MOST} (given {text})")
+    return typed
 
 
 def _check_latent_attention(model: ModelConfig, sizes: LatentAttention, *, on_gpu: bool, tensor_parallel: bool) -> None:
@@ -204,8 +233,9 @@ def build_chunks(
 
     Raises:
         NotImplementedError: see :func:`check_model`.
-        RecipeError: the recipe wants TransformerEngine and it is not installed.
+        RecipeError: the recipe wants TransformerEngine and it is not installed, or the weights do not fit into memory.
     """
+    _check_fits(recipe, device)
     vpp = config.virtual_pipeline_model_parallel_size
     scalar = recipe.objective.has_scalar_head
     chunks: list[torch.nn.Module] = []
@@ -234,6 +264,36 @@ def build_chunks(
         model = model.to(device=device, dtype=config.params_dtype)
         chunks.append(Float16Module(config, model) if config.bf16 else model)
     return chunks
+
+
+def _weights(recipe: Recipe) -> int:
+    """Return how many weights a model has at least: experts that a token does not pass through are not counted."""
+    model = recipe.model
+    work = ModelWork.from_model(model, vocab_size=1)
+    tables = 1 if not model.untie_embeddings_and_output_weights or recipe.objective.has_scalar_head else 2
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+    # A multiplication and an addition for each weight and token.
+    return int(work.token) // 2 + (tables * (model.vocab_size or 1) + positions) * model.hidden_size
+
+
+def size_of(recipe: Recipe) -> str:
+    """Return the size of a recipe's model, for messages."""
+    model = recipe.model
+    return (
+        f"at least {_weights(recipe):,} weights (model.num_layers={model.num_layers}, hidden_size={model.hidden_size}, "
+        f"vocab_size={model.vocab_size}); lower these or batch.max_tokens, or split the model with parallel"
+    )
+
+
+def _check_fits(recipe: Recipe, device: torch.device) -> None:
+    """Reject weights alone that are larger than what is free: a host that overcommits would kill the process later."""
+    parts = recipe.parallel.tensor_model_parallel_size * recipe.parallel.pipeline_model_parallel_size
+    needed, free = _weights(recipe) * DTYPES[recipe.model.dtype].itemsize // parts, available_bytes(device)
+    if needed > free:
+        raise RecipeError(
+            f"the weights of this rank take {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; the model "
+            f"has {size_of(recipe)}"
+        )
 
 
 def _block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> Any:

@@ -24,6 +24,7 @@ from mcore_prefix_tree.data import (
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
 from mcore_prefix_tree.data.jsonl import STDIN
+from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.train.model import padded_vocab_size
 from mcore_prefix_tree.mcore.train.objective import check_samples, objective_of
@@ -225,7 +226,8 @@ def _read_lines(
 ) -> tuple[list[list[Sample]], Skipped]:
     def read() -> tuple[list[list[Sample]], Skipped]:
         skipped = Skipped()
-        return list(iter_sample_groups(paths, **vars(options), on_error=on_error, skipped=skipped)), skipped
+        with naming_memory(lambda: f"the samples of {', '.join(paths)} do not fit; set data.streaming=true"):
+            return list(iter_sample_groups(paths, **vars(options), on_error=on_error, skipped=skipped)), skipped
 
     if STDIN not in paths or dist.get_world_size() == 1:
         lines, skipped = read()
@@ -235,10 +237,10 @@ def _read_lines(
     if place.is_main:
         try:
             outcome = [read()]
-        except SampleError as error:
+        except (SampleError, MemoryError) as error:
             outcome = [error]
     dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], SampleError):
+    if isinstance(outcome[0], Exception):
         raise outcome[0]
     lines, skipped = outcome[0]
     return lines, skipped

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.mcore.backend import cases_of
 from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.forward_step import ForwardObjective, ForwardStep, tree_forward, with_rows
@@ -50,17 +51,25 @@ def run_schedule(
         for batch in micro_batches
     ]
     iterators = [_taken(waiting) for _ in chunks]
-    reported: list[Any] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=list(chunks),
-        num_microbatches=len(micro_batches),
-        seq_length=1,  # stages exchange the length of each micro-batch: the config has variable_seq_lengths
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
-    )
+    with naming_memory(lambda: _needed(micro_batches, forward_only=forward_only)):
+        reported: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks),
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # stages exchange the length of each micro-batch: the config has variable_seq_lengths
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+        )
     return reported
+
+
+def _needed(micro_batches: Sequence[Any], *, forward_only: bool) -> str:
+    passes = "forward pass" if forward_only else "forward and backward pass"
+    sizes = [batch.layout.padded_size for batch in micro_batches if isinstance(batch, MicroBatch)]
+    largest = f" of up to {max(sizes):,} tokens" if sizes else ""
+    return f"the {passes} of {len(micro_batches)} micro-batches{largest} does not fit; lower batch.max_tokens"
 
 
 def _taken(waiting: Sequence[Any]) -> Iterator[Any]:
@@ -152,13 +161,19 @@ def plan_folded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> Fo
         ValueError: see :func:`folding_of`.
     """
     objective, folding = objective_of(recipe), folding_of(recipe, place)
-    targets = targets_of(objective, samples)
-    mine = cut_step(samples, objective, folding, place)
-    return FoldedStep(
-        sample_index=mine,
-        micro_batches=fold_micro_batches(samples, mine, folding, objective, targets),
-        metrics={} if targets is None else targets.metrics,
-    )
+    with naming_memory(
+        lambda: (
+            f"planning a step of {len(samples):,} samples, {sum(map(len, samples)):,} tokens, does not fit; "
+            "take fewer samples a step"
+        )
+    ):
+        targets = targets_of(objective, samples)
+        mine = cut_step(samples, objective, folding, place)
+        return FoldedStep(
+            sample_index=mine,
+            micro_batches=fold_micro_batches(samples, mine, folding, objective, targets),
+            metrics={} if targets is None else targets.metrics,
+        )
 
 
 def cut_step(

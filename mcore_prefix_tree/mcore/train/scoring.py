@@ -10,8 +10,6 @@ from typing import Any
 
 from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.files import resolve_paths
-from mcore_prefix_tree.data.jsonl import STDIN
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.score import Scores, ScoringStep, TopTokens, Values
@@ -101,7 +99,10 @@ def run_score(
         SampleError, OSError, NotImplementedError: see what raises them.
     """
     check_setting(recipe.attention_backend)
-    _check_output(recipe, output)
+    try:
+        check_rows_output(output, recipe.inputs)
+    except ValueError as error:
+        raise RecipeError(f"--output {error}") from None
     policy = recipe.checkpoint.save
     if policy is None:
         raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
@@ -161,16 +162,6 @@ def _batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
     with order.stream(0) as stream:
         for start in range(0, order.per_epoch, size):
             yield stream.take(min(size, order.per_epoch - start))
-
-
-def _check_output(recipe: Recipe, output: str | Path) -> None:
-    try:
-        check_rows_output(output)
-    except ValueError as error:
-        raise RecipeError(f"--output {error}") from None
-    paths = [recipe.data.path] if isinstance(recipe.data.path, str) else recipe.data.path
-    if Path(output).exists() and any(path != STDIN and Path(output).samefile(path) for path in resolve_paths(paths)):
-        raise RecipeError(f"--output {output} is a file of data.path, which it would replace; name another")
 
 
 def _existing(folder: str | Path, iteration: int | str | None) -> int | str:

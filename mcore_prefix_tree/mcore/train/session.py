@@ -17,8 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.launchers import adopt_ranks
-from mcore_prefix_tree.mcore.train.model import transformer_config
+from mcore_prefix_tree.mcore.train.model import size_of, transformer_config
 from mcore_prefix_tree.mcore.validation import check_config
 from mcore_prefix_tree.plan import Measured, read_measured
 from mcore_prefix_tree.recipe import Recipe, RecipeError
@@ -78,6 +79,7 @@ def session(recipe: Recipe) -> Iterator[Session]:
     if recipe.device == "cuda" and not on_gpu:
         raise RecipeError("device=cuda, but torch sees no GPU; set device=auto or device=cpu")
     with ExitStack() as stack:
+        stack.enter_context(naming_memory(lambda: f"the job does not fit; it has a model of {size_of(recipe)}"))
         if not on_gpu:
             stack.enter_context(cpu_emulation(force=recipe.device == "cpu"))
         config = transformer_config(recipe, on_gpu=on_gpu)
@@ -123,7 +125,11 @@ def _device_index() -> int:
 def _init_process_group(backend: str, timeout_minutes: int | None) -> None:
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
     if "RANK" in os.environ:  # a launcher's environment
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistError as error:
+            where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+            raise RecipeError(f"the ranks do not meet at {where}: {str(error).splitlines()[0]}") from error
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
 
