@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError, MemoryErro
 _PATIENCE_S = 10.0
 # What torch, CUDA and C++ say where Python raises MemoryError, and how much they and NumPy asked for.
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory|bad_alloc|ALLOC_FAILED|new thread")
+_NO_FILES = os.strerror(errno.EMFILE)
 _ASKED_FOR = re.compile(r"(?:tried|Tried|Unable) to allocate ([0-9.]+ \w+)")
 
 
@@ -48,7 +50,8 @@ def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: Tr
     except BrokenPipeError:
         raise
     except (*USER_ERRORS, RuntimeError) as error:
-        if not (isinstance(error, USER_ERRORS) or is_out_of_memory(error)) or not is_users(error):
+        is_known = isinstance(error, USER_ERRORS) or is_out_of_memory(error) or _NO_FILES in str(error)
+        if not (is_known and is_users(error)):
             raise
         leave(USER_ERROR, sentence_of(error))
 
@@ -104,6 +107,9 @@ def leave(code: int, sentence: str | None = None) -> NoReturn:
 
 def sentence_of(error: BaseException) -> str:
     """An error of :data:`USER_ERRORS` in one line."""
+    if _NO_FILES in str(error):  # gloo and torch raise a RuntimeError
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"too many open files: this process may have {limit} (ulimit -n); raise that"
     if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
         return f"{_no_memory(error)}; use a machine with more, or fewer processes"
     if isinstance(error, OSError) and error.filename is not None:

@@ -25,7 +25,7 @@ def open_input(path: PathLike) -> BinaryIO:
         return open(path, "rb")
     # Opening a FIFO waits for a writer; only a thread can wait for a limited time and lose nothing that is written.
     opened: list[BinaryIO] = []
-    waiting = threading.Thread(target=lambda: opened.append(open(path, "rb")), daemon=True)
+    waiting = threading.Thread(target=lambda: opened.append(Path(path).open("rb")), daemon=True)  # noqa: SIM115
     waiting.start()
     waiting.join(FIFO_S)
     if not opened:

@@ -50,7 +50,7 @@ def draw_roofline(result: dict[str, Any], path: str | Path) -> None:
     axes.set_title(f"{result['machine']['device']}, {result['settings']['dtype']}", fontsize=10)
     axes.legend(fontsize=7, loc="lower right")
     try:
-        figure.savefig(path, dpi=150, metadata={"Software": None})
+        figure.savefig(path, format="png", dpi=150, metadata={"Software": None})
     finally:
         pyplot.close(figure)
 

@@ -55,8 +55,8 @@ def attention(
 
     Exit code 1 if one that should run fails; the others are measured all the same.
     """
-    check_output_option("--output", output, [] if data is None else [data])
-    check_output_option("--plot", plot, [] if data is None else [data])
+    check_output_option("--output", output, [data or ""], make_folder=True)
+    check_output_option("--plot", plot, [data or ""])
     quiet_upstream()
     from rich.console import Console
 
@@ -85,7 +85,8 @@ def attention(
     if output is not None:
         _write(output, result.to_json())
     if plot is not None:
-        draw_roofline(result.to_json(), plot)
+        with whole_file(plot) as unfinished:
+            draw_roofline(result.to_json(), unfinished)
     failed = [one for each in result.workloads for one in each.missing if one["reason"].startswith(bench.FAILED)]
     if failed:
         first = failed[0]
@@ -105,7 +106,7 @@ def step(
     from mcore_prefix_tree.recipe import load_recipe
 
     loaded = load_recipe(recipe, [*(overrides or []), "checkpoint.save=null"])
-    check_output_option("--output", output, [recipe, *loaded.inputs])
+    check_output_option("--output", output, [recipe, *loaded.inputs], make_folder=True)
     quiet_upstream()
     from mcore_prefix_tree.bench.step import bench_step
 

@@ -59,7 +59,7 @@ def _usable_width() -> None:
     """Leave out what the environment sets to no width that a table fits into, such as ``COLUMNS=0``."""
     for name in ("COLUMNS", "TERMINAL_WIDTH"):  # Rich's and Typer's
         width = os.environ.get(name, "")
-        if not (width.isdecimal() and _NARROWEST <= int(width)):
+        if not (width.isdecimal() and int(width) >= _NARROWEST):
             os.environ.pop(name, None)
 
 

@@ -16,7 +16,9 @@ RANKS = 2**16
 SEEDS = 2**63 - 1
 
 
-def check_output_option(option: str, path: str | Path | None, inputs: Iterable[str | Path]) -> None:
+def check_output_option(
+    option: str, path: str | Path | None, inputs: Iterable[str | Path], *, make_folder: bool = False
+) -> None:
     """Check that an output can be written and is none of a command's inputs, before there is anything to write.
 
     Raises:
@@ -26,6 +28,8 @@ def check_output_option(option: str, path: str | Path | None, inputs: Iterable[s
 
     if path is None:
         return
+    if make_folder:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
     try:
         check_output(path, inputs)
     except ValueError as error:

@@ -32,9 +32,7 @@ def score(
     entropy: Annotated[bool, typer.Option("--entropy/--no-entropy", help="Write the entropies too.")] = True,
     teacher_top_k: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=MOST, metavar="K", help="Instead, the K likeliest tokens of each prediction, to distil from."
-        ),
+        typer.Option(min=1, max=MOST, metavar="K", help="Instead, the K likeliest tokens, to distil from."),
     ] = None,
 ) -> None:
     """Write every sample with its log-probabilities under the last checkpoint in checkpoint.save.

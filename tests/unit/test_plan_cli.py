@@ -15,7 +15,7 @@ from mcore_prefix_tree.recipe import load_recipe
 
 RECIPE = """
 data: {path: unused.jsonl}
-model: {num_layers: 2, hidden_size: 8, num_attention_heads: 2, ffn_hidden_size: 16, vocab_size: 64}
+model: {num_layers: 2, hidden_size: 16, num_attention_heads: 8, ffn_hidden_size: 16, vocab_size: 64}
 batch: {global_batch_size: 4, max_tokens: 64}
 train_iters: 1
 parallel: {tensor_model_parallel_size: 8, sequence_parallel: true}

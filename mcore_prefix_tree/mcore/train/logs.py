@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -205,6 +206,8 @@ class _Board:
         from torch.utils.tensorboard import SummaryWriter
 
         self._setting = f"log.tensorboard={folder}"
+        # What ends TensorBoard's thread is raised by the next write, and needs no traceback before.
+        self._hook, threading.excepthook = threading.excepthook, self._ended
         with _naming(self._setting, "folder"):
             self._writer: Any = SummaryWriter(folder, purge_step=done + 1 if done else 0)  # type: ignore[no-untyped-call]
             self._writer.flush()
@@ -240,6 +243,11 @@ class _Board:
         """As :meth:`_MetricsFile.close`."""
         with suppress(OSError):
             self._writer.close()
+        threading.excepthook = self._hook
+
+    def _ended(self, ended: threading.ExceptHookArgs) -> None:
+        if not issubclass(ended.exc_type, OSError):
+            self._hook(ended)
 
 
 @contextmanager

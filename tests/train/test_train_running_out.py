@@ -1,0 +1,223 @@
+"""What a job says when something runs out, or when it was told nonsense: one sentence, exit code 2, nothing written."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_jobs import command, write_job
+
+from mcore_prefix_tree.mcore.train import jobs, objective, schedule, trainer
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.2 GiB is free"
+)
+HOST = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path)
+
+
+def sentence(done: Any) -> str:
+    """What a command that failed says."""
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return str(line.removeprefix("error: "))
+
+
+@contextmanager
+def at_most(limit: int, kind: int = resource.RLIMIT_FSIZE) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(CUDA), RuntimeError(HOST), MemoryError()], ids=type)
+def test_a_step_without_memory_names_the_largest_micro_batch(
+    job: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def run_out(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(schedule, "get_forward_backward_func", lambda: run_out)
+    said = sentence(command("train", job))
+    assert said.startswith("memory ran out")
+    assert ("2.00 GiB" in said) == isinstance(error, torch.OutOfMemoryError)
+    assert ": the forward and backward pass of " in said
+    assert " micro-batches of up to " in said
+    assert said.endswith(" tokens does not fit; lower batch.max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "says"),
+    [
+        (trainer, "plan_folded", "memory ran out: the job does not fit; it has a model of at least "),
+        (schedule, "fold_micro_batches", "memory ran out: planning a step of 6 samples, "),
+        (
+            jobs,
+            "build_chunks",
+            "weights (model.num_layers=2, hidden_size=32, vocab_size=64); lower these or batch.max_",
+        ),
+        (trainer, "get_megatron_optimizer", "memory ran out: the job does not fit; it has a model of at least "),
+        (objective, "make_objective", "memory ran out; use a machine with more"),
+    ],
+)
+def test_memory_runs_out_in_other_places(
+    job: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, says: str
+) -> None:
+    def run_out(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(module, name, run_out)
+    assert says in sentence(command("train", job))
+
+
+def test_samples_that_do_not_fit_name_streaming(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: Any, **__: Any) -> None:
+        raise MemoryError("Unable to allocate 1.25 GiB for an array")
+
+    monkeypatch.setattr("mcore_prefix_tree.mcore.train.reading.iter_sample_groups", run_out)
+    said = sentence(command("train", job))
+    assert said.startswith("memory ran out, 1.25 GiB more were asked for: the samples of ")
+    assert said.endswith("do not fit; set data.streaming=true")
+
+
+@pytest.mark.parametrize("override", ["model.hidden_size=40000000", "model.vocab_size=2000000000"])
+def test_a_model_larger_than_the_memory_is_refused_with_its_size(job: Path, override: str) -> None:
+    said = sentence(command("train", job, override))
+    assert said.startswith("the weights of this rank take ")
+    assert override.removeprefix("model.") in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("layernorm_epsilon=abc", 'input should be a valid number (given "abc")'),
+        ("layernorm_epsilon=true", "input should be a valid number (given true)"),
+        ("layernorm_epsilon=.nan", "input should be a finite number (given NaN)"),
+        ("hidden_dropout=[0.1]", "input should be a valid number (given [0.1])"),
+        ("num_moe_experts=2.5", "input should be a valid integer (given 2.5)"),
+        ("num_moe_experts=true", "input should be a valid integer (given true)"),
+        ("moe_ffn_hidden_size=99999999999", "input should be at most 2147483647 (given 99999999999)"),
+        ("window_size=[16]", "field required (given [16])"),
+        ("window_size=16", "input should be a valid array (given 16)"),
+        ("fp32_residual_connection=maybe", 'input should be a valid boolean (given "maybe")'),
+        ("recompute_granularity=some", "input should be 'full' or 'selective' (given \"some\")"),
+        ("moe_aux_loss_coeff={a: 1}", "input should be a valid number; or input should be a valid array (given {"),
+        ("init_method=normal", 'input should be callable (given "normal")'),
+    ],
+)
+def test_every_field_of_the_transformer_has_its_type(job: Path, setting: str, says: str) -> None:
+    said = sentence(command("train", job, f"model.transformer.{setting}"))
+    assert said.startswith(f"model.transformer.{setting.partition('=')[0]}: ")
+    assert says in said
+
+
+def test_plan_checks_the_model_that_it_plans_for(job: Path) -> None:
+    job.write_text(job.read_text().replace("num_layers: 2", "num_layers: 2\n  transformer: {layernorm_epsilon: abc}"))
+    for name in ("plan", "inspect"):
+        said = sentence(command(name, job.with_name("data.jsonl"), "--model", str(job)))
+        assert said.startswith("model.transformer.layernorm_epsilon: input should be a valid number")
+
+
+@pytest.mark.parametrize("name", ["calibrate", "score"])
+@pytest.mark.parametrize("target", ["recipe.yaml", "data.jsonl", "link.jsonl"])
+def test_an_output_that_is_an_input_is_refused(job: Path, name: str, target: str) -> None:
+    (job.parent / "link.jsonl").symlink_to(job.parent / "data.jsonl")
+    before = job.read_text(), (job.parent / "data.jsonl").read_text()
+    output = job.with_name(target)
+    said = sentence(command(name, job, "--output", str(output)))
+    assert said == f"--output {output}: is read by this command, which would replace it; name another file"
+    assert (job.read_text(), (job.parent / "data.jsonl").read_text()) == before
+
+
+def test_metrics_do_not_replace_the_data(job: Path) -> None:
+    data = job.with_name("data.jsonl")
+    assert sentence(command("train", job, f"log.metrics={data}")).startswith(f"log.metrics={data}: is read by this ")
+
+
+def test_two_runs_do_not_write_to_one_file_of_metrics(job: Path) -> None:
+    metrics = job.with_name("metrics.jsonl")
+    done = command("train", job, f"log.metrics={metrics}", "train_iters=2")
+    assert done.exit_code == 0, done.output
+    before = metrics.read_text()
+    with metrics.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        said = sentence(command("train", job, f"log.metrics={metrics}", "train_iters=2"))
+    assert said == f"log.metrics={metrics}: another run writes to this file; name another"
+    assert metrics.read_text() == before
+    done = command("train", job, f"log.metrics={metrics}", "train_iters=2")
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "file"),
+    [
+        ("calibrate", "--output", "cost.json"),
+        ("train", "log.metrics", "metrics.jsonl"),
+        ("train", "log.tensorboard", "tb"),
+    ],
+)
+def test_a_full_disk_is_told_by_name(job: Path, name: str, option: str, file: str) -> None:
+    output = job.with_name(file)
+    given = [option, str(output)] if option.startswith("--") else [f"{option}={output}"]
+    if file == "tb":
+        pytest.importorskip("tensorboard")
+    with at_most(64):
+        said = sentence(command(name, job, *given))
+    assert str(output) in said
+    assert "File too large" in said
+    assert not list(job.parent.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 is not below WORLD_SIZE=2; "),
+        ({"RANK": "0"}, "RANK=0 is set without WORLD_SIZE; "),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set without RANK; "),
+        ({"MASTER_ADDR": "no.such.machine.invalid", "RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR=no.such.machine.inv"),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"},
+            "Slurm started 2 ranks (SLURM_STEP_",
+        ),
+    ],
+)
+def test_ranks_that_make_no_sense_are_told_at_once(
+    job: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
+) -> None:
+    if "RANK" in variables:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", **variables}
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert sentence(command("train", job)).startswith(says)
+
+
+def test_a_port_that_is_taken_is_told(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **where}.items():
+        monkeypatch.setenv(variable, value)
+    said = sentence(command("train", job))
+    assert said.startswith(f"the ranks do not meet at MASTER_ADDR=127.0.0.1 MASTER_PORT={store.port}: ")
+    assert "already in use" in said
+
+
+def test_files_that_cannot_be_opened_are_told_by_name(job: Path) -> None:
+    used = len(os.listdir("/proc/self/fd"))
+    with at_most(used - 1, resource.RLIMIT_NOFILE):
+        said = sentence(command("train", job))
+    assert said == f"too many open files: this process may have {used - 1} (ulimit -n); raise that"
