@@ -125,7 +125,7 @@ def _repr(value: object) -> str:
 def _one_line(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    return _short(" ".join(str(error).split()), 300)
+    return _short(" ".join(str(error).split()), 500)
 
 
 def _short(text: str, most: int = 100) -> str:

@@ -1,0 +1,83 @@
+"""Arguments and terminals that make no sense: numbers without a limit, unknown options, no columns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mcore_prefix_tree.cli.main import app
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"tokens": [*range(20), 40 + row]}) + "\n" for row in range(8)))
+    return path
+
+
+def cli(*arguments: object, **environment: str) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
+
+
+HUGE = 10**30
+NUMBERS = [
+    *(("plan", option) for option in ("--max-tokens", "--dp", "--micro-batches", "--global-batch-size", "--seed")),
+    *(("inspect", option) for option in ("--trees", "--min-shared-tokens")),
+    *(("score", option) for option in ("--teacher-top-k",)),
+    *(("calibrate", option) for option in ("--repeats",)),
+    *(("bench step", option) for option in ("--repeats",)),
+    *(("bench attention", option) for option in ("--max-tokens", "--scale", "--heads", "--value-dim", "--repeats")),
+]
+
+
+@pytest.mark.parametrize(("command", "option"), NUMBERS)
+@pytest.mark.parametrize("value", [HUGE, -1, "x"])
+def test_numbers_have_limits_that_are_named(data: Path, command: str, option: str, value: object) -> None:
+    files = [] if command == "bench attention" else [data]
+    done = cli(*command.split(), *files, option, value)
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: Invalid value for '{option}': ")
+    assert line.endswith(f" {command} --help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plan"], "error: Missing argument 'FILE...'; see "),
+        (["plan", "x.jsonl", "--nope"], "error: No such option: --nope"),
+        (["nope"], "error: No such command 'nope'"),
+        (["--nope"], "error: No such option: --nope"),
+        (["plan", "x.jsonl", "--order", "random"], "error: Invalid value for '--order': "),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(arguments: list[str], says: str) -> None:
+    done = cli(*arguments)
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(says)
+
+
+def test_a_group_without_a_command_shows_its_help() -> None:
+    for arguments in ([], ["bench"]):
+        assert "Usage: " in cli(*arguments).output
+
+
+@pytest.mark.parametrize("columns", ["0", "-1", "1", "39", "wide", "", "9" * 5000])
+@pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--max-tokens", "64"], ["plan", "--help"]])
+def test_a_terminal_of_no_width_shows_what_others_show(data: Path, arguments: list[str], columns: str) -> None:
+    command, *options = arguments
+    files = [] if "--help" in options else [data]
+    shown = cli(command, *files, *options, COLUMNS=columns, TERMINAL_WIDTH=columns)
+    assert shown.exit_code == 0, shown.output
+    assert shown.output == cli(command, *files, *options, COLUMNS="80").output
+
+
+def test_the_most_ranks_are_planned_for(data: Path) -> None:
+    done = cli("plan", data, "--max-tokens", 64, "--dp", 2**16, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["idle_ranks"] == 2**16 - 8

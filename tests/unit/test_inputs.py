@@ -1,0 +1,99 @@
+"""Files that never begin or never end: FIFOs, devices, lines and blank lines without end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from mcore_prefix_tree import inputs
+from mcore_prefix_tree.data import iter_sample_groups, jsonl
+from mcore_prefix_tree.data.files import index_files
+from mcore_prefix_tree.plan import read_measured
+from mcore_prefix_tree.recipe import RecipeError, load_recipe
+from mcore_prefix_tree.sample import SampleError
+
+NOBODY = r"no process has opened this FIFO to write to it within 0\.2 s; start its writer first$"
+
+
+@pytest.fixture
+def fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(inputs, "FIFO_S", 0.2)
+    path = tmp_path / "fifo.jsonl"
+    os.mkfifo(path)
+    return path
+
+
+def samples(path: Path) -> list[list[int]]:
+    return [sample.tokens.tolist() for line in iter_sample_groups(path) for sample in line]
+
+
+def test_a_fifo_without_a_writer_is_refused(fifo: Path) -> None:
+    with pytest.raises(SampleError, match=NOBODY):
+        samples(fifo)
+    with pytest.raises(RecipeError, match=NOBODY.removesuffix("$")):
+        load_recipe(fifo)
+    with pytest.raises(OSError, match="no process has opened this FIFO"):
+        read_measured(str(fifo))
+
+
+def test_nothing_that_is_written_to_a_fifo_is_lost(fifo: Path) -> None:
+    rows = "".join(f'{{"tokens": [1, {row}]}}\n' for row in range(1, 500))
+    writer = threading.Thread(target=fifo.write_text, args=(rows,))
+    writer.start()
+    assert samples(fifo) == [[1, row] for row in range(1, 500)]
+    writer.join()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
+def test_only_a_regular_file_is_read_from_the_middle(tmp_path: Path, suffix: str) -> None:
+    os.mkfifo(path := tmp_path / f"fifo{suffix}")
+    with pytest.raises(SampleError, match=r"is not a regular file, and cannot be read from the middle"):
+        index_files([str(path)])
+    if suffix != ".jsonl":
+        with pytest.raises(SampleError, match=r"is not a regular file"):
+            samples(path)
+
+
+def test_devices_and_sockets_end_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "LINE_BYTES", 1 << 16)
+    with pytest.raises(SampleError, match=r"^/dev/zero:1: the line is longer than "):
+        samples(Path("/dev/zero"))
+    with pytest.raises(RecipeError, match=r"/dev/zero: is larger than 16 MiB"):
+        load_recipe("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        with pytest.raises(SampleError, match=r"socket: cannot be read after line 0: No such device or address"):
+            samples(tmp_path / "socket")
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    import gzip
+
+    monkeypatch.setattr(jsonl, "LINE_BYTES", 3 << 20)
+    path = tmp_path / f"data.jsonl{ending}"
+    content = b'{"tokens": [1]}\n{"tokens": [' + b"1," * (2 << 20) + b"1]}\n"
+    path.write_bytes(gzip.compress(content) if ending else content)
+    with pytest.raises(SampleError, match=r"data\.jsonl.*:2: the line is longer than 3 MiB; write JSON Lines"):
+        samples(path)
+    if not ending:
+        with pytest.raises(SampleError, match=r"data\.jsonl:2: the line is longer than 3 MiB; write JSON Lines"):
+            index_files([str(path)])
+
+
+def test_a_file_of_blank_lines_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"tokens": [1]}\n' + b"\n" * (3 << 20))
+    for read in (samples, lambda path: index_files([str(path)])):
+        with pytest.raises(SampleError, match=r"data\.jsonl:\d+: more than 1 MiB of blank lines end here; remove them"):
+            read(path)
+
+
+def test_some_blank_lines_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes((b'{"tokens": [1]}\n' + b"\n" * 1000) * 3)
+    assert samples(path) == [[1]] * 3
