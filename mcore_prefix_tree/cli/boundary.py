@@ -6,6 +6,7 @@ import codecs
 import io
 import logging
 import os
+import re
 import sys
 import unicodedata
 import warnings
@@ -59,7 +60,7 @@ def _usable_width() -> None:
     """Leave out what the environment sets to no width that a table fits into, such as ``COLUMNS=0``."""
     for name in ("COLUMNS", "TERMINAL_WIDTH"):  # Rich's and Typer's
         width = os.environ.get(name, "")
-        if not (width.isdecimal() and int(width) >= _NARROWEST):
+        if not (re.fullmatch("[0-9]{2,6}", width) and int(width) >= _NARROWEST):
             os.environ.pop(name, None)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.sample import Sample
 
 _RANKS_SHOWN = 16
+_MICRO_BATCHES = 2**16
 
 
 @takes(SampleOptions)
@@ -62,6 +63,8 @@ def plan(
 
     if plot is not None:
         _check_plot(plot, options)  # before the work, not after it
+    if dp * (micro_batches or 1) > _MICRO_BATCHES:
+        raise ValueError(f"--dp {dp} with --micro-batches {micro_batches}: at most {_MICRO_BATCHES:,} are planned")
     recipe = options.recipe
     limit = "--max-tokens"
     if max_tokens is None:

@@ -7,6 +7,7 @@ Legend: D data-parallel ranks, K micro-batches per rank, L leaves.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 
 import numpy as np
@@ -277,14 +278,21 @@ def _deal(
     leaves: Leaves, cost_model: CostModel, bins: list[Int64Array], dp_size: int, micro_batches: int
 ) -> list[RankBins]:
     """Bins to ranks, ``micro_batches`` each: the largest first to the lightest rank with room, then swaps."""
-    bins = bins + [np.arange(0)] * (dp_size * micro_batches - len(bins))
+    empty, missing = np.arange(0), dp_size * micro_batches - len(bins)
     cost = [leaves.some(chosen).units(cost_model) for chosen in bins]
+    cost += [leaves.some(empty).units(cost_model)] * missing
+    bins = bins + [empty] * missing
     ranks: list[list[int]] = [[] for _ in range(dp_size)]
     load = [0] * dp_size
+    with_room = [(0, rank) for rank in range(dp_size)]  # a heap
     for index in sorted(range(len(bins)), key=lambda index: -cost[index]):
-        rank = min((r for r in range(dp_size) if len(ranks[r]) < micro_batches), key=load.__getitem__)
+        rank = with_room[0][1]
         ranks[rank].append(index)
         load[rank] += cost[index]
+        if len(ranks[rank]) < micro_batches:
+            heapq.heapreplace(with_room, (load[rank], rank))
+        else:
+            heapq.heappop(with_room)
     if micro_batches > 1:
         _swap(ranks, load, np.asarray(cost, dtype=np.int64))
     return [[bins[index] for index in rank] for rank in ranks]
@@ -295,7 +303,7 @@ def _swap(ranks: list[list[int]], load: list[int], cost: Int64Array) -> None:
     for _ in range(4 * len(ranks)):
         heavy = int(np.argmax(load))
         best: tuple[int, int, int, int] | None = None
-        for light in sorted(range(len(ranks)), key=load.__getitem__)[: min(8, len(ranks) - 1)]:
+        for light in heapq.nsmallest(min(8, len(ranks) - 1), range(len(ranks)), key=load.__getitem__):
             gain = cost[ranks[heavy]][:, None] - cost[ranks[light]][None, :]
             after = np.maximum(load[heavy] - gain, load[light] + gain)
             at = int(np.argmin(after))
