@@ -23,9 +23,12 @@ INTERRUPTED = ENDED_BY_SIGNAL + signal.SIGINT
 USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError, MemoryError)
 _PATIENCE_S = 10.0
 # What torch, CUDA and C++ say where Python raises MemoryError, and how much they and NumPy asked for.
-_NO_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory|bad_alloc|ALLOC_FAILED|new thread")
+_NO_MEMORY = re.compile(
+    r"can't allocate memory|out of memory|not enough memory|bad_alloc|ALLOC_FAILED|new thread|"
+    + re.escape(os.strerror(errno.EAGAIN))  # of a thread that cannot start
+)
 _NO_FILES = os.strerror(errno.EMFILE)
-_ASKED_FOR = re.compile(r"(?:tried|Tried|Unable) to allocate ([0-9.]+ \w+)")
+_ASKED_FOR = re.compile(r"(?:tried|Tried|Unable) to allocate ([0-9.]+) (\w+)")
 
 
 class OutOfMemoryError(MemoryError):
@@ -87,7 +90,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _no_memory(error: BaseException) -> str:
     asked = _ASKED_FOR.search(str(error))
-    return "memory ran out" if asked is None else f"memory ran out, {asked[1]} more were asked for"
+    if asked is None:
+        return "memory ran out"
+    amount = f"{int(asked[1]) / 2**30:.2f} GiB" if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
+    return f"memory ran out, {amount} more were asked for"
 
 
 def is_of_this_package(error: BaseException) -> bool:

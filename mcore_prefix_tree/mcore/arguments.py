@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcore_prefix_tree.attention.auto import check_setting
+from mcore_prefix_tree.recipe.sections import MOST
 
 
 class ArgumentError(ValueError):
@@ -43,6 +45,12 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return found
+
+
+def _tokens(text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > MOST:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of at most {MOST}")
+    return int(text)
 
 
 def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -129,7 +137,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--prefix-tree-max-tokens",
-        type=int,
+        type=_tokens,
         metavar="N",
         help="Most physical tokens (after folding, before padding) of a micro-batch. Bounds its memory.",
     )
@@ -142,14 +150,14 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--prefix-tree-min-shared-tokens",
-        type=int,
+        type=_tokens,
         default=0,
         metavar="N",
         help="Common prefixes of fewer tokens are not shared. Default: %(default)s.",
     )
     group.add_argument(
         "--prefix-tree-length-buckets",
-        type=int,
+        type=_tokens,
         nargs="+",
         metavar="N",
         help="The only sizes that micro-batches are padded to, the largest at least --prefix-tree-max-tokens. Default: "

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import resource
 import sys
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from mcore_prefix_tree import Sample, SampleError, Signals
 from mcore_prefix_tree.data import read_samples, write_tables
 from mcore_prefix_tree.data.write import check_output, check_rows_output, row_of, rows_file
+from mcore_prefix_tree.errors import sentence_of
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
 
@@ -199,6 +201,30 @@ def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch):
     for name in ("rows.parquet", "rows.arrow", "rows.feather"):
         with pytest.raises(ImportError, match=r"need pyarrow: pip install 'mcore-prefix-tree\[arrow\]'"):
             check_output(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["z.jsonl", "z.jsonl.gz", "z.parquet", "z.arrow"])
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path, name):
+    rows = [{"source": "x", "tokens": np.random.default_rng(row).integers(0, 9, 400)} for row in range(20)]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error, rows_file(tmp_path / name) as writer:
+            writer.add(rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sentence_of(error.value) == f"{tmp_path / name}: cannot be written: File too large"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", ["data.jsonl", "./data.jsonl", "*.jsonl", "link.jsonl"])
+def test_what_a_command_reads_is_no_output(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text("")
+    (tmp_path / "link.jsonl").symlink_to("data.jsonl")
+    with pytest.raises(ValueError, match=r"data\.jsonl: is read by this command, which would replace it"):
+        check_output(tmp_path / "data.jsonl", ["-", "missing", given])
+    check_output(tmp_path / "new.jsonl", [given])
 
 
 @pytest.mark.parametrize("name", ["z.csv", "z.txt", "z", "z.gz", "z.parquet.gz", "z.csv.gz", "jsonl"])
