@@ -78,7 +78,7 @@ OTHER = [
     ("--prefix-tree-max-token 3", "unrecognized arguments: --prefix-tree-max-token 3"),
     ("--prefix-tree-data-path nope.jsonl", "nope.jsonl: no such file in "),
     ("--prefix-tree-valid-data-path nope/*.jsonl", "nope/*.jsonl: this glob matches no file in "),
-    ("--prefix-tree-max-tokens x", "argument --prefix-tree-max-tokens: invalid int value: 'x'"),
+    ("--prefix-tree-max-tokens x", "argument --prefix-tree-max-tokens: 'x' is not a number of at most 2147483647"),
     ("--prefix-tree-chat-template-kwargs [3]", "argument --prefix-tree-chat-template-kwargs: '[3]' is not a JSON o"),
     ("--prefix-tree-chat-template-kwargs {", "argument --prefix-tree-chat-template-kwargs: '{' is not a JSON obj"),
     ("--log-throughput", "prefix-tree training does not support --log-throughput: it counts --seq-length tokens a"),

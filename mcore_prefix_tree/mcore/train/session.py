@@ -89,8 +89,8 @@ def session(recipe: Recipe) -> Iterator[Session]:
             torch.cuda.set_device(device)
         _init_process_group("nccl" if on_gpu else "gloo", recipe.distributed_timeout_minutes)
         stack.push(_leave_process_group)
+        stack.callback(parallel_state.destroy_model_parallel)  # also where only some groups could be made
         _init_parallel_state(recipe)
-        stack.callback(parallel_state.destroy_model_parallel)
         # Stages draw different weights, tensor-parallel ranks cut the same ones: Megatron-LM's offset.
         seed = recipe.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(seed)
