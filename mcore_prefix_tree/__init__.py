@@ -1,20 +1,20 @@
 """Prefix-tree training on stock Megatron-Core: every shared token computed once, every gradient unchanged."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mcore_prefix_tree.layout import FlatLayout, fold
-from mcore_prefix_tree.sample import Sample, SampleError, Signals
-
 if TYPE_CHECKING:
+    from mcore_prefix_tree.layout import FlatLayout, fold
     from mcore_prefix_tree.metadata import TreeMetadata
+    from mcore_prefix_tree.sample import Sample, SampleError, Signals
 
 __all__ = ["FlatLayout", "Sample", "SampleError", "Signals", "TreeMetadata", "fold"]
 
+_HOMES = {"FlatLayout": "layout", "fold": "layout", "TreeMetadata": "metadata"}
+
 
 def __getattr__(name: str) -> Any:
-    # It needs torch, which takes seconds to import; data, folding and the command line's --help do not.
-    if name == "TreeMetadata":
-        from mcore_prefix_tree.metadata import TreeMetadata
-
-        return TreeMetadata
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # torch takes seconds to import and NumPy tenths of one; the command line's --help needs neither.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'sample')}"), name)

@@ -39,8 +39,7 @@ class OutOfMemoryError(MemoryError):
 def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: True) -> Iterator[None]:
     """Turn errors that a user can mend into one line on standard error and exit code 2.
 
-    Ctrl-C exits with 130, quietly. A reader that has gone away is for whoever is outside to handle. Anything else is a
-    bug and keeps its traceback.
+    Ctrl-C exits with 130, quietly. Anything else is a bug and keeps its traceback.
 
     Args:
         is_users: whether an error of :data:`USER_ERRORS` is one that a user can mend.
@@ -50,8 +49,6 @@ def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: Tr
         sys.stdout.flush()  # a reader that has gone away is noticed here rather than at the interpreter's exit
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:
-        raise
     except (*USER_ERRORS, RuntimeError) as error:
         is_known = isinstance(error, USER_ERRORS) or is_out_of_memory(error) or _NO_FILES in str(error)
         if not (is_known and is_users(error)):
@@ -132,7 +129,7 @@ def tell(sentence: str | None) -> None:
     Args:
         sentence: None where everything is said already.
     """
-    if not _speaks_first():
+    if not speaks_first():
         # To be ended is what it waits for; a trainer's handler would only take note of the signal.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE_S)
@@ -141,10 +138,10 @@ def tell(sentence: str | None) -> None:
         sys.stderr.flush()
 
 
-def _speaks_first() -> bool:
-    """Whether no other rank of this machine has spoken: torchrun gives each start of its workers a folder of its own.
+def speaks_first() -> bool:
+    """Return whether this rank is the one of its machine that reports, which only the first that asks is.
 
-    Without that folder the word is the first rank's.
+    torchrun gives each start of its workers a folder of its own. Without that folder local rank 0 reports.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty where torchrun is to keep no logs
     if file:

@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import re
+import signal
 import sys
 import unicodedata
 import warnings
@@ -18,6 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from mcore_prefix_tree.errors import USER_ERROR, leave, readable_errors
+from mcore_prefix_tree.output import lost_output
 
 # Narrower, tables and help are cut down to nothing.
 _NARROWEST = 40
@@ -65,7 +67,13 @@ def _usable_width() -> None:
 
 
 class Commands(TyperGroup):
-    """A group whose every command runs inside :func:`readable_errors`; Typer handles a reader that has gone away."""
+    """A group whose every command runs inside :func:`readable_errors` and :func:`lost_output`."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Parse the command line and run the command that it names."""
+        write_anything()
+        with lost_output():
+            return super().main(*args, **options)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the arguments before the command's name; ``--help`` is shown here."""
@@ -74,8 +82,9 @@ class Commands(TyperGroup):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the arguments name."""
-        write_anything()
+        """Run the command that the arguments name; Ctrl-C raises in it, so that it clears up."""
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         with readable_errors(), _one_sentence():
             return super().invoke(ctx)
 

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.ending import ended_at_once
 from mcore_prefix_tree.errors import ENDED_BY_SIGNAL, FAILED, leave
+from mcore_prefix_tree.output import outlive_output
 
 
 def train(
@@ -32,15 +34,21 @@ def train(
 ) -> None:
     """Train a GPT on folded rollouts; under torchrun for several ranks.
 
-    Ctrl-C, or SIGTERM, SIGUSR1 or SIGUSR2 from a scheduler, ends it after the step, with a checkpoint.
+    Ctrl-C, a lost terminal, or SIGTERM, SIGUSR1 or SIGUSR2 from a scheduler ends it after the step, with a checkpoint.
     """
+    with ended_at_once():
+        _train(recipe, overrides or [], resume=resume, new_data=new_data)
+
+
+def _train(recipe: str, overrides: list[str], *, resume: bool, new_data: bool) -> None:
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter
     from mcore_prefix_tree.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, overrides)
     quiet_upstream()
+    outlive_output()
     # Megatron takes seconds to import: a wrong recipe is told before.
     from mcore_prefix_tree.mcore.train.ending import EndedError
     from mcore_prefix_tree.mcore.train.jobs import VerificationError, run_train

@@ -18,12 +18,11 @@ import numpy.typing as npt
 from mcore_prefix_tree.data.folded import deal_runs, trie_order
 from mcore_prefix_tree.data.same import checksum
 from mcore_prefix_tree.data.stream import StreamedGroups
+from mcore_prefix_tree.ending import ENDING_SIGNALS
 from mcore_prefix_tree.sample import Sample, SampleError
 
 Int64Array = npt.NDArray[np.int64]
 
-# By which terminals, torchrun, Slurm and other schedulers tell all processes of a job, workers too, that its end comes.
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_S = 1.0
 _FAULTS = (SampleError, MemoryError, OSError)
 

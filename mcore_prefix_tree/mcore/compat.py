@@ -45,6 +45,7 @@ _ATTENTION = "megatron.core.transformer.attention"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _STATE = "megatron.core.parallel_state"
+_SAVING = "megatron.core.dist_checkpointing.strategies.torch"
 
 SEAM = (
     Uses(
@@ -210,7 +211,15 @@ TRAINING = (
         "wd_incr_style use_checkpoint_opt_param_scheduler override_opt_param_scheduler",
     ),
     Uses("megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step", keywords="increment"),
-    Uses("megatron.core.dist_checkpointing:save", "sharded_state_dict checkpoint_dir"),
+    Uses("megatron.core.dist_checkpointing:save", "sharded_state_dict checkpoint_dir sharded_strategy"),
+    # WriteInRank, a subclass.
+    Uses(f"{_SAVING}:TorchDistSaveShardedStrategy", "backend version"),
+    Uses(f"{_SAVING}:TorchDistSaveShardedStrategy.save", "sharded_state_dict checkpoint_dir"),
+    Uses(f"{_SAVING}:MCoreSavePlanner"),
+    Uses(f"{_SAVING}:mcore_to_pyt_state_dict", "state_dict is_loading"),
+    Uses("megatron.core.dist_checkpointing.dict_utils:nested_values", "x"),
+    Uses("megatron.core.dist_checkpointing.mapping:ShardedObject"),
+    Uses("megatron.core.dist_checkpointing.mapping:is_main_replica", "replica_id"),
     Uses("megatron.core.dist_checkpointing:load", "sharded_state_dict checkpoint_dir"),
     Uses("megatron.core.dist_checkpointing:load_tensors_metadata", "checkpoint_dir"),
     Uses("megatron.core.models.gpt:GPTModel.sharded_state_dict", keywords="metadata"),

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -234,16 +235,21 @@ def test_where_nothing_is_saved_the_end_says_so(job: Path) -> None:
     )
 
 
-def test_the_second_signal_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+def test_second_ctrl_c_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(number: int, seconds: float) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(seconds)
+        os.kill(os.getpid(), number)
 
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("mcore_prefix_tree.mcore.train.ending._TWICE_S", 0.01)
     with EndingSignals(), pytest.raises(KeyboardInterrupt):
-        twice()
+        twice(signal.SIGINT, 0.02)
+    with EndingSignals():
+        twice(signal.SIGINT, 0.0)  # to the process and to its group
+        twice(signal.SIGTERM, 0.02)  # timeout, and a scheduler that warned with another signal before
     monkeypatch.setenv("RANK", "0")  # a launcher sends to all what the terminal has sent already
     with EndingSignals():
-        twice()
+        twice(signal.SIGINT, 0.02)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)

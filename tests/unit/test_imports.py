@@ -19,6 +19,8 @@ MAX_LINES = 450
 ALLOWED = {
     "errors": set(),
     "inputs": set(),
+    "ending": {"errors"},
+    "output": {"errors"},
     "launchers": set(),
     "memory": set(),
     "versions": set(),
@@ -26,7 +28,7 @@ ALLOWED = {
     "upload": set(),
     "sample": {"signals"},
     "trie": {"sample"},
-    "data": {"inputs", "sample", "signals", "trie"},
+    "data": {"ending", "inputs", "sample", "signals", "trie"},
     "layout": {"sample", "trie"},
     "stats": {"layout"},
     "plan": {"inputs", "sample", "trie", "layout", "stats"},
@@ -37,14 +39,14 @@ ALLOWED = {
     "recipe": {"inputs", "layout"},
     "mcore": {
         "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
-        "objectives", "recipe", "launchers", "memory", "upload", "errors", "inputs",
+        "objectives", "recipe", "launchers", "memory", "upload", "errors", "ending", "inputs",
         # Where there is no GPU, training runs under the emulation, and its norms stand in for the missing kernels.
         "testing",
     },
     "bench": {"memory", "versions", "sample", "trie", "layout", "plan", "metadata", "attention", "recipe", "mcore"},
     "pretrain_gpt": {
-        "errors", "launchers", "sample", "data", "layout", "plan", "metadata", "attention", "logprob", "objectives",
-        "mcore",
+        "errors", "launchers", "output", "sample", "data", "layout", "plan", "metadata", "attention", "logprob",
+        "objectives", "mcore",
     },
     "__init__": {"sample", "layout", "metadata"},
 }  # fmt: skip

@@ -8,7 +8,6 @@ Model keys are those of the stock model; a scalar head, which that does not have
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import socket
@@ -33,6 +32,7 @@ from mcore_prefix_tree.mcore.train.retention import saving_mark
 from mcore_prefix_tree.mcore.train.session import on_main_rank
 from mcore_prefix_tree.mcore.train.settings import check_same_function, write_settings
 from mcore_prefix_tree.mcore.train.vetting import UnsafeCheckpointError, check_holds_only_data
+from mcore_prefix_tree.mcore.train.writing import WriteInRank
 from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -40,10 +40,8 @@ RELEASE = "release"
 # How long a rank looks for what another machine has written, and how often.
 _PATIENCE_S, _LOOK_S = 15.0, 0.5
 _RECIPE_SETTINGS = ("max_lr", "min_lr", "betas")
-_WRITERS_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-# What a disk makes Megatron and torch raise while they write: threads of a newer writer assert that none failed, and a
-# rank whose partner is gone meets a broken connection.
-_WRITING_ERRORS = (OSError, RuntimeError, AssertionError, CheckpointException)
+# What a disk makes Megatron and torch raise while they write. A rank whose partner is gone meets a broken connection.
+_WRITING_ERRORS = (OSError, RuntimeError, CheckpointException)
 
 
 class SaveError(OSError):
@@ -162,7 +160,9 @@ def save(
     with _writing(folder, progress.iteration):
         on_main_rank(lambda: _make_empty(target))
         dist_checkpointing.save(
-            state | {"opt_param_scheduler": scheduler.state_dict(), "progress": vars(progress)}, str(target)
+            state | {"opt_param_scheduler": scheduler.state_dict(), "progress": vars(progress)},
+            str(target),
+            sharded_strategy=WriteInRank(),
         )
         write_checksums(target)
         on_main_rank(partial(write_settings, target, recipe))
@@ -187,10 +187,6 @@ def _name_as_latest(folder: str | Path, iteration: int) -> None:
 @contextmanager
 def _writing(folder: str | Path, iteration: int) -> Iterator[None]:
     """Make one sentence of whatever ends the writing of a checkpoint."""
-    writers = logging.getLogger(_WRITERS_LOG)
-    told = _Told()
-    propagate, writers.propagate = writers.propagate, False
-    writers.addHandler(told)
     try:
         yield
     except _WRITING_ERRORS as error:
@@ -198,34 +194,9 @@ def _writing(folder: str | Path, iteration: int) -> Iterator[None]:
         left = "no checkpoint was saved before it" if whole is None else f"the checkpoint of iteration {whole} is whole"
         raise SaveError(
             f"checkpoint.save={folder}: iteration {iteration} could not be written to "
-            f"{iteration_folder(folder, iteration)} ({_why(error, told.first)}{_room(folder)}); {left}; make room "
+            f"{iteration_folder(folder, iteration)} ({_reason(error)}{_room(folder)}); {left}; make room "
             "there and start again with --resume"
         ) from error
-    finally:
-        writers.removeHandler(told)
-        writers.propagate = propagate
-
-
-def _why(error: BaseException, told: str | None) -> str:
-    """What ended the writing, as far as a rank can know."""
-    if isinstance(error, CheckpointException):
-        # All ranks raise it together. What the writers of one of them told is nearer to the cause than what is raised
-        # on the main rank, which alone has the failures.
-        of_all = everyone((told, _reason(error) if error.failures else None))
-        told = next((word for words in zip(*of_all, strict=True) for word in words if word is not None), None)
-    return told or _reason(error)
-
-
-class _Told(logging.Handler):
-    """The first error that Megatron's writers logged: what they raise in the end may not say it."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.first: str | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the first."""
-        self.first = self.first or record.getMessage()
 
 
 def _room(folder: str | Path) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.data.batches import ENDING_SIGNALS
+from mcore_prefix_tree.ending import heeded
+
+_TWICE_S = 1.0
 
 
 class EndedError(Exception):
@@ -29,19 +32,21 @@ class EndedError(Exception):
 class EndingSignals:
     """Notes Ctrl-C and the signals by which launchers and schedulers end a job, in a ``with`` block.
 
-    Where no launcher started this process, the second signal does what it does to any program. Launchers repeat
-    signals that reached all of their processes already, and make an end of those that take long by themselves.
+    Without a launcher, a second Ctrl-C a second later or more ends the process at once. No other signal that is
+    repeated does: ``timeout`` sends each twice, schedulers warn before they end a job, and launchers repeat what
+    reached all of their processes already.
 
-    Outside of the process's main thread, which alone may handle signals, none is noted.
+    Outside the main thread, which alone may handle signals, none is noted.
     """
 
     def __init__(self) -> None:
         self._noted = 0
+        self._noted_at = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> EndingSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in ENDING_SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in heeded()}
         return self
 
     def __exit__(
@@ -57,7 +62,8 @@ class EndingSignals:
         return int(noted)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted and "RANK" not in os.environ:
+        if not self._noted:
+            self._noted, self._noted_at = number, time.monotonic()
+        elif number == signal.SIGINT and "RANK" not in os.environ and time.monotonic() - self._noted_at > _TWICE_S:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)
-        self._noted = self._noted or number

@@ -203,29 +203,35 @@ class Trainer:
             open_logs(recipe.log, done=done, say=reporter.message) as log,
             self._order.stream(consumed, num_workers=workers) as stream,
             Ahead(partial(self._plan, stream), first=done + 1, last=recipe.train_iters + 1) as steps,
-            EndingSignals() as signals,
         ):
             if saved is None and self._is_time_to_evaluate(done):
                 self._evaluate(done, log, reporter)
-            for planned in steps:
-                report = self._step(planned)
-                if self._place.is_main:
-                    log.step(report)
-                    reporter.step(report)
-                ended_by = signals.agreed(self._place.device)
-                if not ended_by and self._is_time_to_evaluate(report.iteration):
-                    self._evaluate(report.iteration, log, reporter)
-                    ended_by = signals.agreed(self._place.device)
-                if self._is_time_to_save(report.iteration) or (ended_by and recipe.checkpoint.save is not None):
-                    self._save(report.iteration, reporter)
-                if ended_by:
-                    if self._place.is_main:
-                        reporter.message(self._how_it_ended(ended_by, report.iteration))
-                    raise EndedError(ended_by)
+            # Before the first step there is nothing to save, and a signal ends the run at once.
+            with EndingSignals() as signals:
+                for planned in steps:
+                    self._complete(planned, signals, log, reporter)
         if recipe.compare:
             comparison = self.compare(recipe.train_iters, repeats=1)
             if self._place.is_main:
                 reporter.compared(comparison)
+
+    def _complete(self, planned: _PlannedStep, signals: EndingSignals, log: Logs, reporter: Reporter) -> None:
+        """Do one step and what is due after it: evaluate, save, end."""
+        report = self._step(planned)
+        if self._place.is_main:
+            log.step(report)
+            reporter.step(report)
+        ended_by = signals.agreed(self._place.device)
+        if not ended_by and self._is_time_to_evaluate(report.iteration):
+            self._evaluate(report.iteration, log, reporter)
+            ended_by = signals.agreed(self._place.device)
+        if self._is_time_to_save(report.iteration) or (ended_by and self._recipe.checkpoint.save is not None):
+            self._save(report.iteration, reporter)
+            ended_by = ended_by or signals.agreed(self._place.device)
+        if ended_by:
+            if self._place.is_main:
+                reporter.message(self._how_it_ended(ended_by, report.iteration))
+            raise EndedError(ended_by)
 
     def _check_steps(self, done: int) -> None:
         """As :func:`check_steps`, after so many steps; streamed samples are not there to look at."""
