@@ -29,7 +29,7 @@ from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY
 from mcore_prefix_tree.mcore.train.integrity import DamagedCheckpointError, check_integrity, write_checksums
 from mcore_prefix_tree.mcore.train.retention import saving_mark
-from mcore_prefix_tree.mcore.train.session import on_main_rank
+from mcore_prefix_tree.mcore.train.session import is_of_lost_rank, on_main_rank
 from mcore_prefix_tree.mcore.train.settings import check_same_function, write_settings
 from mcore_prefix_tree.mcore.train.vetting import UnsafeCheckpointError, check_holds_only_data
 from mcore_prefix_tree.mcore.train.writing import WriteInRank
@@ -40,7 +40,7 @@ RELEASE = "release"
 # How long a rank looks for what another machine has written, and how often.
 _PATIENCE_S, _LOOK_S = 15.0, 0.5
 _RECIPE_SETTINGS = ("max_lr", "min_lr", "betas")
-# What a disk makes Megatron and torch raise while they write. A rank whose partner is gone meets a broken connection.
+# What a disk makes Megatron and torch raise while they write.
 _WRITING_ERRORS = (OSError, RuntimeError, CheckpointException)
 
 
@@ -190,6 +190,8 @@ def _writing(folder: str | Path, iteration: int) -> Iterator[None]:
     try:
         yield
     except _WRITING_ERRORS as error:
+        if is_of_lost_rank(error):
+            raise
         whole = latest_iteration(folder)
         left = "no checkpoint was saved before it" if whole is None else f"the checkpoint of iteration {whole} is whole"
         raise SaveError(

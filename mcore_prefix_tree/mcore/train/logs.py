@@ -51,24 +51,37 @@ def check_logs(config: LogConfig, inputs: Iterable[str] = ()) -> None:
 
 
 class Logs:
-    """Where a run's numbers go; nowhere on other ranks than the main one."""
+    """The places that a run's numbers are written to; none on other ranks than the main one.
 
-    def __init__(self) -> None:
+    A place that fails, as on a full disk, is left out from then on, which is reported once: the run is worth more.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._logs: list[_MetricsFile | _Board] = []
 
     def add(self, log: _MetricsFile | _Board) -> None:
-        """One more place."""
+        """Add a place."""
         self._logs.append(log)
 
     def step(self, report: StepReport) -> None:
-        """Write down a step."""
-        for one in self._logs:
-            one.step(report)
+        """Write a step."""
+        self._write(lambda log: log.step(report))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write down what the weights make of the samples that are held out."""
-        for one in self._logs:
-            one.evaluation(evaluation)
+        """Write an evaluation of the held-out samples."""
+        self._write(lambda log: log.evaluation(evaluation))
+
+    def _write(self, to: Callable[[_MetricsFile | _Board], None]) -> None:
+        self._logs = [log for log in self._logs if self._is_written(log, to)]
+
+    def _is_written(self, log: _MetricsFile | _Board, to: Callable[[_MetricsFile | _Board], None]) -> bool:
+        try:
+            to(log)
+        except LogError as error:
+            self._say(f"{error}; the run goes on without it")
+            return False
+        return True
 
 
 @contextmanager
@@ -88,7 +101,7 @@ def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> It
         ImportError: see :func:`check_logs`.
     """
     check_logs(config)
-    logs = Logs()
+    logs = Logs(say)
     with ExitStack() as stack:
 
         def open_all() -> None:

@@ -63,6 +63,10 @@ class Session:
         )
 
 
+class LostRankError(ConnectionError):
+    """Another rank of the job ended in the middle of what all ranks do together."""
+
+
 @contextmanager
 def session(recipe: Recipe) -> Iterator[Session]:
     """Set up what ``torchrun``, ``mpirun`` or ``srun`` started, or a world of one, and take it down again.
@@ -73,6 +77,7 @@ def session(recipe: Recipe) -> Iterator[Session]:
             none, or a machine has more ranks than GPUs.
         ValueError: see :func:`adopt_ranks`; or ``batch.calibration`` names a file of something else.
         OSError: that file cannot be read.
+        LostRankError: another rank has ended.
     """
     adopt_ranks(os.environ)
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available()
@@ -97,7 +102,7 @@ def session(recipe: Recipe) -> Iterator[Session]:
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         calibration = recipe.batch.calibration
         measured = [] if calibration is None else on_main_rank(partial(read_measured, calibration))
-        yield Session(
+        place = Session(
             config=config,
             device=device,
             rank=dist.get_rank(),
@@ -105,6 +110,22 @@ def session(recipe: Recipe) -> Iterator[Session]:
             dp_size=parallel_state.get_data_parallel_world_size(),
             measured=tuple(measured),
         )
+        try:
+            yield place
+        except RuntimeError as error:
+            if not is_of_lost_rank(error):
+                raise
+            reason = str(error).partition(". This is typically")[0]  # advice of torch's, which is long
+            raise LostRankError(
+                f"another rank of this job has ended ({reason}); start the job again: training goes on from its last "
+                "checkpoint with --resume"
+            ) from error
+
+
+def is_of_lost_rank(error: BaseException) -> bool:
+    """Return whether a collective call failed because another rank is gone."""
+    # gloo raises plain errors; NCCL names every failure of its own an error of the back-end.
+    return isinstance(error, dist.DistNetworkError) or any(word in str(error) for word in ("gloo", "ncclRemoteError"))
 
 
 def _device_index() -> int:
