@@ -44,7 +44,7 @@ def test_flipped_bits_are_found_or_change_nothing(job: Path, folder: Path) -> No
     _, expected = score(job, folder.parent)
     rng = random.Random(5)
     rejected = 0
-    for name in (".metadata", "common.pt", "__0_0.distcp", "__0_1.distcp"):
+    for name in (".metadata", "common.pt", "__0_0.distcp", "__0_10.distcp"):
         content = (folder / name).read_bytes()
         for _ in range(FLIPS // 4):
             bit = rng.randrange(8 * len(content))
@@ -71,9 +71,9 @@ def test_file_of_another_run_is_rejected(job: Path, folder: Path, name: str) -> 
 
 
 def test_missing_file_is_named(job: Path, folder: Path) -> None:
-    (folder / "__0_1.distcp").unlink()
+    (folder / "__0_10.distcp").unlink()
     result, _ = score(job, folder.parent)
-    assert "__0_1.distcp is missing" in result.output.replace("\n", "")
+    assert "__0_10.distcp is missing" in result.output.replace("\n", "")
 
 
 def test_damaged_checksums_are_named(job: Path, folder: Path) -> None:

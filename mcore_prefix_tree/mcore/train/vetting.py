@@ -111,6 +111,9 @@ def read_metadata(path: Path) -> Metadata:
             raise _unsafe(str(path), error) from None
     if not isinstance(metadata, Metadata):
         raise UnsafeCheckpointError(f"{path} holds a {type(metadata).__name__} instead of torch's Metadata")
+    tables = metadata.state_dict_metadata, metadata.storage_data
+    if not all(isinstance(table, dict) for table in tables):
+        raise UnsafeCheckpointError(f"{path} is damaged: a table of torch's Metadata is missing")
     return metadata
 
 

@@ -70,7 +70,8 @@ class _Writer(FileSystemWriter):
         """Write this rank's files; none if the plan gives it nothing to write."""
 
         def write(number: int, items: list[Any]) -> list[Any]:
-            storage = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}")
+            # torch appends a number of its own: __0_0.distcp and __0_10.distcp are the files of rank 0.
+            storage = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number or ''}")
             share = replace(plan, items=items, storage_data=storage)
             return super(_Writer, self).write_data(share, planner).value()
 

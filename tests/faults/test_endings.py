@@ -1,0 +1,196 @@
+"""Every way to end a run keeps what was saved, and resumes to the same bits as a run that nothing disturbed.
+
+``ENDINGS_RESULT=benchmarks/results/endings.json`` writes the result that docs/correctness.md is rendered from.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from killed_jobs import (
+    LIMIT_S,
+    STAGES,
+    STEPS,
+    STREAMED,
+    Case,
+    Outcome,
+    command,
+    last_saved,
+    run,
+    settings_of,
+    write_job,
+    write_result,
+)
+
+from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.testing.launcher import single_process
+
+INT, TERM, HUP, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+
+QUICK = [
+    Case("reading data", INT, "group"),
+    Case("later save: tensors", TERM, "group"),
+    Case("later save: tracker", KILL, "process"),
+]
+
+
+def all_cases() -> list[Case]:
+    rng = random.Random(18)
+    cases = []
+    for stage in STAGES:
+        targets = [(number, target) for number in (INT, HUP, USR1, USR2) for target in ("process", "group")]
+        cases += [Case(stage, TERM, "group"), Case(stage, KILL, "process")]
+        cases += [Case(stage, *one) for one in rng.sample(targets, 1)]
+    for stage, number in (("step", TERM), ("later save: tensors", HUP), ("first save: tracker", KILL)):
+        cases.append(Case(stage, number, "group" if number != KILL else "process", settings=STREAMED))
+    for stage in ("step", "first save: tensors", "later save: tensors"):
+        ways = [(TERM, "launcher"), (KILL, "launcher"), (KILL, "other rank"), (USR1, "process")]
+        cases += [Case(stage, *way, ranks=2) for way in ways]
+    return [one for one in cases if one not in QUICK]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("endings"))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[list[Outcome]]:
+    found: list[Outcome] = []
+    yield found
+    if name := os.environ.get("ENDINGS_RESULT"):
+        write_result(name, found)
+
+
+class Silent:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *words, **options: None
+
+
+def finish(recipe: Path, saved: Path, case: Case) -> dict[str, Any]:
+    """Go on with a job to its end, undisturbed; returns its last checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    from mcore_prefix_tree.mcore.train.jobs import run_train
+
+    if case.ranks > 1:
+        done = subprocess.run(
+            command(recipe, saved, case, "--resume", signalled=False),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+    else:
+        run_train(load_recipe(recipe, settings_of(case, saved)), Silent(), resume=True)
+    with single_process():
+        content: dict[str, Any] = dist_checkpointing.load_plain_tensors(str(saved / f"iter_{STEPS:07d}"))
+    return content
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path) -> Any:
+    """The last checkpoint of a run that nothing disturbs, by how many ranks it has."""
+    known: dict[int, dict[str, Any]] = {}
+
+    def of(ranks: int) -> dict[str, Any]:
+        if ranks not in known:
+            folder = recipe.with_name(f"undisturbed_{ranks}")
+            known[ranks] = finish(recipe, folder, Case("step", TERM, "process", ranks=ranks))
+        return known[ranks]
+
+    return of
+
+
+def check(case: Case, recipe: Path, saved: Path, undisturbed: Any, outcomes: list[Outcome]) -> None:
+    outcome = run(recipe, saved, case)
+    outcomes.append(outcome)
+    stage, told = STAGES[case.stage], f"{outcome.out[-2000:]}\n{outcome.err[-4000:]}"
+    assert outcome.alive == (), "something outlives the job"
+    assert outcome.seconds < LIMIT_S, told
+    assert len(outcome.own_words) <= 2, told
+    assert "/mcore_prefix_tree/" not in outcome.err, f"a traceback: {told}"
+    if case.ranks == 1:
+        assert outcome.status == (-KILL if case.signal == KILL else 128 + case.signal), told
+        assert last_saved(saved) == (stage.killed if case.signal == KILL else stage.ended), told
+    else:
+        assert outcome.status != 0, "a scheduler would take the job for done"
+        assert (last_saved(saved) or 0) >= (stage.killed or 0), told
+    final, expected = finish(recipe, saved, case), undisturbed(case.ranks)
+    assert final.keys() == expected.keys()
+    assert not [name for name, value in expected.items() if not torch_equal(final[name], value)]
+    shutil.rmtree(saved)
+
+
+def torch_equal(one: Any, other: Any) -> bool:
+    import torch
+
+    return torch.equal(one, other) if isinstance(other, torch.Tensor) else repr(one) == repr(other)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_run_ends_whole_and_resumes(
+    case: Case, recipe: Path, tmp_path: Path, undisturbed: Any, outcomes: list[Outcome]
+) -> None:
+    check(case, recipe, tmp_path / "saved", undisturbed, outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_every_run_ends_whole_and_resumes(
+    case: Case, recipe: Path, tmp_path: Path, undisturbed: Any, outcomes: list[Outcome]
+) -> None:
+    check(case, recipe, tmp_path / "saved", undisturbed, outcomes)
+
+
+def shell(words: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash, in which ``$@`` is the command line with its arguments."""
+    return subprocess.run(
+        ["bash", "-c", words, "bash", sys.executable, "-m", "mcore_prefix_tree", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "lost"),
+    [
+        pytest.param('"$@" | head -1; exit ${PIPESTATUS[0]}', "Broken pipe", id="a reader that goes away"),
+        pytest.param('"$@" > /dev/full', "No space left on device", id="a full device", marks=pytest.mark.slow),
+        pytest.param('"$@" >&-', None, id="no output at all", marks=pytest.mark.slow),
+    ],
+)
+def test_training_outlives_its_output(recipe: Path, tmp_path: Path, words: str, lost: str | None) -> None:
+    done = shell(words, "train", str(recipe), f"checkpoint.save={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    told = f"standard output is lost ({lost}); the run goes on without it\n"
+    assert done.stderr == ("" if lost is None else told)
+    assert last_saved(tmp_path) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "error"),
+    [
+        ('"$@" | head -c 1 > /dev/null; exit ${PIPESTATUS[0]}', (0, 141), ""),
+        ('"$@" | true; exit ${PIPESTATUS[0]}', (141,), ""),
+        ('"$@" > /dev/full', (2,), "error: standard output: No space left on device\n"),
+        ('"$@" 2> /dev/full > /dev/full', (2,), ""),
+        ('"$@" >&- 2>&-', (0,), ""),
+    ],
+)
+def test_command_without_its_output_ends_quietly(recipe: Path, words: str, status: tuple[int, ...], error: str) -> None:
+    done = shell(words, "inspect", str(recipe.with_name("data.jsonl")))
+    assert (done.returncode in status, done.stderr) == (True, error), (done.returncode, done.stderr)
