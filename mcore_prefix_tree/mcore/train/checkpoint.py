@@ -27,7 +27,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_prefix_tree.data.same import name_ranks
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY
-from mcore_prefix_tree.mcore.train.integrity import DamagedCheckpointError, check_integrity, write_checksums
+from mcore_prefix_tree.mcore.train.integrity import (
+    DamagedCheckpointError,
+    check_integrity,
+    check_metadata,
+    write_checksums,
+)
 from mcore_prefix_tree.mcore.train.retention import saving_mark
 from mcore_prefix_tree.mcore.train.session import is_of_lost_rank, on_main_rank
 from mcore_prefix_tree.mcore.train.settings import check_same_function, write_settings
@@ -281,6 +286,7 @@ def _existing(folder: str | Path, iteration: int | str) -> Path:
     if not source.is_dir():
         raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
     with _reading(source):
+        on_main_rank(partial(check_metadata, source))
         on_main_rank(partial(check_holds_only_data, source))
         check_integrity(source)
     return source

@@ -43,6 +43,18 @@ def write_checksums(folder: Path) -> None:
     on_main_rank(lambda: (folder / MANIFEST).write_text(json.dumps({"files": of_all}, indent=1, sort_keys=True) + "\n"))
 
 
+def check_metadata(folder: Path) -> None:
+    """Compare ``.metadata`` with its checksum: where it is damaged, the files that it describes look damaged.
+
+    Raises:
+        DamagedCheckpointError: it differs from what was written.
+    """
+    path = folder / ".metadata"
+    written = (_read_manifest(folder / MANIFEST) or {}).get(path.name)
+    if written is not None and written != _digest(path, []):
+        raise _differs(path)
+
+
 def check_integrity(folder: Path) -> None:
     """Compare a checkpoint's files with their checksums, each rank a share of them; all ranks together.
 
@@ -75,10 +87,14 @@ def _check_share(folder: Path) -> None:
                 f"{path} is damaged: a checksum in it differs; restore the file, or use another checkpoint"
             ) from error
         if written is not None and written.get(path.name, digest) != digest:
-            raise DamagedCheckpointError(
-                f"{path} differs from what this checkpoint was written with ({MANIFEST}); restore the file, or use "
-                "another checkpoint"
-            )
+            raise _differs(path)
+
+
+def _differs(path: Path) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{path} differs from what this checkpoint was written with ({MANIFEST}); restore the file, or use another "
+        "checkpoint"
+    )
 
 
 def _read_manifest(path: Path) -> Mapping[str, str] | None:
