@@ -228,7 +228,33 @@ def attention_costs() -> str:
     return json.dumps({"rows": [row for result in measured for row in costs_of(result)]}, indent=1) + "\n"
 
 
+def endings_table(result: dict[str, Any]) -> str:
+    """Markdown for the result of tests/faults/test_endings.py."""
+    lines = [
+        "| signal to | signals | stages | cases | resumed to the same bits | slowest end |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    by_target: dict[str, list[dict[str, Any]]] = {}
+    for case in result["cases"]:
+        layout = "the process" if case["target"] == "process" else f"the {case['target']}"
+        where = f"{layout}, one rank" if case["ranks"] == 1 else f"{layout}, {case['ranks']} ranks under torchrun"
+        by_target.setdefault(where, []).append(case)
+    for where, cases in sorted(by_target.items()):
+        signals = ", ".join(sorted({case["signal"] for case in cases}))
+        resumed = sum(case["outcome"] == "same bits" for case in cases)
+        slowest = max(case["seconds"] for case in cases)
+        stages = len({case["stage"] for case in cases})
+        lines.append(f"| {where} | {signals} | {stages} | {len(cases)} | {resumed} | {slowest:.1f} s |")
+    cases = result["cases"]
+    lines += [
+        "",
+        f"{len(cases)} cases; {device_of(result['machine'])}, megatron-core {result['machine']['megatron-core']}.",
+    ]
+    return "\n".join(lines)
+
+
 TABLES = {
+    "endings": ("endings.json", endings_table),
     "bench_step": ("step_*_cpu.json", bench_step_tables),
     "bound": ("step_*_cpu.json", bound_table),
     "bench_trie": ("trie.json", bench_trie_table),
@@ -241,7 +267,7 @@ TABLES = {
     "attention_cpu": ("attention_cpu.json", attention_tables),
     "attention_gpu": ("gpu_*.json", gpu_tables),
 }
-PAGES = ("README.md", "docs/planning.md", "docs/attention.md", "docs/head.md")
+PAGES = ("README.md", "docs/planning.md", "docs/attention.md", "docs/head.md", "docs/correctness.md")
 COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"
 ROOFLINE = ROOT / "docs" / "attention_roofline.png"
 

@@ -235,7 +235,7 @@ def last_saved(saved: Path) -> int | None:
     return int((saved / TRACKER).read_text()) if (saved / TRACKER).exists() else None
 
 
-def write_result(path: str, outcomes: Sequence[Outcome]) -> None:
-    """Write the file that docs/correctness.md is rendered from."""
-    lines = ",\n".join(json.dumps(outcome.row, sort_keys=True) for outcome in outcomes)
+def write_result(path: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the file that docs/correctness.md is rendered from, a line a case."""
+    lines = ",\n".join(json.dumps(row, sort_keys=True) for row in rows)
     Path(path).write_text(f'{{"machine": {json.dumps(describe_machine())}, "cases": [\n{lines}\n]}}\n')

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from killed_jobs import (
     LIMIT_S,
     STAGES,
@@ -65,8 +66,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Iterator[list[Outcome]]:
-    found: list[Outcome] = []
+def outcomes() -> Iterator[list[dict[str, Any]]]:
+    found: list[dict[str, Any]] = []
     yield found
     if name := os.environ.get("ENDINGS_RESULT"):
         write_result(name, found)
@@ -113,35 +114,42 @@ def undisturbed(recipe: Path) -> Any:
     return of
 
 
-def check(case: Case, recipe: Path, saved: Path, undisturbed: Any, outcomes: list[Outcome]) -> None:
+def check(case: Case, recipe: Path, saved: Path, undisturbed: Any, outcomes: list[dict[str, Any]]) -> None:
     outcome = run(recipe, saved, case)
-    outcomes.append(outcome)
-    stage, told = STAGES[case.stage], f"{outcome.out[-2000:]}\n{outcome.err[-4000:]}"
+    verdict = "failed"
+    try:
+        check_ending(outcome, last_saved(saved))
+        final, expected = finish(recipe, saved, case), undisturbed(case.ranks)
+        assert final.keys() == expected.keys()
+        assert not [name for name, value in expected.items() if not is_same(final[name], value)]
+        verdict = "same bits"
+    finally:
+        outcomes.append(outcome.row | {"outcome": verdict})
+    shutil.rmtree(saved)
+
+
+def check_ending(outcome: Outcome, saved: int | None) -> None:
+    case, told = outcome.case, f"{outcome.out[-2000:]}\n{outcome.err[-4000:]}"
+    stage, killed = STAGES[case.stage], case.signal == KILL
     assert outcome.alive == (), "something outlives the job"
     assert outcome.seconds < LIMIT_S, told
     assert len(outcome.own_words) <= 2, told
     assert "/mcore_prefix_tree/" not in outcome.err, f"a traceback: {told}"
     if case.ranks == 1:
-        assert outcome.status == (-KILL if case.signal == KILL else 128 + case.signal), told
-        assert last_saved(saved) == (stage.killed if case.signal == KILL else stage.ended), told
+        assert outcome.status == (-KILL if killed else 128 + case.signal), told
+        assert saved == (stage.killed if killed else stage.ended), told
     else:
         assert outcome.status != 0, "a scheduler would take the job for done"
-        assert (last_saved(saved) or 0) >= (stage.killed or 0), told
-    final, expected = finish(recipe, saved, case), undisturbed(case.ranks)
-    assert final.keys() == expected.keys()
-    assert not [name for name, value in expected.items() if not torch_equal(final[name], value)]
-    shutil.rmtree(saved)
+        assert (saved or 0) >= (stage.killed or 0), told
 
 
-def torch_equal(one: Any, other: Any) -> bool:
-    import torch
-
+def is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(other, torch.Tensor) else repr(one) == repr(other)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_run_ends_whole_and_resumes(
-    case: Case, recipe: Path, tmp_path: Path, undisturbed: Any, outcomes: list[Outcome]
+    case: Case, recipe: Path, tmp_path: Path, undisturbed: Any, outcomes: list[dict[str, Any]]
 ) -> None:
     check(case, recipe, tmp_path / "saved", undisturbed, outcomes)
 
@@ -149,7 +157,7 @@ def test_run_ends_whole_and_resumes(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 def test_every_run_ends_whole_and_resumes(
-    case: Case, recipe: Path, tmp_path: Path, undisturbed: Any, outcomes: list[Outcome]
+    case: Case, recipe: Path, tmp_path: Path, undisturbed: Any, outcomes: list[dict[str, Any]]
 ) -> None:
     check(case, recipe, tmp_path / "saved", undisturbed, outcomes)
 
