@@ -19,6 +19,7 @@ from pathlib import Path
 
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.launchers import adopt_ranks
+from mcore_prefix_tree.output import lost_output, outlive_output
 
 VARIABLE = "MEGATRON_LM_PATH"
 
@@ -34,7 +35,7 @@ def main() -> None:
     early.add_argument("--megatron-lm-path")
     known, rest = early.parse_known_args()
     folded = bool({"--prefix-tree", "-h", "--help"} & set(rest))
-    with readable_errors(is_of_this_package):
+    with lost_output(), readable_errors(is_of_this_package):
         root = use_megatron_lm(known.megatron_lm_path)
         dry_run = "--prefix-tree-dry-run" in rest
         if folded and not dry_run:
@@ -50,6 +51,8 @@ def main() -> None:
         if folded:
             # Megatron's inference, imported with its training, has Ctrl-C print every rank's stack.
             faulthandler.unregister(signal.SIGINT)
+            if not dry_run:
+                outlive_output()
             launch.run(root)
             return
         check_unused(rest)

@@ -26,11 +26,9 @@ _NARROWEST = 40
 # What Typer raises for wrong arguments, of Click or of its own copy of it.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
-# What they say below an error: that GPTModel will give way to HybridModel, that a way to save in the background will
-# go, which is not used here, and that nvcc is there and a GPU is not.
+# What they say below an error: that GPTModel will give way to HybridModel, and that nvcc is there and a GPU is not.
 _CHATTY_LOGGERS = (
     "megatron.core.models.gpt.gpt_model",
-    "megatron.core.dist_checkpointing.strategies.torch",
     "torch.utils.cpp_extension",
 )
 

@@ -31,8 +31,7 @@ compare: false
 verify: {{enabled: false}}
 """
 
-# ``RANK LIMIT ARGUMENT...``: the command line, in which one rank can write no file larger than LIMIT bytes. Megatron's
-# writers, which it forks, inherit that.
+# ``RANK LIMIT ARGUMENT...``: the command line, in which one rank can write no file larger than LIMIT bytes.
 LIMITED = """
 import os, resource, sys
 
