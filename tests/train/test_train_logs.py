@@ -173,6 +173,21 @@ def test_a_full_disk_is_told_by_name(job: Path, tmp_path: Path, monkeypatch: pyt
     log.close()
 
 
+def test_full_disk_of_a_log_ends_no_run(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "metrics.jsonl"
+    written = logs._MetricsFile._write
+
+    def until_full(self: Any, line: dict[str, Any]) -> None:
+        if line["iteration"] > 2:
+            raise LogError(f"log.metrics={file}: No space left on device")
+        written(self, line)
+
+    monkeypatch.setattr(logs._MetricsFile, "_write", until_full)
+    notes = train(job, f"log.metrics={file}")
+    assert notes.told == [f"log.metrics={file}: No space left on device; the run goes on without it"]
+    assert (len(notes.reports), len(lines(file))) == (6, 2)
+
+
 def test_what_is_no_number_is_null(tmp_path: Path) -> None:
     log = logs._MetricsFile(str(tmp_path / "metrics.jsonl"), 0, print)
     log.step(STEP)

@@ -115,7 +115,25 @@ def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> It
                 logs.add(board)
 
         on_main_rank(open_all)
+        if config.tensorboard is not None:
+            stack.enter_context(_quiet_tensorboard())
         yield logs
+
+
+@contextmanager
+def _quiet_tensorboard() -> Iterator[None]:
+    """Print no traceback of the thread that writes TensorBoard's file; its error is raised in the next step too."""
+    before = threading.excepthook
+
+    def report(failure: threading.ExceptHookArgs) -> None:
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            before(failure)
+
+    threading.excepthook = report
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 class _MetricsFile:
@@ -219,8 +237,6 @@ class _Board:
         from torch.utils.tensorboard import SummaryWriter
 
         self._setting = f"log.tensorboard={folder}"
-        # What ends TensorBoard's thread is raised by the next write, and needs no traceback before.
-        self._hook, threading.excepthook = threading.excepthook, self._ended
         with _naming(self._setting, "folder"):
             self._writer: Any = SummaryWriter(folder, purge_step=done + 1 if done else 0)  # type: ignore[no-untyped-call]
             self._writer.flush()
@@ -256,11 +272,6 @@ class _Board:
         """As :meth:`_MetricsFile.close`."""
         with suppress(OSError):
             self._writer.close()
-        threading.excepthook = self._hook
-
-    def _ended(self, ended: threading.ExceptHookArgs) -> None:
-        if not issubclass(ended.exc_type, OSError):
-            self._hook(ended)
 
 
 @contextmanager
