@@ -65,7 +65,6 @@ STAGES = {
     "building the model": Stage(f"{_TRAIN}.model:build_chunks", 1, None, None),
     "building the optimizer": Stage(f"{_TRAIN}.trainer:get_megatron_optimizer", 1, None, None),
     "first step": Stage(f"{_TRAIN}.trainer:Trainer._step", 1, None, 1),
-    "update": Stage(f"{_TRAIN}.trainer:check_finite", 4, 3, 4),
     "step": Stage(f"{_TRAIN}.trainer:Trainer._step", 5, 3, 5),
     "last step": Stage(f"{_TRAIN}.trainer:Trainer._step", STEPS, 6, STEPS),
     "evaluation": Stage(f"{_TRAIN}.held_out:HeldOut.evaluate", 3, 3, 4),
