@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,19 +48,26 @@ def read_measured(path: str) -> list[Measured]:
         OSError: it cannot be read.
     """
     try:
-        return [
-            Measured(
-                tokens=float(one["tokens"]),
-                pairs=float(one["pairs"]),
-                seconds=float(one["seconds"]),
-                scored=float(one.get("scored", 0)),
-            )
-            for one in json.loads(read_text(path))["measured"]
-        ]
-    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):
+        found = json.loads(read_text(path))["measured"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        found = None
+    if not found or not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise ValueError(
             f"{path}: holds no measurements; make it with mcore-prefix-tree calibrate RECIPE --output FILE"
-        ) from None
+        )
+    return [
+        Measured(*(_amount(one, name, f"{path}: measured[{at}].{name}") for name in Measured._fields))
+        for at, one in enumerate(found)
+    ]
+
+
+def _amount(one: Mapping[str, Any], name: str, where: str) -> float:
+    may_be_zero = name in Measured._field_defaults
+    value = one.get(name, 0 if may_be_zero else None)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not (0 < value <= sys.float_info.max or (may_be_zero and value == 0)):
+        raise ValueError(f"{where} is {value!r:.40}; it must be a number {'of at least' if may_be_zero else 'above'} 0")
+    return float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
