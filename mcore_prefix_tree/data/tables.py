@@ -394,9 +394,9 @@ def _width(kind: Any) -> int:
 
 
 def _checked(batch: Any, names: list[str]) -> Any:
-    """These columns of a batch, whose buffers hold what it says: they are read where they lie in the file."""
+    """Return these columns of a batch; their offsets lie within their buffers, which are read where they lie."""
     chosen = batch.select(names)
-    chosen.validate()
+    chosen.validate(full=True)
     return chosen
 
 

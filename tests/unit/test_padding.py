@@ -28,7 +28,7 @@ def test_the_smallest_bucket_that_holds(buckets, multiple, data):
     [
         ({"multiple": 0}, "must be at least 1"),
         ({"multiple": 4, "buckets": (8, 10)}, "length_buckets: 10 is not a multiple of 4"),
-        ({"buckets": (0, 8)}, "length_buckets: 0 is not"),
+        ({"buckets": (0, 8)}, "length_buckets: 0 must be at least 1"),
         ({"buckets": (16, 8)}, "must increase"),
         ({"buckets": (8, 8)}, "must increase"),
     ],
