@@ -94,8 +94,8 @@ def object_of(option: str | None) -> dict[str, Any] | None:
     """
     try:
         found = None if option is None else json.loads(option)
-    except ValueError as error:
-        raise ValueError(f"--chat-template-kwargs: {option!r} is not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--chat-template-kwargs: {option!r:.60} is not JSON ({error})") from None
     if not isinstance(found, dict | None):
         raise ValueError(f"--chat-template-kwargs: {option!r} is not a JSON object")
     return found
@@ -226,7 +226,8 @@ class SampleOptions:
             if getattr(self, name) is not None and self.model is None and self.global_batch_size is None:
                 raise ValueError(f"--{name} is about the steps of training; give --global-batch-size too")
         data = self.data
-        tokenizer = TokenizerOnDemand(data.tokenizer or DEFAULT_TOKENIZER, data.chat_template_kwargs)
+        name = DEFAULT_TOKENIZER if data.tokenizer is None else data.tokenizer
+        tokenizer = TokenizerOnDemand(name, data.chat_template_kwargs)
         if data.tokenizer is not None:
             tokenizer.load()  # a wrong name is an error whatever the files hold
         skipped = Skipped()

@@ -60,8 +60,10 @@ class HuggingFaceChatTokenizer:
         """
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0]
+        except (ImportError, MemoryError):
+            raise
+        except Exception as error:  # a damaged file makes transformers and tokenizers raise nearly anything
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ValueError(f"tokenizer '{folder}': transformers cannot load this folder: {reason}") from error
         if not self._tokenizer.chat_template:
             raise ValueError(
@@ -72,6 +74,8 @@ class HuggingFaceChatTokenizer:
         templates = self._tokenizer.chat_template
         if isinstance(templates, str):
             templates = {"default": templates}
+        if not isinstance(templates, dict) or not all(isinstance(one, str) for one in templates.values()):
+            raise ValueError(f"tokenizer '{folder}' has a chat template that is no text; write it as Jinja")
         _refuse_unsteady(templates, folder, has_date=bool({_CLOCK, "date_string"} & given.keys()))
         known = inspect.signature(self._tokenizer.apply_chat_template).parameters
         for name in given.keys() & known.keys():

@@ -82,6 +82,10 @@ def read_data(
     """
     data = recipe.data
     by = None if every_sample and recipe.batch.groups_per_step is None else _grouped_by(recipe)
+    if data.tokenizer is None and data.chat_template_kwargs:
+        raise RecipeError(
+            "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none"
+        )
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.chat_template_kwargs)
     vocab_size = padded_vocab_size(
         recipe.model,
