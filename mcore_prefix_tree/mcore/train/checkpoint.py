@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import socket
 import time
@@ -90,8 +91,8 @@ def latest_iteration(folder: str | Path) -> int | None:
     if not tracker.exists():
         return None
     text = tracker.read_bytes().decode("ascii", errors="backslashreplace").strip()
-    if not text.isdigit():
-        raise RecipeError(f"{tracker} holds {text!r} instead of an iteration; write the last complete one there")
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise RecipeError(f"{tracker} holds {text!r:.40} instead of an iteration; write the last complete one there")
     return int(text)
 
 

@@ -27,6 +27,8 @@ from mcore_prefix_tree.recipe import RecipeError
 
 MANIFEST = "checksums.json"
 _TENSORS = ".distcp"
+# What else Megatron and torch read of a checkpoint.
+_SMALL = (".metadata", "common.pt", "metadata.json")
 # What this package writes beside Megatron's files; neither is read back into a run.
 INFORMATION = (MANIFEST, SETTINGS)
 _READ_AT_ONCE = 1 << 20
@@ -86,7 +88,9 @@ def _check_share(folder: Path) -> None:
             raise DamagedCheckpointError(
                 f"{path} is damaged: a checksum in it differs; restore the file, or use another checkpoint"
             ) from error
-        if written is not None and written.get(path.name, digest) != digest:
+        is_foreign = not items and path.name not in _SMALL
+        expected = digest if written is None else written.get(path.name, digest if is_foreign else None)
+        if expected != digest:
             raise _differs(path)
 
 
@@ -103,7 +107,7 @@ def _read_manifest(path: Path) -> Mapping[str, str] | None:
     try:
         files = json.loads(path.read_bytes())["files"]
         return {str(name): str(digest) for name, digest in files.items()}
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise DamagedCheckpointError(f"{path} is damaged; restore it, or use another checkpoint") from None
 
 

@@ -222,9 +222,9 @@ def _is_wanted(line: bytes, done: int, where: str) -> bool:
     try:
         found = json.loads(line)
         iteration = found["iteration"] if isinstance(found, dict) else None
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         iteration = None
-    if not isinstance(iteration, int):
+    if type(iteration) is not int or iteration < 0:
         raise ValueError(f"{where} is no step of a run, and the file would be added to; name another")
     # What a run that starts finds is another run's, also of before the first step.
     return done > 0 and iteration <= done

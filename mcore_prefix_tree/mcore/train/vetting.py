@@ -92,7 +92,7 @@ def check_holds_only_data(folder: Path) -> None:
 def _check_backend(path: Path) -> None:
     try:
         backend = json.loads(path.read_bytes())["sharded_backend"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise UnsafeCheckpointError(f"{path} is damaged: it does not name a sharded_backend") from None
     if backend != _BACKEND:
         raise UnsafeCheckpointError(f"{path} has sharded_backend={backend!r}; only {_BACKEND!r} is read here")
