@@ -116,7 +116,7 @@ def sentence_of(error: BaseException) -> str:
     if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
         return f"{_no_memory(error)}; use a machine with more, or fewer processes"
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename or repr('')}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
 
 

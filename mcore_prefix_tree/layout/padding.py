@@ -26,7 +26,9 @@ class Padding:
         if self.multiple < 1:
             raise ValueError(f"the multiple of a padded size, {self.multiple}, must be at least 1")
         for bucket in self.buckets:
-            if bucket < 1 or bucket % self.multiple:
+            if bucket < 1:
+                raise ValueError(f"length_buckets: {bucket} must be at least 1")
+            if bucket % self.multiple:
                 raise ValueError(
                     f"length_buckets: {bucket} is not a multiple of {self.multiple}, which the parallel layout needs"
                 )

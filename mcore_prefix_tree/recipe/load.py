@@ -72,7 +72,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _with_override(recipe: Any, override: str) -> Any:
-    if "=" not in override:
+    if "=" not in override or not all(override.partition("=")[0].split(".")):
         raise RecipeError(f"{override!r} is not an override; write key=value, for example train_iters=10")
     key, _, value = override.partition("=")
     # Standard input, which YAML reads as a list of nothing; and globs, which it takes for a name or a mapping.

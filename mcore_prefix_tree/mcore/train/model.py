@@ -56,6 +56,11 @@ def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
             f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
             f"model.num_query_groups={model.num_query_groups}"
         )
+    if latent is None and model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise RecipeError(
+            f"model.hidden_size={model.hidden_size} is not a multiple of "
+            f"model.num_attention_heads={model.num_attention_heads}; change one of them, or set model.kv_channels"
+        )
     if latent is None:
         _check_rotary_channels(model)
     else:
