@@ -1,0 +1,242 @@
+"""A faulty input, what a command does with it, and whether that is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 20.0
+_LINES = 2
+# How a warning of a field with an unusual name ends, which may come before the error.
+_WARNING = " meant?"
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A command on inputs of which at most one is faulty.
+
+    Attributes:
+        name: what was done to the input.
+        reader: the row of the table that the case counts in.
+        arguments: of ``mcore-prefix-tree``, run in a folder of the case.
+        files: content by name; None removes a file of ``base``.
+        base: folder of the suite's good inputs, copied first.
+        stdin: bytes on standard input.
+        is_valid: whether the input is valid, by the suite's own rules.
+        names: text that a refusal has to contain, all of it; one of a tuple.
+        prepare: is called with the folder before the command.
+        same_output: an accepted input is right only if standard output is that of the unchanged ``base``, because the
+            input carries checksums.
+    """
+
+    name: str
+    reader: str
+    arguments: Sequence[str]
+    is_valid: bool
+    files: Mapping[str, bytes | None] = field(default_factory=dict)
+    base: str | None = None
+    stdin: bytes = b""
+    prepare: Callable[[Path], None] | None = None
+    names: Sequence[str | tuple[str, ...]] = ()
+    same_output: bool = False
+
+    @property
+    def command(self) -> str:
+        """The command's name."""
+        return next((word for word in self.arguments if not word.startswith("-")), "") if self.arguments else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a command did.
+
+    Attributes:
+        status: its exit status, negative for a signal; None if it had to be killed.
+        stdout: its standard output.
+        stderr: its standard error.
+        seconds: until it ended.
+    """
+
+    status: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+# What may come of a case. The first two are right.
+REFUSED, ACCEPTED = "refused in a sentence", "accepted, being valid"
+FAULTS = ("traceback", "crash", "hang", "wrong status", "unclear sentence", "silent acceptance", "wrong refusal")
+
+
+def judged(case: Case, outcome: Outcome, good_output: str | None = None) -> str:
+    """Return what came of a case: one of :data:`REFUSED`, :data:`ACCEPTED` and :data:`FAULTS`."""
+    if outcome.status is None:
+        return "hang"
+    if "Traceback (most recent call last)" in outcome.stderr + outcome.stdout:
+        return "traceback"
+    if outcome.status < 0:
+        return "crash"
+    if outcome.status == 0:
+        if case.same_output:
+            return ACCEPTED if outcome.stdout == good_output else "silent acceptance"
+        return ACCEPTED if case.is_valid else "silent acceptance"
+    if outcome.status not in (1, 2):
+        return "wrong status"
+    lines = [line for line in outcome.stderr.splitlines() if line.strip() and not line.endswith(_WARNING)]
+    errors = [line for line in lines if line.startswith("error: ")]
+    if len(errors) != 1 or len(lines) > _LINES or len(errors[0]) > 1000:
+        return "unclear sentence"
+    if case.is_valid:
+        return "wrong refusal"
+    wanted = [(name,) if isinstance(name, str) else name for name in case.names]
+    is_named = all(any(name in errors[0] for name in names) for names in wanted)
+    return REFUSED if is_named else "unclear sentence"
+
+
+class Runner:
+    """Runs cases in forks of one process, or each in a process of its own.
+
+    Args:
+        folder: for the files of cases.
+        bases: the suite's good inputs, a folder each.
+    """
+
+    def __init__(self, folder: Path, bases: Path) -> None:
+        self._folder, self.bases = folder, bases
+        self._good: dict[tuple[str, ...], str] = {}
+        self._number = 0
+        self._server = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fault_server.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **_ENVIRONMENT},
+        )
+        assert self._server.stdout is not None
+        assert json.loads(self._server.stdout.readline()) == "ready"
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(10)
+
+    def judge(self, case: Case, *, process: bool = False) -> tuple[str, Outcome]:
+        """Run a case and judge it.
+
+        Args:
+            case: to run.
+            process: run ``python -m mcore_prefix_tree`` in a process of its own.
+        """
+        outcome = self.run(case, process=process)
+        good = None
+        if case.same_output and outcome.status == 0:
+            key = (str(case.base), *case.arguments)
+            if key not in self._good:
+                unchanged = Case(name="good", reader="", arguments=case.arguments, base=case.base, is_valid=True)
+                self._good[key] = self.run(unchanged).stdout
+            good = self._good[key]
+        return judged(case, outcome, good), outcome
+
+    def run(self, case: Case, *, process: bool = False, limit_s: float = LIMIT_S) -> Outcome:
+        """Run a case in a folder of its own, which is removed afterwards."""
+        self._number += 1
+        place = self._folder / f"case{self._number}"
+        work = place / "work"
+        work.mkdir(parents=True)
+        if case.base is not None:
+            shutil.copytree(self.bases / case.base, work, dirs_exist_ok=True)
+        for name, content in case.files.items():
+            path = work / name
+            if content is None:
+                path.unlink()
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+        if case.prepare is not None:
+            case.prepare(work)
+        (place / "stdin").write_bytes(case.stdin)
+        try:
+            status, seconds = (self._in_a_process if process else self._in_a_fork)(case, place, limit_s)
+            texts = [(place / name).read_bytes().decode("utf-8", "replace") for name in ("stdout", "stderr")]
+        finally:
+            shutil.rmtree(place)
+        return Outcome(status=status, stdout=texts[0], stderr=texts[1], seconds=seconds)
+
+    def _in_a_fork(self, case: Case, place: Path, limit_s: float) -> tuple[int | None, float]:
+        request = {
+            "arguments": list(case.arguments),
+            "folder": str(place / "work"),
+            **{name: str(place / name) for name in ("stdin", "stdout", "stderr")},
+            "limit_s": limit_s,
+            "environment": _ENVIRONMENT,
+        }
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        print(json.dumps(request), file=self._server.stdin, flush=True)
+        answer = json.loads(self._server.stdout.readline())
+        return answer["status"], answer["seconds"]
+
+    def _in_a_process(self, case: Case, place: Path, limit_s: float) -> tuple[int | None, float]:
+        started = time.monotonic()
+        with (
+            (place / "stdin").open("rb") as stdin,
+            (place / "stdout").open("wb") as stdout,
+            (place / "stderr").open("wb") as stderr,
+        ):
+            try:
+                status: int | None = subprocess.run(
+                    [sys.executable, "-m", "mcore_prefix_tree", *case.arguments],
+                    cwd=place / "work",
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    timeout=2 * limit_s,  # its imports take seconds on a busy machine
+                    env={**os.environ, **_ENVIRONMENT},
+                ).returncode
+            except subprocess.TimeoutExpired:
+                status = None
+        return status, time.monotonic() - started
+
+
+@dataclass
+class Table:
+    """Counts of what came of cases, by reader.
+
+    Attributes:
+        counts: outcomes of each reader.
+        faults: a description of each case that ended wrongly.
+        slowest: seconds of the slowest case.
+    """
+
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    slowest: float = 0.0
+
+    def add(self, case: Case, verdict: str, outcome: Outcome) -> None:
+        """Count a case."""
+        self.counts.setdefault(case.reader, Counter())[verdict] += 1
+        self.slowest = max(self.slowest, outcome.seconds)
+        if verdict not in (REFUSED, ACCEPTED):
+            said = outcome.stderr.strip()[-600:] or outcome.stdout.strip()[-200:]
+            self.faults.append(f"{verdict}: {case.reader}, {case.name} ({' '.join(case.arguments)})\n    {said}")
+
+    def write(self, suite: str, **more: Any) -> None:
+        """Write a part of the result that docs/correctness.md is rendered from, if $FAULTS_RESULT names its file."""
+        if name := os.environ.get("FAULTS_RESULT"):
+            path = Path(name)
+            result = json.loads(path.read_text()) if path.exists() else {}
+            rows = [{"reader": reader, "outcomes": dict(counts)} for reader, counts in sorted(self.counts.items())]
+            result[suite] = {"rows": rows, "slowest_seconds": round(self.slowest, 1), **more}
+            path.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")

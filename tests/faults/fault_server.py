@@ -1,0 +1,96 @@
+"""Run commands, each in a fork of one process that has imported everything; a request and an answer a line.
+
+A fork has a state of its own, as a process has, and starts in milliseconds: a thousand commands take a minute. What
+the command writes, also from C++, goes to the files that the request names.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_MEMORY = 6 << 30  # bytes, beyond what the imports take
+_LOOK_S = 0.002
+
+
+def main() -> None:
+    requests, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(2, 1)
+    import pyarrow.parquet  # noqa: F401
+    import rich.table  # noqa: F401
+    from transformers import AutoTokenizer  # noqa: F401
+
+    import mcore_prefix_tree.data.huggingface
+    import mcore_prefix_tree.data.mistral
+    import mcore_prefix_tree.data.tables
+    import mcore_prefix_tree.mcore.train.scoring  # noqa: F401
+    from mcore_prefix_tree.cli.main import app
+
+    gc.freeze()
+    print(json.dumps("ready"), file=answers)
+    for line in requests:
+        print(json.dumps(_answer(app, json.loads(line))), file=answers)
+
+
+def _answer(app: Any, request: dict[str, Any]) -> dict[str, Any]:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _be_the_command(app, request)
+    status = None
+    while status is None and time.monotonic() - started < request["limit_s"]:
+        ended, found = os.waitpid(child, os.WNOHANG)
+        if ended:
+            status = found
+        else:
+            time.sleep(_LOOK_S)
+    seconds = time.monotonic() - started
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # the command, if it hangs, and what it left behind
+    if status is None:
+        os.waitpid(child, 0)
+    return {"status": None if status is None else os.waitstatus_to_exitcode(status), "seconds": seconds}
+
+
+def _be_the_command(app: Any, request: dict[str, Any]) -> None:
+    status = 1
+    try:
+        os.setsid()
+        os.chdir(request["folder"])
+        for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+            flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            os.dup2(os.open(request[name], flags, 0o644), descriptor)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + _MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.environ.update(request["environment"])
+        sys.argv = ["mcore-prefix-tree", *request["arguments"]]
+        app(prog_name="mcore-prefix-tree")
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
