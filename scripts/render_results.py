@@ -175,6 +175,25 @@ def attention_tables(result: dict[str, Any]) -> str:
     return "\n\n".join(paragraphs)
 
 
+def fault_table(result: dict[str, Any]) -> str:
+    """Markdown for the result that tests/faults writes: what came of faulty inputs, by reader."""
+    right = ("refused in a sentence", "accepted, being valid")
+    wrong = ("traceback", "crash", "hang", "silent acceptance", "wrong refusal")
+    lines = [f"| input | {' | '.join((*right, *wrong))} | other | executions |", "|---|" + "---:|" * 9]
+    for suite, part in result.items():
+        kind = "malicious " if suite.startswith("malicious") else ""
+        for row in part["rows"]:
+            outcomes = row["outcomes"]
+            counts = [outcomes.get(name, 0) for name in (*right, *wrong)]
+            cells = [*counts, sum(outcomes.values()) - sum(counts), part["executed"] if kind else "-"]
+            lines.append(f"| {kind}{row['reader']} | {' | '.join(map(str, cells))} |")
+    total = sum(sum(row["outcomes"].values()) for part in result.values() for row in part["rows"])
+    slowest = max(part["slowest_seconds"] for part in result.values())
+    malformed = f"seed {result['malformed']['seed']}" if "malformed" in result else "malformed inputs not yet measured"
+    lines += ["", f"{total:,} cases, {malformed}; the slowest took {slowest:.1f} s."]
+    return "\n".join(lines)
+
+
 def device_of(machine: dict[str, Any]) -> str:
     """What a benchmark ran on: the GPU where there was one, else the processor and how many threads it had."""
     if machine["device"] != "cpu":
@@ -266,6 +285,7 @@ TABLES = {
     "cost": ("cost_quickstart_cpu.json", cost_table),
     "attention_cpu": ("attention_cpu.json", attention_tables),
     "attention_gpu": ("gpu_*.json", gpu_tables),
+    "faults": ("faults.json", fault_table),
 }
 PAGES = ("README.md", "docs/planning.md", "docs/attention.md", "docs/head.md", "docs/correctness.md")
 COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"
