@@ -102,14 +102,14 @@ def finish(recipe: Path, saved: Path, case: Case) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path) -> Any:
-    """The last checkpoint of a run that nothing disturbs, by how many ranks it has."""
-    known: dict[int, dict[str, Any]] = {}
+    """The last checkpoint of a run that nothing disturbs, by its ranks and settings."""
+    known: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
 
-    def of(ranks: int) -> dict[str, Any]:
-        if ranks not in known:
-            folder = recipe.with_name(f"undisturbed_{ranks}")
-            known[ranks] = finish(recipe, folder, Case("step", TERM, "process", ranks=ranks))
-        return known[ranks]
+    def of(case: Case) -> dict[str, Any]:
+        key = case.ranks, case.settings
+        if key not in known:
+            known[key] = finish(recipe, recipe.with_name(f"undisturbed_{len(known)}"), case)
+        return known[key]
 
     return of
 
@@ -119,7 +119,7 @@ def check(case: Case, recipe: Path, saved: Path, undisturbed: Any, outcomes: lis
     verdict = "failed"
     try:
         check_ending(outcome, last_saved(saved))
-        final, expected = finish(recipe, saved, case), undisturbed(case.ranks)
+        final, expected = finish(recipe, saved, case), undisturbed(case)
         assert final.keys() == expected.keys()
         assert not [name for name, value in expected.items() if not is_same(final[name], value)]
         verdict = "same bits"
