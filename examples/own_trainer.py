@@ -19,7 +19,7 @@ from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore import with_prefix_tree
 from mcore_prefix_tree.mcore.forward_step import tree_forward
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.outputs import tree_logprobs
+from mcore_prefix_tree.mcore.readout import Logprobs
 from mcore_prefix_tree.testing.launcher import single_process
 
 PROMPTS = [[5, 17, 3, 42, 8, 30], [5, 17, 3, 9, 11]]
@@ -43,7 +43,7 @@ def policy_loss(model: torch.nn.Module, samples: list[Sample], advantages: list[
     layout = fold(samples)
     # On a GPU: device="cuda", attention_backend="triton".
     batch = MicroBatch.from_layout(layout, device="cpu", attention_backend="path")
-    logprob = tree_logprobs(tree_forward(model, batch), batch)  # [tokens after folding]
+    logprob, _ = Logprobs(fused=False).read(tree_forward(model, batch), batch)  # [tokens after folding]
     rows = restore(logprob, layout)  # of each sample [tokens]; entry t is that of tokens[t], and 0 of the first
     print(f"{layout.logical_tokens} tokens of {len(samples)} samples, computed as {layout.physical_tokens}")
     losses = [

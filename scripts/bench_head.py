@@ -70,7 +70,7 @@ class Case:
 
     def unfused(self) -> torch.Tensor:
         """The stock output layer's product, and edge log-probabilities whose gradient overwrites the logits."""
-        logprob = edge_logprobs(F.linear(self.hidden, self.weight), self.all, in_place=True)
+        logprob = edge_logprobs(F.linear(self.hidden, self.weight), self.all, in_place=True)[0]
         return -torch.dot(logprob, self.loss_weight)
 
     def fused(self) -> torch.Tensor:

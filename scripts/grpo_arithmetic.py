@@ -29,6 +29,7 @@ from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.write import check_output
+from mcore_prefix_tree.mcore.readout import Logprobs
 from mcore_prefix_tree.mcore.score import score
 from mcore_prefix_tree.mcore.train.logs import open_logs
 from mcore_prefix_tree.mcore.train.model import build_chunks
@@ -36,6 +37,7 @@ from mcore_prefix_tree.mcore.train.schedule import folding_of
 from mcore_prefix_tree.mcore.train.session import session
 from mcore_prefix_tree.mcore.train.trainer import Trainer
 from mcore_prefix_tree.recipe import Recipe, load_recipe
+from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.signals import Signals
 
 ALPHABET = "0123456789+=. efhmostu"
@@ -116,7 +118,7 @@ def warm_up(model: torch.nn.Module, prompts: Sequence[Sequence[int]], steps: int
         optimizer.zero_grad()
 
 
-def with_old_logprobs(chunks: list[Any], samples: list[Sample], folding: Any) -> list[Sample]:
+def with_old_logprobs(chunks: list[Any], samples: list[Sample], folding: Any, readout: Logprobs) -> list[Sample]:
     """What the weights as they are say of their own completions, folded."""
     return [
         Sample(
@@ -127,7 +129,7 @@ def with_old_logprobs(chunks: list[Any], samples: list[Sample], folding: Any) ->
                 reward=sample.signals.reward, group=sample.signals.group, old_logprobs=own.logprobs.astype(np.float64)
             ),
         )
-        for sample, own in zip(samples, score(chunks, samples, folding, entropy=False), strict=True)
+        for sample, own in zip(samples, score(chunks, samples, folding, readout), strict=True)
     ]
 
 
@@ -164,11 +166,11 @@ def run(
         assert recipe.model.vocab_size is not None
         chunks = build_chunks(recipe, place.config, vocab_size=recipe.model.vocab_size, device=place.device)
         warm_up(chunks[0], [line[0].tokens.tolist() for line in lines], warm_up_steps)
-        trainer = Trainer(recipe, place, order, chunks)
-        folding = folding_of(recipe, place)
+        trainer = Trainer(recipe, objective_of(recipe), place, order, chunks)
+        folding, readout = folding_of(recipe, place), Logprobs(fused=recipe.fused_head)
         for batch in range(recipe.train_iters // UPDATES):
             prompts = order.take(batch * prompts_per_step, prompts_per_step)
-            samples = with_old_logprobs(chunks, roll_out(chunks[0], prompts, generator), folding)
+            samples = with_old_logprobs(chunks, roll_out(chunks[0], prompts, generator), folding, readout)
             started = time.perf_counter()
             reports = [trainer.step(batch * UPDATES + update, samples) for update in range(1, UPDATES + 1)]
             for report in reports:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import MOST, RANKS, check_output_option, takes
 from mcore_prefix_tree.cli.samples import SampleOptions, Samples
 from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.layout import Padding
+    from mcore_prefix_tree.objectives import Objective
     from mcore_prefix_tree.plan import CostModel, ForestPlan, PlanReport, StepsReport
     from mcore_prefix_tree.recipe import Recipe
     from mcore_prefix_tree.sample import Sample
@@ -84,12 +84,11 @@ def plan(
         bubble=bubble,
         **options.sharing,
     )
-    takes_pairs = _takes_pairs(recipe)
+    objective = _objective_of(recipe)
 
     def planned(step: Sequence[Sample], micro_batches: int | None = None) -> ForestPlan:
-        from mcore_prefix_tree.objectives import together
-
-        return settled(step, micro_batches=micro_batches, together=together(step) if takes_pairs else None)
+        together = None if objective is None else objective.together(step)
+        return settled(step, micro_batches=micro_batches, together=together)
 
     order = samples.order  # which refuses pairs that are none
     report = report_plan(
@@ -142,14 +141,12 @@ def _padding_of(recipe: Recipe | None, length_buckets: str | None, max_tokens: i
     return padding
 
 
-def _takes_pairs(recipe: Recipe | None) -> bool:
-    """Whether the loss is of two samples, which stay in one micro-batch."""
+def _objective_of(recipe: Recipe | None) -> Objective | None:
     if recipe is None:
-        return False
-    quiet_upstream()
-    from mcore_prefix_tree.mcore.train.objective import objective_of
+        return None
+    from mcore_prefix_tree.recipe.objective import objective_of
 
-    return objective_of(recipe).grouped_by == "pair"
+    return objective_of(recipe)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

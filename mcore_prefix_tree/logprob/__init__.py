@@ -1,8 +1,8 @@
 """From logits to the log-probability of every edge, and back to the samples."""
 
 from mcore_prefix_tree.logprob.chunks import Chunks, Head
-from mcore_prefix_tree.logprob.edges import Edges, candidate_logprobs, edge_logprobs, edge_logprobs_and_entropy
-from mcore_prefix_tree.logprob.head import head_candidate_logprobs, head_logprobs
+from mcore_prefix_tree.logprob.edges import Edges, edge_logprobs
+from mcore_prefix_tree.logprob.head import head_logprobs
 from mcore_prefix_tree.logprob.head_losses import (
     EdgeLoss,
     LogitLoss,
@@ -19,10 +19,7 @@ __all__ = [
     "Edges",
     "Head",
     "LogitLoss",
-    "candidate_logprobs",
     "edge_logprobs",
-    "edge_logprobs_and_entropy",
-    "head_candidate_logprobs",
     "head_edge_loss",
     "head_logit_losses",
     "head_logprobs",

@@ -197,6 +197,10 @@ class Edges:
         assert self.token is not None, "candidates are not in the layout"
         return per_edge.new_zeros(self.padded_size).index_put((self.token,), per_edge)
 
+    def placed(self, per_edge: torch.Tensor) -> torch.Tensor:
+        """Return :meth:`at_tokens`, or ``[E]`` as it is where the tokens need not be in the layout."""
+        return per_edge if self.token is None else self.at_tokens(per_edge)
+
     def at_rows(self, per_row: torch.Tensor) -> torch.Tensor:
         """A value of each row ``[R]`` at the flat index of the predictor ``[P]``; 0 elsewhere."""
         return per_row.new_zeros(self.padded_size).index_put((self.row,), per_row)
@@ -297,9 +301,10 @@ def edge_logprobs(
     temperature: torch.Tensor | None = None,
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
+    with_entropy: bool = False,
     in_place: bool = False,
-) -> torch.Tensor:
-    """Log-probability of every token given its path.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the log-probability of every token given its path, and the entropy of what each token predicts.
 
     Args:
         logits: ``[P, Vl]``, this rank's columns, in any floating dtype; reductions are in fp32 or better.
@@ -307,57 +312,18 @@ def edge_logprobs(
         temperature: ``[P]``, what each row of logits is divided by; None is 1.
         vocab_start: id of the first column.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
+        with_entropy: compute it too.
         in_place: let backward put the gradient where the logits are, which halves the peak. For logits that nobody
             reads afterwards; autograd refuses a second backward.
 
     Returns:
-        ``[P]`` in nats, at each token's own flat index; 0 where nothing predicts the token. Equal on all ranks of the
-        group, fp32 or better.
+        ``[P]`` in nats, at each token's own flat index, 0 where nothing predicts the token; of edges to tokens that
+        need not be in the layout ``[E]``. And the entropies ``[P]`` in nats, or None. Equal on all ranks of the group,
+        fp32 or better.
 
     Raises:
         ValueError: if the logits are not ``[padded_size, Vl]``.
     """
-    per_edge, _ = _score(logits, edges, temperature, vocab_start, group, with_entropy=False, in_place=in_place)
-    return edges.at_tokens(per_edge)
-
-
-def candidate_logprobs(
-    logits: torch.Tensor,
-    edges: Edges,
-    *,
-    temperature: torch.Tensor | None = None,
-    vocab_start: int = 0,
-    group: dist.ProcessGroup | None = None,
-    in_place: bool = False,
-) -> torch.Tensor:
-    """As :func:`edge_logprobs`, edge by edge: ``[E]``."""
-    return _score(logits, edges, temperature, vocab_start, group, with_entropy=False, in_place=in_place)[0]
-
-
-def edge_logprobs_and_entropy(
-    logits: torch.Tensor,
-    edges: Edges,
-    *,
-    temperature: torch.Tensor | None = None,
-    vocab_start: int = 0,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`edge_logprobs`, and the entropy ``[P]`` in nats of the distribution that each token predicts."""
-    per_edge, entropy = _score(logits, edges, temperature, vocab_start, group, with_entropy=True, in_place=False)
-    assert entropy is not None
-    return edges.at_tokens(per_edge), entropy
-
-
-def _score(
-    logits: torch.Tensor,
-    edges: Edges,
-    temperature: torch.Tensor | None,
-    vocab_start: int,
-    group: dist.ProcessGroup | None,
-    *,
-    with_entropy: bool,
-    in_place: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
     if logits.ndim != 2 or logits.shape[0] != edges.padded_size:
         raise ValueError(f"logits must be [{edges.padded_size}, vocabulary], not {list(logits.shape)}")
     if temperature is not None:
@@ -365,4 +331,4 @@ def _score(
     per_edge, entropy = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
         logits, edges, temperature, vocab_start, group, with_entropy, in_place
     )
-    return per_edge, entropy
+    return edges.placed(per_edge), entropy

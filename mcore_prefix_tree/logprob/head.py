@@ -34,7 +34,8 @@ def head_logprobs(
         with_entropy: compute it too.
 
     Returns:
-        ``[P]`` in nats, fp32 or better, at each token's own flat index, 0 for tokens without an edge; and the entropies
+        ``[P]`` in nats, fp32 or better, at each token's own flat index, 0 for tokens without an edge, or ``[E]`` of
+        edges to tokens that need not be in the layout; and the entropies
         ``[P]`` of the predictors, 0 where they have no edge, or None. Both are equal on all ranks of the group. The
         gradient of ``hidden`` is this rank's part: its sum over the group is the caller's.
 
@@ -43,14 +44,7 @@ def head_logprobs(
     """
     check_shapes(hidden, weight, head)
     per_edge, entropy = _HeadLogprobs.apply(hidden, weight, head, with_entropy)  # type: ignore[no-untyped-call]
-    return head.edges.at_tokens(per_edge), None if entropy is None else head.edges.at_rows(entropy)
-
-
-def head_candidate_logprobs(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-    """As :func:`head_logprobs`, edge by edge: ``[E]``."""
-    check_shapes(hidden, weight, head)
-    per_edge: torch.Tensor = _HeadLogprobs.apply(hidden, weight, head, False)[0]  # type: ignore[no-untyped-call]
-    return per_edge
+    return head.edges.placed(per_edge), None if entropy is None else head.edges.at_rows(entropy)
 
 
 def check_shapes(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> None:

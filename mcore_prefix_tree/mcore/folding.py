@@ -11,7 +11,6 @@ from mcore_prefix_tree.attention import Case
 from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.layout import NO_PADDING, FlatLayout, Padding, fold
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.plan import CostModel, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import Share, build_trie, sort_samples
@@ -35,7 +34,6 @@ class Folding:
         attention_cases: calls of the layers, whose plans are made while folding; where there are none, the first layer
             makes them.
         deterministic_attention: whether it has to give the same bits twice.
-        output: what their last pipeline stage is asked for.
         only_supervised: ask for the tokens with a non-zero loss mask alone.
         head_chunk_rows: see :class:`MicroBatch`.
 
@@ -55,7 +53,6 @@ class Folding:
     attention_backend: str = "path"
     attention_cases: tuple[Case, ...] = ()
     deterministic_attention: bool = True
-    output: Output = "logits"
     only_supervised: bool = False
     head_chunk_rows: int | None = None
 
@@ -125,7 +122,6 @@ class Folding:
             layout,
             attention_backend=self.attention_backend,
             deterministic_attention=self.deterministic_attention,
-            output=self.output,
             needed=layout.loss_weight != 0 if self.only_supervised else None,
             head_chunk_rows=self.head_chunk_rows,
         )

@@ -10,10 +10,9 @@ import torch
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges, Head
-from mcore_prefix_tree.mcore.output_layer import Output
 from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.objectives import Rows, TeacherRows
+from mcore_prefix_tree.objectives import LossRows
 from mcore_prefix_tree.upload import moved, upload
 
 
@@ -40,14 +39,11 @@ class MicroBatch:
         layout: on the host.
         input_ids: int64 ``[1, P]``.
         position_ids: int64 ``[1, P]``.
-        loss_weight: float64 ``[P]``; of each token's log-probability, where the last stage is asked for their sum.
+        loss_weight: float64 ``[P]``; of each token's log-probability in a weighted sum.
         edges: what is scored: the layout's own, or a teacher's tokens.
         temperature: float64 ``[P]``, what the logits at each token are divided by; None is 1.
         packed_seq_params: with the tree metadata.
-        output: what the last pipeline stage is asked for; values need a model with
-            :func:`~mcore_prefix_tree.mcore.scalar_head.with_scalar_head`, anything else but logits one with
-            :func:`~mcore_prefix_tree.mcore.output_layer.with_edge_head`.
-        head_chunk_rows: predictors whose logits that head holds at a time, at most; None leaves it to the head.
+        head_chunk_rows: predictors whose logits the fused head holds at a time, at most; None leaves it to the head.
         rows: what the loss of the step's objective reads, where that is not a weighted sum of log-probabilities.
         teacher: on the last pipeline stage, what a distillation by whole vocabularies reads besides.
     """
@@ -59,9 +55,8 @@ class MicroBatch:
     edges: Edges
     temperature: torch.Tensor | None
     packed_seq_params: TreePackedSeqParams
-    output: Output = "logits"
     head_chunk_rows: int | None = None
-    rows: Rows | TeacherRows | None = None
+    rows: LossRows | None = None
     teacher: TeacherHidden | None = None
 
     @classmethod
@@ -72,7 +67,6 @@ class MicroBatch:
         device: torch.device | str = "cpu",
         attention_backend: str = "path",
         deterministic_attention: bool = True,
-        output: Output = "logits",
         needed: npt.NDArray[np.bool_] | None = None,
         head_chunk_rows: int | None = None,
     ) -> MicroBatch:
@@ -82,7 +76,6 @@ class MicroBatch:
             layout: of the samples.
             device: of the tensors.
             attention_backend, deterministic_attention: see :class:`TreePackedSeqParams`.
-            output: as above.
             needed: bool ``[P]``, tokens whose log-probabilities will be read; None is all.
             head_chunk_rows: as above.
         """
@@ -97,7 +90,6 @@ class MicroBatch:
             packed_seq_params=TreePackedSeqParams.from_metadata(
                 metadata, attention_backend=attention_backend, deterministic_attention=deterministic_attention
             ),
-            output=output,
             head_chunk_rows=head_chunk_rows,
         )
         return on_host.on(device)

@@ -1,4 +1,4 @@
-"""The output layer that scores edges instead of returning logits, when a micro-batch asks for that.
+"""The output layer that answers readouts from hidden states, where it is asked to, instead of returning logits.
 
 A ``GPTModel`` builds its ``ColumnParallelLinear`` itself, so :func:`with_edge_head` turns the instance into one of a
 subclass, as ``torch.nn.utils.parametrize`` and ``fully_shard`` do: parameters, hooks and state-dict keys stay. The
@@ -10,8 +10,9 @@ layer's ``__call__`` matters: DDP waits for gathered parameters in its forward p
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -21,35 +22,8 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from mcore_prefix_tree.logprob import (
-    EdgeLoss,
-    Edges,
-    Head,
-    LogitLoss,
-    head_candidate_logprobs,
-    head_edge_loss,
-    head_logit_losses,
-    head_logprobs,
-    head_weighted_sum,
-)
+from mcore_prefix_tree.logprob import Edges, Head
 from mcore_prefix_tree.mcore.attention import tree_class
-
-# What the last pipeline stage gives for a micro-batch; mcore/outputs.py reads it. Values come from a scalar head, all
-# others from the vocabulary's. The weighted sum, the loss of edges and losses of logits form their gradients in
-# forward. Hidden states are what a teacher is asked for, whose logits are made beside the student's.
-Output = Literal[
-    "logits",
-    "logprobs",
-    "logprobs_and_entropy",
-    "weighted_sum",
-    "edge_loss",
-    "edge_loss_and_entropy",
-    "logit_losses",
-    "candidates",
-    "hidden",
-    "values",
-]
-EDGE_LOSSES = ("edge_loss", "edge_loss_and_entropy")
 
 HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 
@@ -61,25 +35,16 @@ class HeadRequest:
     """What is asked of the output layer in place of logits.
 
     Attributes:
-        output: which scores.
-        edges: that are scored.
+        edges: whose predictors' hidden states are read.
         temperature: ``[P]``, None is 1.
-        token_weight: ``[P]``, for ``weighted_sum``.
-        edge_loss: for ``edge_loss``: of the log-probabilities ``[P]`` (``[E]`` of a teacher's tokens) and entropies
-            ``[P]``.
-        by_rows: of it; see :func:`~mcore_prefix_tree.logprob.head_edge_loss`.
-        logit_loss: for ``logit_losses``.
         chunk_rows: predictors whose logits there are at a time, at most; None leaves it to the head.
+        answer: from these hidden states ``[R, h]``, the weight ``[Vl, h]`` and the head, ``[N, C]``.
     """
 
-    output: Output
     edges: Edges
     temperature: torch.Tensor | None
-    token_weight: torch.Tensor
-    edge_loss: EdgeLoss | None = None
-    by_rows: bool = False
-    logit_loss: LogitLoss | None = None
-    chunk_rows: int | None = None
+    chunk_rows: int | None
+    answer: Callable[[torch.Tensor, torch.Tensor, Head], torch.Tensor]
 
     def __bool__(self) -> bool:
         """Never mistaken for ``runtime_gather_output=True``."""
@@ -135,10 +100,7 @@ class EdgeHeadMixin:
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the base class, or for a request no bias and scores: ``[P, 1, 1]``, ``[P, 1, 2]``, of candidates
-        ``[E, 1, 1]``; before those of a weighted sum and of losses of edges or of logits stands a scalar: ``[1 + P, 1,
-        1]``, ``[1 + 2 P, 1, 1]``, ``[1 + E, 1, 1]`` or ``[1 + R, 1, 1]``. Hidden states are ``[R, 1, h]``.
-        """
+        """Return what the base class does; or for a request its answer ``[N, 1, C]``, and no bias."""
         if not isinstance(runtime_gather_output, HeadRequest):
             out: tuple[torch.Tensor, torch.Tensor | None] = super().forward(  # type: ignore[misc]
                 input_, weight=weight, runtime_gather_output=runtime_gather_output
@@ -161,26 +123,8 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
         rows = hidden.squeeze(1).index_select(0, edges.row)
         if layer.tp_group.size() > 1:
             rows = copy_to_tensor_model_parallel_region(rows, group=layer.tp_group)
-    if request.output == "hidden":
-        return rows[:, None]
     head = _head(layer, weight, edges, request.temperature, chunk_rows=request.chunk_rows)
-    if request.output == "logit_losses":
-        assert request.logit_loss is not None, "tree_forward asks for no losses of logits without it"
-        gradient, values = head_logit_losses(rows, weight, head, loss=request.logit_loss)
-        return torch.cat([gradient[None], values])[:, None, None]
-    if request.output == "candidates":
-        return head_candidate_logprobs(rows, weight, head)[:, None, None]
-    if request.output == "weighted_sum":
-        assert edges.token is not None, "a weighted sum is of the layout's own tokens"
-        total, logprob = head_weighted_sum(rows, weight, head, edge_weight=request.token_weight[edges.token])
-        return torch.cat([total[None], logprob])[:, None, None]
-    if request.output in EDGE_LOSSES:
-        return _edge_loss(rows, weight, head, request)[:, None, None]
-    logprob, entropy = head_logprobs(rows, weight, head, with_entropy=request.output != "logprobs")
-    scores = [logprob]
-    if entropy is not None:
-        scores.append(entropy)
-    return torch.stack(scores, dim=1)[:, None]
+    return request.answer(rows, weight, head)[:, None]
 
 
 def _head(
@@ -198,7 +142,7 @@ def _head(
 
 
 def output_weight_and_head(model: Any, edges: Edges, temperature: torch.Tensor | None) -> tuple[torch.Tensor, Head]:
-    """What the last stage of a ``GPTModel`` makes logits of hidden states with: ``[V / tp, h]``, and the rest.
+    """Return what the last stage of a ``GPTModel`` makes logits of hidden states with: ``[V / tp, h]``, and the rest.
 
     Args:
         model: bare, with an edge head.
@@ -208,26 +152,6 @@ def output_weight_and_head(model: Any, edges: Edges, temperature: torch.Tensor |
     tied = model.share_embeddings_and_output_weights
     weight: torch.Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     return weight, _head(model.output_layer, weight, edges, temperature)
-
-
-def _edge_loss(rows: torch.Tensor, weight: torch.Tensor, head: Head, request: HeadRequest) -> torch.Tensor:
-    """The zero with the gradient, then what :attr:`HeadRequest.edge_loss` reads."""
-    edges, edge_loss = request.edges, request.edge_loss
-    assert edge_loss is not None, "tree_forward asks for no loss of edges without it"
-
-    def placed(per_edge: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        scores = per_edge if edges.token is None else edges.at_tokens(per_edge)
-        return scores, None if entropy is None else edges.at_rows(entropy)
-
-    def loss(per_edge: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
-        return edge_loss(*placed(per_edge, entropy))
-
-    with_entropy = request.output == "edge_loss_and_entropy"
-    gradient, per_edge, per_row = head_edge_loss(
-        rows, weight, head, loss=loss, by_rows=request.by_rows, with_entropy=with_entropy
-    )
-    scores, entropy = placed(per_edge, per_row)
-    return torch.cat([gradient[None], scores] if entropy is None else [gradient[None], scores, entropy])
 
 
 def _multiplier(config: Any) -> float:

@@ -7,9 +7,9 @@ on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,11 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.folding import Folding
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.output_layer import Output
-from mcore_prefix_tree.mcore.outputs import tree_logprobs, tree_logprobs_and_entropy, tree_top_logprobs, tree_values
 from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.readout import Readout, SampleScores
 from mcore_prefix_tree.mcore.train.schedule import forward_only
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.signals import Teacher
 
-FloatArray = npt.NDArray[np.floating]
 T = TypeVar("T")
 
 
@@ -34,64 +31,24 @@ class ScoreError(ValueError):
     """A sample whose scores are not numbers. The message names it."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Scores:
-    """Of one sample; entry t is of the prediction of token t, as in ``loss_mask``.
-
-    Attributes:
-        scored: bool ``[n]``, which tokens are.
-        logprobs: ``[n]`` in nats, float32 or the model's dtype if that is wider; NaN for tokens that are not scored.
-        entropy: ``[n]`` of the distribution that token t is predicted from, or None if it was not asked for.
-    """
-
-    scored: npt.NDArray[np.bool_]
-    logprobs: FloatArray
-    entropy: FloatArray | None
+S = TypeVar("S", bound=SampleScores)
+S_co = TypeVar("S_co", bound=SampleScores, covariant=True)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Values:
-    """Of one sample, from a model with a scalar head.
+class Scorer(Readout[Any], Protocol[S_co]):
+    """A readout that says something of each sample."""
 
-    Attributes:
-        scored: bool ``[n]``, which tokens are.
-        values: ``[n]``, entry t of the state that token t is chosen in, as in ``Signals.values``: a critic's. float32,
-            or the model's dtype if that is wider; NaN for tokens that are not scored.
-        last: after the last token: a reward model's reward.
-    """
+    def flat(self, output: torch.Tensor, batch: MicroBatch) -> Any:
+        """Read a micro-batch's output onto the host."""
 
-    scored: npt.NDArray[np.bool_]
-    values: FloatArray
-    last: float
+    def of_sample(self, flat: Any, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> S_co:
+        """Return a sample's part.
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TopTokens:
-    """Of one sample: the k likeliest tokens of every prediction, for another model to be distilled from.
-
-    Attributes:
-        scored: bool ``[n]``, which predictions are.
-        teacher: ``[n, k]`` each, the likeliest first; ids from 0 and NaN where nothing is scored.
-    """
-
-    scored: npt.NDArray[np.bool_]
-    teacher: Teacher
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _FlatTop:
-    """Of one micro-batch, ``[P, k]`` each, at the predictors that are asked about."""
-
-    token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FlatScores:
-    """Of one micro-batch: ``[P]``, 0 for tokens that are not scored; the entropy at the token that is predicted."""
-
-    logprobs: FloatArray
-    entropy: FloatArray | None
+        Args:
+            flat: of its micro-batch, from :meth:`flat`.
+            tokens: int32 ``[n]``, their flat indices.
+            scored: bool ``[n]``, which of them are scored.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,7 +80,7 @@ class ScoringStep:
 
         Args:
             samples: the same on every rank. A training step's own, in its order, are planned as that step is.
-            folding: of that step; its ``output`` says whether the head is fused.
+            folding: of that step.
             all_tokens: as above.
             for_main_rank: as above.
 
@@ -142,91 +99,22 @@ class ScoringStep:
             for_main_rank=for_main_rank,
         )
 
-    def score(self, chunks: Sequence[Any], *, entropy: bool = True) -> list[Scores]:
+    def score(self, chunks: Sequence[Any], readout: Scorer[S]) -> list[S]:
         """Score under the weights that ``chunks`` have now; all ranks together.
 
         Args:
             chunks: this rank's model chunks, with or without Megatron's DDP.
-            entropy: compute it too.
+            readout: what they are asked.
 
         Returns:
-            A :class:`Scores` for each sample, in the order of ``samples``, on every rank; or where ``for_main_rank``
-            says so, on others nothing.
+            What is found of each sample, in the order of ``samples``, on every rank; or where ``for_main_rank`` is set,
+            on others nothing.
 
         Raises:
             ScoreError: a score is NaN or infinite; names the sample. On every rank.
         """
-
-        def fault_of(scores: Scores, sample: Sample) -> str | None:
-            fault = _not_finite("log-probability", scores.logprobs, scores.scored, sample)
-            if fault is None and scores.entropy is not None:
-                fault = _not_finite("entropy", scores.entropy, scores.scored, sample)
-            return fault
-
-        found = score_micro_batches(chunks, self.micro_batches, entropy=entropy)
-        return self._of_samples(found, _of_sample, fault_of)
-
-    def values(self, chunks: Sequence[Any]) -> list[Values]:
-        """As :meth:`score`, of a model with a scalar head.
-
-        Raises:
-            ScoreError: a value is NaN or infinite; names the sample. On every rank.
-        """
-
-        def read(output: torch.Tensor, batch: MicroBatch) -> FloatArray:
-            values: FloatArray = tree_values(output, batch).cpu().numpy()
-            return values
-
-        def fault_of(values: Values, sample: Sample) -> str | None:
-            last = np.arange(len(sample)) == len(sample) - 1
-            return _not_finite("value", values.values, values.scored, sample) or _not_finite(
-                "value after", np.full(len(sample), values.last), last, sample
-            )
-
-        return self._of_samples(forward_only(chunks, self.micro_batches, read), _values_of_sample, fault_of)
-
-    def teacher(self, chunks: Sequence[Any], k: int, *, vocab_size: int | None = None) -> list[TopTokens]:
-        """The k likeliest tokens of every prediction, of a model with a vocabulary. Keeps the logits of a micro-batch.
-
-        Args:
-            chunks: as of :meth:`score`.
-            k: at most the vocabulary.
-            vocab_size: before padding; None takes the padding for tokens too.
-
-        Raises:
-            ScoreError: a log-probability is NaN or infinite; names the sample. On every rank.
-            ValueError: k is more than the vocabulary.
-        """
-
-        def read(output: torch.Tensor, batch: MicroBatch) -> _FlatTop:
-            ids, logprobs = tree_top_logprobs(output, batch, k, vocab_size=vocab_size)
-            size = (batch.layout.padded_size, k)
-            flat = _FlatTop(
-                token_ids=np.tile(np.arange(k, dtype=np.int32), (size[0], 1)),
-                logprobs=np.full(size, np.nan, dtype=np.float32),
-            )
-            flat.token_ids[batch.edges.host_row] = ids.cpu().numpy()
-            flat.logprobs[batch.edges.host_row] = logprobs.float().cpu().numpy()
-            return flat
-
-        def fault_of(top: TopTokens, sample: Sample) -> str | None:
-            return _not_finite("teacher's log-probability", top.teacher.logprobs.min(axis=1), top.scored, sample)
-
-        asked = [replace(batch, output="logits") for batch in self.micro_batches]
-        return self._of_samples(forward_only(chunks, asked, read), _top_of_sample, fault_of)
-
-    def _of_samples(
-        self,
-        found: Sequence[Any],
-        of_sample: Callable[[Any, npt.NDArray[np.int32], npt.NDArray[np.bool_]], T],
-        fault_of: Callable[[T, Sample], str | None],
-    ) -> list[T]:
-        """What is found of this rank's micro-batches, sample by sample, from all ranks and on all that want it.
-
-        Raises:
-            ScoreError: what ``fault_of`` says of the first sample that it faults; on every rank.
-        """
-        own: dict[int, T] = {}
+        own: dict[int, S] = {}
+        found = forward_only(chunks, self.micro_batches, readout, readout.flat)
         for number, flat in enumerate(found):
             layout = self.micro_batches[number].layout
             for place, index in enumerate(self.sample_index[number]):
@@ -234,8 +122,8 @@ class ScoringStep:
                 scored = layout.predictor[tokens] >= 0
                 if not self.all_tokens:
                     scored &= self.samples[index].loss_mask != 0
-                own[index] = of_sample(flat, tokens, scored)
-        faults = ((index, fault_of(own[index], self.samples[index])) for index in sorted(own))
+                own[index] = readout.of_sample(flat, tokens, scored)
+        faults = ((index, own[index].fault(self.samples[index])) for index in sorted(own))
         of_each = everyone(next(((index, fault) for index, fault in faults if fault is not None), None))
         first = min((fault for fault in of_each if fault is not None), default=None)
         if first is not None:
@@ -245,7 +133,7 @@ class ScoringStep:
         of_all = _on_main_rank(spoken) if self.for_main_rank else everyone(spoken)
         if of_all is None:
             return []
-        together: dict[int, T] = {index: one for part in of_all for index, one in part.items()}
+        together: dict[int, S] = {index: one for part in of_all for index, one in part.items()}
         return [together[index] for index in range(len(self.samples))]
 
 
@@ -260,68 +148,9 @@ def score(
     chunks: Sequence[Any],
     samples: Sequence[Sample],
     folding: Folding,
+    readout: Scorer[S],
     *,
     all_tokens: bool = False,
-    entropy: bool = True,
-) -> list[Scores]:
+) -> list[S]:
     """:meth:`ScoringStep.plan` and :meth:`ScoringStep.score`; arguments and errors are theirs."""
-    return ScoringStep.plan(samples, folding, all_tokens=all_tokens).score(chunks, entropy=entropy)
-
-
-def score_values(
-    chunks: Sequence[Any], samples: Sequence[Sample], folding: Folding, *, all_tokens: bool = False
-) -> list[Values]:
-    """:meth:`ScoringStep.plan` and :meth:`ScoringStep.values`; arguments and errors are theirs."""
-    return ScoringStep.plan(samples, folding, all_tokens=all_tokens).values(chunks)
-
-
-def score_micro_batches(chunks: Sequence[Any], batches: Sequence[MicroBatch], *, entropy: bool) -> list[FlatScores]:
-    """Score micro-batches that are folded already, by the edges that they have; no gradients.
-
-    Returns:
-        The scores of each micro-batch on the last pipeline stage; nothing elsewhere.
-    """
-    output: Output = "logprobs_and_entropy" if entropy else "logprobs"
-    asked = [batch if batch.output == "logits" else replace(batch, output=output) for batch in batches]
-    return forward_only(chunks, asked, lambda output, batch: _read(output, batch, entropy))
-
-
-def _read(output: torch.Tensor, batch: MicroBatch, entropy: bool) -> FlatScores:
-    if not entropy:
-        return FlatScores(logprobs=tree_logprobs(output, batch).cpu().numpy(), entropy=None)
-    logprob, spread = tree_logprobs_and_entropy(output, batch)
-    at_token = batch.edges.at_tokens(spread[batch.edges.predictor])
-    return FlatScores(logprobs=logprob.cpu().numpy(), entropy=at_token.cpu().numpy())
-
-
-def _of_sample(flat: FlatScores, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> Scores:
-    def row(values: FloatArray) -> FloatArray:
-        return np.where(scored, values[tokens], values.dtype.type("nan"))
-
-    return Scores(
-        scored=scored, logprobs=row(flat.logprobs), entropy=None if flat.entropy is None else row(flat.entropy)
-    )
-
-
-def _values_of_sample(flat: FloatArray, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> Values:
-    own = flat[tokens]
-    before = np.concatenate([own[:1], own[:-1]])  # nothing comes before the first, and it is not scored
-    return Values(scored=scored, values=np.where(scored, before, own.dtype.type("nan")), last=float(own[-1]))
-
-
-def _top_of_sample(flat: _FlatTop, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> TopTokens:
-    before = np.concatenate([tokens[:1], tokens[:-1]])  # nothing comes before the first, and it is not scored
-    nothing = np.arange(flat.token_ids.shape[1], dtype=np.int32)
-    teacher = Teacher(
-        token_ids=np.where(scored[:, None], flat.token_ids[before], nothing),
-        logprobs=np.where(scored[:, None], flat.logprobs[before], np.float32("nan")),
-    )
-    return TopTokens(scored=scored, teacher=teacher)
-
-
-def _not_finite(name: str, values: FloatArray, scored: npt.NDArray[np.bool_], sample: Sample) -> str | None:
-    bad = scored & ~np.isfinite(values)
-    if not bad.any():
-        return None
-    at = int(np.argmax(bad))
-    return f"{sample.source}: the {name} of token {at} is {values[at]}; the model's weights are bad"
+    return ScoringStep.plan(samples, folding, all_tokens=all_tokens).score(chunks, readout)

@@ -3,11 +3,12 @@
 from mcore_prefix_tree.objectives.distill import Distillation, TeacherRows
 from mcore_prefix_tree.objectives.divergence import vocabulary_divergence
 from mcore_prefix_tree.objectives.kto import KTO, mismatched
-from mcore_prefix_tree.objectives.metrics import LossOutput, add_means, check_outputs, divided
+from mcore_prefix_tree.objectives.metrics import LossOutput, add_means, divided
+from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.policy import PolicyGradient
-from mcore_prefix_tree.objectives.preference import Preference, together
-from mcore_prefix_tree.objectives.registry import OBJECTIVES, Objective, make_objective
-from mcore_prefix_tree.objectives.rows import Rows, Targets
+from mcore_prefix_tree.objectives.preference import Preference
+from mcore_prefix_tree.objectives.registry import OBJECTIVES, make_objective
+from mcore_prefix_tree.objectives.rows import LossRows, Rows, Targets
 from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
 from mcore_prefix_tree.objectives.sft import SupervisedFineTuning, sft_loss
 
@@ -17,6 +18,7 @@ __all__ = [
     "Critic",
     "Distillation",
     "LossOutput",
+    "LossRows",
     "Objective",
     "PolicyGradient",
     "Preference",
@@ -26,11 +28,9 @@ __all__ = [
     "Targets",
     "TeacherRows",
     "add_means",
-    "check_outputs",
     "divided",
     "make_objective",
     "mismatched",
     "sft_loss",
-    "together",
     "vocabulary_divergence",
 ]

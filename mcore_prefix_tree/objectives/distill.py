@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass as plain_dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,7 +38,8 @@ from mcore_prefix_tree.logprob import Edges
 from mcore_prefix_tree.objectives.divergence import Divergence, divergence, divergence_gradient_, log1mexp
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
-from mcore_prefix_tree.objectives.rows import Targets, Terms
+from mcore_prefix_tree.objectives.objective import Objective
+from mcore_prefix_tree.objectives.rows import LossRows, Targets
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.objectives.settings import refuse_unused
 from mcore_prefix_tree.sample import Sample
@@ -47,7 +48,7 @@ from mcore_prefix_tree.upload import upload
 
 
 @plain_dataclass(frozen=True, kw_only=True, eq=False)
-class TeacherRows:
+class TeacherRows(LossRows):
     """The unique predictors of a micro-batch's scored tokens, on the device.
 
     Attributes:
@@ -57,8 +58,6 @@ class TeacherRows:
         first_sample: int64 ``[R]``, the first sample of the micro-batch that scores one, for messages.
         logprobs: float32 ``[R, k]``, the teacher's; k is 0 if it is asked for its logits instead.
         edges: from the predictors to the teacher's tokens, row by row.
-        count: of the micro-batch, towards the step's divisor.
-        vocab_size: V of the student, padding included, which the forward step fills in; None leaves a rest at any k.
     """
 
     predictor: torch.Tensor
@@ -67,12 +66,14 @@ class TeacherRows:
     first_sample: torch.Tensor
     logprobs: torch.Tensor
     edges: Edges
-    count: int
-    vocab_size: int | None = None
+
+    def scored(self, edges: Edges) -> Edges:
+        """Return the edges to the teacher's tokens in place of the layout's own."""
+        return self.edges
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
-class Distillation:
+class Distillation(Objective):
     """A divergence between teacher and student at every scored token; see the formulas above.
 
     Attributes:
@@ -87,16 +88,15 @@ class Distillation:
     jsd_beta: float = Field(default=0.5, gt=0, lt=1)
     teacher: Literal["top_k", "full"] = "top_k"
     normalise: By = "token"
-    terms: ClassVar[Terms] = "row"
 
     def __post_init__(self) -> None:
         """Refuse settings that others leave without effect."""
         refuse_unused(self, [("jsd_beta", self.divergence == "jsd", "divergence=jsd")])
 
     @property
-    def reads(self) -> str:
-        """Log-probabilities of the teacher's tokens, or logits."""
-        return "candidates" if self.teacher == "top_k" else "logits"
+    def asks_model(self) -> bool:
+        """Whether the loss reads the logits of a second model."""
+        return self.teacher == "full"
 
     @property
     def grouped_by(self) -> Unit | None:
@@ -145,13 +145,9 @@ class Distillation:
             count=int(targets.count[np.asarray(indices, dtype=np.int64)].sum()),
         )
 
-    def loss(self, logprobs: torch.Tensor, rows: TeacherRows) -> LossOutput:
-        """The weighted sum over a micro-batch, of ``top_k``.
-
-        Args:
-            logprobs: ``[R, k]``, the student's, of the edges.
-            rows: of the same micro-batch.
-        """
+    def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: TeacherRows) -> LossOutput:
+        """Return the weighted sum over a micro-batch, of ``top_k``; ``scores`` is ``[E]``, the student's."""
+        logprobs = scores.view(rows.logprobs.shape)
         return self.weighed(self.of_rows(rows.logprobs.to(logprobs.dtype), logprobs, rows.vocab_size), rows)
 
     def of_rows(self, teacher: torch.Tensor, student: torch.Tensor, vocab_size: int | None = None) -> torch.Tensor:

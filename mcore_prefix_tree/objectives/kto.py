@@ -6,6 +6,7 @@ Legend: P padded tokens, K scored tokens, S samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -14,14 +15,15 @@ from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.signals import GroupedBy, SampleError, Signals
+from mcore_prefix_tree.signals import SampleError, Signals
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
-class KTO:
+class KTO(Objective):
     """Kahneman-Tversky optimisation of labelled completions (Ethayarajh et al., 2024, arXiv:2402.01306, section 4).
 
     With r = sum over the scored tokens of ``mask (log pi - log ref)``, the loss of a sample is
@@ -46,9 +48,26 @@ class KTO:
     desirable_weight: NonNegativeFloat = 1.0
     undesirable_weight: NonNegativeFloat = 1.0
     reference_point: Literal["mismatched", "zero"] = "mismatched"
-    reads: ClassVar[str] = "logprobs"
+    improves_policy: ClassVar[bool] = True
     terms: ClassVar[Terms] = "sample"
-    grouped_by: ClassVar[GroupedBy | None] = None
+
+    @property
+    def looks_at_steps(self) -> bool:
+        """Whether every step needs mismatched samples."""
+        return self.reference_point == "mismatched"
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Check samples before the first step; the reference point is of a whole step."""
+        replace(self, reference_point="zero").targets(samples)
+
+    def check_step(self, iteration: int, samples: Sequence[Sample]) -> None:
+        """Raise SampleError if the reference point cannot be measured in this step."""
+        if self.looks_at_steps and not any(sample.signals.mismatched for sample in samples):
+            raise SampleError(
+                f"step {iteration}, which {samples[0].source} is in, has no mismatched sample, and kto with "
+                "reference_point=mismatched needs one in every step; raise batch.global_batch_size, mix them in and "
+                "keep the files' order with data.order=file, or set objective.options.reference_point=zero"
+            )
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Labels and the reference point of a step, on the host.

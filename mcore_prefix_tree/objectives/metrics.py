@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,18 +18,19 @@ NO_SAMPLE = 2**62
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossOutput:
-    """Of one micro-batch.
+    """Loss of one micro-batch.
 
     Attributes:
         loss: scalar, the weighted sum; the step divides it by its divisor.
         metrics: additive means, detached.
         bad_sample: int64 scalar tensor, the first sample of the micro-batch for which the model's output is NaN or
-            infinite, or NO_SAMPLE. Read it once a step (:func:`check_outputs`): that waits for the device.
+            infinite, or NO_SAMPLE. Read it once a step: that waits for the device. None of a weighted sum, which looks
+            at no sample by itself.
     """
 
     loss: torch.Tensor
-    metrics: Means
-    bad_sample: torch.Tensor
+    metrics: Means = field(default_factory=dict)
+    bad_sample: torch.Tensor | None = None
 
 
 def mean_of(values: torch.Tensor, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
@@ -65,22 +66,6 @@ def first_bad_sample(values: torch.Tensor, sample: torch.Tensor) -> torch.Tensor
     """
     none = torch.full((1,), NO_SAMPLE, dtype=torch.int64, device=values.device)
     return torch.cat([torch.where(torch.isfinite(values.detach()), none, sample), none]).amin()
-
-
-def check_outputs(outputs: Sequence[LossOutput], samples: Sequence[Sequence[Sample]]) -> None:
-    """Refuse a step whose model output is not finite, before the optimizer sees its gradient.
-
-    Args:
-        outputs: of this rank's micro-batches.
-        samples: of the same micro-batches.
-
-    Raises:
-        SampleError: names the first such sample.
-    """
-    for output, own in zip(outputs, samples, strict=True):
-        bad = int(output.bad_sample)
-        if bad != NO_SAMPLE:
-            raise not_finite(own[bad])
 
 
 def not_finite(sample: Sample) -> SampleError:

@@ -22,7 +22,7 @@ Legend: P padded tokens, K scored tokens, S samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -36,6 +36,7 @@ from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, KLPena
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.mismatch import Level, Mode, importance_weight, is_far_off_policy
 from mcore_prefix_tree.objectives.normalise import By, counted_as_one, normalise
+from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens, rollout_keys
 from mcore_prefix_tree.objectives.settings import refuse_unused
@@ -66,7 +67,7 @@ def clipped_surrogate(
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
-class PolicyGradient:
+class PolicyGradient(Objective):
     """Policy gradient on the log-probabilities of sampled tokens; see the formulas above.
 
     Attributes:
@@ -126,7 +127,11 @@ class PolicyGradient:
     entropy_coef: float = 0.0
     normalise: By = "sample"
     normalise_length: PositiveFloat | None = None
-    reads: ClassVar[str] = "logprobs"
+    watches_entropy: ClassVar[bool] = True
+    improves_policy: ClassVar[bool] = True
+    remedies: ClassVar[Mapping[str, str]] = {
+        "old_logprobs": "set objective.options.on_policy=true if each step's samples are of the weights it starts with"
+    }
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other, or that others leave without effect."""
@@ -163,7 +168,7 @@ class PolicyGradient:
 
     @property
     def estimator(self) -> KLEstimator:
-        """Of the divergence, where it is."""
+        """KL estimator in effect."""
         return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
 
     @property

@@ -31,6 +31,7 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.divergence import log1mexp
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.objectives.settings import refuse_unused
@@ -69,11 +70,6 @@ def pairs_of(samples: Sequence[Sample], setting: str) -> Int64Array:
     return np.array(list(sides.values()), dtype=np.int64).reshape(-1, 2)
 
 
-def together(samples: Sequence[Sample]) -> list[Hashable]:
-    """What ``plan_step(together=...)`` takes to keep the pairs of these samples in one micro-batch each."""
-    return [sample.signals.pair for sample in samples]
-
-
 def pair_targets(samples: Sequence[Sample], setting: str, reference: bool) -> Targets:
     """Of a step of pairs: every pair counts 1 towards the divisor, with its chosen sample."""
     scored = ScoredTokens.of(samples)
@@ -87,7 +83,7 @@ def pair_targets(samples: Sequence[Sample], setting: str, reference: bool) -> Ta
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Preference:
+class Preference(Objective):
     """Loss on pairs of completions; see the formulas above.
 
     Attributes:
@@ -107,7 +103,7 @@ class Preference:
     reference: bool = True
     average: bool = False
     nll_coef: NonNegativeFloat = 0.0
-    reads: ClassVar[str] = "logprobs"
+    improves_policy: ClassVar[bool] = True
     terms: ClassVar[Terms] = "pair"
     grouped_by: ClassVar[GroupedBy | None] = "pair"
 

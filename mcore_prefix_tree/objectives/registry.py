@@ -8,15 +8,14 @@ from typing import Any
 from mcore_prefix_tree.objectives import policy, preference
 from mcore_prefix_tree.objectives.distill import Distillation
 from mcore_prefix_tree.objectives.kto import KTO
+from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.policy import PolicyGradient
 from mcore_prefix_tree.objectives.preference import Preference
 from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
 from mcore_prefix_tree.objectives.sft import SupervisedFineTuning
 
-Objective = SupervisedFineTuning | PolicyGradient | Preference | KTO | Critic | RewardModel | Distillation
-
 # Each name, the class that it is, and what it sets of that class's fields; the rest are the class's own defaults.
-OBJECTIVES: dict[str, tuple[type[Any], Mapping[str, Any]]] = {
+OBJECTIVES: dict[str, tuple[type[Objective], Mapping[str, Any]]] = {
     "sft": (SupervisedFineTuning, {}),
     **{name: (PolicyGradient, settings) for name, settings in policy.PRESETS.items()},
     **{name: (Preference, settings) for name, settings in preference.PRESETS.items()},
@@ -28,7 +27,7 @@ OBJECTIVES: dict[str, tuple[type[Any], Mapping[str, Any]]] = {
 
 
 def make_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective:
-    """An objective with some of its settings changed.
+    """Return an objective with some of its settings changed.
 
     Raises:
         ValueError: there is no such objective; pydantic's ``ValidationError``, which is one, for an option that it does
@@ -37,5 +36,4 @@ def make_objective(name: str, options: Mapping[str, Any] | None = None) -> Objec
     if name not in OBJECTIVES:
         raise ValueError(f"there is no objective {name!r}; there are {', '.join(sorted(OBJECTIVES))}")
     made, settings = OBJECTIVES[name]
-    objective: Objective = made(**{**settings, **(options or {})})
-    return objective
+    return made(**{**settings, **(options or {})})

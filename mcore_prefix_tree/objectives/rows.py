@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.logprob import Edges
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
 from mcore_prefix_tree.upload import upload
 
@@ -28,7 +29,24 @@ Terms = Literal["row", "sample", "pair"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+class LossRows:
+    """What a loss reads of one micro-batch.
+
+    Attributes:
+        count: of the micro-batch, towards the step's divisor.
+        vocab_size: V of the model, padding included; the forward step fills it in.
+    """
+
+    count: int
+    vocab_size: int | None = None
+
+    def scored(self, edges: Edges) -> Edges:
+        """Return the edges that the head scores, from the layout's own."""
+        return edges
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows(LossRows):
     """The scored tokens of a micro-batch.
 
     Attributes:
@@ -41,7 +59,8 @@ class Rows:
         columns: ``[K]`` each, what else the objective reads of a token, by name.
         sample_columns: ``[S]`` each, what it reads of a sample.
         pairs: int64 ``[Q, 2]``, the chosen and the rejected sample of each pair.
-        count: of the micro-batch, towards the step's divisor.
+        read_by_pairs: on the host, for a loss of pairs: int64 ``[K]`` each, a scored token's predictor, and which pair
+            reads it.
     """
 
     token: torch.Tensor
@@ -53,7 +72,11 @@ class Rows:
     columns: Mapping[str, torch.Tensor]
     sample_columns: Mapping[str, torch.Tensor]
     pairs: torch.Tensor
-    count: int
+    read_by_pairs: tuple[Int64Array, Int64Array] | None = None
+
+    def scored(self, edges: Edges) -> Edges:
+        """Return the layout's own edges; those that a pair reads are scored together."""
+        return edges if self.read_by_pairs is None else edges.scored_together(*self.read_by_pairs)
 
     @property
     def num_samples(self) -> int:
@@ -111,32 +134,21 @@ class Targets:
         """
         entries, local, token = self.located(layout, indices)
         chosen = np.asarray(indices, dtype=np.int64)
-
+        predictor, pairs = layout.predictor[token].astype(np.int64), self._local_pairs(chosen)
         on_device = partial(upload, device=device)
         return Rows(
             token=on_device(token),
-            predictor=on_device(layout.predictor[token].astype(np.int64)),
+            predictor=on_device(predictor),
             sample=on_device(local),
             weight=on_device(self.weight[entries]),
             lens=on_device(self.scored.lens[chosen].astype(np.float64)),
             last=on_device(layout.sample_map[layout.cu_sample_lens[1:] - 1].astype(np.int64)),
             columns={name: on_device(values[entries]) for name, values in self.columns.items()},
             sample_columns={name: on_device(values[chosen]) for name, values in self.sample_columns.items()},
-            pairs=on_device(self._local_pairs(chosen)),
+            pairs=on_device(pairs),
             count=int(self.count[chosen].sum()),
+            read_by_pairs=(predictor, _pair_of_sample(pairs, len(chosen))[local]) if len(pairs) else None,
         )
-
-    def read_by_pairs(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array]:
-        """What the terms of a loss of pairs read in one micro-batch; arguments as of :meth:`rows`.
-
-        Returns:
-            int64 ``[K']`` each: a scored token's predictor, and which pair reads it.
-        """
-        _, local, token = self.located(layout, indices)
-        pair = np.arange(len(indices))
-        chosen, rejected = self._local_pairs(np.asarray(indices, dtype=np.int64)).T
-        pair[rejected] = chosen
-        return layout.predictor[token].astype(np.int64), pair[local]
 
     def located(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Of the K' scored tokens of one micro-batch; arguments as of :meth:`rows`.
@@ -166,3 +178,10 @@ class Targets:
                 "step with plan_step(together=...)"
             )
         return here[here[:, 0] >= 0]
+
+
+def _pair_of_sample(pairs: Int64Array, samples: int) -> Int64Array:
+    """Return int64 ``[S]``, which pair each sample of a micro-batch belongs to."""
+    pair = np.arange(samples)
+    pair[pairs[:, 1]] = pairs[:, 0]
+    return pair

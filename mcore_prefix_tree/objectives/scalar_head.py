@@ -18,6 +18,7 @@ from mcore_prefix_tree.objectives.gae import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import KLEstimator, KLPenalty
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
+from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.preference import pairs_of, reward_means
 from mcore_prefix_tree.objectives.rows import Rows, Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
@@ -29,7 +30,7 @@ _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Critic:
+class Critic(Objective):
     """Regression of values on returns, clipped around the old values as in PPO's reference implementation.
 
     Per scored token, with the value V of the state that the token is chosen in, that is, at its predictor:
@@ -57,7 +58,8 @@ class Critic:
     kl_coef: NonNegativeFloat = 0.0
     kl_estimator: KLEstimator = "k1"
     normalise: By = "token"
-    reads: ClassVar[str] = "values"
+    has_scalar_head: ClassVar[bool] = True
+    scored_as: ClassVar[str] = "values"
 
     def __post_init__(self) -> None:
         """Refuse settings that others leave without effect."""
@@ -86,9 +88,9 @@ class Critic:
             columns["returns"] = scored.column("returns", "returns=given")
         return Targets(scored=scored, weight=normalised.weight, count=normalised.count, columns=columns)
 
-    def loss(self, values: torch.Tensor, rows: Rows) -> LossOutput:
-        """The weighted sum over a micro-batch; ``values`` is ``[P]``, of the state after each token."""
-        predicted = values[rows.predictor]
+    def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
+        """Return the weighted sum over a micro-batch; ``scores`` is ``[P]``, the values after each token."""
+        predicted = scores[rows.predictor]
         dtype = predicted.dtype
         returns = rows.columns["returns"].to(dtype)
         loss = (predicted - returns).square()
@@ -106,7 +108,7 @@ class Critic:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
-class RewardModel:
+class RewardModel(Objective):
     """Bradley-Terry loss of pairs: ``-log sigma(r(chosen) - r(rejected)) + center_coef (r(chosen) + r(rejected))^2``.
 
     r is the score after the sample's last token (Ouyang et al., 2022, arXiv:2203.02155, eq. 1); the second term keeps
@@ -117,7 +119,8 @@ class RewardModel:
     """
 
     center_coef: NonNegativeFloat = 0.0
-    reads: ClassVar[str] = "values"
+    has_scalar_head: ClassVar[bool] = True
+    scored_as: ClassVar[str] = "reward"
     grouped_by: ClassVar[GroupedBy | None] = "pair"
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
@@ -128,9 +131,9 @@ class RewardModel:
         scored = ScoredTokens.of(samples)
         return Targets(scored=scored, weight=scored.mask, count=count, pairs=pairs)
 
-    def loss(self, values: torch.Tensor, rows: Rows) -> LossOutput:
-        """The sum over the pairs of a micro-batch; ``values`` is ``[P]``, the score after each token."""
-        score = values[rows.last]
+    def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
+        """Return the sum over the pairs of a micro-batch; ``scores`` is ``[P]``, after each token."""
+        score = scores[rows.last]
         chosen, rejected = score[rows.pairs[:, 0]], score[rows.pairs[:, 1]]
         loss = -F.logsigmoid(chosen - rejected)
         if self.center_coef:

@@ -120,8 +120,3 @@ class ScoredTokens:
         if value is None:
             raise MissingSignalError(f"{sample.source}: field '{name}' is missing, and {setting} needs it", name)
         return value
-
-    def per_sample(self, values: Float64Array) -> Float64Array:
-        """float64 ``[S]``, the sum over each sample's scored tokens of ``[K]`` values."""
-        summed: Float64Array = np.bincount(self.sample, weights=values, minlength=len(self.samples)).astype(np.float64)
-        return summed

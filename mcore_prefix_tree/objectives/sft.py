@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from pydantic import ConfigDict, PositiveFloat
@@ -11,7 +10,8 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
-from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
+from mcore_prefix_tree.objectives.objective import Objective
+from mcore_prefix_tree.objectives.rows import Rows, Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 from mcore_prefix_tree.objectives.settings import refuse_unused
 from mcore_prefix_tree.sample import Sample
@@ -36,7 +36,7 @@ def sft_loss(logprob: torch.Tensor, loss_weight: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
-class SupervisedFineTuning:
+class SupervisedFineTuning(Objective):
     """``- sum_t w_t log p_t`` with the loss mask as weight.
 
     Attributes:
@@ -46,8 +46,6 @@ class SupervisedFineTuning:
 
     normalise: By = "token"
     normalise_length: PositiveFloat | None = None
-    reads: ClassVar[str] = "logprobs"
-    terms: ClassVar[Terms] = "row"
 
     def __post_init__(self) -> None:
         """Refuse settings that others leave without effect."""
@@ -58,6 +56,16 @@ class SupervisedFineTuning:
     def grouped_by(self) -> Unit | None:
         """Which samples have to be in one step."""
         return counted_as_one(self.normalise)
+
+    @property
+    def is_weighted_sum(self) -> bool:
+        """Whether the loss is :func:`sft_loss`, whose weights the layouts have."""
+        return self.normalise == "token"
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Check samples before the first step; a weighted sum takes any."""
+        if not self.is_weighted_sum:
+            self.targets(samples)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Weights of a step, on the host; raises SampleError as :func:`normalise` does."""

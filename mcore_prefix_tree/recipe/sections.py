@@ -6,13 +6,16 @@ Field names are Megatron's where Megatron has one.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.layout import Padding
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.objectives import Objective
 
 # The type of an error about several keys together, of which none has a wrong value by itself.
 AT_ODDS = "at_odds"
@@ -226,9 +229,16 @@ class ObjectiveConfig:
     teacher_recipe: str | None = None
 
     @property
+    def kind(self) -> type[Objective]:
+        """Class of the objective; of a name that is unknown, which ``objective_of`` rejects, the supervised one."""
+        from mcore_prefix_tree.objectives import OBJECTIVES  # torch, which few who read a recipe need
+
+        return OBJECTIVES.get(self.name, OBJECTIVES["sft"])[0]
+
+    @property
     def has_scalar_head(self) -> bool:
-        """Whether the model says a value of each token instead of a distribution."""
-        return self.name in ("critic", "reward_model")
+        """Whether the model gives a value of each token instead of a distribution."""
+        return self.kind.has_scalar_head
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

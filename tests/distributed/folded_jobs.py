@@ -5,6 +5,7 @@ The functions here run inside the processes of :mod:`harness.worlds`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ class Job:
     share_embeddings: bool = False
     backend: str = "path"
     native: bool = False
-    output: str = "logits"
+    way: str = "logits"  # or "logprobs", "weighted sum"
     config: tuple[tuple[str, Any], ...] = ()
 
 
@@ -66,13 +67,13 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.mcore import with_edge_head
-    from mcore_prefix_tree.mcore.forward_step import sft_forward_step
+    from mcore_prefix_tree.mcore.forward_step import forward_step
     from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     spec = stock_spec if job.native else tree_spec
     chunks = build_chunks(config, spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)
-    if job.output != "logits":
+    if job.way != "logits":
         chunks = [with_edge_head(chunk) for chunk in chunks]
     trainer = Trainer.of(chunks, distributed_optimizer=job.distributed_optimizer, adam_eps=ADAM_EPS)
     plan = plan_step(
@@ -89,17 +90,29 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
         MicroBatch.from_layout(
             folded,
             attention_backend=job.backend,
-            output=job.output,
-            needed=None if job.output == "logits" else folded.loss_weight != 0,
+            needed=None if job.way == "logits" else folded.loss_weight != 0,
         )
         for folded in layouts
     ]
+    step = functools.partial(forward_step, readout=supervised(job.way))
     for _ in range(job.steps):
-        trainer.step(sft_forward_step, batches, seq_length=1)
-    reported = trainer.backward(sft_forward_step, batches, seq_length=1)
+        trainer.step(step, batches, seq_length=1)
+    reported = trainer.backward(step, batches, seq_length=1)
     # Where the optimizer is distributed, gradients are scattered: the weights tell instead.
     parts = local_parts(trainer.chunks, lambda p: p.data if job.distributed_optimizer else p.main_grad)
     return _loss(reported), parts, len(batches)
+
+
+def supervised(way: str) -> Any:
+    """The supervised loss from what the last stage is asked for."""
+    from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum
+    from mcore_prefix_tree.objectives import LossOutput, sft_loss
+
+    class OfLogprobs(Logprobs):
+        def read(self, output: torch.Tensor, batch: Any) -> Any:
+            return LossOutput(loss=sft_loss(super().read(output, batch)[0], batch.loss_weight))
+
+    return OfLogprobs() if way == "logprobs" else WeightedSum(fused=way != "logits")
 
 
 def tree_spec(config: Any, vp_stage: int | None) -> Any:

@@ -6,7 +6,7 @@ The functions here run inside the processes of :mod:`harness.worlds`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -86,10 +86,23 @@ class ScoringJob:
 
     max_tokens: int = 10_000
     dtype: torch.dtype = torch.float32
-    output: str = "weighted_sum"
+    fused: bool = True
     all_tokens: bool = False
     entropy: bool = True
     config: tuple[tuple[str, Any], ...] = ()
+
+
+class Seen:
+    """As much of an objective as a readout asks; keeps the log-probabilities that it was given last."""
+
+    terms = "sample"
+    watches_entropy = False
+
+    def loss(self, scores: torch.Tensor, entropy: None, rows: Any) -> Any:
+        from mcore_prefix_tree.objectives import LossOutput
+
+        self.logprob = scores.detach()
+        return LossOutput(loss=scores.sum())
 
 
 def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> tuple[Any, list[Any]]:
@@ -102,7 +115,7 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     from mcore_prefix_tree.mcore import with_edge_head
     from mcore_prefix_tree.mcore.folding import Folding
     from mcore_prefix_tree.mcore.forward_step import tree_forward
-    from mcore_prefix_tree.mcore.outputs import tree_edge_loss, tree_logprobs
+    from mcore_prefix_tree.mcore.readout import EdgeLoss, Logprobs
     from mcore_prefix_tree.mcore.score import score
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
@@ -115,15 +128,15 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
         device=torch.device("cpu"),
         micro_batch_multiple=layout.pp if layout.vpp else 1,
         padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1, buckets=()),
-        output=job.output,
         only_supervised=not job.all_tokens,
     )
-    scores = score(trainer.chunks, samples, folding, all_tokens=job.all_tokens, entropy=job.entropy)
+    scored = Logprobs(entropy=job.entropy, fused=job.fused)
+    scores = score(trainer.chunks, samples, folding, scored, all_tokens=job.all_tokens)
 
     mine = folding.plan(samples).micro_batches[parallel_state.get_data_parallel_rank()]
     batches = [folding.micro_batch([samples[i] for i in indices]) for indices in mine]
-    # What an objective that is not linear asks for.
-    trained = iter([replace(b, output="logits" if job.output == "logits" else "edge_loss") for b in batches])
+    objective: Any = Seen()
+    readout = EdgeLoss(objective=objective, fused=job.fused)  # what an objective that is not linear asks for
     remaining = iter(mine)
     ratios: list[Any] = []
 
@@ -131,18 +144,14 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
         batch = next(data_iterator)
 
         def loss_func(output: torch.Tensor) -> Any:
-            if batch.output == "logits":
-                logprob = tree_logprobs(output, batch, in_place=True)
-                loss = logprob.sum()
-            else:
-                loss, logprob, _ = tree_edge_loss(output, batch)
-            for index, row in zip(next(remaining), restore(logprob.detach(), batch.layout), strict=True):
+            loss = readout.read(output, batch).loss
+            for index, row in zip(next(remaining), restore(objective.logprob, batch.layout), strict=True):
                 ratios.append((index, np.exp(row.numpy() - scores[index].logprobs)[scores[index].scored]))
             return loss, torch.ones((), dtype=torch.int), None
 
-        return tree_forward(model, batch, edge_loss=lambda logprob, _: logprob.sum()), loss_func
+        return tree_forward(model, batch, readout), loss_func
 
-    trainer.backward(forward_step, list(trained), seq_length=1)
+    trainer.backward(forward_step, batches, seq_length=1)
     return scores, ratios
 
 
@@ -171,7 +180,7 @@ def scores_and_gradients(layout: Any, parallel_output: bool) -> tuple[torch.Tens
 
     from mcore_prefix_tree.mcore.forward_step import tree_forward
     from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-    from mcore_prefix_tree.mcore.outputs import tree_logprobs
+    from mcore_prefix_tree.mcore.readout import Logprobs
     from mcore_prefix_tree.testing.specs import cpu_spec
 
     config = tiny_gpt_config(layout=layout)
@@ -186,5 +195,5 @@ def scores_and_gradients(layout: Any, parallel_output: bool) -> tuple[torch.Tens
     ).to(config.params_dtype)
     fill([model], seed=0)
     batch = MicroBatch.from_layout(fold([Sample(tokens=[1, 2, 3]), Sample(tokens=[1, 2, 4, 5])], pad_to_multiple_of=2))
-    logprob = tree_logprobs(tree_forward(model, batch), batch)
+    logprob, _ = Logprobs(fused=False).read(tree_forward(model, batch), batch)
     return logprob.detach(), list(torch.autograd.grad(logprob.sum(), list(model.parameters())))

@@ -98,16 +98,16 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
 
     from mcore_prefix_tree.logprob import chunks as head_chunks
     from mcore_prefix_tree.mcore.folding import Folding
+    from mcore_prefix_tree.mcore.forward_step import forward_step_of
     from mcore_prefix_tree.mcore.output_layer import with_edge_head
     from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
-    from mcore_prefix_tree.mcore.train.objective import forward_step_of, output_of
     from mcore_prefix_tree.mcore.train.schedule import fold_micro_batches, targets_of
-    from mcore_prefix_tree.objectives import add_means, divided, make_objective, together
+    from mcore_prefix_tree.objectives import add_means, divided, make_objective
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)
     objective: Any = make_objective(job.name, dict(job.options))
-    if objective.reads == "values":
+    if objective.has_scalar_head:
         chunks = [with_scalar_head(chunk) for chunk in chunks]
         fill(chunks)
     elif job.fused_head:
@@ -120,17 +120,17 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         device=torch.device("cpu"),
         micro_batch_multiple=layout.pp if layout.vpp else 1,
         padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
-        output=output_of(objective, fused_head=job.fused_head),
         only_supervised=job.fused_head,
     )
-    kept = together(samples) if objective.grouped_by == "pair" else None
-    mine = folding.plan(samples, together=kept).micro_batches[parallel_state.get_data_parallel_rank()]
+    mine = folding.plan(samples, together=objective.together(samples)).micro_batches[
+        parallel_state.get_data_parallel_rank()
+    ]
     targets = targets_of(objective, samples)
     batches = fold_micro_batches(samples, mine, folding, objective, targets)
     if job.teacher_config:
         batches = teacher_of(job, layout).teach(batches)
     with mock.patch.object(head_chunks, "_CPU", (1, 3)):  # rows of the head: several chunks even here
-        reported = trainer.backward(forward_step_of(objective), batches, seq_length=1)
+        reported = trainer.backward(forward_step_of(objective, fused_head=job.fused_head), batches, seq_length=1)
     parts: list[Any] = [None] * dist.get_world_size()
     speaks = bool(reported) and parallel_state.get_tensor_model_parallel_rank() == 0
     own = (
@@ -182,7 +182,8 @@ def teacher_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int, k: 
 
     from mcore_prefix_tree.mcore.folding import Folding
     from mcore_prefix_tree.mcore.output_layer import with_edge_head
-    from mcore_prefix_tree.mcore.score import ScoringStep
+    from mcore_prefix_tree.mcore.readout import TopLogprobs
+    from mcore_prefix_tree.mcore.score import score
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
@@ -192,9 +193,8 @@ def teacher_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int, k: 
         cost_model=None,
         device=torch.device("cpu"),
         padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
-        output="weighted_sum",
     )
-    return [(top.scored, top.teacher) for top in ScoringStep.plan(samples, folding).teacher(chunks, k)]
+    return [(top.scored, top.teacher) for top in score(chunks, samples, folding, TopLogprobs(k=k))]
 
 
 def value_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int) -> list[Any]:
@@ -204,8 +204,9 @@ def value_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int) -> li
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.mcore.folding import Folding
+    from mcore_prefix_tree.mcore.readout import Values
     from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
-    from mcore_prefix_tree.mcore.score import score_values
+    from mcore_prefix_tree.mcore.score import score
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     chunks = [with_scalar_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
@@ -217,9 +218,8 @@ def value_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int) -> li
         device=torch.device("cpu"),
         micro_batch_multiple=layout.pp if layout.vpp else 1,
         padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
-        output="values",
     )
-    return [(one.scored, one.values, one.last) for one in score_values(chunks, samples, folding)]
+    return [(one.scored, one.values, one.last) for one in score(chunks, samples, folding, Values())]
 
 
 def stock_values(samples: Sequence[Sample]) -> list[np.ndarray]:
@@ -264,7 +264,7 @@ def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[f
         fill_rounded([model], fill)
     alone = OneByOne(model)
     head = None
-    if objective.reads == "values":
+    if objective.has_scalar_head:
         head = 0.05 * 3**0.5 * uniform("scalar_head.weight", (1, config.hidden_size), (0, 0), seed=0)
         head = (head.bfloat16() if rounded else head).double().requires_grad_()
         oracle: Any = {"critic": critic_loss, "reward_model": reward_model_loss}[job.name]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,7 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.logprob import (
     Edges,
     Head,
-    candidate_logprobs,
     edge_logprobs,
-    edge_logprobs_and_entropy,
-    head_candidate_logprobs,
     head_edge_loss,
     head_logit_losses,
     head_logprobs,
@@ -174,18 +172,19 @@ def by_us(setting: Setting) -> dict[str, Scores]:
         total, logprob = head_weighted_sum(raw, weight, head, edge_weight=torch.ones(len(edges.token_id)))
         return torch.cat([logprob[after], (total - logprob.sum())[None]])
 
+    asked = replace(head, edges=replace(edges, token=None))  # as of tokens that need not be in the layout
     ways: dict[str, dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
         "logprob": {
-            "logits": lambda raw: edge_logprobs(shard(raw), edges, **tempered)[after],
-            "candidates of logits": lambda raw: candidate_logprobs(shard(raw), edges, **tempered),
+            "logits": lambda raw: edge_logprobs(shard(raw), edges, **tempered)[0][after],
+            "candidates of logits": lambda raw: edge_logprobs(shard(raw), asked.edges, **tempered)[0],
             "head": lambda raw: head_logprobs(raw, weight, head)[0][after],
-            "head's candidates": lambda raw: head_candidate_logprobs(raw, weight, head),
+            "head's candidates": lambda raw: head_logprobs(raw, weight, asked)[0],
             "weighted sum": whole_sum,
             "loss by rows": known(False, True),
             "loss of edges": known(False, False),
         },
         "entropy": {
-            "logits": lambda raw: edge_logprobs_and_entropy(shard(raw), edges, **tempered)[1][after - 1],
+            "logits": lambda raw: edge_logprobs(shard(raw), edges, **tempered, with_entropy=True)[1][after - 1],
             "head": lambda raw: _entropy(head_logprobs(raw, weight, head, with_entropy=True)[1]),
             "loss by rows": known(True, True),
             "loss of edges": known(True, False),
@@ -260,7 +259,9 @@ def excluded_columns(quantity: str) -> tuple[torch.Tensor, ...]:
     row = torch.arange(len(leaf))
     if quantity == "entropy":
         shard = torch.cat([leaf, leaf[:1]])[:, setting.own]
-        found = edge_logprobs_and_entropy(shard, setting.edges, vocab_start=setting.own.start, group=setting.group)
+        found = edge_logprobs(
+            shard, setting.edges, vocab_start=setting.own.start, group=setting.group, with_entropy=True
+        )
         values = found[1][: len(leaf)]
     else:
         values = vocabulary_divergence(leaf[:, setting.own], taught, row, quantity, jsd_beta=BETA, group=setting.group)

@@ -70,11 +70,11 @@ def oracle(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
     return loss, assemble(parts)
 
 
-@pytest.mark.parametrize("output", ["logprobs", "weighted_sum"])
 @pytest.mark.parametrize("share_embeddings", [False, True], ids=["untied", "tied"])
 @in_layouts("tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-sp-pp2-vpp2", "tp2-dp2")
-def test_every_parameters_gradient(size: int, layout: Layout, share_embeddings: bool, output: str) -> None:
-    job = Job(max_tokens=LONGEST + 10, share_embeddings=share_embeddings, output=output)
+@pytest.mark.parametrize("way", ["logprobs", "weighted sum"])
+def test_every_parameters_gradient(size: int, layout: Layout, share_embeddings: bool, way: str) -> None:
+    job = Job(max_tokens=LONGEST + 10, share_embeddings=share_embeddings, way=way)
     results = world(size).run(folded_gradients, layout, job, SAMPLES, layout=layout)
     loss, expected = oracle(Job(share_embeddings=share_embeddings))
     assert abs(results[0][0] - loss) <= 1e-12 * abs(loss)
@@ -102,10 +102,10 @@ def stock() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 @EVERY_LAYOUT
-@pytest.mark.parametrize("output", ["weighted_sum", "logits"])
-def test_scores_are_those_of_each_sample_alone(size: int, layout: Layout, output: str) -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits"])
+def test_scores_are_those_of_each_sample_alone(size: int, layout: Layout, fused: bool) -> None:
     """On every rank, in the order of the samples, at each sample's temperature."""
-    job = ScoringJob(dtype=torch.float64, max_tokens=LONGEST + 10, all_tokens=True, output=output)
+    job = ScoringJob(dtype=torch.float64, max_tokens=LONGEST + 10, all_tokens=True, fused=fused)
     for scores, _ in world(size).run(scores_and_first_ratios, layout, job, WARM, layout=layout):
         assert len(scores) == len(WARM)
         for sample, row, (logprobs, entropy) in zip(WARM, scores, stock(), strict=True):
@@ -118,12 +118,12 @@ def test_scores_are_those_of_each_sample_alone(size: int, layout: Layout, output
 
 
 @EVERY_LAYOUT
-@pytest.mark.parametrize("output", ["weighted_sum", "logits"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_importance_ratios_are_one_to_the_bit(
-    size: int, layout: Layout, output: str, dtype: torch.dtype
+    size: int, layout: Layout, fused: bool, dtype: torch.dtype
 ) -> None:
-    job = ScoringJob(dtype=dtype, max_tokens=LONGEST + 10, output=output, entropy=output == "weighted_sum")
+    job = ScoringJob(dtype=dtype, max_tokens=LONGEST + 10, fused=fused, entropy=fused)
     seen = set()
     for scores, ratios in world(size).run(scores_and_first_ratios, layout, job, SAMPLES, layout=layout):
         for sample, row in zip(SAMPLES, scores, strict=True):

@@ -84,22 +84,24 @@ def score_twice(layout: Layout) -> tuple[list[Any], list[Any], str]:
 
     from mcore_prefix_tree.mcore.folding import Folding
     from mcore_prefix_tree.mcore.output_layer import with_edge_head
+    from mcore_prefix_tree.mcore.readout import Logprobs
     from mcore_prefix_tree.mcore.score import ScoreError, ScoringStep
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     (chunk,) = (with_edge_head(one) for one in build_chunks(config, tree_spec, vocab_size=IDS))
-    folding = Folding(
-        max_tokens=60, dp_size=layout.dp(2), cost_model=None, device=torch.device("cpu"), output="weighted_sum"
-    )
+    folding = Folding(max_tokens=60, dp_size=layout.dp(2), cost_model=None, device=torch.device("cpu"))
     of_all, of_main = (
         ScoringStep.plan(branching_samples(), folding, for_main_rank=for_main_rank) for for_main_rank in (False, True)
     )
-    found = [[(one.logprobs, one.entropy) for one in step.score([chunk])] for step in (of_all, of_main)]
+    found = [
+        [(one.logprobs, one.entropy) for one in step.score([chunk], Logprobs(entropy=True))]
+        for step in (of_all, of_main)
+    ]
     if dist.get_rank() == 1:
         with torch.no_grad():
             next(chunk.parameters()).fill_(torch.nan)
     with pytest.raises(ScoreError) as error:
-        of_main.score([chunk])
+        of_main.score([chunk], Logprobs(entropy=True))
     return found[0], found[1], str(error.value)
 
 

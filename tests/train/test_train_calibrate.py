@@ -57,6 +57,11 @@ def test_a_head_that_computes_all_tokens_has_no_cost_of_its_own(job: Path, monke
     assert {one.scored for one in found.measured} == {0}
 
 
+def test_a_policy_is_timed_by_the_supervised_loss(job: Path) -> None:
+    found, _ = run_calibrate(load_recipe(job, ["objective.name=reinforce"]), repeats=1)
+    assert all(one.seconds > 0 for one in found.measured)
+
+
 def test_the_command_writes_what_plans_read(job: Path, tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     result = command("calibrate", job, "--output", str(path), "--repeats", "1")

@@ -32,6 +32,7 @@ from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import iter_sample_groups, read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
+from mcore_prefix_tree.mcore.readout import ValueLoss, Values
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY, with_scalar_head
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.jobs import run_verify
@@ -296,13 +297,11 @@ def test_verification_compares_values(job: Path, name: str, dtype: str) -> None:
 
 
 def test_verification_sees_what_is_wrong_in_values(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_prefix_tree.mcore import forward_step, score
+    def shifted(read: Any) -> Any:
+        return lambda self, output, batch: read(self, output.roll(1, dims=1), batch)
 
-    def shifted(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return output.flatten().roll(1)
-
-    for module in (forward_step, score):
-        monkeypatch.setattr(module, "tree_values", shifted)
+    for readout in (Values, ValueLoss):
+        monkeypatch.setattr(readout, "read", shifted(readout.read))
     report, _ = run_verify(load_recipe(job, overrides_of("critic")))
     assert not report.passed
     assert min(report.value_error, report.loss_error, report.gradient_error) > 1e-3

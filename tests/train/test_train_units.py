@@ -18,6 +18,7 @@ from mcore_prefix_tree.mcore.train.reading import Data, read_data
 from mcore_prefix_tree.objectives import KTO, OBJECTIVES, PolicyGradient, Targets, make_objective
 from mcore_prefix_tree.objectives.advantages import ADVANTAGES
 from mcore_prefix_tree.recipe import RecipeError, load_recipe
+from mcore_prefix_tree.recipe.objective import objective_of
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from rollouts import Rollout, mask, rollouts
@@ -104,7 +105,7 @@ def read(job: Path, place: Any, name: str, options: dict[str, Any], *overrides: 
     for size in (UNITS, SAMPLES):
         recipe = load_recipe(job, [*size, *objective, *overrides])
         try:
-            return read_data(recipe, place, checked=True), recipe.batch.per_step
+            return read_data(recipe, objective_of(recipe), place, checked=True), recipe.batch.per_step
         except RecipeError as error:
             if "takes each sample by itself" not in str(error):
                 raise

@@ -335,10 +335,10 @@ def test_the_worst_parameter_is_the_one_whose_gradient_is_off(job: Path, monkeyp
         weight = dict(model.named_parameters())[name]
         folded_forward = jobs.verify.__globals__["tree_forward"]
 
-        def forward(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        def forward(model: torch.nn.Module, batch: object, readout: object) -> torch.Tensor:
             # Changes nothing of the output, but the gradient of one weight.
             weight_sum = weight.sum()
-            return folded_forward(model, batch) * (1 + weight_sum - weight_sum.detach())
+            return folded_forward(model, batch, readout) * (1 + weight_sum - weight_sum.detach())
 
         monkeypatch.setitem(jobs.verify.__globals__, "tree_forward", forward)
         report = verify([model], batch_of(recipe, 1), recipe, place)

@@ -400,7 +400,7 @@ def run_values(objective: object, world: World, cut: Sequence[Sequence[int]]) ->
     targets = objective.targets(world.samples)
 
     def of_part(layout: FlatLayout, table_row: torch.Tensor, indices: Sequence[int]) -> LossOutput:
-        return objective.loss(world.scalar[table_row], targets.rows(layout, indices))
+        return objective.loss(world.scalar[table_row], None, targets.rows(layout, indices))
 
     return run(world, targets, cut, of_part)
 

@@ -33,12 +33,11 @@ from mcore_prefix_tree.attention import parity
 from mcore_prefix_tree.attention.options import Case
 from mcore_prefix_tree.logprob import chunks
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
-from mcore_prefix_tree.mcore.forward_step import objective_forward_step, sft_forward_step, tree_forward, with_rows
+from mcore_prefix_tree.mcore.forward_step import forward_step, tree_forward, with_rows
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.outputs import tree_logprobs_and_entropy
+from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum, readout_of
 from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
-from mcore_prefix_tree.mcore.train.objective import is_weighted_sum, output_of, watches_entropy
-from mcore_prefix_tree.objectives import OBJECTIVES, make_objective
+from mcore_prefix_tree.objectives import OBJECTIVES, make_objective, sft_loss
 from mcore_prefix_tree.signals import Teacher
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import single_process
@@ -46,7 +45,12 @@ from mcore_prefix_tree.testing.launcher import single_process
 DEVICE = "gpu"
 PACKAGE = str(Path(mcore_prefix_tree.__file__).parent)
 BACKENDS = ("path", "reference", "triton", "cascade")
-OUTPUTS = ("logits", "logprobs", "logprobs_and_entropy", "weighted_sum")
+READOUTS = {
+    "logits": WeightedSum(fused=False),
+    "logprobs": Logprobs(),
+    "logprobs_and_entropy": Logprobs(entropy=True),
+    "weighted_sum": WeightedSum(),
+}
 OPTIONS = {"kto": {"reference_point": "zero"}}
 
 
@@ -98,6 +102,7 @@ def pretend_hopper() -> None:
 
     Case.of = classmethod(on_hopper)
     parity._check = lambda *arguments: None
+    torch.cuda.is_initialized = lambda: False  # no stream is captured
     torch.use_deterministic_algorithms(True)  # what cascade asks for with torch's own kernel
 
 
@@ -114,14 +119,13 @@ def move(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def forward_backward(
-    samples: list[Sample], *, output: str, backend: str = "path", objective: Any = None, dtype: torch.dtype
+    samples: list[Sample], *, readout: Any, backend: str = "path", objective: Any = None, dtype: torch.dtype
 ) -> None:
     config = tiny_config(
         dtype, num_attention_heads=2, num_query_groups=1, hidden_size=128, bf16=dtype is torch.bfloat16
     )
     model = build(config, with_prefix_tree(local_spec(config)))
-    if output != "logits":
-        model = with_scalar_head(model) if output == "values" else with_edge_head(model)
+    model = with_scalar_head(model) if objective is not None and objective.has_scalar_head else with_edge_head(model)
     layout = fold(samples)
     with (
         mock.patch.object(torch, "tensor", tensor_on_device),
@@ -131,21 +135,14 @@ def forward_backward(
         Fake(allow_non_fake_inputs=True),
     ):
         move(model, dtype)
-        batch = MicroBatch.from_layout(layout, device=DEVICE, attention_backend=backend, output=output)
-        if objective is None and output == "logprobs_and_entropy":
-            logprob, entropy = tree_logprobs_and_entropy(tree_forward(model, batch), batch)
-            loss = torch.dot(logprob, batch.loss_weight.to(logprob.dtype)) + entropy.sum()
-        elif objective is None or is_weighted_sum(objective):
-            given, loss_of = sft_forward_step(iter([batch]), model)
-            loss = loss_of(given)[0]
+        batch = MicroBatch.from_layout(layout, device=DEVICE, attention_backend=backend)
+        if objective is not None and not objective.is_weighted_sum:
+            batch = with_rows(batch, objective, objective.targets(samples), range(len(samples)))
+        if isinstance(readout, Logprobs):
+            logprob, entropy = readout.read(tree_forward(model, batch, readout), batch)
+            loss = sft_loss(logprob, batch.loss_weight) + (0 if entropy is None else entropy.sum())
         else:
-            targets = objective.targets(samples)
-            given, loss_of = objective_forward_step(
-                iter([with_rows(batch, objective, targets, range(len(samples)))]),
-                model,
-                objective=objective,
-                with_entropy=watches_entropy(objective),
-            )
+            given, loss_of = forward_step(iter([batch]), model, readout=readout)
             loss = loss_of(given)[0]
         loss.backward()
         missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
@@ -196,16 +193,16 @@ def main() -> None:
         samples, informed = branching_samples(), informed_samples()
         for name in OBJECTIVES:
             objective = make_objective(name, OPTIONS.get(name))
-            output = output_of(objective, fused_head=True)
+            readout = readout_of(objective, fused_head=True)
             outcomes[f"objective {name}"] = outcome(
-                forward_backward, informed, output=output, objective=objective, dtype=torch.float32
+                forward_backward, informed, readout=readout, objective=objective, dtype=torch.float32
             )
         pretend_hopper()
         for backend in BACKENDS:
             dtype = torch.bfloat16 if backend in ("triton", "cascade") else torch.float32
-            for output in OUTPUTS:
-                outcomes[f"attention {backend}, {output}"] = outcome(
-                    forward_backward, samples, output=output, backend=backend, dtype=dtype
+            for name, readout in READOUTS.items():
+                outcomes[f"attention {backend}, {name}"] = outcome(
+                    forward_backward, samples, readout=readout, backend=backend, dtype=dtype
                 )
         # That the fake device notices what it is there for.
         with Fake():

@@ -36,7 +36,7 @@ ALLOWED = {
     "attention": {"metadata", "upload"},
     "logprob": {"layout", "upload"},
     "objectives": {"signals", "sample", "layout", "logprob", "upload"},
-    "recipe": {"inputs", "layout"},
+    "recipe": {"inputs", "layout", "objectives"},
     "mcore": {
         "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
         "objectives", "recipe", "launchers", "memory", "upload", "errors", "ending", "inputs",

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.logprob import Edges, edge_logprobs, edge_logprobs_and_entropy, edges, restore
+from mcore_prefix_tree.logprob import Edges, edge_logprobs, edges, restore
 from mcore_prefix_tree.objectives import sft_loss
 
 
@@ -46,7 +46,10 @@ def check_against_naive(layout, logits, *, limit):
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(2, layout.padded_size, generator=generator, dtype=torch.float64)
     results = []
-    for logprob, entropy in (edge_logprobs_and_entropy(logits, Edges.from_layout(layout)), naive(logits, layout)):
+    for logprob, entropy in (
+        edge_logprobs(logits, Edges.from_layout(layout), with_entropy=True),
+        naive(logits, layout),
+    ):
         (grad,) = torch.autograd.grad((logprob * weights[0] + entropy * weights[1]).sum(), logits)
         results.append((logprob, entropy, grad))
     for actual, expected in zip(*results, strict=True):
@@ -79,7 +82,7 @@ def test_gradcheck():
     layout = fold(FORKED, pad_to_multiple_of=5)
     of_layout = Edges.from_layout(layout)
     small = random_logits(layout, scale=1.0)
-    assert torch.autograd.gradcheck(lambda logits: edge_logprobs_and_entropy(logits, of_layout), (small,))
+    assert torch.autograd.gradcheck(lambda logits: edge_logprobs(logits, of_layout, with_entropy=True), (small,))
 
 
 def test_edges_are_all_tokens_but_the_first_of_each_root():
@@ -99,7 +102,7 @@ def test_equal_tokens_under_one_predictor_add_up(rows):
     plain = Edges.from_layout(layout)
     doubled = replace(plain, token_id=torch.tensor([5, 5, 5]))
     logits = random_logits(layout)
-    logprob, _ = edge_logprobs_and_entropy(logits, doubled)
+    logprob, _ = edge_logprobs(logits, doubled, with_entropy=True)
     weights = torch.tensor([0.0, 1.0, 10.0, 100.0], dtype=torch.float64)
     (grad,) = torch.autograd.grad((logprob * weights).sum(), logits)
     single = torch.log_softmax(logits[0], dim=0)[5]
@@ -114,13 +117,13 @@ def test_without_entropy_and_in_place_the_result_is_the_same(dtype, rows):
     of_layout = Edges.from_layout(layout)
     weights = torch.linspace(0.1, 2.0, layout.padded_size)
     leaf = random_logits(layout, dtype=dtype)
-    with_entropy, _ = edge_logprobs_and_entropy(leaf, of_layout)
+    with_entropy, _ = edge_logprobs(leaf, of_layout, with_entropy=True)
     (expected,) = torch.autograd.grad((with_entropy * weights).sum(), leaf)
     tolerance = 1e-12 if dtype is torch.float64 else 1e-6
     for in_place in (False, True):
         logits = leaf.clone()  # what a model makes: not a leaf, and nobody else reads it
         before, where = logits.detach().clone(), logits.data_ptr()
-        logprob = edge_logprobs(logits, of_layout, in_place=in_place)
+        logprob = edge_logprobs(logits, of_layout, in_place=in_place)[0]
         assert worst(logprob, with_entropy) < tolerance
         (grad,) = torch.autograd.grad((logprob * weights).sum(), logits)
         # bf16 results may fall on the other side of a rounding boundary.
@@ -132,7 +135,7 @@ def test_without_entropy_and_in_place_the_result_is_the_same(dtype, rows):
 def test_a_second_backward_in_place_is_refused():
     layout = fold(FORKED)
     logits = random_logits(layout).clone()
-    logprob = edge_logprobs(logits, Edges.from_layout(layout), in_place=True)
+    logprob = edge_logprobs(logits, Edges.from_layout(layout), in_place=True)[0]
     logprob.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logprob.sum().backward()
@@ -156,7 +159,7 @@ def test_no_temporary_is_as_large_as_the_logits_in_fp32(monkeypatch):
             return result
 
     with Watch():
-        edge_logprobs(logits, of_layout, in_place=True).sum().backward()
+        edge_logprobs(logits, of_layout, in_place=True)[0].sum().backward()
     assert largest <= 8 * VOCAB
     assert layout.padded_size * VOCAB > 5 * largest
 
@@ -165,7 +168,9 @@ def test_only_logprob_or_only_entropy_may_be_used():
     layout = fold(FORKED)
     for index in (0, 1):
         logits = random_logits(layout)
-        (grad,) = torch.autograd.grad(edge_logprobs_and_entropy(logits, Edges.from_layout(layout))[index].sum(), logits)
+        (grad,) = torch.autograd.grad(
+            edge_logprobs(logits, Edges.from_layout(layout), with_entropy=True)[index].sum(), logits
+        )
         (expected,) = torch.autograd.grad(naive(logits, layout)[index].sum(), logits)
         assert worst(grad, expected) < 1e-12
 
@@ -179,7 +184,7 @@ def test_half_precision_gradients_are_the_fp32_ones_rounded_once(dtype, rows):
     weights = torch.linspace(0.1, 2.0, layout.padded_size)
     results = []
     for logits in (half, single):
-        logprob, entropy = edge_logprobs_and_entropy(logits, Edges.from_layout(layout))
+        logprob, entropy = edge_logprobs(logits, Edges.from_layout(layout), with_entropy=True)
         assert logprob.dtype == entropy.dtype == torch.float32
         (grad,) = torch.autograd.grad((logprob * weights + 0.1 * entropy).sum(), logits)
         results.append((logprob, entropy, grad))
@@ -194,7 +199,7 @@ def test_float32_is_close_to_float64():
     layout = fold(FORKED, pad_to_multiple_of=8)
     double = random_logits(layout, dtype=torch.float32).detach().double()
     for actual, expected in zip(
-        edge_logprobs_and_entropy(double.float(), Edges.from_layout(layout)), naive(double, layout), strict=True
+        edge_logprobs(double.float(), Edges.from_layout(layout), with_entropy=True), naive(double, layout), strict=True
     ):
         assert actual.dtype == torch.float32
         assert worst(actual, expected) < 1e-6
@@ -205,7 +210,7 @@ def test_the_same_bits_twice():
     results = []
     for _ in range(2):
         logits = random_logits(layout, dtype=torch.float32)
-        logprob, entropy = edge_logprobs_and_entropy(logits, Edges.from_layout(layout))
+        logprob, entropy = edge_logprobs(logits, Edges.from_layout(layout), with_entropy=True)
         (grad,) = torch.autograd.grad((logprob + entropy).sum(), logits)
         results.append((logprob, entropy, grad))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -215,13 +220,13 @@ def test_the_same_bits_twice():
 def test_wrong_logits_are_refused(shape):
     layout = fold([Sample(tokens=[1, 2, 3, 4])])
     with pytest.raises(ValueError, match=r"logits must be \[4, vocabulary\], not \[\d"):
-        edge_logprobs_and_entropy(torch.zeros(shape), Edges.from_layout(layout))
+        edge_logprobs(torch.zeros(shape), Edges.from_layout(layout), with_entropy=True)
 
 
 def test_a_layout_of_padding_alone():
     layout = fold([], pad_to_multiple_of=4)
     logits = random_logits(layout)
-    logprob, _ = edge_logprobs_and_entropy(logits, Edges.from_layout(layout))
+    logprob, _ = edge_logprobs(logits, Edges.from_layout(layout), with_entropy=True)
     (grad,) = torch.autograd.grad(logprob.sum(), logits)
     assert not logprob.any()
     assert not grad.any()
@@ -253,7 +258,7 @@ def test_restore_adds_the_gradients_of_shared_tokens():
 def test_sft_loss_is_the_sum_over_the_samples(samples):
     layout = fold(samples, pad_to_multiple_of=4)
     logits = random_logits(layout)
-    logprob, _ = edge_logprobs_and_entropy(logits, Edges.from_layout(layout))
+    logprob, _ = edge_logprobs(logits, Edges.from_layout(layout), with_entropy=True)
     loss = sft_loss(logprob, torch.from_numpy(layout.loss_weight))
     expected = torch.zeros((), dtype=torch.float64)
     for index, sample in enumerate(samples):

@@ -10,8 +10,8 @@ from oracles import worst
 from mcore_prefix_tree.logprob import (
     Edges,
     Head,
-    candidate_logprobs,
-    head_candidate_logprobs,
+    edge_logprobs,
+    head_logprobs,
     top,
     top_logprobs,
 )
@@ -39,8 +39,8 @@ def test_each_equals_log_softmax_in_value_and_gradient(rows_at_a_time: int | Non
     wanted = torch.autograd.grad(expected.flatten(), inputs, grad, retain_graph=True)
 
     head = Head(edges=edges, multiplier=0.5, temperature=temperature, rows_at_a_time=rows_at_a_time)
-    fused = head_candidate_logprobs(hidden[edges.row], weight, head)
-    unfused = candidate_logprobs(logits, edges, temperature=temperature)
+    fused = head_logprobs(hidden[edges.row], weight, head)[0]
+    unfused = edge_logprobs(logits, edges, temperature=temperature)[0]
     for actual in (fused, unfused):
         assert worst(actual, expected.flatten()) < 1e-12
         for own, other in zip(torch.autograd.grad(actual, inputs, grad, retain_graph=True), wanted, strict=True):
@@ -50,7 +50,7 @@ def test_each_equals_log_softmax_in_value_and_gradient(rows_at_a_time: int | Non
 def test_none_are_asked_about() -> None:
     edges = Edges.of_candidates(np.empty(0, np.int64), np.empty((0, 0), np.int32), padded_size=P)
     hidden, weight = torch.randn(P, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-    found = head_candidate_logprobs(hidden[edges.row], weight, Head(edges=edges))
+    found = head_logprobs(hidden[edges.row], weight, Head(edges=edges))[0]
     assert found.shape == (0,)
     found.sum().backward()
     assert not weight.grad.any()

@@ -20,7 +20,6 @@ from mcore_prefix_tree.logprob import (
     Edges,
     Head,
     edge_logprobs,
-    edge_logprobs_and_entropy,
     head_edge_loss,
     head_logit_losses,
     head_logprobs,
@@ -85,7 +84,9 @@ def test_equal_to_the_path_that_has_the_logits(multiplier, rows):
     actual = fused(
         hidden, weight, Head(edges=edges, multiplier=multiplier, temperature=temperature, rows_at_a_time=rows)
     )
-    logprob, entropy = edge_logprobs_and_entropy(logits_of(hidden, weight, multiplier), edges, temperature=temperature)
+    logprob, entropy = edge_logprobs(
+        logits_of(hidden, weight, multiplier), edges, temperature=temperature, with_entropy=True
+    )
     expected = logprob, entropy * edges.at_rows(torch.ones(len(edges.row), dtype=torch.float64))
     for one, other in zip(actual, expected, strict=True):
         assert worst(one, other) < 1e-12
@@ -277,7 +278,7 @@ def test_who_uses_one_output_does_not_pay_for_the_other(with_logits):
 
     def scores(with_entropy):
         if with_logits:
-            return edge_logprobs_and_entropy(logits, edges) if with_entropy else (edge_logprobs(logits, edges), None)
+            return edge_logprobs(logits, edges, with_entropy=with_entropy)
         return fused(hidden, weight, Head(edges=edges), with_entropy=with_entropy)
 
     def backward(output):
@@ -322,7 +323,7 @@ def test_logprobs_have_the_bits_of_the_path_with_logits(dtype, with_entropy):
         .new_zeros(layout.padded_size, VOCAB)
         .index_copy(0, edges.row, hidden[edges.row] @ weight.T)
     )
-    unfused, _ = edge_logprobs_and_entropy(logits, edges, temperature=temperature)
+    unfused, _ = edge_logprobs(logits, edges, temperature=temperature, with_entropy=True)
     assert logprob.dtype == torch.float32
     assert torch.equal(logprob, unfused)
 

@@ -17,17 +17,11 @@ from seam_models import VOCAB, branching_samples, tiny_config, twins
 from mcore_prefix_tree import Sample, Signals, fold
 from mcore_prefix_tree.logprob import chunks, restore
 from mcore_prefix_tree.mcore import with_edge_head
-from mcore_prefix_tree.mcore.forward_step import objective_output, tree_forward, tree_sft_loss, with_rows
+from mcore_prefix_tree.mcore.forward_step import forward_step_of, tree_forward, with_rows
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.output_layer import HeadRequest, request_arguments
-from mcore_prefix_tree.mcore.outputs import (
-    tree_edge_loss,
-    tree_logprobs,
-    tree_logprobs_and_entropy,
-    tree_weighted_sum,
-)
-from mcore_prefix_tree.mcore.train.objective import forward_step_of, output_of, watches_entropy
-from mcore_prefix_tree.objectives import make_objective
+from mcore_prefix_tree.mcore.readout import EdgeLoss, Hidden, Logprobs, Readout, TopLogprobs, WeightedSum, readout_of
+from mcore_prefix_tree.objectives import LossOutput, make_objective, sft_loss
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
 from mcore_prefix_tree.testing.emulation import cpu_emulation
@@ -49,13 +43,34 @@ WARM = [
 ]
 SCORED = [s for s in SAMPLES if s.loss_mask[1:].any()]
 SCORED = SCORED[: len(SCORED) // 2 * 2]
-SFT_OUTPUTS = ["logits", "logprobs", "logprobs_and_entropy", "weighted_sum"]
+LOGITS = WeightedSum(fused=False)
+FUSED = [Logprobs(), Logprobs(entropy=True), WeightedSum()]
+SFT = [LOGITS, *FUSED]
 
 
-def batch_of(output: str, samples: list[Sample] = SAMPLES, *, only_supervised: bool = False) -> MicroBatch:
+def batch_of(samples: list[Sample] = SAMPLES, *, only_supervised: bool = False) -> MicroBatch:
     layout = fold(samples, padded_size=fold(samples).physical_tokens + 3)
     needed = layout.loss_weight != 0 if only_supervised else None
-    return MicroBatch.from_layout(layout, output=output, needed=needed)
+    return MicroBatch.from_layout(layout, needed=needed)
+
+
+def supervised(model: torch.nn.Module, batch: MicroBatch, readout: Readout[Any]) -> torch.Tensor:
+    """The loss that a readout gives."""
+    found = readout.read(tree_forward(model, batch, readout), batch)
+    return found.loss if isinstance(found, LossOutput) else sft_loss(found[0], batch.loss_weight)
+
+
+class SumOfSquares:
+    """As much of an objective as a readout asks; keeps what it was given last."""
+
+    terms = "sample"
+
+    def __init__(self, watches_entropy: bool) -> None:
+        self.watches_entropy = watches_entropy
+
+    def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: Any) -> LossOutput:
+        self.given = scores.detach(), entropy
+        return LossOutput(loss=scores.square().sum())
 
 
 def alone(model: torch.nn.Module, samples: list[Sample], *, entropy_weight: float = 0.0) -> dict[str, Any]:
@@ -91,24 +106,24 @@ def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, t
 @pytest.mark.parametrize("samples", [SAMPLES, WARM], ids=["plain", "tempered"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("only_supervised", [False, True])
-@pytest.mark.parametrize("output", SFT_OUTPUTS)
-def test_supervised_training(output: str, only_supervised: bool, tied: bool, samples: list[Sample]) -> None:
+@pytest.mark.parametrize("readout", SFT, ids=str)
+def test_supervised_training(readout: Readout[Any], only_supervised: bool, tied: bool, samples: list[Sample]) -> None:
     stock, tree = twins(tiny_config(), share_embeddings_and_output_weights=tied)
     expected = alone(stock, samples)
-    batch = batch_of(output, samples, only_supervised=only_supervised)
-    loss = tree_sft_loss(tree_forward(with_edge_head(tree), batch), batch)
+    loss = supervised(with_edge_head(tree), batch_of(samples, only_supervised=only_supervised), readout)
     loss.backward()
     assert worst(loss.detach(), expected["loss"]) < 1e-12
     assert_same_gradients(gradients(tree), expected["grads"], 1e-12)
 
 
 @pytest.mark.parametrize("samples", [SAMPLES, WARM], ids=["plain", "tempered"])
-@pytest.mark.parametrize("output", ["logits", "logprobs_and_entropy"])
-def test_rows_and_the_gradient_of_entropies(output: str, samples: list[Sample]) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_rows_and_the_gradient_of_entropies(fused: bool, samples: list[Sample]) -> None:
     stock, tree = twins(tiny_config())
     expected = alone(stock, samples, entropy_weight=0.1)
-    batch = batch_of(output, samples)
-    logprob, entropy = tree_logprobs_and_entropy(tree_forward(with_edge_head(tree), batch), batch)
+    batch, readout = batch_of(samples), Logprobs(entropy=True, fused=fused)
+    logprob, entropy = readout.read(tree_forward(with_edge_head(tree), batch, readout), batch)
+    assert entropy is not None
     loss = torch.zeros((), dtype=torch.float64)
     rows = zip(restore(logprob, batch.layout), restore(entropy, batch.layout), strict=True)
     for index, (sample, (scores, spread)) in enumerate(zip(samples, rows, strict=True)):
@@ -124,24 +139,23 @@ def test_an_entropy_that_the_loss_does_not_read_has_no_gradient() -> None:
     """It has its value all the same; and one that is read and not given is missed."""
     _, tree = twins(tiny_config())
     with_edge_head(tree)
-    found = {}
-    for output in ("edge_loss", "edge_loss_and_entropy"):
-        batch = batch_of(output)
-        scores = tree_forward(tree, batch, edge_loss=lambda logprob, _: logprob.square().sum())
-        gradient, _, entropy = tree_edge_loss(scores, batch)
-        gradient.backward()
-        found[output] = (entropy, gradients(tree))
-    batch = batch_of("logprobs_and_entropy")
-    wanted = tree_logprobs_and_entropy(tree_forward(tree, batch), batch)[1]
-    (nothing, plain), (watched, grads) = found.values()
+    found = []
+    batch = batch_of()
+    for watches_entropy in (False, True):
+        objective: Any = SumOfSquares(watches_entropy)
+        readout = EdgeLoss(objective=objective)
+        readout.read(tree_forward(tree, batch, readout), batch).loss.backward()
+        found.append((objective.given[1], gradients(tree)))
+    wanted = Logprobs(entropy=True).read(tree_forward(tree, batch, Logprobs(entropy=True)), batch)[1]
+    (nothing, plain), (watched, grads) = found
     assert nothing is None
     assert torch.equal(watched, wanted)
     assert all(torch.equal(grads[name], grad) for name, grad in plain.items())
-    objective: Any = make_objective("grpo", {"entropy_coef": 0.1, "advantage": "given", "on_policy": True})
+    objective = make_objective("grpo", {"entropy_coef": 0.1, "advantage": "given", "on_policy": True})
     samples = informed(SAMPLES)
-    batch = with_rows(batch_of("logits", samples), objective, objective.targets(samples), range(len(samples)))
+    batch = with_rows(batch_of(samples), objective, objective.targets(samples), range(len(samples)))
     with pytest.raises(ValueError, match=r"entropy_coef=0\.1 needs the entropy, and none is given"):
-        objective_output(tree_forward(tree, batch), batch, objective, with_entropy=False)
+        objective.loss(torch.zeros(batch.layout.padded_size), None, batch.rows)
 
 
 _ON_POLICY = {"advantage": "given", "on_policy": True, "tis_cap": 1.2, "tis_level": "sequence"}
@@ -200,15 +214,14 @@ def test_objectives_form_their_gradients_in_forward(
     monkeypatch.setattr(chunks, "_CPU", (1, chunk))
     objective: Any = make_objective(name, options)
     assert objective.terms == terms
-    output = output_of(objective, fused_head=True)
-    assert output == ("edge_loss_and_entropy" if watches_entropy(objective) else "edge_loss")
+    assert readout_of(objective, fused_head=True) == EdgeLoss(objective=objective)
     samples = informed(SCORED if terms == "pair" or name == "kto" else SAMPLES)
     targets = objective.targets(samples)
     found = []
-    for asked in (output, "logits"):
+    for fused_head in (True, False):
         _, tree = twins(tiny_config())
-        batch = with_rows(batch_of(asked, samples), objective, targets, range(len(samples)))
-        step = forward_step_of(objective)
+        batch = with_rows(batch_of(samples), objective, targets, range(len(samples)))
+        step = forward_step_of(objective, fused_head=fused_head)
         scores, loss_of = step(iter([batch]), with_edge_head(tree))
         loss, count, reported = loss_of(scores)
         loss.backward()
@@ -221,25 +234,16 @@ def test_objectives_form_their_gradients_in_forward(
     assert_same_gradients(grads, wanted_grads, 1e-12)
 
 
-def test_a_loss_of_edges_that_is_not_given_is_refused() -> None:
-    _, tree = twins(tiny_config())
-    with pytest.raises(ValueError, match="asks for edge_loss; give tree_forward the edge_loss"):
-        tree_forward(with_edge_head(tree), batch_of("edge_loss"))
-
-
 def test_the_log_probabilities_have_the_same_bits_whatever_else_is_asked_for() -> None:
     _, tree = twins(tiny_config(torch.float32))
     with_edge_head(tree)
-    found = []
-    readers = {
-        "weighted_sum": tree_weighted_sum,
-        "edge_loss": tree_edge_loss,
-        "edge_loss_and_entropy": tree_edge_loss,
-    }
-    for output in ("logprobs", "logprobs_and_entropy", *readers):
-        batch = batch_of(output, WARM)
-        scores = tree_forward(tree, batch, edge_loss=lambda logprob, _: logprob.sum())
-        found.append(readers[output](scores, batch)[1] if output in readers else tree_logprobs(scores, batch))
+    batch = batch_of(WARM)
+    found = [readout.read(tree_forward(tree, batch, readout), batch)[0] for readout in FUSED[:2]]
+    for watches_entropy in (False, True):
+        objective: Any = SumOfSquares(watches_entropy)
+        readout = EdgeLoss(objective=objective)
+        readout.read(tree_forward(tree, batch, readout), batch)
+        found.append(objective.given[0])
     for other in found[1:]:
         assert torch.equal(found[0], other)
 
@@ -250,19 +254,17 @@ def test_bf16_is_no_further_off_than_the_path_with_logits() -> None:
     _, double = twins(tiny_config())
     double.load_state_dict({k: v.double() if v is not None else v for k, v in half.state_dict().items()})
     wrapped = Float16Module(half.config, with_edge_head(half))
-    batch = batch_of("logits")
-    tree_sft_loss(tree_forward(double, batch), batch).backward()
+    batch = batch_of()
+    supervised(double, batch, LOGITS).backward()
     exact = gradients(double)
     errors = {}
-    for output in SFT_OUTPUTS:
-        batch = batch_of(output)
-        output_tensor = tree_forward(wrapped, batch)
-        assert output_tensor.dtype == torch.float32
-        tree_sft_loss(output_tensor, batch).backward()
-        errors[output] = {name: worst(grad, exact[name]) for name, grad in gradients(half).items()}
-    for output in SFT_OUTPUTS[1:]:
-        for name, error in errors[output].items():
-            assert error < 1.5 * errors["logits"][name], (output, name)
+    for readout in SFT:
+        assert tree_forward(wrapped, batch, readout).dtype == torch.float32
+        supervised(wrapped, batch, readout).backward()
+        errors[readout] = {name: worst(grad, exact[name]) for name, grad in gradients(half).items()}
+    for readout in FUSED:
+        for name, error in errors[readout].items():
+            assert error < 1.5 * errors[LOGITS][name], (readout, name)
 
 
 def test_the_state_dict_is_the_stock_models_and_parameters_stay_the_same_objects() -> None:
@@ -295,24 +297,22 @@ def test_hooks_of_the_output_layer_run() -> None:
     with_edge_head(tree)
     calls = []
     tree.output_layer.register_forward_pre_hook(lambda *_: calls.append(1))
-    batch = batch_of("logprobs")
-    tree_forward(tree, batch)
+    tree_forward(tree, batch_of(), Logprobs())
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("output", SFT_OUTPUTS)
+@pytest.mark.parametrize("readout", SFT, ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_gradient_accumulation_fusion(output: str, tied: bool) -> None:
+def test_gradient_accumulation_fusion(readout: Any, tied: bool) -> None:
     """Its protocol, with DDP's own hooks and buffers: two micro-batches add up in main_grad, once each."""
     stock, tree = twins(tiny_config(), share_embeddings_and_output_weights=tied)
     expected = alone(stock, SAMPLES)["grads"]
     with_edge_head(tree)
     wrapped = DistributedDataParallel(tree.config, DistributedDataParallelConfig(), tree)
     wrapped.zero_grad_buffer()
-    tree.output_layer.gradient_accumulation_fusion = output != "logits"  # whose kernel is CUDA's
+    tree.output_layer.gradient_accumulation_fusion = readout.fused  # that of logits is a CUDA kernel's
     for half in (SAMPLES[::2], SAMPLES[1::2]):
-        batch = batch_of(output, half)
-        tree_sft_loss(tree_forward(wrapped, batch), batch).backward()
+        supervised(wrapped, batch_of(half), readout).backward()
     actual = {name: parameter.main_grad for name, parameter in tree.named_parameters()}
     assert_same_gradients(actual, expected, 1e-12)
 
@@ -322,11 +322,10 @@ def test_overlapped_gradient_reduction() -> None:
     _, tree = twins(tiny_config())
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True)
     wrapped = DistributedDataParallel(tree.config, ddp_config, with_edge_head(tree))
-    for output in SFT_OUTPUTS[1:]:
+    for readout in FUSED:
         for samples in (SAMPLES, []):
             wrapped.zero_grad_buffer()
-            batch = batch_of(output, samples, only_supervised=True)
-            tree_sft_loss(tree_forward(wrapped, batch), batch).backward()
+            supervised(wrapped, batch_of(samples, only_supervised=True), readout).backward()
             wrapped.finish_grad_sync()
             assert tree.output_layer.weight.main_grad.any() == bool(samples)
 
@@ -335,9 +334,8 @@ def test_a_frozen_output_layer() -> None:
     stock, tree = twins(tiny_config())
     expected = alone(stock, SAMPLES)["grads"]
     tree.output_layer.weight.requires_grad_(False)
-    for output in SFT_OUTPUTS[1:]:
-        batch = batch_of(output)
-        tree_sft_loss(tree_forward(with_edge_head(tree), batch), batch).backward()
+    for readout in FUSED:
+        supervised(with_edge_head(tree), batch_of(), readout).backward()
         grads = gradients(tree)
         assert grads.pop("output_layer.weight") is None
         assert_same_gradients(grads, {name: expected[name] for name in grads}, 1e-12)
@@ -345,32 +343,25 @@ def test_a_frozen_output_layer() -> None:
 
 def test_a_model_without_the_head_says_so() -> None:
     _, tree = twins(tiny_config())
-    with pytest.raises(ValueError, match="asks for logprobs, but the model's output layer only has logits; pass the"):
-        tree_forward(tree, batch_of("logprobs"))
+    with pytest.raises(
+        ValueError, match=r"^Logprobs asks the fused head, but the model's .* only has logits; pass the"
+    ):
+        tree_forward(tree, batch_of(), Logprobs())
 
 
 def test_a_request_never_passes_for_a_flag() -> None:
     _, tree = twins(tiny_config())
-    batch = batch_of("logprobs")
-    request = HeadRequest(output="logprobs", edges=batch.edges, temperature=None, token_weight=batch.loss_weight)
+    request = HeadRequest(edges=batch_of().edges, temperature=None, chunk_rows=None, answer=lambda rows, *_: rows)
     with pytest.raises(TypeError, match="HeadRequest reached a layer"):
         tree.output_layer(torch.zeros(3, 1, 32, dtype=torch.float64), runtime_gather_output=request)
 
 
-@pytest.mark.parametrize(
-    ("made", "read", "says"),
-    [
-        ("weighted_sum", tree_logprobs, "which tree_weighted_sum reads"),
-        ("logprobs", tree_logprobs_and_entropy, "asks for logprobs; make it with output='logprobs_and_entropy'"),
-        ("logprobs", tree_weighted_sum, "asks for logprobs; make it with output='weighted_sum'"),
-        ("logits", tree_weighted_sum, "asks for logits; make it with output='weighted_sum'"),
-        ("edge_loss_and_entropy", tree_logprobs, "which tree_edge_loss reads"),
-        ("logprobs", tree_edge_loss, "asks for logprobs; make it with output='edge_loss'"),
-    ],
-)
-def test_reading_what_was_not_asked_for(made: str, read: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        read(torch.zeros(1, 5, 1), batch_of(made))
+@pytest.mark.parametrize("readout", [TopLogprobs(k=2, fused=True), Hidden(fused=False)])
+def test_a_readout_refuses_the_way_that_it_lacks(readout: Any) -> None:
+    _, tree = twins(tiny_config())
+    batch = batch_of()
+    with pytest.raises(NotImplementedError, match=f"{type(readout).__name__} .*; set fused={not readout.fused}"):
+        readout.read(tree_forward(with_edge_head(tree), batch, readout), batch)
 
 
 def test_output_layers_of_their_own_are_refused() -> None:
@@ -400,16 +391,15 @@ def test_a_model_with_scaled_logits() -> None:
         pytest.skip("this megatron-core has no muP")
     stock, tree = twins(tiny_config(use_mup=True, mup_base_hidden_size=8))
     expected = alone(stock, SAMPLES)
-    for output in SFT_OUTPUTS:
-        batch = batch_of(output)
-        loss = tree_sft_loss(tree_forward(with_edge_head(tree), batch), batch)
+    for readout in SFT:
+        loss = supervised(with_edge_head(tree), batch_of(), readout)
         loss.backward()
         assert worst(loss.detach(), expected["loss"]) < 1e-12
         assert_same_gradients(gradients(tree), expected["grads"], 1e-12)
 
 
 def test_the_request_travels_in_one_keyword_or_two() -> None:
-    batch = batch_of("logprobs")
-    request = HeadRequest(output="logprobs", edges=batch.edges, temperature=None, token_weight=batch.loss_weight)
+    batch = batch_of()
+    request = HeadRequest(edges=batch.edges, temperature=None, chunk_rows=None, answer=lambda rows, *_: rows)
     assert request in request_arguments(request).values()
     assert len(batch.edges.token) < VOCAB * len(SAMPLES)

@@ -22,10 +22,11 @@ from seam_models import build, local_spec, tiny_config, twins
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore import TreePackedSeqParams, layer_specs, local_layer_spec, te_layer_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
-from mcore_prefix_tree.mcore.forward_step import objective_forward_step, sft_forward_step, tree_forward
+from mcore_prefix_tree.mcore.forward_step import forward_step, tree_forward
 from mcore_prefix_tree.mcore.latent_attention import check_rotary_keys
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.packed_seq_params import tree_params_of
+from mcore_prefix_tree.mcore.readout import WeightedSum
 from mcore_prefix_tree.mcore.validation import _refusals, check_config, check_model, check_positions
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import single_process
@@ -200,15 +201,12 @@ def test_learned_positions_past_the_table_are_refused_on_the_host():
         tree_forward(tree, batch(9, 3))
 
 
-@pytest.mark.parametrize(
-    "step", [sft_forward_step, partial(objective_forward_step, objective=None, with_entropy=False)]
-)
-def test_a_schedule_that_averages_micro_batches_is_refused(step):
+def test_a_schedule_that_averages_micro_batches_is_refused():
     config = tiny_config(calculate_per_token_loss=False)
     model = build(config, with_prefix_tree(local_spec(config)))
     with pytest.raises(ValueError, match=r"^calculate_per_token_loss=False .* set calculate_per_token_loss=True"):
         get_forward_backward_func()(
-            forward_step_func=step,
+            forward_step_func=partial(forward_step, readout=WeightedSum(fused=False)),
             data_iterator=iter([batch()]),
             model=model,
             num_microbatches=1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from mcore_prefix_tree import fold
 from mcore_prefix_tree.mcore import with_prefix_tree
 from mcore_prefix_tree.mcore.forward_step import tree_forward
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.outputs import tree_logprobs, tree_values
+from mcore_prefix_tree.mcore.readout import Logits, Logprobs, Values, WeightedSum
 from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY, ScalarHead, with_scalar_head
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import single_process
@@ -37,7 +36,7 @@ def gpt(dtype: torch.dtype = torch.float64, **changes: Any) -> GPTModel:
 
 
 LAYOUT = fold(branching_samples())
-BATCH = MicroBatch.from_layout(LAYOUT, output="values")
+BATCH = MicroBatch.from_layout(LAYOUT)
 
 
 def test_values_of_bfloat16_are_not_rounded_to_it():
@@ -46,7 +45,7 @@ def test_values_of_bfloat16_are_not_rounded_to_it():
     wrapped = Float16Module(model.config, model)
     seen: list[torch.Tensor] = []
     model.output_layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    values = tree_values(tree_forward(wrapped, BATCH), BATCH)
+    values = Values().read(tree_forward(wrapped, BATCH, Values()), BATCH)
     assert values.dtype == torch.float32
     assert values.shape == (LAYOUT.padded_size,)
     exact = (seen[0].double() @ model.output_layer.weight.double().T).flatten()
@@ -81,14 +80,10 @@ def test_a_model_is_asked_for_what_it_has():
     vocabulary, scalar = gpt(), with_scalar_head(gpt())
     assert isinstance(scalar.output_layer, ScalarHead)
     with pytest.raises(
-        ValueError, match=r"asks for values, but .* are those of a vocabulary; pass .* with_scalar_head"
+        ValueError, match=r"^Values reads a scalar head, but .* a vocabulary's; pass .* with_scalar_head"
     ):
-        tree_forward(vocabulary, BATCH)
-    for output in ("logits", "logprobs", "weighted_sum"):
-        with pytest.raises(ValueError, match=f"asks for {output}, but .* are values; make it with output='values'"):
-            tree_forward(scalar, replace(BATCH, output=output))
-    output = tree_forward(scalar, BATCH)
-    with pytest.raises(ValueError, match=r"asks for values, which tree_values reads"):
-        tree_logprobs(output, BATCH)
-    with pytest.raises(ValueError, match=r"asks for logits; make it with output='values'"):
-        tree_values(output, replace(BATCH, output="logits"))
+        tree_forward(vocabulary, BATCH, Values())
+    for readout in (Logits(), Logprobs(), WeightedSum()):
+        name = type(readout).__name__
+        with pytest.raises(ValueError, match=f"^{name} reads a vocabulary, but .* a scalar head; ask it for Values"):
+            tree_forward(scalar, BATCH, readout)

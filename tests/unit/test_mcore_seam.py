@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,10 +24,10 @@ from mcore_prefix_tree.attention.api import check_case, supporting
 from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore.backend import case_of
 from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.forward_step import sft_forward_step, tree_forward
+from mcore_prefix_tree.mcore.forward_step import forward_step, tree_forward
 from mcore_prefix_tree.mcore.layer_specs import stock_block_spec
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.outputs import tree_logprobs_and_entropy
+from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum
 from mcore_prefix_tree.objectives import sft_loss
 from mcore_prefix_tree.testing.emulation import cpu_emulation
 from mcore_prefix_tree.testing.launcher import single_process
@@ -83,7 +84,7 @@ def unfolded(model: torch.nn.Module, *, entropy_weight: float = ENTROPY_WEIGHT) 
 
 
 def folded(model: torch.nn.Module, batch: MicroBatch) -> Outcome:
-    logprob, entropy = tree_logprobs_and_entropy(tree_forward(model, batch), batch)
+    logprob, entropy = Logprobs(entropy=True, fused=False).read(tree_forward(model, batch), batch)
     rows = restore(entropy, batch.layout)
     loss = sft_loss(logprob, batch.loss_weight) + ENTROPY_WEIGHT * sum(row.sum() for row in rows)
     loss.backward()
@@ -225,6 +226,9 @@ def test_folded_is_unfolded(name):
     settings, model_settings = VARIANTS[name]
     stock, tree = twins(tiny_config(**settings), **model_settings)
     assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=1e-12)
+
+
+sft_forward_step = partial(forward_step, readout=WeightedSum(fused=False))
 
 
 def sft_step(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from objective_oracles import World, changed, random_cut, run_logprobs, scored_p
 from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, SampleError, fold
-from mcore_prefix_tree.objectives import KTO, Preference, divided, make_objective, mismatched, together
+from mcore_prefix_tree.objectives import KTO, Preference, divided, make_objective, mismatched
 from mcore_prefix_tree.objectives.divergence import log1mexp
 from mcore_prefix_tree.objectives.metrics import add_means
 
@@ -177,7 +177,8 @@ def test_a_pair_cut_in_two_is_refused():
     targets = make_objective("dpo").targets(samples)
     with pytest.raises(ValueError, match=r"file:3 and file:2 are the two sides of a pair but not in one micro-batch"):
         targets.rows(fold(samples[:3]), [0, 1, 2])
-    assert together(samples) == [0, 0, 1, 1]
+    assert make_objective("dpo").together(samples) == [0, 0, 1, 1]
+    assert KTO().together(samples) is None
 
 
 @pytest.mark.parametrize(

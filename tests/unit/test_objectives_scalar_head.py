@@ -20,7 +20,7 @@ from objective_oracles import (
 from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, SampleError, Signals, fold
-from mcore_prefix_tree.objectives import Critic, PolicyGradient, RewardModel, check_outputs, divided
+from mcore_prefix_tree.objectives import Critic, PolicyGradient, RewardModel, divided
 from mcore_prefix_tree.objectives.gae import gae
 from mcore_prefix_tree.objectives.metrics import add_means
 from mcore_prefix_tree.objectives.scored import ScoredTokens
@@ -140,7 +140,7 @@ def test_metrics_of_a_reward_model():
     layout = fold(samples)
     values = torch.zeros(layout.padded_size)
     values[layout.sample_tokens(0)[-1]], values[layout.sample_tokens(1)[-1]] = 2.0, 0.5
-    output = RewardModel().loss(values, RewardModel().targets(samples).rows(layout, [0, 1]))
+    output = RewardModel().loss(values, None, RewardModel().targets(samples).rows(layout, [0, 1]))
     assert divided(output.metrics) == {"reward_chosen": 2.0, "reward_rejected": 0.5, "accuracy": 1.0, "margin": 1.5}
     assert output.loss.item() == pytest.approx(np.log1p(np.exp(-1.5)))
 
@@ -167,6 +167,5 @@ def test_what_is_missing_or_not_finite_is_named():
     layout = fold(samples)
     values = torch.zeros(layout.padded_size)
     values[layout.sample_tokens(1)[-1]] = float("nan")
-    output = RewardModel().loss(values, RewardModel().targets(samples).rows(layout, [0, 1]))
-    with pytest.raises(SampleError, match=r"^file:1: the model's output"):
-        check_outputs([output], [samples])
+    output = RewardModel().loss(values, None, RewardModel().targets(samples).rows(layout, [0, 1]))
+    assert output.bad_sample == 1

@@ -33,7 +33,6 @@ def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
         padding=_padding_of(args),
         attention_backend=args.prefix_tree_attention_backend,
         deterministic_attention=args.prefix_tree_deterministic_attention,
-        output="weighted_sum" if args.prefix_tree_fused_head else "logits",
         only_supervised=args.prefix_tree_fused_head,
     )
 

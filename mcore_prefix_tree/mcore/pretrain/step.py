@@ -13,9 +13,10 @@ from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
 
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
-from mcore_prefix_tree.mcore.forward_step import tree_forward, tree_sft_loss
+from mcore_prefix_tree.mcore.forward_step import tree_forward
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.pretrain.steps import StepMicroBatch, StepStats
+from mcore_prefix_tree.mcore.readout import WeightedSum
 from mcore_prefix_tree.mcore.validation import check_step
 from mcore_prefix_tree.upload import upload
 
@@ -35,14 +36,15 @@ def tree_forward_step(
     with straggler(bdata=True):
         micro_batch = next(data_iterator)
     timers("batch-generator").stop()
+    readout = WeightedSum(fused=get_args().prefix_tree_fused_head)
     with straggler:
         batch = micro_batch.waiting.take()
-        output = tree_forward(model, batch)
-    return output, partial(_loss, micro_batch, batch)
+        output = tree_forward(model, batch, readout)
+    return output, partial(_loss, micro_batch, batch, readout)
 
 
-def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, output: torch.Tensor) -> LossOutput:
-    loss = tree_sft_loss(output, batch)
+def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, readout: WeightedSum, output: torch.Tensor) -> LossOutput:
+    loss = readout.read(output, batch).loss
     num_tokens = torch.full((), batch.layout.num_supervised, dtype=torch.int, device=output.device)
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.forward_step import ForwardStep
-from mcore_prefix_tree.mcore.train.objective import forward_step_of, objective_of, plain
+from mcore_prefix_tree.mcore.forward_step import ForwardStep, forward_step_of
+from mcore_prefix_tree.mcore.train.objective import plain
 from mcore_prefix_tree.mcore.train.schedule import fold_micro_batches, folding_of, run_schedule, targets_of
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.plan import CostModel, Measured
@@ -64,17 +64,16 @@ def calibrate(
         place: this rank's.
         repeats: timed rounds, after one that is not.
     """
-    folding = folding_of(recipe, place)  # of the objective itself, whose head may cost more than the supervised one's
-    recipe, samples = plain(recipe, samples)
-    objective = objective_of(recipe)
+    folding = folding_of(recipe, place)
+    objective, samples = plain(recipe, samples)
     cut = _choose(samples, folding)
-    scored_alone = recipe.fused_head and folding.output != "values"
+    scored_alone = recipe.fused_head and not objective.has_scalar_head
     if scored_alone:
         for indices in sorted(cut, key=lambda some: folding.physical_tokens([samples[index] for index in some]))[-2:]:
             cut.append([*range(len(samples), len(samples) + len(indices))])
             samples = [*samples, *(_hardly_scored(samples[index]) for index in indices)]
     batches = fold_micro_batches(samples, cut, folding, objective, targets_of(objective, samples))
-    step = forward_step_of(objective)
+    step = forward_step_of(objective, fused_head=recipe.fused_head)
     # What ends a step belongs to no micro-batch.
     finalize, place.config.finalize_model_grads_func = place.config.finalize_model_grads_func, None
     try:

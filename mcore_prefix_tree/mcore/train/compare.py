@@ -6,20 +6,21 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.mcore.forward_step import ForwardStep
-from mcore_prefix_tree.mcore.train.objective import forward_step_of, objective_of, plain
-from mcore_prefix_tree.mcore.train.schedule import plan_folded, run_schedule, work_of
+from mcore_prefix_tree.mcore.forward_step import ForwardStep, forward_step_of
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.train.objective import plain
+from mcore_prefix_tree.mcore.train.schedule import folding_of, plan_folded, run_schedule, work_of
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.unfolded import (
     plan_unfolded,
     stock_forward_step,
-    stock_value_step,
     why_stock_does_not_fit,
 )
 from mcore_prefix_tree.memory import PeakMemory
@@ -120,8 +121,12 @@ def compare(
         place: this rank's.
         repeats: timed rounds.
     """
-    recipe, samples = plain(recipe, samples)
-    step = forward_step_of(objective_of(recipe))
+    objective, samples = plain(recipe, samples)
+    step = forward_step_of(objective, fused_head=recipe.fused_head)
+
+    def folded_step(samples: Sequence[Sample]) -> list[MicroBatch]:
+        return plan_folded(samples, objective, folding_of(recipe, place), place).micro_batches
+
     alone = [
         Sample(
             tokens=sample.tokens,
@@ -133,7 +138,7 @@ def compare(
         for index, sample in enumerate(samples)
     ]
     logical = sum(len(sample) for sample in samples)
-    work, layouts = work_of(recipe), [batch.layout for batch in plan_folded(samples, recipe, place).micro_batches]
+    work, layouts = work_of(recipe), [batch.layout for batch in folded_step(samples)]
     folded, unfolded = (
         over_ranks(counts, place)
         for counts in (Counts.folded(layouts, work.window), Counts.unfolded(layouts, work.window))
@@ -142,13 +147,13 @@ def compare(
         _Way(
             name="folded",
             tokens=folded.tokens,
-            make=lambda: plan_folded(samples, recipe, place).micro_batches,
+            make=lambda: folded_step(samples),
             step=step,
         ),
         _Way(
             name="unfolded, packed",
             tokens=logical,
-            make=lambda: plan_folded(alone, recipe, place).micro_batches,
+            make=lambda: folded_step(alone),
             step=step,
         ),
     ]
@@ -159,7 +164,7 @@ def compare(
                 name="unfolded, stock",
                 tokens=logical,
                 make=lambda: plan_unfolded(samples, recipe, place).micro_batches,
-                step=stock_value_step if recipe.objective.has_scalar_head else stock_forward_step,
+                step=partial(stock_forward_step, of_values=objective.has_scalar_head),
             )
         )
     peaks = []

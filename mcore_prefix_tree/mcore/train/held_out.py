@@ -10,11 +10,12 @@ from itertools import chain
 import torch
 
 from mcore_prefix_tree.data.folded import trie_order
-from mcore_prefix_tree.mcore.train.objective import forward_step_of, is_weighted_sum, objective_of
-from mcore_prefix_tree.mcore.train.schedule import cut_step, fold_micro_batches, folding_of, run_schedule, targets_of
+from mcore_prefix_tree.mcore.forward_step import forward_step_of
+from mcore_prefix_tree.mcore.train.schedule import fold_micro_batches, folding_of, run_schedule, targets_of
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.teacher import TeacherModel
 from mcore_prefix_tree.mcore.train.totals import Totals, check_finite
+from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
 
@@ -52,26 +53,30 @@ class HeldOut:
     Args:
         groups: samples that belong together: those of a line, of a group or of a pair.
         recipe: the job's.
+        objective: the recipe's.
         place: this rank's.
 
     Raises:
-        BudgetError: as of :func:`cut_step`.
+        BudgetError: as of :func:`plan_folded`.
         SampleError: as of :func:`targets_of`.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Sample]], recipe: Recipe, place: Session) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[Sample]], recipe: Recipe, objective: Objective, place: Session
+    ) -> None:
         self._place = place
-        self._objective, self._folding = objective_of(recipe), folding_of(recipe, place)
-        self._forward_step = forward_step_of(self._objective)
+        self._objective, self._folding = objective, folding_of(recipe, place)
+        self._forward_step = forward_step_of(objective, fused_head=recipe.fused_head)
         if recipe.data.order == "folded":
             groups = [groups[unit] for unit in trie_order(groups).tolist()]
         self._samples = list(chain.from_iterable(groups))
-        self._targets = targets_of(self._objective, self._samples)
+        self._targets = targets_of(objective, self._samples)
         self._totals = Totals(place, has_metrics=self._targets is not None)
         # Of each part this rank's micro-batches, as indices into all samples.
         self._parts = []
         for part in _parts(groups, recipe):
-            mine = cut_step(self._samples[part.start : part.stop], self._objective, self._folding, place)
+            own = self._samples[part.start : part.stop]
+            mine = self._folding.plan(own, together=objective.together(own)).micro_batches[place.dp_rank]
             self._parts.append([tuple(part.start + index for index in indices) for indices in mine])
 
     def evaluate(
@@ -97,7 +102,7 @@ class HeldOut:
                 folded = teacher.teach(folded)
             with torch.no_grad():
                 reported += run_schedule(chunks, folded, self._forward_step, forward_only=True)
-        if not is_weighted_sum(self._objective):
+        if not self._objective.is_weighted_sum:
             check_finite(reported, list(chain.from_iterable(self._parts)), self._samples, self._place)
         known = {} if self._targets is None else self._targets.metrics
         loss, physical, metrics = self._totals.of(reported, physical_tokens=physical, known=known)

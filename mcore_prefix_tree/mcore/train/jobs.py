@@ -21,15 +21,14 @@ from mcore_prefix_tree.mcore.train.compare import Comparison
 from mcore_prefix_tree.mcore.train.held_out import HeldOut
 from mcore_prefix_tree.mcore.train.logs import check_logs
 from mcore_prefix_tree.mcore.train.model import build_chunks
-from mcore_prefix_tree.mcore.train.objective import objective_of
-from mcore_prefix_tree.mcore.train.reading import read_data, read_held_out
+from mcore_prefix_tree.mcore.train.reading import Data, read_data, read_held_out
 from mcore_prefix_tree.mcore.train.retention import check_not_overwritten
 from mcore_prefix_tree.mcore.train.session import Session, on_main_rank, session
 from mcore_prefix_tree.mcore.train.teacher import load_teacher, read_teacher_recipe
 from mcore_prefix_tree.mcore.train.trainer import Reporter, Trainer
 from mcore_prefix_tree.mcore.train.verify import VerifyReport, verify
-from mcore_prefix_tree.objectives import KTO, PolicyGradient, Preference
 from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe.objective import objective_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +40,9 @@ class VerificationError(RuntimeError):
 def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
     """``mcore-prefix-tree verify``: compare the recipe's first batch, and say whether this is the main rank."""
     check_setting(recipe.attention_backend)
-    objective_of(recipe)
+    objective = objective_of(recipe)
     with session(recipe) as place:
-        data = read_data(recipe, place)
+        data = read_data(recipe, objective, place)
         recipe = with_vocabulary(recipe, data.vocab_size)
         recipe = with_backend(recipe, place, data.order)
         chunks = _starting_model(recipe, place, data.vocab_size)
@@ -67,14 +66,14 @@ def run_calibrate(recipe: Recipe, *, repeats: int) -> tuple[Calibration, bool]:
 def _measuring(recipe: Recipe) -> Iterator[tuple[Trainer, bool]]:
     """A trainer of new weights that trains nothing, and whether this is the main rank."""
     check_setting(recipe.attention_backend)
-    objective_of(recipe)
+    objective = objective_of(recipe)
     _check_trainable(recipe)
     with session(recipe) as place:
-        data = read_data(recipe, place)
+        data = read_data(recipe, objective, place)
         recipe = with_vocabulary(recipe, data.vocab_size)
         recipe = with_backend(recipe, place, data.order)
         chunks = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
-        yield Trainer(recipe, place, data.order, chunks), place.is_main
+        yield Trainer(recipe, objective, place, data.order, chunks), place.is_main
 
 
 def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False) -> None:
@@ -92,7 +91,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
     """
     check_setting(recipe.attention_backend)
     check_logs(recipe.log, recipe.inputs)
-    objective_of(recipe)
+    objective = objective_of(recipe)
     _check_trainable(recipe)
     teacher_recipe = read_teacher_recipe(recipe)
     saved = None if recipe.checkpoint.save is None else checkpoint.latest_iteration(recipe.checkpoint.save)
@@ -110,25 +109,18 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         saved = everyone(saved)[0]
         if recipe.checkpoint.save is not None:
             on_main_rank(partial(check_not_overwritten, recipe.checkpoint.save, saved))
-        data = read_data(recipe, place, checked=True, progress=reporter.reading if place.is_main else None)
+        progress = reporter.reading if place.is_main else None
+        data = read_data(recipe, objective, place, checked=True, progress=progress)
         recipe = with_vocabulary(recipe, data.vocab_size)
         if data.skipped.count and place.is_main:
             reporter.message(str(data.skipped))
         held_out_groups = None
         if recipe.validation.path is not None:
-            held_out_groups, skipped = read_held_out(recipe, data.options, place)
+            held_out_groups, skipped = read_held_out(recipe, objective, data.options, place)
             if skipped.count and place.is_main:
                 reporter.message(f"of validation.path: {skipped}")
-        if data.order.left_out and place.is_main:
-            left_out = f"{data.order.left_out} {data.grouped_by if data.order.by_line else 'sample'}"
-            reporter.message(
-                f"each epoch leaves out {left_out}{'' if data.order.left_out == 1 else 's'}: steps take whole "
-                f"{data.grouped_by}s, and a step of {recipe.batch.per_step} does not divide all there are"
-            )
-        if data.order.per_epoch < recipe.batch.per_step and place.is_main:
-            reporter.message(
-                f"a step of {recipe.batch.per_step} samples takes the {data.order.per_epoch} there are more than once"
-            )
+        if place.is_main:
+            _report_order(recipe, data, reporter)
         if recipe.checkpoint.save is not None:
             # Where nothing can be written is better known now than after the last step.
             checkpoint.make_folder(recipe.checkpoint.save)
@@ -158,11 +150,24 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
                     "folded and unfolded runs differ by more than rounding, of the gradients most in "
                     f"{report.worst_parameter}; nothing was trained"
                 )
-        held_out = None if held_out_groups is None else HeldOut(held_out_groups, recipe, place)
-        trainer = Trainer(recipe, place, data.order, chunks, teacher=teacher, held_out=held_out)
+        held_out = None if held_out_groups is None else HeldOut(held_out_groups, recipe, objective, place)
+        trainer = Trainer(recipe, objective, place, data.order, chunks, teacher=teacher, held_out=held_out)
         trainer.train(saved, reporter, new_data=new_data)
         if data.skipped.count and place.is_main:
             reporter.message(f"not trained on: {data.skipped}")
+
+
+def _report_order(recipe: Recipe, data: Data, reporter: Reporter) -> None:
+    """Report what steps leave out of an epoch, or take more than once."""
+    order, step = data.order, recipe.batch.per_step
+    if order.left_out:
+        left_out = f"{order.left_out} {data.grouped_by if order.by_line else 'sample'}"
+        reporter.message(
+            f"each epoch leaves out {left_out}{'' if order.left_out == 1 else 's'}: steps take whole "
+            f"{data.grouped_by}s, and a step of {step} does not divide all there are"
+        )
+    if order.per_epoch < step:
+        reporter.message(f"a step of {step} samples takes the {order.per_epoch} there are more than once")
 
 
 def _starting_model(
@@ -177,7 +182,7 @@ def _starting_model(
     folder = recipe.checkpoint.pretrained_checkpoint
     if folder is None:
         hint = ""
-        if isinstance(objective_of(recipe), PolicyGradient | Preference | KTO):
+        if recipe.objective.kind.improves_policy:
             name = recipe.objective.name
             hint = f"; objective.name={name} improves a policy, which checkpoint.pretrained_checkpoint would name"
         say(f"the weights are new, drawn with seed={recipe.seed}{hint}")

@@ -27,9 +27,11 @@ from mcore_prefix_tree.data.jsonl import STDIN
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.train.model import padded_vocab_size
-from mcore_prefix_tree.mcore.train.objective import check_samples, objective_of
+from mcore_prefix_tree.mcore.train.objective import check_samples
 from mcore_prefix_tree.mcore.train.session import Session
+from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
 
@@ -57,6 +59,7 @@ class Data:
 
 def read_data(
     recipe: Recipe,
+    objective: Objective | None,
     place: Session,
     *,
     every_sample: bool = False,
@@ -69,10 +72,10 @@ def read_data(
 
     Args:
         recipe: the job's.
+        objective: the recipe's; None reads no group, rollout or pair.
         place: this rank's.
-        every_sample: an epoch leaves none out, and samples need no group, rollout or pair unless
-            ``batch.groups_per_step`` counts them. For what does not train, whatever the objective.
-        checked: see that no sample lacks what the objective reads, before the first step.
+        every_sample: an epoch leaves none out.
+        checked: check before the first step that no sample lacks what the objective reads.
         progress: under ``data.streaming``, is told how far the files are gone through, in bytes done and in all.
 
     Raises:
@@ -81,7 +84,7 @@ def read_data(
             takes, or steps are to be so many groups of an objective that has none.
     """
     data = recipe.data
-    by = None if every_sample and recipe.batch.groups_per_step is None else _grouped_by(recipe)
+    by = None if objective is None else _grouped_by(recipe, objective)
     if data.tokenizer is None and data.chat_template_kwargs:
         raise RecipeError(
             "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none"
@@ -110,7 +113,7 @@ def read_data(
             skipped=skipped,
             ranks=all_ranks(),
             progress=progress,
-            check=partial(check_samples, objective_of(recipe)) if checked else None,
+            check=partial(check_samples, objective) if checked and objective is not None else None,
         )
         with _naming_what_was_skipped(skipped):
             groups = stream() if by is None else streamed_whole_groups(stream, by, step=step, setting=setting)
@@ -118,8 +121,8 @@ def read_data(
             raise SampleError(groups.fault)
     else:
         groups, skipped = _read_whole(recipe, data.path, options, place, by, step=step)
-        if checked:
-            _check_all(recipe, groups)
+        if checked and objective is not None:
+            _check_all(objective, groups)
     order = _order(recipe, groups, whole_steps=by is not None and not every_sample)
     return Data(order=order, grouped_by=by, options=options, vocab_size=vocab_size, skipped=skipped)
 
@@ -134,7 +137,7 @@ def order_of(recipe: Recipe, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
     Raises:
         SampleError, RecipeError: as :func:`read_data`, about the groups and their number.
     """
-    by = _grouped_by(recipe)
+    by = _grouped_by(recipe, objective_of(recipe))
     return _order(recipe, _joined(recipe, lines, by, step=recipe.batch.global_batch_size), whole_steps=by is not None)
 
 
@@ -161,13 +164,16 @@ def _joined(
     return whole_groups(lines, by, step=step, setting=f"objective.name={recipe.objective.name}")
 
 
-def read_held_out(recipe: Recipe, options: LineOptions, place: Session) -> tuple[Sequence[Sequence[Sample]], Skipped]:
+def read_held_out(
+    recipe: Recipe, objective: Objective, options: LineOptions, place: Session
+) -> tuple[Sequence[Sequence[Sample]], Skipped]:
     """Return the samples of ``validation.path``: of each line, or of each unit that the objective needs whole.
 
     They are held in memory, also under ``data.streaming``, and checked as those that are trained on.
 
     Args:
         recipe: the job's, with a ``validation.path``.
+        objective: the recipe's.
         options: how its lines become samples.
         place: this rank's.
 
@@ -176,8 +182,8 @@ def read_held_out(recipe: Recipe, options: LineOptions, place: Session) -> tuple
     """
     path = recipe.validation.path
     assert path is not None
-    groups, skipped = _read_whole(recipe, path, options, place, objective_of(recipe).grouped_by, step=None)
-    _check_all(recipe, groups)
+    groups, skipped = _read_whole(recipe, path, options, place, objective.grouped_by, step=None)
+    _check_all(objective, groups)
     return groups, skipped
 
 
@@ -192,8 +198,8 @@ def _naming_what_was_skipped(skipped: Skipped) -> Iterator[None]:
         raise
 
 
-def _grouped_by(recipe: Recipe) -> GroupedBy | None:
-    by = objective_of(recipe).grouped_by
+def _grouped_by(recipe: Recipe, objective: Objective) -> GroupedBy | None:
+    by = objective.grouped_by
     if by is None and recipe.batch.groups_per_step is not None:
         raise RecipeError(
             f"batch.groups_per_step={recipe.batch.groups_per_step}: objective.name={recipe.objective.name} as it is "
@@ -250,8 +256,7 @@ def _read_lines(
     return lines, skipped
 
 
-def _check_all(recipe: Recipe, groups: Sequence[Sequence[Sample]]) -> None:
-    """See that no sample lacks what the objective reads, before the first step; raises SampleError."""
-    objective = objective_of(recipe)
+def _check_all(objective: Objective, groups: Sequence[Sequence[Sample]]) -> None:
+    """Check before the first step that no sample lacks what the objective reads; raises SampleError."""
     for start in range(0, len(groups), _CHECKED_AT_ONCE):
         check_samples(objective, list(chain.from_iterable(groups[start : start + _CHECKED_AT_ONCE])))

@@ -12,11 +12,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.mcore.backend import cases_of
 from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.forward_step import ForwardObjective, ForwardStep, tree_forward, with_rows
+from mcore_prefix_tree.mcore.forward_step import ForwardStep, tree_forward, with_rows
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch, WaitingMicroBatch
-from mcore_prefix_tree.mcore.train.objective import is_weighted_sum, objective_of, output_of
+from mcore_prefix_tree.mcore.readout import Readout
 from mcore_prefix_tree.mcore.train.session import Session
-from mcore_prefix_tree.objectives import Targets, together
+from mcore_prefix_tree.objectives import Objective, Targets
 from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
@@ -80,9 +80,10 @@ def _taken(waiting: Sequence[Any]) -> Iterator[Any]:
 def forward_only(
     chunks: Sequence[torch.nn.Module],
     batches: Sequence[MicroBatch],
+    readout: Readout[Any],
     read: Callable[[torch.Tensor, MicroBatch], T],
 ) -> list[T]:
-    """What ``read`` makes of the last stage's output for each folded micro-batch; nothing on other stages."""
+    """Return what ``read`` makes of the answer to a readout for each micro-batch; nothing before the last stage."""
 
     def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., T]]:
         batch = next(data_iterator)
@@ -91,7 +92,7 @@ def forward_only(
             assert non_loss_data
             return read(output, batch)
 
-        return tree_forward(model, batch), collect
+        return tree_forward(model, batch, readout), collect
 
     with torch.no_grad():
         return run_schedule(chunks, batches, forward_step, forward_only=True, collect_non_loss_data=True)
@@ -146,21 +147,18 @@ def folding_of(recipe: Recipe, place: Session) -> Folding:
         attention_backend=recipe.attention_backend,
         attention_cases=cases_of(place.config, device=place.device, deterministic=recipe.deterministic_attention),
         deterministic_attention=recipe.deterministic_attention,
-        output=output_of(objective_of(recipe), fused_head=recipe.fused_head),
         only_supervised=recipe.fused_head,
         head_chunk_rows=recipe.head_chunk_rows,
     )
 
 
-def plan_folded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> FoldedStep:
+def plan_folded(samples: Sequence[Sample], objective: Objective, folding: Folding, place: Session) -> FoldedStep:
     """Plan a step, and fold this data-parallel rank's micro-batches. All stages and tensor-parallel ranks agree on it.
 
     Raises:
         BudgetError: one sample alone is longer than ``batch.max_tokens``, or the two of a pair are.
-        SampleError: a sample lacks what the recipe's objective reads.
-        ValueError: see :func:`folding_of`.
+        SampleError: a sample lacks what the objective reads.
     """
-    objective, folding = objective_of(recipe), folding_of(recipe, place)
     with naming_memory(
         lambda: (
             f"planning a step of {len(samples):,} samples, {sum(map(len, samples)):,} tokens, does not fit; "
@@ -168,7 +166,7 @@ def plan_folded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> Fo
         )
     ):
         targets = targets_of(objective, samples)
-        mine = cut_step(samples, objective, folding, place)
+        mine = folding.plan(samples, together=objective.together(samples)).micro_batches[place.dp_rank]
         return FoldedStep(
             sample_index=mine,
             micro_batches=fold_micro_batches(samples, mine, folding, objective, targets),
@@ -176,33 +174,20 @@ def plan_folded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> Fo
         )
 
 
-def cut_step(
-    samples: Sequence[Sample], objective: ForwardObjective, folding: Folding, place: Session
-) -> tuple[tuple[int, ...], ...]:
-    """This data-parallel rank's micro-batches of a step: for each, the indices of its samples.
-
-    Raises:
-        BudgetError: as of :func:`plan_folded`.
-    """
-    # The loss of a pair is of both sides.
-    kept = together(samples) if objective.grouped_by == "pair" else None
-    return folding.plan(samples, together=kept).micro_batches[place.dp_rank]
-
-
-def targets_of(objective: ForwardObjective, samples: Sequence[Sample]) -> Targets | None:
+def targets_of(objective: Objective, samples: Sequence[Sample]) -> Targets | None:
     """What the losses of a step read; None for a weighted sum, whose weights the layouts have.
 
     Raises:
         SampleError: a sample lacks what the objective reads.
     """
-    return None if is_weighted_sum(objective) else objective.targets(samples)
+    return None if objective.is_weighted_sum else objective.targets(samples)
 
 
 def fold_micro_batches(
     samples: Sequence[Sample],
     cut: Sequence[Sequence[int]],
     folding: Folding,
-    objective: ForwardObjective,
+    objective: Objective,
     targets: Targets | None,
 ) -> list[MicroBatch]:
     """Fold micro-batches, and give them what the objective's loss reads.
@@ -210,7 +195,7 @@ def fold_micro_batches(
     Args:
         samples: of the whole step.
         cut: for each micro-batch, the indices of its samples.
-        folding: of the job; its ``output`` is what the objective reads.
+        folding: of the job.
         objective: of the step.
         targets: of the step, from :func:`targets_of`.
     """

@@ -12,23 +12,20 @@ from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
 from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.mcore.score import Scores, ScoringStep, TopTokens, Values
+from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs, Values
+from mcore_prefix_tree.mcore.score import Scorer, ScoringStep
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.jobs import with_backend, with_vocabulary
 from mcore_prefix_tree.mcore.train.model import build_chunks
-from mcore_prefix_tree.mcore.train.objective import plain
 from mcore_prefix_tree.mcore.train.reading import read_data
 from mcore_prefix_tree.mcore.train.schedule import folding_of
 from mcore_prefix_tree.mcore.train.session import session
 from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.sample import Sample
 
-# Columns of the file, which training reads.
-POLICY, REFERENCE, VALUES, REWARD, TEACHER = "old_logprobs", "ref_logprobs", "values", "reward", "teacher"
-# What models with a scalar head give, by the objective that they were trained with.
-_OF_SCALAR_HEADS = {"critic": VALUES, "reward_model": REWARD}
-
-Found = Scores | Values | TopTokens
+# Columns of the file, which training reads, beside those that objectives name.
+REFERENCE, TEACHER = "ref_logprobs", "teacher"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +50,7 @@ class ScoreReport:
     logical_tokens: int = 0
     physical_tokens: int = 0
 
-    def with_step(self, step: ScoringStep, scores: Sequence[Found]) -> ScoreReport:
+    def with_step(self, step: ScoringStep, scores: Sequence[SampleScores]) -> ScoreReport:
         """After some more samples."""
         return replace(
             self,
@@ -107,10 +104,10 @@ def run_score(
     if policy is None:
         raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
-    main = _main_column(recipe, teacher_top_k)
+    main = recipe.objective.kind.scored_as if teacher_top_k is None else _teacher_column(recipe, teacher_top_k)
     folders: dict[str, str | Path] = {main: policy}
     if reference is not None:
-        if main != POLICY:
+        if recipe.objective.has_scalar_head or teacher_top_k is not None:
             raise RecipeError(
                 f"--reference gives ref_logprobs beside those of a policy, but this model gives {main} alone; score "
                 "the reference in a run of its own"
@@ -120,15 +117,17 @@ def run_score(
     with session(recipe) as place:
         # A network folder shows another machine's last checkpoint late: all take the main rank's.
         iterations = {column: _existing(folders[column], last) for column, last in everyone(found)[0].items()}
-        data = read_data(recipe, place, every_sample=True)
-        # From here on whatever the objective reads of them: it may need these very scores.
-        recipe, _ = plain(with_vocabulary(recipe, data.vocab_size), [])
+        # Whatever the objective reads of a sample: it may need these very scores.
+        grouping = None if recipe.batch.groups_per_step is None else objective_of(recipe)
+        data = read_data(recipe, grouping, place, every_sample=True)
+        recipe = with_vocabulary(recipe, data.vocab_size)
         recipe = with_backend(recipe, place, data.order)
         models = {}
         for column, iteration in iterations.items():
             models[column] = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
             checkpoint.load_weights(folders[column], iteration, models[column], model=recipe.model)
         folding = folding_of(recipe, place)
+        readouts = {REFERENCE: Logprobs(fused=recipe.fused_head)} | {main: _readout(recipe, entropy, teacher_top_k)}
         report = ScoreReport(
             iteration=iterations[main],
             reference_iteration=iterations.get(REFERENCE),
@@ -137,15 +136,7 @@ def run_score(
         with rows_file(output) if place.is_main else nullcontext() as writer:
             for samples in _batches(data.order, recipe.batch.per_step):
                 step = ScoringStep.plan(samples, folding, all_tokens=all_tokens, for_main_rank=True)
-                scores: dict[str, Sequence[Found]] = {}
-                for column, chunks in models.items():
-                    if column == TEACHER:
-                        assert teacher_top_k is not None
-                        scores[column] = step.teacher(chunks, teacher_top_k, vocab_size=recipe.model.vocab_size)
-                    elif column in (VALUES, REWARD):
-                        scores[column] = step.values(chunks)
-                    else:
-                        scores[column] = step.score(chunks, entropy=entropy and column == POLICY)
+                scores = {column: step.score(chunks, readouts[column]) for column, chunks in models.items()}
                 if writer is not None:
                     report = report.with_step(step, scores[main])
                     writer.add(
@@ -172,29 +163,26 @@ def _existing(folder: str | Path, iteration: int | str | None) -> int | str:
     return iteration
 
 
-def _main_column(recipe: Recipe, teacher_top_k: int | None) -> str:
-    """What the recipe's model is scored for."""
-    column = _OF_SCALAR_HEADS.get(recipe.objective.name, POLICY)
-    if teacher_top_k is None:
-        return column
-    if column != POLICY:
+def _teacher_column(recipe: Recipe, k: int) -> str:
+    if recipe.objective.has_scalar_head:
         raise RecipeError(f"--teacher-top-k wants a vocabulary, and objective.name={recipe.objective.name} has none")
     size = recipe.model.vocab_size
-    if teacher_top_k < 1 or (size is not None and teacher_top_k > size):
-        raise RecipeError(f"--teacher-top-k {teacher_top_k}: it must be from 1 to the vocabulary's {size or 'size'}")
+    if k < 1 or (size is not None and k > size):
+        raise RecipeError(f"--teacher-top-k {k}: it must be from 1 to the vocabulary's {size or 'size'}")
     return TEACHER
 
 
-def _row(sample: Sample, scores: dict[str, Found]) -> dict[str, Any]:
+def _readout(recipe: Recipe, entropy: bool, teacher_top_k: int | None) -> Scorer[Any]:
+    """Return what the recipe's model is asked."""
+    if recipe.objective.has_scalar_head:
+        return Values()
+    if teacher_top_k is not None:
+        return TopLogprobs(k=teacher_top_k, vocab_size=recipe.model.vocab_size)
+    return Logprobs(entropy=entropy, fused=recipe.fused_head)
+
+
+def _row(sample: Sample, scores: dict[str, SampleScores]) -> dict[str, Any]:
     row = row_of(sample)
     for column, one in scores.items():
-        if isinstance(one, TopTokens):
-            row[column] = one.teacher
-            continue
-        if isinstance(one, Values):
-            row[column] = one.last if column == REWARD else one.values
-            continue
-        row[column] = one.logprobs
-        if one.entropy is not None:
-            row["entropy"] = one.entropy
+        row |= one.columns(column)
     return row

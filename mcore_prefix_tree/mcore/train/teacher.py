@@ -17,8 +17,8 @@ from mcore_prefix_tree.mcore.backend import cases_of, resolve_backend
 from mcore_prefix_tree.mcore.folding import plan_attention
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch, TeacherHidden
 from mcore_prefix_tree.mcore.output_layer import output_weight_and_head
-from mcore_prefix_tree.mcore.outputs import tree_hidden
 from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.readout import Hidden
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.train.schedule import forward_only
@@ -58,12 +58,11 @@ class TeacherModel:
         asked = [
             replace(
                 batch,
-                output="hidden",
                 packed_seq_params=replace(batch.packed_seq_params, attention_backend=self.attention_backend),
             )
             for batch in batches
         ]
-        found = forward_only(self.chunks, asked, tree_hidden)
+        found = forward_only(self.chunks, asked, Hidden(), Hidden().read)
         if not found:
             return list(batches)
         model = get_attr_wrapped_model(self.chunks[-1], "output_layer", return_model_obj=True)

@@ -18,21 +18,21 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
 from mcore_prefix_tree.data.same import is_other
-from mcore_prefix_tree.mcore.forward_step import sft_forward_step
+from mcore_prefix_tree.mcore.forward_step import forward_step_of
 from mcore_prefix_tree.mcore.train import checkpoint
 from mcore_prefix_tree.mcore.train.calibrate import Calibration, calibrate
 from mcore_prefix_tree.mcore.train.compare import Comparison, compare
 from mcore_prefix_tree.mcore.train.ending import EndedError, EndingSignals
 from mcore_prefix_tree.mcore.train.held_out import Evaluation, HeldOut
 from mcore_prefix_tree.mcore.train.logs import Logs, open_logs
-from mcore_prefix_tree.mcore.train.objective import check_steps, forward_step_of, is_weighted_sum, objective_of
 from mcore_prefix_tree.mcore.train.retention import remove_older
-from mcore_prefix_tree.mcore.train.schedule import FoldedStep, plan_folded, run_schedule
+from mcore_prefix_tree.mcore.train.schedule import FoldedStep, folding_of, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.settings import changed_settings
 from mcore_prefix_tree.mcore.train.teacher import TeacherModel
 from mcore_prefix_tree.mcore.train.totals import Totals, check_finite
 from mcore_prefix_tree.mcore.train.verify import VerifyReport
+from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import Ahead
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
@@ -117,6 +117,7 @@ class Trainer:
 
     Args:
         recipe: the job's.
+        objective: the recipe's.
         place: this rank's.
         order: of the samples.
         chunks: bare model chunks; they are wrapped in Megatron's DDP.
@@ -127,6 +128,7 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe,
+        objective: Objective,
         place: Session,
         order: SampleOrder,
         chunks: list[torch.nn.Module],
@@ -134,12 +136,12 @@ class Trainer:
         teacher: TeacherModel | None = None,
         held_out: HeldOut | None = None,
     ) -> None:
-        self._recipe, self._place, self._order = recipe, place, order
+        self._recipe, self._objective, self._place, self._order = recipe, objective, place, order
         self._teacher, self._held_out = teacher, held_out
         self._data_from = 0  # steps before the first of the order
-        objective = objective_of(recipe)
-        self._forward_step = forward_step_of(objective)
-        self._totals = Totals(place, has_metrics=not is_weighted_sum(objective))
+        self._folding = folding_of(recipe, place)
+        self._forward_step = forward_step_of(objective, fused_head=recipe.fused_head)
+        self._totals = Totals(place, has_metrics=not objective.is_weighted_sum)
         options = recipe.optimizer
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=place.config.bf16, use_distributed_optimizer=options.use_distributed_optimizer
@@ -234,13 +236,13 @@ class Trainer:
             raise EndedError(ended_by)
 
     def _check_steps(self, done: int) -> None:
-        """As :func:`check_steps`, after so many steps; streamed samples are not there to look at."""
-        if self._order.is_streamed:
+        """Check the steps after so many before the first of them; streamed samples are not there to look at."""
+        if self._order.is_streamed or not self._objective.looks_at_steps:
             return
         batch = self._recipe.batch.per_step
         with self._order.stream((done - self._data_from) * batch) as stream:
-            following = range(done + 1, self._recipe.train_iters + 1)
-            check_steps(objective_of(self._recipe), ((iteration, stream.take(batch)) for iteration in following))
+            for iteration in range(done + 1, self._recipe.train_iters + 1):
+                self._objective.check_step(iteration, stream.take(batch))
 
     def _evaluate(self, iteration: int, log: Logs, reporter: Reporter) -> None:
         assert self._held_out is not None
@@ -353,7 +355,7 @@ class Trainer:
 
     def _plan_samples(self, iteration: int, samples: list[Sample]) -> _PlannedStep:
         started = time.perf_counter()
-        folded = plan_folded(samples, self._recipe, self._place)
+        folded = plan_folded(samples, self._objective, self._folding, self._place)
         if self._teacher is not None:
             self._teacher.plan(folded.micro_batches)
         return _PlannedStep(iteration=iteration, samples=samples, folded=folded, seconds=time.perf_counter() - started)
@@ -367,7 +369,7 @@ class Trainer:
         if self._teacher is not None:
             folded = self._teacher.teach(folded)
         reported = run_schedule(self._chunks, folded, self._forward_step)
-        if self._forward_step is not sft_forward_step:
+        if not self._objective.is_weighted_sum:
             # Before the optimizer sees its gradient.
             check_finite(reported, planned.folded.sample_index, samples, self._place)
         self._check_gradients(planned)

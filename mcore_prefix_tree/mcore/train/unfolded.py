@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from mcore_prefix_tree.mcore.forward_step import LossOutput
+from mcore_prefix_tree.mcore.forward_step import Reported
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.memory import available_bytes
@@ -146,29 +146,18 @@ def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = N
 
 
 def stock_forward_step(
-    data_iterator: Iterator[StockBatch], model: Any
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
-    """Supervised training as ``pretrain_gpt.py`` does it, with Megatron's own cross-entropy."""
+    data_iterator: Iterator[StockBatch], model: Any, *, of_values: bool
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
+    """Train as ``pretrain_gpt.py`` does, with Megatron's own cross-entropy; ``of_values`` by half their square."""
     batch = next(data_iterator)
-    return stock_forward(model, batch, batch.labels), partial(_stock_loss, batch)
+    return stock_forward(model, batch, None if of_values else batch.labels), partial(_stock_loss, batch, of_values)
 
 
-def _stock_loss(batch: StockBatch, losses: torch.Tensor) -> LossOutput:
-    loss = torch.dot(losses.squeeze(0).float(), batch.loss_mask)
-    num_tokens = batch.loss_mask.count_nonzero().to(torch.int)
-    return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
-
-
-def stock_value_step(
-    data_iterator: Iterator[StockBatch], model: Any
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
-    """As :func:`stock_forward_step`, for a model with a scalar head: half the square of its values."""
-    batch = next(data_iterator)
-    return stock_forward(model, batch), partial(_stock_value_loss, batch)
-
-
-def _stock_value_loss(batch: StockBatch, output: torch.Tensor) -> LossOutput:
-    loss = stock_square_loss(output.flatten(), batch)
+def _stock_loss(batch: StockBatch, of_values: bool, output: torch.Tensor) -> Reported:
+    if of_values:
+        loss = stock_square_loss(output.flatten(), batch)
+    else:
+        loss = torch.dot(output.squeeze(0).float(), batch.loss_mask)
     num_tokens = batch.loss_mask.count_nonzero().to(torch.int)
     return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
 

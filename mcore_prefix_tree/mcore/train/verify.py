@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.mcore.forward_step import ValueObjective, objective_output, tree_forward, tree_sft_loss
+from mcore_prefix_tree.mcore.forward_step import tree_forward
 from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.mcore.score import score, score_values
+from mcore_prefix_tree.mcore.readout import Logprobs, Readout, Values, readout_of
+from mcore_prefix_tree.mcore.score import score
 from mcore_prefix_tree.mcore.train.compare import over_ranks
 from mcore_prefix_tree.mcore.train.model import build_chunks, transformer_config
-from mcore_prefix_tree.mcore.train.objective import objective_of, plain
+from mcore_prefix_tree.mcore.train.objective import plain
 from mcore_prefix_tree.mcore.train.schedule import FoldedStep, folding_of, plan_folded, run_schedule
 from mcore_prefix_tree.mcore.train.session import Session
 from mcore_prefix_tree.mcore.train.unfolded import (
@@ -35,6 +37,7 @@ from mcore_prefix_tree.mcore.train.unfolded import (
     stock_square_loss,
     why_stock_does_not_fit,
 )
+from mcore_prefix_tree.objectives import LossOutput
 from mcore_prefix_tree.plan import Counts
 from mcore_prefix_tree.recipe import Dtype, Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
@@ -170,9 +173,11 @@ def verify(
         raise RecipeError(
             f"verify cannot run the unfolded side: {obstacle}; verify on shorter samples, or set verify.enabled=false"
         )
-    recipe, samples = plain(recipe, samples)
-    step = plan_folded(samples, recipe, place)
-    folded = _run_folded(chunks, step, samples, recipe, place)
+    objective, samples = plain(recipe, samples)
+    step = plan_folded(samples, objective, folding_of(recipe, place), place)
+    readout = readout_of(objective, fused_head=recipe.fused_head)
+    folded = _run_folded(chunks, step, readout, place)
+    folded = replace(folded, rows=dict(enumerate(_folded_rows(chunks, samples, recipe, place))))
     unfolded = _run_unfolded(chunks, samples, recipe, place)
     reference, rounding = unfolded, None
     if companion is not None:
@@ -207,19 +212,15 @@ def _least_limit(recipe: Recipe, place: Session) -> float:
 
 
 def _run_folded(
-    chunks: Sequence[torch.nn.Module], step: FoldedStep, samples: Sequence[Sample], recipe: Recipe, place: Session
+    chunks: Sequence[torch.nn.Module], step: FoldedStep, readout: Readout[LossOutput], place: Session
 ) -> _Outcome:
-    """Loss and gradients of the very step that training takes; rows of all tokens, which it may not need, beside it."""
-    objective = objective_of(recipe)
-    rows = _folded_rows(chunks, samples, recipe, place)
+    """Return the loss and the gradients of the very step that training takes."""
 
     def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
-        if isinstance(objective, ValueObjective):
-            return objective_output(output, batch, objective, with_entropy=False).loss, []
-        return tree_sft_loss(output, batch), []
+        return readout.read(output, batch).loss, []
 
-    outcome = _run(chunks, step.micro_batches, tuple(() for _ in step.micro_batches), tree_forward, loss, place)
-    return replace(outcome, rows=dict(enumerate(rows)))
+    forward, no_rows = partial(tree_forward, readout=readout), tuple(() for _ in step.micro_batches)
+    return _run(chunks, step.micro_batches, no_rows, forward, loss, place)
 
 
 def _folded_rows(
@@ -229,10 +230,10 @@ def _folded_rows(
     if recipe.objective.has_scalar_head:
         return [
             {"value": np.append(one.values[1:], one.last).astype(np.float64)}
-            for one in score_values(chunks, samples, folding, all_tokens=True)
+            for one in score(chunks, samples, folding, Values(), all_tokens=True)
         ]
     found: list[_Rows] = []
-    for scores in score(chunks, samples, folding, all_tokens=True):
+    for scores in score(chunks, samples, folding, Logprobs(entropy=True, fused=recipe.fused_head), all_tokens=True):
         assert scores.entropy is not None
         found.append(
             {

@@ -1,0 +1,75 @@
+"""The readout of the likeliest tokens: what ``score`` asks a teacher for.
+
+Legend: P padded tokens, R rows, n tokens of a sample, k tokens of each prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mcore_prefix_tree.logprob import top_logprobs
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.readout.base import SampleScores, VocabularyReadout, split_logits
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import Teacher
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TopTokens(SampleScores):
+    """The k likeliest tokens of every prediction of one sample, for another model to be distilled from.
+
+    Attributes:
+        teacher: ``[n, k]`` each, the likeliest first; ids from 0 and NaN where nothing is scored.
+    """
+
+    teacher: Teacher
+
+    def fault(self, sample: Sample) -> str | None:
+        """Name a log-probability that is NaN or infinite."""
+        return self._not_finite("teacher's log-probability", self.teacher.logprobs.min(axis=1), sample)
+
+    def columns(self, column: str) -> dict[str, Any]:
+        """Return the tokens under this name."""
+        return {column: self.teacher}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
+    """Ids and log-probabilities ``[R, k]`` after each of ``batch.edges.row``, the likeliest first, from the logits.
+
+    Attributes:
+        k: at most the vocabulary.
+        vocab_size: before padding; None takes the padding for tokens too.
+    """
+
+    fused: bool = False
+    k: int
+    vocab_size: int | None = None
+
+    def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        split = split_logits(logits, batch)
+        return top_logprobs(logits, batch.edges.row, self.k, vocab_size=self.vocab_size, **split)
+
+    def flat(self, output: torch.Tensor, batch: MicroBatch) -> Teacher:
+        """Read them onto the host, ``[P, k]`` each, at the predictors."""
+        found = self.read(output, batch)
+        size = (batch.layout.padded_size, self.k)
+        ids = np.tile(np.arange(self.k, dtype=np.int32), (size[0], 1))
+        logprobs = np.full(size, np.nan, dtype=np.float32)
+        ids[batch.edges.host_row] = found[0].cpu().numpy()
+        logprobs[batch.edges.host_row] = found[1].float().cpu().numpy()
+        return Teacher(token_ids=ids, logprobs=logprobs)
+
+    def of_sample(self, flat: Teacher, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> TopTokens:
+        """Return the rows of one sample."""
+        before = np.concatenate([tokens[:1], tokens[:-1]])  # nothing comes before the first, and it is not scored
+        teacher = Teacher(
+            token_ids=np.where(scored[:, None], flat.token_ids[before], np.arange(self.k, dtype=np.int32)),
+            logprobs=np.where(scored[:, None], flat.logprobs[before], np.float32("nan")),
+        )
+        return TopTokens(scored=scored, teacher=teacher)

@@ -1,0 +1,90 @@
+"""Readouts of a scalar head: its values, and a loss of them.
+
+Legend: P padded tokens, n tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.readout.base import FloatArray, Readout, SampleScores, T_co
+from mcore_prefix_tree.mcore.scalar_head import ScalarHead
+from mcore_prefix_tree.objectives import LossOutput, Objective
+from mcore_prefix_tree.sample import Sample
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleValues(SampleScores):
+    """Values of one sample.
+
+    Attributes:
+        values: ``[n]``, entry t of the state that token t is chosen in, as in ``Signals.values``: a critic's. float32,
+            or the model's dtype if that is wider; NaN for tokens that are not scored.
+        last: after the last token: a reward model's reward.
+    """
+
+    values: FloatArray
+    last: float
+
+    def fault(self, sample: Sample) -> str | None:
+        """Name a value that is NaN or infinite."""
+        fault = self._not_finite("value", self.values, sample)
+        if fault is None and not np.isfinite(self.last):
+            fault = f"{sample.source}: the value after the last token is {self.last}; the model's weights are bad"
+        return fault
+
+    def columns(self, column: str) -> dict[str, Any]:
+        """Return ``values`` or ``reward``."""
+        return {column: {"values": self.values, "reward": self.last}[column]}
+
+
+class _OfScalarHead(Readout[T_co]):
+    def arguments(self, layer: Any, batch: MicroBatch) -> dict[str, Any]:
+        """Ask for nothing: a scalar head has one answer."""
+        if not isinstance(layer, ScalarHead):
+            raise ValueError(
+                f"{type(self).__name__} reads a scalar head, but the model ends in a vocabulary's; pass the model "
+                "through with_scalar_head"
+            )
+        return {}
+
+
+class Values(_OfScalarHead[torch.Tensor]):
+    """What a scalar head says after each token, ``[P]`` in fp32 or better."""
+
+    def read(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Read the values."""
+        return output.flatten()
+
+    def flat(self, output: torch.Tensor, batch: MicroBatch) -> FloatArray:
+        """Read the values onto the host."""
+        values: FloatArray = self.read(output, batch).cpu().numpy()
+        return values
+
+    def of_sample(self, flat: FloatArray, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> SampleValues:
+        """Return the values of one sample."""
+        own = flat[tokens]
+        before = np.concatenate([own[:1], own[:-1]])  # nothing comes before the first, and it is not scored
+        values = np.where(scored, before, own.dtype.type("nan"))
+        return SampleValues(scored=scored, values=values, last=float(own[-1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss(_OfScalarHead[LossOutput]):
+    """An objective's loss on the values.
+
+    Attributes:
+        objective: of the step; the micro-batches have its rows.
+    """
+
+    objective: Objective
+
+    def read(self, output: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        """Compute the loss."""
+        return self.objective.loss(output.flatten(), None, batch.rows)

@@ -1,0 +1,94 @@
+"""The protocol of objectives: a loss, and what it asks of the step around it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.objectives.metrics import LossOutput
+from mcore_prefix_tree.objectives.rows import LossRows, Targets, Terms
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import GroupedBy
+
+
+class Objective(Protocol):
+    """What a recipe's samples are trained with. Subclasses change what is not as by default.
+
+    Attributes:
+        has_scalar_head: the model ends in a scalar head, and the loss reads its values.
+        watches_entropy: report the entropy, also where the loss does not read it.
+        improves_policy: training starts from a policy that somebody trained before.
+        scored_as: field of the samples that ``score`` writes with a model of this objective.
+        remedies: by name, for fields that samples may lack: a way out besides a command that writes them.
+    """
+
+    has_scalar_head: ClassVar[bool] = False
+    watches_entropy: ClassVar[bool] = False
+    improves_policy: ClassVar[bool] = False
+    scored_as: ClassVar[str] = "old_logprobs"
+    remedies: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def terms(self) -> Terms:
+        """What each term of the loss reads."""
+        return "row"
+
+    @property
+    def grouped_by(self) -> GroupedBy | None:
+        """Which samples have to be in one step."""
+        return None
+
+    @property
+    def is_weighted_sum(self) -> bool:
+        """Whether the loss is ``sft_loss``, which reads no sample by itself and needs no targets."""
+        return False
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether the loss reads the logits of a second model."""
+        return False
+
+    @property
+    def looks_at_steps(self) -> bool:
+        """Whether :meth:`check_step` checks anything."""
+        return False
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Check whole groups, rollouts or pairs before the first step; raises SampleError as :meth:`targets` does."""
+        self.targets(samples)
+
+    def check_step(self, iteration: int, samples: Sequence[Sample]) -> None:
+        """Check what only all samples of a step show, before the first step; raises SampleError."""
+        return
+
+    def together(self, samples: Sequence[Sample]) -> list[Hashable] | None:
+        """Return what ``plan_step(together=...)`` takes: the loss of a pair needs both sides in one micro-batch."""
+        return [sample.signals.pair for sample in samples] if self.grouped_by == "pair" else None
+
+    def targets(self, samples: Sequence[Sample]) -> Targets:
+        """Compute on the host what the losses of a step read besides the model's output.
+
+        Args:
+            samples: of the whole step, all micro-batches and ranks.
+
+        Raises:
+            SampleError: a sample lacks what the loss reads, or contradicts the others of its group.
+        """
+
+    def rows(
+        self, targets: Targets, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu"
+    ) -> LossRows:
+        """Return the part of one micro-batch; see :meth:`Targets.rows`."""
+        return targets.rows(layout, indices, device=device)
+
+    def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: Any) -> LossOutput:
+        """Return the weighted sum over a micro-batch.
+
+        Args:
+            scores: ``[P]`` log-probabilities or values; ``[E]`` log-probabilities where ``rows`` has edges of its own.
+            entropy: ``[P]``, of the distribution that each token predicts; None where it is not computed.
+            rows: from :meth:`rows`.
+        """

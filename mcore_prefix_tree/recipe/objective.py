@@ -1,0 +1,59 @@
+"""A recipe's objective."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from pydantic import ValidationError
+
+from mcore_prefix_tree.objectives import OBJECTIVES, Objective, make_objective
+from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    """Return the objective that a recipe names.
+
+    Raises:
+        RecipeError: the objective or an option is unknown, an option is out of range, or the objective reads a second
+            model and the recipe names none, or the reverse.
+    """
+    name, options = recipe.objective.name, recipe.objective.options
+    try:
+        objective = make_objective(name, options)
+    except ValidationError as error:
+        raise RecipeError("; ".join(_faults(name, error))) from None
+    except ValueError as error:
+        raise RecipeError(f"objective.name: {error}") from None
+    if objective.asks_model and recipe.objective.teacher_recipe is None:
+        raise RecipeError(
+            "objective.options.teacher: full asks a second model in every step; name its recipe with "
+            "objective.teacher_recipe, or put the teacher's likeliest tokens into the data and set top_k"
+        )
+    if objective.asks_model and not recipe.fused_head:
+        raise RecipeError(
+            "fused_head=false keeps all logits of the student, and objective.options.teacher: full would keep the "
+            "teacher's too; leave fused_head out"
+        )
+    if recipe.objective.teacher_recipe is not None and not objective.asks_model:
+        raise RecipeError(
+            f"objective.teacher_recipe={recipe.objective.teacher_recipe}: only objective.name=distill with "
+            "objective.options.teacher=full asks a second model; leave it out"
+        )
+    return objective
+
+
+def _faults(name: str, error: ValidationError) -> list[str]:
+    faults = []
+    for fault in error.errors():
+        option = ".".join(map(str, fault["loc"]))
+        if fault["type"] == "unexpected_keyword_argument":
+            made: Any = OBJECTIVES[name][0]
+            known = ", ".join(field.name for field in fields(made))
+            faults.append(f"objective.options.{option}: {name} has no such option; it has {known}")
+        elif option:
+            message = fault["msg"]
+            faults.append(f"objective.options.{option}: {message[0].lower()}{message[1:]} (given {fault['input']!r})")
+        else:
+            faults.append(f"objective.options: {fault['ctx']['error']}")
+    return faults
