@@ -226,7 +226,7 @@ def test_the_data_are_not_replaced(job: Path, tmp_path: Path) -> None:
     for output in (data, tmp_path / "link.jsonl"):
         result = command("score", job, "--output", str(output))
         assert result.exit_code == 2
-        assert f"--output {output} is a file of data.path, which it would replace; name another" in result.stderr
+        assert f"--output {output}: is read by this command, which would replace it; name another file" in result.stderr
     assert data.read_bytes() == before
 
 

@@ -109,12 +109,21 @@ def test_nothing_is_trained_and_the_schedule_is_left_as_it_was(job: Path) -> Non
     assert train(job).losses == train(job).losses
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"measured": [{"tokens": 1}]}', '{"measured": 3}', "[]"])
-def test_a_file_of_something_else_is_named(job: Path, tmp_path: Path, content: str) -> None:
+NONE = "holds no measurements; make it with mcore-prefix-tree calibrate RECIPE --output FILE"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", NONE),
+        ("{}", NONE),
+        ('{"measured": 3}', NONE),
+        ("[]", NONE),
+        ('{"measured": [{"tokens": 1}]}', "measured[0].pairs is None; it must be a number above 0"),
+    ],
+)
+def test_a_file_of_something_else_is_named(job: Path, tmp_path: Path, content: str, says: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
     result = command("train", job, f"batch.calibration={path}")
-    assert result.exit_code == 2
-    assert result.stderr == (
-        f"error: {path}: holds no measurements; make it with mcore-prefix-tree calibrate RECIPE --output FILE\n"
-    )
+    assert (result.exit_code, result.stderr) == (2, f"error: {path}: {says}\n")

@@ -370,8 +370,8 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 
 def test_a_checkpoint_of_another_program_is_refused(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save_without_progress(state: dict[str, Any], folder: str) -> None:
-        dist_checkpointing.save({key: value for key, value in state.items() if key != "progress"}, folder)
+    def save_without_progress(state: dict[str, Any], folder: str, **how: Any) -> None:
+        dist_checkpointing.save({key: value for key, value in state.items() if key != "progress"}, folder, **how)
 
     with monkeypatch.context() as other_program:
         other_program.setattr(checkpoint, "dist_checkpointing", SimpleNamespace(save=save_without_progress))

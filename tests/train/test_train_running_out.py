@@ -167,7 +167,6 @@ def test_two_runs_do_not_write_to_one_file_of_metrics(job: Path) -> None:
     ("name", "option", "file"),
     [
         ("calibrate", "--output", "cost.json"),
-        ("train", "log.metrics", "metrics.jsonl"),
         ("train", "log.tensorboard", "tb"),
     ],
 )

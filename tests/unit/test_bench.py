@@ -519,7 +519,7 @@ def test_the_benchmark_of_attention_needs_no_megatron():
 
 
 def test_ceilings_and_machine():
-    ceilings = measure_ceilings(CPU, torch.float32, repeats=1)
+    ceilings = measure_ceilings(CPU, torch.float32)
     assert ceilings.matrix_tflops > 0
     assert ceilings.copy_gbytes > 0
     machine = describe_machine()

@@ -33,7 +33,7 @@ def save(checkpoint, monkeypatch):
     from mcore_prefix_tree.testing.launcher import single_process
 
     def run(folder, iteration, write):
-        monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda state, target: write(Path(target)))
+        monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda state, target, **_: write(Path(target)))
         monkeypatch.setattr(checkpoint, "_state", lambda *_, **__: {})
         monkeypatch.setattr(checkpoint, "write_checksums", lambda folder: None)
         progress = checkpoint.Progress(

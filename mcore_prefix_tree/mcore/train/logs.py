@@ -114,9 +114,9 @@ def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> It
                 stack.callback(board.close)
                 logs.add(board)
 
-        on_main_rank(open_all)
         if config.tensorboard is not None:
             stack.enter_context(_quiet_tensorboard())
+        on_main_rank(open_all)
         yield logs
 
 
