@@ -14,7 +14,8 @@ import pytest
 import torch
 from train_jobs import command, write_job
 
-from mcore_prefix_tree.mcore.train import jobs, objective, schedule, trainer
+from mcore_prefix_tree.mcore.train import jobs, schedule, trainer
+from mcore_prefix_tree.recipe import objective
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.2 GiB is free"
