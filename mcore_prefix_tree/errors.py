@@ -21,7 +21,9 @@ INTERRUPTED = ENDED_BY_SIGNAL + signal.SIGINT
 
 # What this package raises for users. An ImportError says which optional package is missing and how to get it.
 USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError, MemoryError)
-_PATIENCE_S = 10.0
+# How long a rank waits to be ended before it reports what another has reported, under torchrun and elsewhere. A loaded
+# machine takes seconds to end the rank that reported.
+_PATIENCE_S, _PATIENCE_ELSEWHERE_S = 30.0, 10.0
 # What torch, CUDA and C++ say where Python raises MemoryError, and how much they and NumPy asked for.
 _NO_MEMORY = re.compile(
     r"can't allocate memory|out of memory|not enough memory|bad_alloc|ALLOC_FAILED|new thread|"
@@ -132,7 +134,7 @@ def tell(sentence: str | None) -> None:
     if not speaks_first():
         # To be ended is what it waits for; a trainer's handler would only take note of the signal.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_PATIENCE_S)
+        time.sleep(_PATIENCE_S if os.environ.get("TORCHELASTIC_ERROR_FILE") else _PATIENCE_ELSEWHERE_S)
     if sentence is not None:
         sys.stderr.write(f"error: {sentence}\n")
         sys.stderr.flush()

@@ -151,6 +151,7 @@ def test_a_disk_that_holds_one_checkpoint_and_not_two(job: Path, undisturbed: Pa
     assert_same_bits(checkpoint_content(after, 2), checkpoint_content(undisturbed, 2))
 
 
+@pytest.mark.slow
 def test_a_disk_that_cannot_be_written_to_is_known_before_the_first_step(job: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     done = mounted("ro", saved, "train", job, TP2)

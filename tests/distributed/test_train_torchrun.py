@@ -143,6 +143,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(job: Path, undisturbed: tuple[P
     assert_same_bits(checkpoint_content(saved, STEPS), checkpoint_content(reference_folder, STEPS))
 
 
+@pytest.mark.slow
 def test_a_job_that_is_told_to_end_goes_on_with_the_same_bits(
     job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path
 ) -> None:

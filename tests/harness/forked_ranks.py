@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+from torch.distributed import TCPStore
 
 from harness.forks import fork_context
 
@@ -44,12 +44,11 @@ def launch(
         TimeoutError: a rank did not end; all are killed.
     """
     context = fork_context()
-    with tempfile.TemporaryDirectory(prefix="forked_ranks_") as name, socket.socket() as reserved:
+    # Where the ranks meet; torchrun has one of its own too.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="forked_ranks_") as name:
         folder = Path(name)
         (folder / "in").write_text(stdin)
-        # Held until the ranks have been started, so that nobody else is given the port.
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(("127.0.0.1", 0))
         started = []
         for rank in range(ranks):
             variables = dict(environment)
@@ -60,7 +59,9 @@ def launch(
                     "WORLD_SIZE": str(ranks),
                     "LOCAL_WORLD_SIZE": str(ranks),
                     "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(reserved.getsockname()[1]),
+                    "MASTER_PORT": str(store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                    "TORCHELASTIC_RESTART_COUNT": "0",
                     "TORCHELASTIC_ERROR_FILE": str(folder / str(rank) / "error.json"),
                 }
                 (folder / str(rank)).mkdir()
@@ -68,7 +69,6 @@ def launch(
             process = context.Process(target=_rank, args=(list(arguments), variables, os.getcwd(), source, folder))
             process.start()
             started.append(process)
-        reserved.close()
         code = _wait(started, time.monotonic() + timeout_s)
         out, err = ((folder / stream).read_text() for stream in ("out", "err"))
     if code is None:

@@ -44,7 +44,7 @@ from mcore_prefix_tree.testing.launcher import single_process
 
 DEVICE = "gpu"
 PACKAGE = str(Path(mcore_prefix_tree.__file__).parent)
-BACKENDS = ("path", "reference", "triton", "cascade")
+BACKENDS = ("reference", "triton", "cascade")  # beside path, which the readouts go with
 READOUTS = {
     "logits": WeightedSum(fused=False),
     "logprobs": Logprobs(),
@@ -197,13 +197,17 @@ def main() -> None:
             outcomes[f"objective {name}"] = outcome(
                 forward_backward, informed, readout=readout, objective=objective, dtype=torch.float32
             )
+        for name, readout in READOUTS.items():
+            outcomes[f"readout {name}"] = outcome(forward_backward, samples, readout=readout, dtype=torch.float32)
         pretend_hopper()
         for backend in BACKENDS:
-            dtype = torch.bfloat16 if backend in ("triton", "cascade") else torch.float32
-            for name, readout in READOUTS.items():
-                outcomes[f"attention {backend}, {name}"] = outcome(
-                    forward_backward, samples, readout=readout, backend=backend, dtype=dtype
-                )
+            outcomes[f"attention {backend}"] = outcome(
+                forward_backward,
+                samples,
+                readout=READOUTS["weighted_sum"],
+                backend=backend,
+                dtype=torch.float32 if backend == "reference" else torch.bfloat16,
+            )
         # That the fake device notices what it is there for.
         with Fake():
             here, there = torch.ones(2), torch.ones(2, device=DEVICE)

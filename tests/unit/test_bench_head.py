@@ -49,6 +49,7 @@ def test_the_heads_benchmark(bench_head, monkeypatch, tmp_path):
     assert "| fused, any loss |" in tables
 
 
+@pytest.mark.slow
 def test_a_way_that_fails_loses_its_row_alone(bench_head, monkeypatch, tmp_path):
     def broken(case):
         raise torch.OutOfMemoryError("CUDA out of memory\nwith details")

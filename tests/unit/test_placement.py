@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from placement_job import BACKENDS, READOUTS
 
 from mcore_prefix_tree.objectives import OBJECTIVES
-
-BACKENDS = ("path", "reference", "triton", "cascade")
-OUTPUTS = ("logits", "logprobs", "logprobs_and_entropy", "weighted_sum")
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +31,16 @@ def test_an_objective_stays_on_the_device(outcomes: dict[str, str], name: str) -
     assert outcomes[f"objective {name}"] == ""
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("readout", READOUTS)
+def test_a_readout_stays_on_the_device(outcomes: dict[str, str], readout: str) -> None:
+    assert outcomes[f"readout {readout}"] == ""
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_and_the_head_stay_on_the_device(outcomes: dict[str, str], backend: str, output: str) -> None:
+def test_attention_stays_on_the_device(outcomes: dict[str, str], backend: str) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
-    assert outcomes[f"attention {backend}, {output}"] == ""
+    assert outcomes[f"attention {backend}"] == ""
 
 
 def test_it_would_be_noticed(outcomes: dict[str, str]) -> None:

@@ -49,7 +49,7 @@ def main(cases: Path, answers: Path) -> None:
 def refusal(parse: Callable[[], object]) -> str | None:
     said = io.StringIO()
     # A rank that does not speak first waits to be ended; a dry run would read the data.
-    alone = mock.patch("mcore_prefix_tree.errors._PATIENCE_S", 0)
+    alone = mock.patch.multiple("mcore_prefix_tree.errors", _PATIENCE_S=0, _PATIENCE_ELSEWHERE_S=0)
     dry = mock.patch("mcore_prefix_tree.mcore.pretrain.dry_run.dry_run", return_value="")
     try:
         with alone, dry, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):

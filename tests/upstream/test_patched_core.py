@@ -64,10 +64,12 @@ def pytest_on(core: Path, *arguments: str) -> None:
     assert "skipped" not in output.splitlines()[-1], output
 
 
+@pytest.mark.slow
 def test_stock_specs_train_folded(copies: Copies) -> None:
     pytest_on(copies.patched, str(HERE / "native_seam.py"))
 
 
+@pytest.mark.slow
 def test_the_seam_still_works(copies: Copies) -> None:
     """TreePackedSeqParams and with_prefix_tree, which need no patch, on a megatron-core that has one."""
     pytest_on(copies.patched, "tests/unit/test_mcore_seam.py", "-k", SEAM)
