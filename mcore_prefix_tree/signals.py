@@ -195,7 +195,8 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
         )
     too_large = token_ids > np.iinfo(np.int32).max
     ordered = np.sort(token_ids, axis=1)
-    mass = np.exp(logprobs.astype(np.float64)).sum(axis=1)
+    with np.errstate(over="ignore"):  # infinite is more than 1 too
+        mass = np.exp(logprobs.astype(np.float64)).sum(axis=1)
     faults = {
         "token ids that are not different and >= 0": (np.diff(ordered, axis=1) == 0).any(axis=1) | (ordered[:, 0] < 0),
         "token ids that no vocabulary has": too_large.any(axis=1),

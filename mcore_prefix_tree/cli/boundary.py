@@ -94,6 +94,8 @@ def _one_sentence() -> Iterator[None]:
         yield
     except _UsageError as error:
         context, message = error.ctx, error.format_message()  # type: ignore[attr-defined]
-        if context is None or "\n" in message:  # the help of a group that was given no command
+        if "\n" in message:  # the help of a group that was given no command
             raise
-        leave(USER_ERROR, f"{message.rstrip('.')}; see {context.command_path} --help")
+        # An option of the program itself fails before there is a context.
+        program = "mcore-prefix-tree" if context is None else context.command_path
+        leave(USER_ERROR, f"{message.rstrip('.')}; see {program} --help")

@@ -71,12 +71,12 @@ def test_a_model_that_does_not_fit_is_told_with_its_size(job: Path) -> None:
 
 
 def test_a_step_that_does_not_fit_is_told_with_its_tokens(job: Path) -> None:
-    tokens = [index % 60 for index in range(200_000)]
+    tokens = [index % 60 for index in range(20_000)]
     job.with_name("data.jsonl").write_text(json.dumps({"tokens": tokens}) + "\n")
-    sizes = ("batch.max_tokens=200000", "batch.global_batch_size=1", "model.ffn_hidden_size=4096")
+    sizes = ("batch.max_tokens=20000", "batch.global_batch_size=1", "model.ffn_hidden_size=65536")
     said = sentence("train", job, *sizes, limit="ulimit -v 5000000")
     assert said.startswith("error: memory ran out, ")
-    assert said.endswith("of 1 micro-batches of up to 200,000 tokens does not fit; lower batch.max_tokens")
+    assert said.endswith("of 1 micro-batches of up to 20,000 tokens does not fit; lower batch.max_tokens")
 
 
 def test_four_gigabytes_without_a_newline(job: Path) -> None:
