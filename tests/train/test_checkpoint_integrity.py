@@ -44,9 +44,11 @@ def test_flipped_bits_are_found_or_change_nothing(job: Path, folder: Path) -> No
     _, expected = score(job, folder.parent)
     rng = random.Random(5)
     rejected = 0
-    for name in (".metadata", "common.pt", "__0_0.distcp", "__0_10.distcp"):
+    names = [path.name for path in sorted(folder.iterdir()) if path.suffix in (".distcp", ".pt")]
+    assert len(names) >= 2  # since 0.19 Megatron writes no common.pt
+    for name in (".metadata", *names):
         content = (folder / name).read_bytes()
-        for _ in range(FLIPS // 4):
+        for _ in range(FLIPS // (1 + len(names))):
             bit = rng.randrange(8 * len(content))
             flipped = bytearray(content)
             flipped[bit // 8] ^= 1 << bit % 8
@@ -61,7 +63,7 @@ def test_flipped_bits_are_found_or_change_nothing(job: Path, folder: Path) -> No
     assert rejected > FLIPS // 2
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__0_10.distcp"])
 def test_file_of_another_run_is_rejected(job: Path, folder: Path, name: str) -> None:
     shutil.copy(job.parent / "b" / folder.name / name, folder / name)
     result, scored = score(job, folder.parent)
