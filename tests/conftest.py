@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Shells start background jobs with Ctrl-C ignored, which the commands under test would inherit.
+# Shells start background jobs with Ctrl-C ignored, and nohup ignores SIGHUP; the commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Tensors here are small, and more threads than free cores make them slower by an order of magnitude.
 torch.set_num_threads(1)
