@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Shells start background jobs with Ctrl-C ignored, and nohup ignores SIGHUP; the commands under test would inherit that.
+# Shells start background jobs with Ctrl-C ignored, and nohup ignores SIGHUP. Commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
