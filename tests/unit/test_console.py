@@ -294,7 +294,7 @@ def test_under_torchrun_the_first_to_speak_speaks_for_all(recipe, waits, monkeyp
             folder.mkdir(parents=True)
             monkeypatch.setenv("LOCAL_RANK", rank)
             monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
-            assert said(recipe) == ("10.0 s\nerror: x\n" if place else "error: x\n")
+            assert said(recipe) == ("30.0 s\nerror: x\n" if place else "error: x\n")
 
 
 def fail(*_):
