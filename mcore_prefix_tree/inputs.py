@@ -13,6 +13,7 @@ PathLike = str | os.PathLike[str]
 
 FIFO_S = 10.0
 TEXT_BYTES = 1 << 24
+MOST = 2**31 - 1  # of tokens, which are counted in int32, and of whatever else is counted
 
 
 def open_input(path: PathLike) -> BinaryIO:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import MOST, check_output_option
+from mcore_prefix_tree.cli.options import check_output_option
 from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.errors import FAILED, leave
+from mcore_prefix_tree.inputs import MOST
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.bench.attention import AttentionResult, Settings

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from mcore_prefix_tree.cli.options import MOST, takes
+from mcore_prefix_tree.cli.options import takes
 from mcore_prefix_tree.cli.samples import SampleOptions
 from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
+from mcore_prefix_tree.inputs import MOST
 
 
 @takes(SampleOptions)

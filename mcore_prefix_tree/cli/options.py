@@ -11,7 +11,6 @@ from typing import Any, TypeVar, get_type_hints
 
 Section = TypeVar("Section")
 
-MOST = 2**31 - 1  # of tokens and whatever is counted, as in a recipe
 RANKS = 2**14
 SEEDS = 2**63 - 1
 

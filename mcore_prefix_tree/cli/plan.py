@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import MOST, RANKS, check_output_option, takes
+from mcore_prefix_tree.cli.options import RANKS, check_output_option, takes
 from mcore_prefix_tree.cli.samples import SampleOptions, Samples
 from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
+from mcore_prefix_tree.inputs import MOST
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.layout import Padding

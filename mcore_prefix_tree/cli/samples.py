@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import MOST, SEEDS
+from mcore_prefix_tree.cli.options import SEEDS
 from mcore_prefix_tree.errors import naming_memory
+from mcore_prefix_tree.inputs import MOST
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool

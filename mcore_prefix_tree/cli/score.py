@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import MOST, check_output_option
+from mcore_prefix_tree.cli.options import check_output_option
+from mcore_prefix_tree.inputs import MOST
 
 
 def score(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcore_prefix_tree.attention.auto import check_setting
-from mcore_prefix_tree.recipe.sections import MOST
+from mcore_prefix_tree.inputs import MOST
 
 
 class ArgumentError(ValueError):

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from mcore_prefix_tree.inputs import MOST
 from mcore_prefix_tree.layout import Padding
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ def _no_boolean(value: object) -> object:
 
 
 _Number = BeforeValidator(_no_boolean)
-# Tokens are counted in int32.
-MOST = 2**31 - 1
 PositiveInt = Annotated[int, Field(gt=0, le=MOST), _Number]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST), _Number]
 # torch's generators take 64 bits, and ranks add a little to theirs.

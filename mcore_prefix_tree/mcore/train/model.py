@@ -14,6 +14,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from mcore_prefix_tree.inputs import MOST
 from mcore_prefix_tree.mcore.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
@@ -21,7 +22,6 @@ from mcore_prefix_tree.mcore.validation import check_model
 from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.plan import LatentAttention, ModelWork
 from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.sections import MOST
 from mcore_prefix_tree.testing.specs import cpu_spec
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
