@@ -93,20 +93,14 @@ def run(
     return Ended(code=code, out=out, err=err)
 
 
-def run_torchrun(
-    ranks: int,
-    *arguments: object,
-    program: Sequence[str] = PROGRAM,
-    stdin: str | None = None,
-    timeout_s: float = 240,
-) -> Ended:
+def run_torchrun(ranks: int, *arguments: object, stdin: str = "") -> Ended:
     """Run a command line under torchrun itself."""
     done = subprocess.run(
-        command(ranks, *arguments, program=program),
-        input=stdin or "",
+        command(ranks, *arguments),
+        input=stdin,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=240,
         env=environment(),
     )
     return Ended(code=done.returncode, out=done.stdout, err=done.stderr)

@@ -122,10 +122,10 @@ def compare(
         repeats: timed rounds.
     """
     objective, samples = plain(recipe, samples)
-    step = forward_step_of(objective, fused_head=recipe.fused_head)
+    step, folding = forward_step_of(objective, fused_head=recipe.fused_head), folding_of(recipe, place)
 
     def folded_step(samples: Sequence[Sample]) -> list[MicroBatch]:
-        return plan_folded(samples, objective, folding_of(recipe, place), place).micro_batches
+        return plan_folded(samples, objective, folding, place).micro_batches
 
     alone = [
         Sample(
