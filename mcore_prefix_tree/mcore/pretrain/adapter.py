@@ -24,6 +24,7 @@ from megatron import training
 from megatron.core.enums import ModelType
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import pretrain
+from megatron.training.arguments import parse_args
 
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.arguments import ArgumentError
@@ -79,6 +80,9 @@ def run_pretrain(
     settings = parsing
     if _CONTAINER in inspect.signature(pretrain).parameters:
         settings = {_CONTAINER: _parsed_here(parsing)}
+    elif {"-h", "--help"} & set(sys.argv[1:]):
+        # pretrain() first parses for its fault tolerance, without the arguments of --prefix-tree.
+        parse_args(parsing["extra_args_provider"])
     pretrain(
         train_valid_test_dataset_provider=datasets_provider,
         model_provider=model_provider,
