@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +190,41 @@ def test_training_outlives_its_output(recipe: Path, tmp_path: Path, words: str, 
     told = f"standard output is lost ({lost}); the run goes on without it\n"
     assert done.stderr == ("" if lost is None else told)
     assert last_saved(tmp_path) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heeded", [True, False], ids=["SIGHUP", "no signal, under nohup"])
+def test_training_outlives_its_terminal(recipe: Path, tmp_path: Path, heeded: bool) -> None:
+    ours, theirs = pty.openpty()
+
+    def on_the_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL if heeded else signal.SIG_IGN)
+
+    iterations = 3000 if heeded else 40
+    settings = (f"checkpoint.save={tmp_path}", "checkpoint.save_interval=100000", "validation.path=null")
+    arguments = ("-m", "mcore_prefix_tree", "train", str(recipe), *settings, f"train_iters={iterations}")
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=on_the_terminal,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as process:
+        os.close(theirs)
+        printed = b""
+        while b"step 3" not in printed:
+            printed += os.read(ours, 4096)
+        os.close(ours)
+        status = process.wait(timeout=LIMIT_S)
+    saved = last_saved(tmp_path)
+    if heeded:
+        assert status == 128 + HUP
+        assert saved in range(3, iterations)
+    else:
+        assert (status, saved) == (0, iterations)
 
 
 @pytest.mark.parametrize(
