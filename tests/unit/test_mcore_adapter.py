@@ -29,6 +29,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
         modules["megatron.training"].pretrain = pretrain  # type: ignore[attr-defined]
         modules["megatron.training"].__file__ = "checkout/megatron/training/__init__.py"
         arguments = modules["megatron.training.arguments"]
+        arguments.parse_args = parse_args  # type: ignore[attr-defined]
         arguments.parse_and_validate_args = lambda **settings: settings  # type: ignore[attr-defined]
         utils.pretrain_cfg_container_from_args = lambda args: ("container of", args)  # type: ignore[attr-defined]
         for name, module in modules.items():
@@ -38,6 +39,11 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 
     yield load
     sys.modules.pop(ADAPTER, None)
+
+
+def parse_args(extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]) -> argparse.Namespace:
+    """Parse the command line as Megatron-LM does."""
+    return extra_args_provider(argparse.ArgumentParser()).parse_args()
 
 
 def recorder(signature: str) -> tuple[Any, dict[str, Any]]:
@@ -76,6 +82,19 @@ def test_every_form_gets_the_same(load: Load, signature: str, monkeypatch: pytes
     assert arguments["args_defaults"] == {"vocab_size": 8}
     assert arguments["extra_args_provider"].func is add_prefix_tree_args
     assert arguments["extra_args_provider"].keywords == {"args_defaults": {"vocab_size": 8}}
+
+
+def test_help_has_our_arguments_where_pretrain_parses_without_them(
+    load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """core_v0.16.1's ``pretrain`` parses once for its fault tolerance before it parses with extra arguments."""
+    pretrain, seen = recorder(CORE_016)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", "--help"])
+    with pytest.raises(SystemExit) as left:
+        load(pretrain).run_pretrain("datasets", "model", "step", args_defaults={})
+    assert left.value.code == 0
+    assert not seen
+    assert "--prefix-tree-max-tokens N" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
