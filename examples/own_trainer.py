@@ -15,12 +15,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore import with_prefix_tree
-from mcore_prefix_tree.mcore.forward_step import tree_forward
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.readout import Logprobs
-from mcore_prefix_tree.testing.launcher import single_process
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
 PROMPTS = [[5, 17, 3, 42, 8, 30], [5, 17, 3, 9, 11]]
 ANSWERS = [[[7, 1], [7, 2, 2], [12, 1]], [[4, 4, 1], [4, 1]]]

@@ -45,8 +45,8 @@ def main() -> None:
                 # Which optional packages are missing one rank of a machine says; a dry run does without them.
                 warnings.simplefilter("ignore")
             # Only now is it known which megatron there is to import.
-            from mcore_prefix_tree.mcore.arguments import check_unused
-            from mcore_prefix_tree.mcore.pretrain import launch
+            from mcore_prefix_tree.mcore.megatron_lm import launch
+            from mcore_prefix_tree.mcore.megatron_lm.arguments import check_unused
         launch.emulate_without_gpu(dry_run=dry_run)
         if folded:
             # Megatron's inference, imported with its training, has Ctrl-C print every rank's stack.

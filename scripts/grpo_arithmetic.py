@@ -29,13 +29,13 @@ from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.write import check_output
+from mcore_prefix_tree.mcore.engine.schedule import folding_of
+from mcore_prefix_tree.mcore.engine.score import score
 from mcore_prefix_tree.mcore.readout import Logprobs
-from mcore_prefix_tree.mcore.score import score
-from mcore_prefix_tree.mcore.train.logs import open_logs
-from mcore_prefix_tree.mcore.train.model import build_chunks
-from mcore_prefix_tree.mcore.train.schedule import folding_of
-from mcore_prefix_tree.mcore.train.session import session
-from mcore_prefix_tree.mcore.train.trainer import Trainer
+from mcore_prefix_tree.mcore.trainer.logs import open_logs
+from mcore_prefix_tree.mcore.trainer.model import build_chunks
+from mcore_prefix_tree.mcore.trainer.session import session
+from mcore_prefix_tree.mcore.trainer.trainer import Trainer
 from mcore_prefix_tree.recipe import Recipe, load_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.signals import Signals

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_prefix_tree.bench.machine import describe_machine
-from mcore_prefix_tree.mcore.train.compare import Comparison
-from mcore_prefix_tree.mcore.train.jobs import run_compare
+from mcore_prefix_tree.mcore.engine.compare import Comparison
+from mcore_prefix_tree.mcore.trainer.jobs import run_compare
 from mcore_prefix_tree.recipe import Recipe
 
 

@@ -33,7 +33,7 @@ def calibrate(
     check_output_option("--output", output, [recipe, *loaded.inputs])
     quiet_upstream()
     from mcore_prefix_tree.bench.machine import describe_machine
-    from mcore_prefix_tree.mcore.train.jobs import run_calibrate
+    from mcore_prefix_tree.mcore.trainer.jobs import run_calibrate
 
     found, is_main = run_calibrate(loaded, repeats=repeats)
     if not is_main:

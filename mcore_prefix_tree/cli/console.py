@@ -21,16 +21,16 @@ from rich.progress import (
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.mcore.train.compare import Comparison, Measurement
-    from mcore_prefix_tree.mcore.train.held_out import Evaluation
-    from mcore_prefix_tree.mcore.train.trainer import StepReport
-    from mcore_prefix_tree.mcore.train.verify import VerifyReport
+    from mcore_prefix_tree.mcore.engine.compare import Comparison, Measurement
+    from mcore_prefix_tree.mcore.engine.held_out import Evaluation
+    from mcore_prefix_tree.mcore.engine.verify import VerifyReport
+    from mcore_prefix_tree.mcore.trainer.trainer import StepReport
 
 _QUIET_S = 30.0
 
 
 class ConsoleReporter:
-    """Reports a run to a console; see ``mcore_prefix_tree.mcore.train.trainer.Reporter``."""
+    """Reports a run to a console; see ``mcore_prefix_tree.mcore.trainer.trainer.Reporter``."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

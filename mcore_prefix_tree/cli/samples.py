@@ -198,7 +198,7 @@ class SampleOptions:
             return None
         recipe = load_recipe(self.model)
         quiet_upstream()
-        from mcore_prefix_tree.mcore.train.model import transformer_config
+        from mcore_prefix_tree.mcore.trainer.model import transformer_config
 
         transformer_config(recipe, on_gpu=False)  # rejects what Megatron would not train
         return recipe
@@ -298,7 +298,7 @@ class Samples:
         options = self.options
         if options.recipe is not None:
             quiet_upstream()
-            from mcore_prefix_tree.mcore.train.reading import order_of
+            from mcore_prefix_tree.mcore.trainer.reading import order_of
 
             return order_of(options.recipe, self.lines)
         if options.global_batch_size is None:

@@ -26,7 +26,7 @@ def verify(
 
     loaded = load_recipe(recipe, overrides or [])
     quiet_upstream()
-    from mcore_prefix_tree.mcore.train.jobs import run_verify
+    from mcore_prefix_tree.mcore.trainer.jobs import run_verify
 
     report, is_main = run_verify(loaded)
     if is_main and as_json:

@@ -6,10 +6,10 @@ from mcore_prefix_tree.mcore import compat
 compat.check_version()
 compat.check(compat.SEAM)
 
-from mcore_prefix_tree.mcore.layer_specs import local_layer_spec, te_layer_spec, with_prefix_tree  # noqa: E402
-from mcore_prefix_tree.mcore.output_layer import with_edge_head  # noqa: E402
-from mcore_prefix_tree.mcore.packed_seq_params import TreePackedSeqParams  # noqa: E402
-from mcore_prefix_tree.mcore.scalar_head import with_scalar_head  # noqa: E402
+from mcore_prefix_tree.mcore.seam.layer_specs import local_layer_spec, te_layer_spec, with_prefix_tree  # noqa: E402
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head  # noqa: E402
+from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams  # noqa: E402
+from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head  # noqa: E402
 
 __all__ = [
     "TreePackedSeqParams",

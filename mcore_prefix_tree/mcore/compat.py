@@ -2,8 +2,8 @@
 
 The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
 stand in for, with the parameters that it uses. They are checked by signature alone, when the folder that relies on them
-is imported: :data:`SEAM` by ``mcore_prefix_tree.mcore``, :data:`TRAINING` by ``mcore_prefix_tree.mcore.train``,
-:data:`MEGATRON_LM` before ``pretrain`` of a checkout is called.
+is imported: :data:`SEAM` by ``mcore_prefix_tree.mcore``, :data:`ENGINE` and :data:`TRAINER` by the folders of these
+names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called.
 """
 
 from __future__ import annotations
@@ -153,7 +153,20 @@ TRANSFORMER_ENGINE = (
     ),
 )
 
-TRAINING = (
+ENGINE = (
+    Uses(f"{_STATE}:get_data_parallel_group", keywords="with_context_parallel"),
+    Uses(f"{_STATE}:get_embedding_group"),
+    Uses(f"{_STATE}:is_rank_in_embedding_group"),
+    Uses("megatron.core.tensor_parallel:gather_from_tensor_model_parallel_region", "input_"),
+    Uses("megatron.core.pipeline_parallel:get_forward_backward_func"),
+    Uses(
+        "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
+        keywords="forward_step_func data_iterator model num_microbatches seq_length micro_batch_size forward_only "
+        "collect_non_loss_data",
+    ),
+)
+
+TRAINER = (
     Uses(
         "megatron.core.models.gpt:GPTModel",
         "config transformer_layer_spec",
@@ -179,17 +192,7 @@ TRAINING = (
     Uses(f"{_STATE}:is_pipeline_last_stage", keywords="ignore_virtual vp_stage"),
     Uses(f"{_STATE}:get_pipeline_model_parallel_rank"),
     Uses(f"{_STATE}:get_data_parallel_world_size"),
-    Uses(f"{_STATE}:get_data_parallel_group", keywords="with_context_parallel"),
-    Uses(f"{_STATE}:get_embedding_group"),
-    Uses(f"{_STATE}:is_rank_in_embedding_group"),
     Uses("megatron.core.tensor_parallel:model_parallel_cuda_manual_seed", "seed", "force_reset_rng"),
-    Uses("megatron.core.tensor_parallel:gather_from_tensor_model_parallel_region", "input_"),
-    Uses("megatron.core.pipeline_parallel:get_forward_backward_func"),
-    Uses(
-        "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
-        keywords="forward_step_func data_iterator model num_microbatches seq_length micro_batch_size forward_only "
-        "collect_non_loss_data",
-    ),
     Uses("megatron.core.distributed:DistributedDataParallel", "config ddp_config module"),
     Uses(
         "megatron.core.distributed:DistributedDataParallelConfig",
@@ -226,7 +229,7 @@ TRAINING = (
     Uses("megatron.core.utils:unwrap_model", "model"),
 )
 
-# Of a checkout; mcore/pretrain/adapter.py knows the two forms of its pretrain().
+# Of a checkout; mcore/megatron_lm/adapter.py knows the two forms of its pretrain().
 MEGATRON_LM = (
     Uses("megatron.training:get_args"),
     Uses("megatron.training:get_timers"),
@@ -242,6 +245,7 @@ MEGATRON_LM = (
     Uses("megatron.core.num_microbatches_calculator:get_num_microbatches"),
     Uses("megatron.core.num_microbatches_calculator:get_current_global_batch_size"),
     Uses("megatron.core.num_microbatches_calculator:update_num_microbatches", "consumed_samples", "consistency_check"),
+    Uses("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE"),
     Uses("megatron.core.safe_globals:SAFE_GLOBALS"),
     Uses("megatron.core.rerun_state_machine:get_rerun_state_machine"),
     Uses("megatron.core.utils:StragglerDetector"),

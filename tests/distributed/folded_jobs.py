@@ -67,8 +67,8 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.mcore import with_edge_head
-    from mcore_prefix_tree.mcore.forward_step import forward_step
-    from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+    from mcore_prefix_tree.mcore.engine.forward_step import forward_step
+    from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     spec = stock_spec if job.native else tree_spec
@@ -127,7 +127,7 @@ def stock_spec(config: Any, vp_stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.post_training.modelopt.layers import Linear
 
-    from mcore_prefix_tree.testing.specs import cpu_spec
+    from mcore_prefix_tree.cpu.specs import cpu_spec
 
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage

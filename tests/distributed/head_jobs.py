@@ -113,10 +113,10 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     from mcore_prefix_tree.layout import Padding
     from mcore_prefix_tree.logprob import restore
     from mcore_prefix_tree.mcore import with_edge_head
-    from mcore_prefix_tree.mcore.folding import Folding
-    from mcore_prefix_tree.mcore.forward_step import tree_forward
+    from mcore_prefix_tree.mcore.engine.folding import Folding
+    from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+    from mcore_prefix_tree.mcore.engine.score import score
     from mcore_prefix_tree.mcore.readout import EdgeLoss, Logprobs
-    from mcore_prefix_tree.mcore.score import score
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)
@@ -178,10 +178,10 @@ def scores_and_gradients(layout: Any, parallel_output: bool) -> tuple[torch.Tens
     from harness.weights import fill
     from megatron.core.models.gpt import GPTModel
 
-    from mcore_prefix_tree.mcore.forward_step import tree_forward
-    from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+    from mcore_prefix_tree.cpu.specs import cpu_spec
+    from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
     from mcore_prefix_tree.mcore.readout import Logprobs
-    from mcore_prefix_tree.testing.specs import cpu_spec
+    from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
     config = tiny_gpt_config(layout=layout)
     model = GPTModel(

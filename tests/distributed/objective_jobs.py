@@ -97,11 +97,11 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.logprob import chunks as head_chunks
-    from mcore_prefix_tree.mcore.folding import Folding
-    from mcore_prefix_tree.mcore.forward_step import forward_step_of
-    from mcore_prefix_tree.mcore.output_layer import with_edge_head
-    from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
-    from mcore_prefix_tree.mcore.train.schedule import fold_micro_batches, targets_of
+    from mcore_prefix_tree.mcore.engine.folding import Folding
+    from mcore_prefix_tree.mcore.engine.forward_step import forward_step_of
+    from mcore_prefix_tree.mcore.engine.schedule import fold_micro_batches, targets_of
+    from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+    from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
     from mcore_prefix_tree.objectives import add_means, divided, make_objective
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
@@ -155,8 +155,8 @@ def teacher_of(job: Job, layout: Layout) -> Any:
     from harness.models import build_chunks, tiny_gpt_config
     from harness.weights import fill
 
-    from mcore_prefix_tree.mcore.output_layer import with_edge_head
-    from mcore_prefix_tree.mcore.train.teacher import TeacherModel
+    from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+    from mcore_prefix_tree.mcore.trainer.teacher import TeacherModel
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.teacher_config))
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
@@ -180,10 +180,10 @@ def teacher_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int, k: 
     from harness.models import build_chunks, tiny_gpt_config
     from megatron.core import parallel_state
 
-    from mcore_prefix_tree.mcore.folding import Folding
-    from mcore_prefix_tree.mcore.output_layer import with_edge_head
+    from mcore_prefix_tree.mcore.engine.folding import Folding
+    from mcore_prefix_tree.mcore.engine.score import score
     from mcore_prefix_tree.mcore.readout import TopLogprobs
-    from mcore_prefix_tree.mcore.score import score
+    from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
@@ -203,10 +203,10 @@ def value_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int) -> li
     from harness.weights import fill
     from megatron.core import parallel_state
 
-    from mcore_prefix_tree.mcore.folding import Folding
+    from mcore_prefix_tree.mcore.engine.folding import Folding
+    from mcore_prefix_tree.mcore.engine.score import score
     from mcore_prefix_tree.mcore.readout import Values
-    from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
-    from mcore_prefix_tree.mcore.score import score
+    from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     chunks = [with_scalar_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]

@@ -82,10 +82,10 @@ def score_twice(layout: Layout) -> tuple[list[Any], list[Any], str]:
     import torch.distributed as dist
     from harness.models import build_chunks, tiny_gpt_config
 
-    from mcore_prefix_tree.mcore.folding import Folding
-    from mcore_prefix_tree.mcore.output_layer import with_edge_head
+    from mcore_prefix_tree.mcore.engine.folding import Folding
+    from mcore_prefix_tree.mcore.engine.score import ScoreError, ScoringStep
     from mcore_prefix_tree.mcore.readout import Logprobs
-    from mcore_prefix_tree.mcore.score import ScoreError, ScoringStep
+    from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     (chunk,) = (with_edge_head(one) for one in build_chunks(config, tree_spec, vocab_size=IDS))

@@ -110,7 +110,7 @@ def checkpoint_content(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
     """Every whole tensor of a checkpoint, model and optimizer, whatever layout wrote it."""
     from megatron.core import dist_checkpointing
 
-    from mcore_prefix_tree.testing.launcher import single_process
+    from mcore_prefix_tree.cpu.launcher import single_process
 
     with single_process():
         content: dict[str, Any] = dist_checkpointing.load_plain_tensors(str(folder / f"iter_{iteration:07d}"))

@@ -40,7 +40,7 @@ STREAMED = ("data.num_workers=2", "data.streaming=true")
 TRACKER = "latest_checkpointed_iteration.txt"
 LIMIT_S = 20.0
 
-_TRAIN = "mcore_prefix_tree.mcore.train"
+_TRAIN = "mcore_prefix_tree.mcore.trainer"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     place, call, number, target = (sys.argv.pop(1) for _ in range(4))
     if place != "nowhere":
-        import mcore_prefix_tree.mcore.train.jobs
+        import mcore_prefix_tree.mcore.trainer.jobs
         wrap(place, int(call), int(number), target)
     from mcore_prefix_tree.__main__ import main
     main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-_PRELOADED = ["mcore_prefix_tree.testing.emulation", "mcore_prefix_tree.mcore.train.jobs", "mcore_prefix_tree.cli.main"]
+_PRELOADED = ["mcore_prefix_tree.cpu.emulation", "mcore_prefix_tree.mcore.trainer.jobs", "mcore_prefix_tree.cli.main"]
 
 
 def fork_context() -> ForkServerContext:

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from harness.weights import fill
 from harness.worlds import Layout
-from mcore_prefix_tree.testing.specs import cpu_spec
+from mcore_prefix_tree.cpu.specs import cpu_spec
 
 Spec: TypeAlias = "ModuleSpec | TransformerBlockSubmodules"
 SpecFor: TypeAlias = Callable[[TransformerConfig, int | None], Spec]

@@ -35,8 +35,8 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from harness.forks import fork_context
-from mcore_prefix_tree.testing.emulation import enable
-from mcore_prefix_tree.testing.launcher import SEED
+from mcore_prefix_tree.cpu.emulation import enable
+from mcore_prefix_tree.cpu.launcher import SEED
 
 # Threads of gloo that calls may leave behind in a process before its world starts anew. Each wakes a hundred times a
 # second for as long as its group lives, which is forever where a mixture of experts keeps it in an autograd graph that

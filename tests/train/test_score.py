@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.data.write import row_of, rows_file
-from mcore_prefix_tree.mcore.train import checkpoint, scoring
-from mcore_prefix_tree.mcore.train.scoring import run_score
+from mcore_prefix_tree.mcore.trainer import checkpoint, scoring
+from mcore_prefix_tree.mcore.trainer.scoring import run_score
 from mcore_prefix_tree.recipe import load_recipe
 
 FLOAT64 = ("model.dtype=float64", "optimizer.clip_grad=0")

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode, mm_flop, sdpa_backward_flo
 from train_jobs import write_job
 
 from mcore_prefix_tree.attention import path as path_attention
-from mcore_prefix_tree.mcore.train import compare
-from mcore_prefix_tree.mcore.train.jobs import run_compare
-from mcore_prefix_tree.mcore.train.schedule import work_of
+from mcore_prefix_tree.mcore.engine import compare
+from mcore_prefix_tree.mcore.engine.schedule import work_of
+from mcore_prefix_tree.mcore.trainer.jobs import run_compare
 from mcore_prefix_tree.plan.work import Work
 from mcore_prefix_tree.recipe import load_recipe
 

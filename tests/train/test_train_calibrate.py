@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from train_jobs import batch_of, command, train, world_of_one, write_job
 
-from mcore_prefix_tree.mcore.train import calibrate as module
-from mcore_prefix_tree.mcore.train.jobs import run_calibrate
-from mcore_prefix_tree.mcore.train.schedule import folding_of
+from mcore_prefix_tree.mcore.engine import calibrate as module
+from mcore_prefix_tree.mcore.engine.schedule import folding_of
+from mcore_prefix_tree.mcore.trainer.jobs import run_calibrate
 from mcore_prefix_tree.plan import CostModel, read_measured
 from mcore_prefix_tree.recipe import load_recipe
 

@@ -16,8 +16,8 @@ from train_jobs import VOCAB, rows, train, write_job
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention import flex, path
 from mcore_prefix_tree.attention.cascade import cascade
-from mcore_prefix_tree.mcore import attention
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch, WaitingMicroBatch
+from mcore_prefix_tree.mcore.seam import attention
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # Two steps of nine micro-batches.
@@ -97,7 +97,7 @@ def test_windows_of_some_layers_are_planned_too(tmp_path: Path, monkeypatch: pyt
     """FlexAttention has no backward on a CPU; its lists are made for both kinds of layers before it is asked."""
     from train_jobs import world_of_one
 
-    from mcore_prefix_tree.mcore.backend import cases_of
+    from mcore_prefix_tree.mcore.engine.backend import cases_of
     from mcore_prefix_tree.recipe import load_recipe
 
     windows = ("model.transformer.window_size=[3, 0]", "model.transformer.window_attn_skip_freq=2")

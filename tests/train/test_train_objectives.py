@@ -32,10 +32,10 @@ from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
 from mcore_prefix_tree.logprob import chunks
+from mcore_prefix_tree.mcore.engine.schedule import folding_of
+from mcore_prefix_tree.mcore.engine.score import score
 from mcore_prefix_tree.mcore.readout import Logprobs
-from mcore_prefix_tree.mcore.score import score
-from mcore_prefix_tree.mcore.train.jobs import run_train
-from mcore_prefix_tree.mcore.train.schedule import folding_of
+from mcore_prefix_tree.mcore.trainer.jobs import run_train
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
 

@@ -30,7 +30,7 @@ from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import EncodedTurn, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
-from mcore_prefix_tree.mcore.train import reading
+from mcore_prefix_tree.mcore.trainer import reading
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
 

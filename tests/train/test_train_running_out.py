@@ -14,7 +14,8 @@ import pytest
 import torch
 from train_jobs import command, write_job
 
-from mcore_prefix_tree.mcore.train import jobs, schedule, trainer
+from mcore_prefix_tree.mcore.engine import schedule
+from mcore_prefix_tree.mcore.trainer import jobs, trainer
 from mcore_prefix_tree.recipe import objective
 
 CUDA = (
@@ -90,7 +91,7 @@ def test_samples_that_do_not_fit_name_streaming(job: Path, monkeypatch: pytest.M
     def run_out(*_: Any, **__: Any) -> None:
         raise MemoryError("Unable to allocate 1.25 GiB for an array")
 
-    monkeypatch.setattr("mcore_prefix_tree.mcore.train.reading.iter_sample_groups", run_out)
+    monkeypatch.setattr("mcore_prefix_tree.mcore.trainer.reading.iter_sample_groups", run_out)
     said = sentence(command("train", job))
     assert said.startswith("memory ran out, 1.25 GiB more were asked for: the samples of ")
     assert said.endswith("do not fit; set data.streaming=true")

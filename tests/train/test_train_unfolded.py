@@ -12,8 +12,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from train_jobs import batch_of, train, world_of_one, write_job
 
-from mcore_prefix_tree.mcore.train import unfolded
-from mcore_prefix_tree.mcore.train.unfolded import why_stock_does_not_fit
+from mcore_prefix_tree.mcore.engine import unfolded
+from mcore_prefix_tree.mcore.engine.unfolded import why_stock_does_not_fit
 from mcore_prefix_tree.recipe import Dtype, Recipe, RecipeError, load_recipe
 
 TOKENS, HEADS, GROUPS = 128, 4, 2

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from train_jobs import FLOAT64, VOCAB, Notes, command, train, world_of_one, write_job, write_rows
 
-from mcore_prefix_tree.mcore.train.reading import Data, read_data
+from mcore_prefix_tree.mcore.trainer.reading import Data, read_data
 from mcore_prefix_tree.objectives import KTO, OBJECTIVES, PolicyGradient, Targets, make_objective
 from mcore_prefix_tree.objectives.advantages import ADVANTAGES
 from mcore_prefix_tree.recipe import RecipeError, load_recipe

@@ -31,9 +31,9 @@ from train_jobs import (
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import iter_sample_groups
-from mcore_prefix_tree.mcore.train.ending import EndedError
-from mcore_prefix_tree.mcore.train.held_out import HeldOut
-from mcore_prefix_tree.mcore.train.jobs import run_train
+from mcore_prefix_tree.mcore.engine.held_out import HeldOut
+from mcore_prefix_tree.mcore.trainer.ending import EndedError
+from mcore_prefix_tree.mcore.trainer.jobs import run_train
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
 

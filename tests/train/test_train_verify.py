@@ -15,11 +15,11 @@ from train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, command, train, w
 
 from mcore_prefix_tree import FlatLayout, fold
 from mcore_prefix_tree.attention import path
-from mcore_prefix_tree.mcore import folding
-from mcore_prefix_tree.mcore.train import jobs, trainer
-from mcore_prefix_tree.mcore.train.compare import Comparison
-from mcore_prefix_tree.mcore.train.jobs import VerificationError, run_compare, run_verify
-from mcore_prefix_tree.mcore.train.verify import FACTOR, VerifyReport, verify
+from mcore_prefix_tree.mcore.engine import folding
+from mcore_prefix_tree.mcore.engine.compare import Comparison
+from mcore_prefix_tree.mcore.engine.verify import FACTOR, VerifyReport, verify
+from mcore_prefix_tree.mcore.trainer import jobs, trainer
+from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_compare, run_verify
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.recipe import load_recipe
 from mcore_prefix_tree.sample import SampleError
@@ -477,7 +477,7 @@ def test_comparing_leaves_no_gradients_and_no_other_weights(job: Path, monkeypat
 
 def test_the_three_ways_compute_the_same_loss(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ways that are timed against each other do the same work."""
-    from mcore_prefix_tree.mcore.train import compare as module
+    from mcore_prefix_tree.mcore.engine import compare as module
 
     losses = []
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.mcore.train.jobs import run_train
+from mcore_prefix_tree.mcore.trainer.jobs import run_train
 from mcore_prefix_tree.recipe import Recipe, load_recipe
 
 VOCAB = 64
@@ -143,7 +143,7 @@ def command(name: str, recipe: Path, *arguments: str, stdin: str | None = None) 
 @contextmanager
 def world_of_one(recipe: Recipe) -> Iterator[Any]:
     """The session that the trainer would open."""
-    from mcore_prefix_tree.mcore.train.session import session
+    from mcore_prefix_tree.mcore.trainer.session import session
 
     with session(recipe) as place:
         yield place
@@ -151,7 +151,7 @@ def world_of_one(recipe: Recipe) -> Iterator[Any]:
 
 def built(recipe: Recipe, place: Any) -> torch.nn.Module:
     """The model as ``train`` starts with it."""
-    from mcore_prefix_tree.mcore.train.model import build_chunks
+    from mcore_prefix_tree.mcore.trainer.model import build_chunks
 
     (chunk,) = build_chunks(recipe, place.config, vocab_size=VOCAB, device=place.device)
     return chunk
@@ -208,7 +208,7 @@ def checkpoint_content(folder: Path, iteration: int) -> dict[str, Any]:
     """Everything in a checkpoint, put together from its shards, in a world of one."""
     from megatron.core import dist_checkpointing
 
-    from mcore_prefix_tree.testing.launcher import single_process
+    from mcore_prefix_tree.cpu.launcher import single_process
 
     with single_process():
         content: dict[str, Any] = dist_checkpointing.load_plain_tensors(str(folder / f"iter_{iteration:07d}"))

@@ -31,16 +31,16 @@ import mcore_prefix_tree
 from mcore_prefix_tree import Sample, Signals, fold
 from mcore_prefix_tree.attention import parity
 from mcore_prefix_tree.attention.options import Case
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.logprob import chunks
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
-from mcore_prefix_tree.mcore.forward_step import forward_step, tree_forward, with_rows
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
 from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum, readout_of
-from mcore_prefix_tree.mcore.scalar_head import with_scalar_head
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
 from mcore_prefix_tree.objectives import OBJECTIVES, make_objective, sft_loss
 from mcore_prefix_tree.signals import Teacher
-from mcore_prefix_tree.testing.emulation import cpu_emulation
-from mcore_prefix_tree.testing.launcher import single_process
 
 DEVICE = "gpu"
 PACKAGE = str(Path(mcore_prefix_tree.__file__).parent)

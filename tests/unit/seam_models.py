@@ -15,8 +15,8 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import Heterog
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mcore_prefix_tree import Sample
+from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.mcore import with_prefix_tree
-from mcore_prefix_tree.testing.specs import cpu_spec
 
 VOCAB = 61
 LAYERS = 3

@@ -15,7 +15,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 @pytest.fixture(scope="module")
 def checkpoint():
     """The module; it imports megatron."""
-    from mcore_prefix_tree.mcore.train import checkpoint
+    from mcore_prefix_tree.mcore.trainer import checkpoint
 
     return checkpoint
 
@@ -30,7 +30,7 @@ class Stateless:
 @pytest.fixture
 def save(checkpoint, monkeypatch):
     """``save(folder, iteration, write)`` in a world of one, with ``write(folder)`` in place of Megatron's writer."""
-    from mcore_prefix_tree.testing.launcher import single_process
+    from mcore_prefix_tree.cpu.launcher import single_process
 
     def run(folder, iteration, write):
         monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda state, target, **_: write(Path(target)))

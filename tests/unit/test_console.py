@@ -20,7 +20,7 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @pytest.fixture(scope="module")
 def step_report():
-    from mcore_prefix_tree.mcore.train.trainer import StepReport
+    from mcore_prefix_tree.mcore.trainer.trainer import StepReport
 
     return StepReport(
         iteration=3,
@@ -37,7 +37,7 @@ def step_report():
 
 @pytest.fixture(scope="module")
 def verify_report():
-    from mcore_prefix_tree.mcore.train.verify import VerifyReport
+    from mcore_prefix_tree.mcore.engine.verify import VerifyReport
 
     return VerifyReport(
         logprob_error=1e-7,
@@ -58,7 +58,7 @@ def verify_report():
 
 @pytest.fixture(scope="module")
 def comparison():
-    from mcore_prefix_tree.mcore.train.compare import Comparison, Measurement
+    from mcore_prefix_tree.mcore.engine.compare import Comparison, Measurement
     from mcore_prefix_tree.plan import Bound
     from mcore_prefix_tree.plan.work import Flops, Work
 

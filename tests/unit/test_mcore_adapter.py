@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.arguments import ArgumentError
-from mcore_prefix_tree.mcore.pretrain.command_line import add_prefix_tree_args
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 
-ADAPTER = "mcore_prefix_tree.mcore.pretrain.adapter"
+ADAPTER = "mcore_prefix_tree.mcore.megatron_lm.adapter"
 Load = Callable[..., Any]
 
 

@@ -15,17 +15,17 @@ from oracles import worst
 from seam_models import VOCAB, branching_samples, tiny_config, twins
 
 from mcore_prefix_tree import Sample, Signals, fold
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.logprob import chunks, restore
 from mcore_prefix_tree.mcore import with_edge_head
-from mcore_prefix_tree.mcore.forward_step import forward_step_of, tree_forward, with_rows
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.output_layer import HeadRequest, request_arguments
+from mcore_prefix_tree.mcore.engine.forward_step import forward_step_of, tree_forward, with_rows
 from mcore_prefix_tree.mcore.readout import EdgeLoss, Hidden, Logprobs, Readout, TopLogprobs, WeightedSum, readout_of
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest, request_arguments
 from mcore_prefix_tree.objectives import LossOutput, make_objective, sft_loss
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
-from mcore_prefix_tree.testing.emulation import cpu_emulation
-from mcore_prefix_tree.testing.launcher import single_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 

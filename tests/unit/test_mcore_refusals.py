@@ -20,16 +20,17 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from seam_models import build, local_spec, tiny_config, twins
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.mcore import TreePackedSeqParams, layer_specs, local_layer_spec, te_layer_spec, with_prefix_tree
-from mcore_prefix_tree.mcore.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
-from mcore_prefix_tree.mcore.forward_step import forward_step, tree_forward
-from mcore_prefix_tree.mcore.latent_attention import check_rotary_keys
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.packed_seq_params import tree_params_of
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.mcore import TreePackedSeqParams, local_layer_spec, te_layer_spec, with_prefix_tree
+from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward
 from mcore_prefix_tree.mcore.readout import WeightedSum
-from mcore_prefix_tree.mcore.validation import _refusals, check_config, check_model, check_positions
-from mcore_prefix_tree.testing.emulation import cpu_emulation
-from mcore_prefix_tree.testing.launcher import single_process
+from mcore_prefix_tree.mcore.seam import layer_specs
+from mcore_prefix_tree.mcore.seam.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+from mcore_prefix_tree.mcore.seam.latent_attention import check_rotary_keys
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.packed_seq_params import tree_params_of
+from mcore_prefix_tree.mcore.seam.validation import _refusals, check_config, check_model, check_positions
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 

@@ -11,13 +11,13 @@ from megatron.core.transformer.module import Float16Module
 from seam_models import VOCAB, branching_samples, local_spec, tiny_config
 
 from mcore_prefix_tree import fold
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.mcore import with_prefix_tree
-from mcore_prefix_tree.mcore.forward_step import tree_forward
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.readout import Logits, Logprobs, Values, WeightedSum
-from mcore_prefix_tree.mcore.scalar_head import CHECKPOINT_KEY, ScalarHead, with_scalar_head
-from mcore_prefix_tree.testing.emulation import cpu_emulation
-from mcore_prefix_tree.testing.launcher import single_process
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY, ScalarHead, with_scalar_head
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 

@@ -21,16 +21,16 @@ from seam_models import LAYERS, branching_samples, heterogeneous_json, local_spe
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention import path
 from mcore_prefix_tree.attention.api import check_case, supporting
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.logprob import restore
-from mcore_prefix_tree.mcore.backend import case_of
-from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.forward_step import forward_step, tree_forward
-from mcore_prefix_tree.mcore.layer_specs import stock_block_spec
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.engine.backend import case_of
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward
 from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum
+from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import sft_loss
-from mcore_prefix_tree.testing.emulation import cpu_emulation
-from mcore_prefix_tree.testing.launcher import single_process
 
 # Megatron warns about its own deprecations and about what is not installed, thousands of times.
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")

@@ -12,7 +12,7 @@ import pytest
 from recipe_launches import LAUNCH, RECIPES, ROOT, Call, launch, slurm
 from torch.distributed.run import parse_args as parse_torchrun
 
-from mcore_prefix_tree.mcore.arguments import add_argument_group
+from mcore_prefix_tree.mcore.megatron_lm.arguments import add_argument_group
 from mcore_prefix_tree.recipe import load_recipe
 
 SHELL_FILES = sorted([*RECIPES, *LAUNCH.iterdir()])
@@ -229,8 +229,8 @@ def test_slurm_gives_the_workers_the_time_that_torchrun_does(tmp_path: Path) -> 
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize("recipe", YAML_FILES, ids=lambda path: path.stem)
 def test_yaml_recipes_are_models_that_can_be_folded(recipe: Path, on_gpu: bool) -> None:
-    from mcore_prefix_tree.mcore.train.model import transformer_config
-    from mcore_prefix_tree.mcore.validation import check_config
+    from mcore_prefix_tree.mcore.seam.validation import check_config
+    from mcore_prefix_tree.mcore.trainer.model import transformer_config
 
     check_config(transformer_config(load_recipe(recipe), on_gpu=on_gpu))
 

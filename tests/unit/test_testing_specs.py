@@ -7,9 +7,9 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_prefix_tree.testing.launcher import single_process
-from mcore_prefix_tree.testing.norms import Norm
-from mcore_prefix_tree.testing.specs import cpu_spec, exchanged
+from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.cpu.norms import Norm
+from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
 
 
 def config(**changes: object) -> TransformerConfig:

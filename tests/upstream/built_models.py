@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from mcore_prefix_tree.cpu.emulation import enable_training
+from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.pretrain_gpt import use_megatron_lm
-from mcore_prefix_tree.testing.emulation import enable_training
-from mcore_prefix_tree.testing.launcher import single_process
 
 SET_FOR_FOLDING = ("variable_seq_lengths", "moe_token_dispatcher_type")
 PLAIN = (bool, int, float, str, tuple, list, torch.dtype, type(None))
@@ -34,9 +34,9 @@ def main(cases: Path, answers: Path) -> None:
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
     from megatron.training.global_vars import set_args
 
-    from mcore_prefix_tree.mcore.arguments import add_argument_group
-    from mcore_prefix_tree.mcore.pretrain.checks import checked_config
-    from mcore_prefix_tree.mcore.pretrain.model import tree_gpt
+    from mcore_prefix_tree.mcore.megatron_lm.arguments import add_argument_group
+    from mcore_prefix_tree.mcore.megatron_lm.checks import checked_config
+    from mcore_prefix_tree.mcore.megatron_lm.model import tree_gpt
 
     build, source = stock_builder()
     read = {name for pair in re.findall(r"""\bargs\.(\w+)|getattr\(args, ['"](\w+)""", source) for name in pair if name}

@@ -7,8 +7,8 @@ from typing import Any
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from mcore_prefix_tree.testing.attention import LatentDotProductAttention
-from mcore_prefix_tree.testing.specs import exchanged
+from mcore_prefix_tree.cpu.attention import LatentDotProductAttention
+from mcore_prefix_tree.cpu.specs import exchanged
 
 
 def _layer(**options: Any) -> Any:

@@ -147,7 +147,7 @@ def saved_tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
         "import os, sys, torch\n"
         f"sys.path.insert(0, os.environ['{VARIABLE}'])\n"
         "from megatron.core import dist_checkpointing\n"
-        "from mcore_prefix_tree.testing.launcher import single_process\n"
+        "from mcore_prefix_tree.cpu.launcher import single_process\n"
         "with single_process():\n"
         "    loaded = dist_checkpointing.load_plain_tensors(sys.argv[1])\n"
         "torch.save({name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}, sys.argv[2])\n"

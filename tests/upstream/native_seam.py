@@ -33,10 +33,11 @@ from test_mcore_seam import (  # noqa: F401
     unfolded,
 )
 
-from mcore_prefix_tree.mcore import TreePackedSeqParams, native, with_prefix_tree
-from mcore_prefix_tree.mcore.forward_step import tree_forward
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.packed_seq_params import CORE_KNOWS_TREES
+from mcore_prefix_tree.mcore import TreePackedSeqParams, with_prefix_tree
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.seam import native
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 

@@ -28,13 +28,13 @@ def main(cases: Path, answers: Path) -> None:
     warnings.simplefilter("ignore")
     os.environ["MASTER_ADDR"] = "localhost"
     use_megatron_lm(None)
-    from mcore_prefix_tree.mcore.pretrain import launch
+    from mcore_prefix_tree.mcore.megatron_lm import launch
 
     launch.emulate_without_gpu(dry_run=True)
     told: list[str | None] = []
     from megatron.training.arguments import parse_args
 
-    from mcore_prefix_tree.mcore.pretrain.command_line import add_prefix_tree_args
+    from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 
     door = partial(parse_args, partial(add_prefix_tree_args, args_defaults={}))
     for words in json.loads(cases.read_text()):
@@ -50,7 +50,7 @@ def refusal(parse: Callable[[], object]) -> str | None:
     said = io.StringIO()
     # A rank that does not speak first waits to be ended; a dry run would read the data.
     alone = mock.patch.multiple("mcore_prefix_tree.errors", _PATIENCE_S=0, _PATIENCE_ELSEWHERE_S=0)
-    dry = mock.patch("mcore_prefix_tree.mcore.pretrain.dry_run.dry_run", return_value="")
+    dry = mock.patch("mcore_prefix_tree.mcore.megatron_lm.dry_run.dry_run", return_value="")
     try:
         with alone, dry, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
             parse()

@@ -16,10 +16,10 @@ sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
 
 import torch
 
+from mcore_prefix_tree.cpu.emulation import enable_training
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.mcore.arguments import add_argument_group
-from mcore_prefix_tree.testing.emulation import enable_training
+from mcore_prefix_tree.mcore.megatron_lm.arguments import add_argument_group
 
 if not torch.cuda.is_available():
     enable_training()

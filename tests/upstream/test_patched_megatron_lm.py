@@ -29,7 +29,7 @@ def script(folder: Path, root: Path) -> tuple[str, ...]:
     path.write_text(
         "import runpy, sys\n"
         f"sys.path.insert(0, {str(root)!r})\n"
-        "from mcore_prefix_tree.testing.emulation import enable_training\n"
+        "from mcore_prefix_tree.cpu.emulation import enable_training\n"
         "enable_training()\n"
         f"sys.argv[0] = {str(root / 'pretrain_gpt.py')!r}\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"

@@ -22,7 +22,8 @@ from sources import ROOT, TRANSFORMER_ENGINE, patches, wheel
 
 from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.attention import tree_attention
-from mcore_prefix_tree.mcore import TreePackedSeqParams, native
+from mcore_prefix_tree.mcore import TreePackedSeqParams
+from mcore_prefix_tree.mcore.seam import native
 
 SOURCE = "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py"
 

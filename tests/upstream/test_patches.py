@@ -320,9 +320,9 @@ def test_a_patch_is_small_and_says_what_it_is(patch: source_patches.Patch) -> No
 def test_patches_call_this_package_and_only_where_they_need_it() -> None:
     """Imported inside functions: Megatron-LM and TransformerEngine work without it."""
     allowed = {
-        "mcore_prefix_tree.mcore.native",
+        "mcore_prefix_tree.mcore.seam.native",
         "mcore_prefix_tree.attention",
-        "mcore_prefix_tree.mcore.pretrain.providers",
+        "mcore_prefix_tree.mcore.megatron_lm.providers",
     }
     found = set()
     for _, patch in every_patch():
@@ -334,7 +334,7 @@ def test_patches_call_this_package_and_only_where_they_need_it() -> None:
 
 
 def test_native_functions_are_those_that_patches_call() -> None:
-    tree = ast.parse((ROOT / "mcore_prefix_tree/mcore/native.py").read_text())
+    tree = ast.parse((ROOT / "mcore_prefix_tree/mcore/seam/native.py").read_text())
     public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
     called = set()
     for _, patch in every_patch():

@@ -160,7 +160,7 @@ def test_without_the_flag_it_is_megatrons_own_script(tmp_path: Path) -> None:
         "import os, runpy, sys\n"
         f"root = os.environ['{VARIABLE}']\n"
         "sys.path.insert(0, root)\n"
-        "from mcore_prefix_tree.testing.emulation import enable_training\n"
+        "from mcore_prefix_tree.cpu.emulation import enable_training\n"
         "enable_training()\n"
         "runpy.run_path(os.path.join(root, 'pretrain_gpt.py'), run_name='__main__')\n"
     )
@@ -181,7 +181,7 @@ def test_without_the_flag_it_is_megatrons_own_script(tmp_path: Path) -> None:
 SITE_SCRIPT = f"""
 import inspect, os, sys
 sys.path.insert(0, os.environ["{VARIABLE}"])
-from mcore_prefix_tree.testing.emulation import enable_training
+from mcore_prefix_tree.cpu.emulation import enable_training
 enable_training()
 from functools import partial
 from gpt_builders import gpt_builder
@@ -189,7 +189,7 @@ from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from model_provider import model_provider
 from pretrain_gpt import forward_step, train_valid_test_datasets_provider
-from mcore_prefix_tree.mcore.pretrain.providers import add_prefix_tree_args, prefix_tree_providers
+from mcore_prefix_tree.mcore.megatron_lm.providers import add_prefix_tree_args, prefix_tree_providers
 train_valid_test_datasets_provider.is_distributed = True
 kind = ModelType.encoder_or_decoder
 if "cfg_container" in inspect.signature(pretrain).parameters:  # core_v0.19

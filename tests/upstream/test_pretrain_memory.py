@@ -13,13 +13,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.mcore import with_prefix_tree
-from mcore_prefix_tree.mcore.forward_step import tree_forward
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.pretrain.memory import activation_bytes, warm_up_bytes
-from mcore_prefix_tree.testing.emulation import cpu_emulation
-from mcore_prefix_tree.testing.launcher import single_process
-from mcore_prefix_tree.testing.specs import cpu_spec
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.megatron_lm.memory import activation_bytes, warm_up_bytes
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 

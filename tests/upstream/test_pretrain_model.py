@@ -26,7 +26,7 @@ CASES = {
     "learned positions": f"{COMMON} --position-embedding-type learned_absolute",
     "experts": f"{COMMON} --num-experts 4 --moe-token-dispatcher-type alltoall --qk-l2-norm "
     "--make-vocab-size-divisible-by 64",
-    "spec": f"{COMMON} --spec mcore_prefix_tree.mcore.layer_specs gpt_layer_local",
+    "spec": f"{COMMON} --spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local",
 }
 NEWER = {"logits of another type": ("--output-logit-dtype", f"{COMMON} --output-logit-dtype bf16 --bf16")}
 # What a builder reads and these cases do not change: read where there is no --padded-vocab-size, refused with

@@ -190,7 +190,7 @@ def test_what_is_accepted(told: dict[str, str | None], arguments: str) -> None:
 def test_every_refusal_of_the_spine_is_driven_here() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mcore_prefix_tree.mcore.validation import _refusals
+    from mcore_prefix_tree.mcore.seam.validation import _refusals
 
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     sentences = [sentence for _, sentence in _refusals(SimpleNamespace(**vars(config)))]

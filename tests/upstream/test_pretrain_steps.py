@@ -17,11 +17,10 @@ from mcore_prefix_tree import Sample
 from mcore_prefix_tree.data import LineOptions, StreamedGroups
 from mcore_prefix_tree.data.batches import Order, SampleOrder
 from mcore_prefix_tree.layout import Padding
-from mcore_prefix_tree.mcore.arguments import ArgumentError
-from mcore_prefix_tree.mcore.folding import Folding
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.pretrain import steps
-from mcore_prefix_tree.mcore.pretrain.steps import (
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.megatron_lm import steps
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+from mcore_prefix_tree.mcore.megatron_lm.steps import (
     StepDealer,
     StepIterator,
     StepMicroBatch,
@@ -29,6 +28,7 @@ from mcore_prefix_tree.mcore.pretrain.steps import (
     check_steps,
     plan_exactly,
 )
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.plan import CostModel
 from mcore_prefix_tree.trie import Share
 

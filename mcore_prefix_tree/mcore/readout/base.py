@@ -16,9 +16,9 @@ import torch
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.logprob import Head
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.output_layer import EdgeHeadMixin, HeadRequest, request_arguments
-from mcore_prefix_tree.mcore.scalar_head import ScalarHead
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, HeadRequest, request_arguments
+from mcore_prefix_tree.mcore.seam.scalar_head import ScalarHead
 from mcore_prefix_tree.sample import Sample
 
 FloatArray = npt.NDArray[np.floating]
@@ -75,7 +75,7 @@ class VocabularyReadout(Readout[T_co]):
 
     Attributes:
         fused: the head answers from hidden states, a chunk of logits at a time, which takes a model with
-            :func:`~mcore_prefix_tree.mcore.output_layer.with_edge_head`. False reads the logits of all tokens.
+            :func:`~mcore_prefix_tree.mcore.seam.output_layer.with_edge_head`. False reads the logits of all tokens.
     """
 
     fused: bool = True

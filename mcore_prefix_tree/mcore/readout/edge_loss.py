@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_edge_loss
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.readout.base import VocabularyReadout, gradient_and_values, split_logits, with_gradient
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import LossOutput, Objective
 
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.logprob import top_logprobs
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.readout.base import SampleScores, VocabularyReadout, split_logits
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import Teacher
 

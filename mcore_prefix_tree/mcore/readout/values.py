@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.readout.base import FloatArray, Readout, SampleScores, T_co
-from mcore_prefix_tree.mcore.scalar_head import ScalarHead
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.scalar_head import ScalarHead
 from mcore_prefix_tree.objectives import LossOutput, Objective
 from mcore_prefix_tree.sample import Sample
 

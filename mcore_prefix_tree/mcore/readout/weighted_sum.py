@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from mcore_prefix_tree.logprob import Head, edge_logprobs, head_weighted_sum
-from mcore_prefix_tree.mcore.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.readout.base import VocabularyReadout, split_logits
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import LossOutput, sft_loss
 
 

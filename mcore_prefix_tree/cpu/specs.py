@@ -1,0 +1,77 @@
+"""Layer specs of stock megatron-core, with what its local layers lack on a CPU.
+
+TransformerEngine has norms for sequence parallelism and an attention for multi-latent heads; megatron-core's own layers
+have neither, though all of their arithmetic. So a spec that is built under emulation has those classes exchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_prefix_tree.cpu.attention import LatentDotProductAttention
+from mcore_prefix_tree.cpu.norms import Norm
+
+S = TypeVar("S")
+
+
+def exchanged(spec: S, classes: Mapping[type, type]) -> S:
+    """Return a copy of a spec, or of its submodules, with other classes wherever those of a table stood.
+
+    Args:
+        spec: a ``ModuleSpec``, a dataclass of submodules, a ``functools.partial`` over one, as newer megatron-core
+            has for an MLP, or a list of them, at any depth. It is not changed.
+        classes: the class that takes the place of each.
+    """
+    result: Any = spec
+    if isinstance(result, type):
+        result = classes.get(result, result)
+    elif isinstance(result, list):
+        result = [exchanged(item, classes) for item in result]
+    elif isinstance(result, ModuleSpec):
+        changed = copy.copy(result)
+        changed.module = exchanged(result.module, classes)
+        changed.submodules = exchanged(result.submodules, classes)
+        result = changed
+    elif isinstance(result, functools.partial):
+        keywords = {name: exchanged(value, classes) for name, value in result.keywords.items()}
+        result = functools.partial(result.func, *result.args, **keywords)
+    elif is_dataclass(result) and not isinstance(result, type):
+        parts = {part.name: getattr(result, part.name) for part in fields(result) if part.init}
+        result = replace(result, **{name: exchanged(part, classes) for name, part in parts.items()})
+    return result  # type: ignore[no-any-return]
+
+
+def cpu_spec(
+    spec: ModuleSpec | TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None = None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Return local layers that run without a GPU whatever the configuration says; the same spec if they do already.
+
+    Under sequence parallelism the answer is a whole block: a layer's spec cannot say which final norm the block gets
+    (Megatron then takes ``WrappedTorchNorm``).
+
+    Args:
+        spec: a layer, repeated as often as this stage has layers; or a block, or its submodules.
+        config: of the model.
+        vp_stage: index of the model chunk within this stage, under virtual pipelining.
+    """
+    if config.multi_latent_attention:
+        spec = exchanged(spec, {DotProductAttention: LatentDotProductAttention})
+    if not config.sequence_parallel:
+        return spec
+    spec = exchanged(spec, {WrappedTorchNorm: Norm})
+    if isinstance(spec, ModuleSpec):
+        if not isinstance(spec.submodules, TransformerBlockSubmodules):
+            layers = [spec] * get_num_layers_to_build(config, vp_stage)
+            return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+        spec = spec.submodules
+    return spec

@@ -1,0 +1,113 @@
+"""From the setting of a job to the back-end that its micro-batches name: once, before the first of them is folded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mcore_prefix_tree.attention import AttentionOptions, Case
+from mcore_prefix_tree.attention.api import check_case
+from mcore_prefix_tree.attention.auto import AUTO, Choice, TreeShape, choose
+from mcore_prefix_tree.layout import fold
+from mcore_prefix_tree.mcore.ranks import all_ranks
+from mcore_prefix_tree.mcore.seam.attention import window_of
+from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.sample import Sample
+
+# How a recipe gives up the same bits twice.
+ANY_ORDER = "deterministic_attention=false"
+
+logger = logging.getLogger(__name__)
+
+
+def head_dims(config: Any) -> tuple[int, int]:
+    """Of queries and keys, and of values, in a model with this ``TransformerConfig``."""
+    if config.multi_latent_attention:
+        return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    return config.kv_channels, config.kv_channels
+
+
+def case_of(config: Any, *, device: torch.device, deterministic: bool = True) -> Case:
+    """The attention calls of a model's layers on one tensor-parallel rank.
+
+    Args:
+        config: a megatron-core ``TransformerConfig``.
+        device: of the rank.
+        deterministic: whether they have to give the same bits twice.
+    """
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    latent = config.multi_latent_attention  # in which each head has keys and values of its own
+    groups = config.num_attention_heads if latent else config.num_query_groups or config.num_attention_heads
+    head_dim, value_dim = head_dims(config)
+    return Case(
+        device=device,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=config.params_dtype,
+        heads=heads,
+        kv_heads=max(1, groups // config.tensor_model_parallel_size),
+        head_dim=head_dim,
+        value_dim=value_dim,
+        needs_grad=True,
+        options=AttentionOptions(
+            softmax_scale=config.softmax_scale or head_dim**-0.5,
+            # Of the layers that have a window; the others have less to be refused.
+            window=None if config.window_size is None else config.window_size[0] + 1,
+            sinks=None if config.softmax_type == "vanilla" else torch.empty(heads, device="meta"),
+            deterministic=deterministic,
+        ),
+    )
+
+
+def cases_of(config: Any, *, device: torch.device, deterministic: bool) -> tuple[Case, ...]:
+    """Return the different attention calls of a model's layers: with a window and without one, where it has both.
+
+    Args:
+        config, device, deterministic: see :func:`case_of`.
+    """
+    case = case_of(config, device=device, deterministic=deterministic)
+    windows = {window_of(config, layer): None for layer in range(1, config.num_layers + 1)}
+    return tuple(replace(case, options=replace(case.options, window=window)) for window in windows)
+
+
+def resolve_backend(
+    setting: str,
+    config: Any,
+    first_step: Callable[[], Sequence[Sample]],
+    *,
+    device: torch.device,
+    deterministic: bool = True,
+    any_order: str = ANY_ORDER,
+    say: Callable[[str], None] = logger.info,
+) -> str:
+    """The back-end of a job.
+
+    Args:
+        setting: the name of a back-end, or ``auto``.
+        config: a megatron-core ``TransformerConfig``.
+        first_step: the samples of the first step, the same on every rank and after a resume; ``auto`` asks for them.
+        device: of this rank.
+        deterministic: whether attention has to give the same bits twice.
+        any_order: the setting that gives this up, for messages.
+        say: is told what ``auto`` chose, and why.
+
+    Raises:
+        ValueError: the back-end does not exist or does not support the job, and names those that do; or attention in
+            any order is asked for in a job that Megatron is told to make deterministic.
+    """
+    if config.deterministic_mode and not deterministic:
+        raise ValueError(f"{any_order} contradicts deterministic_mode=True of the model; leave one of them out")
+    case = case_of(config, device=device, deterministic=deterministic)
+    if setting != AUTO:
+        check_case(setting, case, any_order=any_order)
+        return setting
+    # One forest of the whole step: its shape does not depend on how the step is dealt to ranks.
+    shape = TreeShape.of([TreeMetadata.from_layout(fold(first_step()))])
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    # Where a kernel is wrong on one machine only, its ranks stop at their first call of it: no two choose differently.
+    choice: Choice = all_ranks().gather(choose(case, shape, device_name=name))[0]
+    say(f"attention backend {choice.backend}: {choice.reason}")
+    return choice.backend

@@ -1,0 +1,133 @@
+"""Time micro-batches of different sizes and depths, for a cost model in seconds."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step_of
+from mcore_prefix_tree.mcore.engine.objective import plain
+from mcore_prefix_tree.mcore.engine.schedule import fold_micro_batches, folding_of, run_schedule, targets_of
+from mcore_prefix_tree.mcore.trainer.session import Session
+from mcore_prefix_tree.plan import CostModel, Measured
+from mcore_prefix_tree.recipe import Recipe
+from mcore_prefix_tree.sample import Sample
+
+# Parts of the largest micro-batch that are measured too.
+_SIZES = (8, 4, 2, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was timed, and the cost model that fits it.
+
+    Attributes:
+        measured: a forward and backward of a micro-batch each, the fastest of its rounds.
+        cost: in seconds.
+        worst: largest relative error of the fit.
+    """
+
+    measured: list[Measured]
+    cost: CostModel
+    worst: float
+
+    def to_json(self) -> dict[str, Any]:
+        """What :func:`mcore_prefix_tree.plan.read_measured` reads, and the fit."""
+        return {
+            "measured": [one._asdict() for one in self.measured],
+            "cost": asdict(self.cost),
+            "worst_relative_error": self.worst,
+        }
+
+
+def calibrate(
+    chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int
+) -> Calibration:
+    """Time micro-batches of a recipe's own samples. Every rank computes the same ones and waits for the slowest.
+
+    Of several sizes up to the budget, one micro-batch of the shortest samples that fill it and one of the longest: what
+    a token costs and what a visible pair costs are told apart by how deep the tokens are. Where the head computes only
+    scored tokens, what these cost is told by the two largest once more, with next to nothing scored.
+
+    Args:
+        chunks: in Megatron's DDP; their gradients are left empty.
+        samples: to choose from.
+        recipe: the job's.
+        place: this rank's.
+        repeats: timed rounds, after one that is not.
+    """
+    folding = folding_of(recipe, place)
+    objective, samples = plain(recipe, samples)
+    cut = _choose(samples, folding)
+    scored_alone = recipe.fused_head and not objective.has_scalar_head
+    if scored_alone:
+        for indices in sorted(cut, key=lambda some: folding.physical_tokens([samples[index] for index in some]))[-2:]:
+            cut.append([*range(len(samples), len(samples) + len(indices))])
+            samples = [*samples, *(_hardly_scored(samples[index]) for index in indices)]
+    batches = fold_micro_batches(samples, cut, folding, objective, targets_of(objective, samples))
+    step = forward_step_of(objective, fused_head=recipe.fused_head)
+    # What ends a step belongs to no micro-batch.
+    finalize, place.config.finalize_model_grads_func = place.config.finalize_model_grads_func, None
+    try:
+        rounds = [[_seconds(chunks, batch, step, place) for batch in batches] for _ in range(1 + repeats)]
+    finally:
+        place.config.finalize_model_grads_func = finalize
+    measured = [
+        Measured(
+            tokens=batch.layout.padded_size,
+            pairs=batch.layout.visible_pairs,
+            # Whatever else the machine does only adds.
+            seconds=min(seconds),
+            scored=int((batch.layout.loss_weight != 0).sum()) if scored_alone else 0,
+        )
+        for batch, *seconds in zip(batches, *rounds[1:], strict=True)
+    ]
+    assert folding.cost_model is not None
+    cost = folding.cost_model.calibrated(measured)
+    worst = max(abs(cost.of_micro_batch(one.tokens, one.pairs, one.scored) / one.seconds - 1) for one in measured)
+    return Calibration(measured=measured, cost=cost, worst=worst)
+
+
+def _hardly_scored(sample: Sample) -> Sample:
+    """A sample of which the last token alone is scored."""
+    mask = np.zeros(len(sample), dtype=np.float32)
+    mask[-1] = 1
+    return Sample(tokens=sample.tokens, loss_mask=mask, merge_key=sample.merge_key, source=sample.source)
+
+
+def _choose(samples: Sequence[Sample], folding: Folding) -> list[list[int]]:
+    """Indices of the samples of each micro-batch; different ones."""
+    shortest_first = sorted(range(len(samples)), key=lambda index: len(samples[index]))
+    largest = min(folding.max_tokens, folding.physical_tokens(samples))
+    chosen: dict[tuple[int, ...], None] = {}
+    for order in (shortest_first, shortest_first[::-1]):
+        for part in _SIZES:
+            # As many as fit together, at least one: unique tokens only grow with more samples.
+            fit = bisect_right(
+                range(1, len(order) + 1),
+                largest // part,
+                key=lambda count: folding.physical_tokens([samples[index] for index in order[:count]]),
+            )
+            chosen[tuple(sorted(order[: max(1, fit)]))] = None
+    return [list(indices) for indices in chosen]
+
+
+def _seconds(chunks: Sequence[Any], batch: Any, step: ForwardStep, place: Session) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    run_schedule(chunks, [batch], step)
+    if place.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=place.device)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)

@@ -1,0 +1,213 @@
+"""What folding saved: a step folded and unfolded, on the same batch in the same process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step_of
+from mcore_prefix_tree.mcore.engine.objective import plain
+from mcore_prefix_tree.mcore.engine.schedule import folding_of, plan_folded, run_schedule, work_of
+from mcore_prefix_tree.mcore.engine.unfolded import (
+    plan_unfolded,
+    stock_forward_step,
+    why_stock_does_not_fit,
+)
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.trainer.session import Session
+from mcore_prefix_tree.memory import PeakMemory
+from mcore_prefix_tree.plan import Bound, Counts
+from mcore_prefix_tree.recipe import Recipe
+from mcore_prefix_tree.sample import Sample, Tempered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One way to run a batch.
+
+    Attributes:
+        name: of the way.
+        seconds: of each round, on its slowest rank: the host's planning, forward and backward of the whole batch.
+        peak_bytes: of the rank that needed most, beyond model and optimizer; None where it cannot be known.
+        tokens: computed, over all data-parallel ranks, without padding.
+    """
+
+    name: str
+    seconds: list[float]
+    peak_bytes: int | None
+    tokens: int
+
+    @property
+    def median_seconds(self) -> float:
+        """Over the rounds."""
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Folded against two ways of not folding.
+
+    Attributes:
+        folded: as ``train`` runs it.
+        packed: the same back-end, head and budget, with every sample a tree of its own: a packed varlen batch.
+        stock: Megatron's own attention and cross-entropy, one sample a micro-batch; None where it cannot hold the
+            longest sample. It projects all positions to the vocabulary, where the fused head of the others does not.
+        stock_missing: why, in that case.
+        logical_tokens: of the batch.
+        bound: the most that folding can gain over ``packed``, and so over the faster of both unfolded ways.
+    """
+
+    folded: Measurement
+    packed: Measurement
+    stock: Measurement | None
+    stock_missing: str | None
+    logical_tokens: int
+    bound: Bound
+
+    @property
+    def fold_ratio(self) -> float:
+        """Logical over physical tokens."""
+        return self.logical_tokens / max(self.folded.tokens, 1)
+
+    @property
+    def speedups(self) -> list[float]:
+        """How many times faster folded is than the faster unfolded way, in each round, ascending."""
+        unfolded_ways = [way for way in (self.packed, self.stock) if way is not None]
+        fastest = min(unfolded_ways, key=lambda way: way.median_seconds)
+        return sorted(unfolded / folded for unfolded, folded in zip(fastest.seconds, self.folded.seconds, strict=True))
+
+    @property
+    def speedup(self) -> float:
+        """The median of the rounds'."""
+        return statistics.median(self.speedups)
+
+    @property
+    def share_of_bound(self) -> float:
+        """Speed-up over its bound."""
+        return self.speedup / self.bound.ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """How to run the batch: micro-batches made anew each time, as in a step, and what to do with them."""
+
+    name: str
+    tokens: int
+    make: Callable[[], list[Any]]
+    step: ForwardStep
+
+
+def compare(
+    chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int
+) -> Comparison:
+    """Measure forward and backward of the supervised loss, or of a scalar head's (:func:`plain`); no optimizer step.
+    The gradient buffers of ``chunks`` are left empty.
+
+    A first round warms up and measures memory. The timed rounds run the three ways in turn, so that a machine whose
+    speed drifts slows all of them.
+
+    Args:
+        chunks: in Megatron's DDP.
+        samples: the whole batch.
+        recipe: the job's.
+        place: this rank's.
+        repeats: timed rounds.
+    """
+    objective, samples = plain(recipe, samples)
+    step, folding = forward_step_of(objective, fused_head=recipe.fused_head), folding_of(recipe, place)
+
+    def folded_step(samples: Sequence[Sample]) -> list[MicroBatch]:
+        return plan_folded(samples, objective, folding, place).micro_batches
+
+    alone = [
+        Sample(
+            tokens=sample.tokens,
+            loss_mask=sample.loss_mask,
+            merge_key=Tempered(temperature=sample.temperature, key=index),
+            source=sample.source,
+            signals=sample.signals,
+        )
+        for index, sample in enumerate(samples)
+    ]
+    logical = sum(len(sample) for sample in samples)
+    work, layouts = work_of(recipe), [batch.layout for batch in folded_step(samples)]
+    folded, unfolded = (
+        over_ranks(counts, place)
+        for counts in (Counts.folded(layouts, work.window), Counts.unfolded(layouts, work.window))
+    )
+    ways = [
+        _Way(
+            name="folded",
+            tokens=folded.tokens,
+            make=lambda: folded_step(samples),
+            step=step,
+        ),
+        _Way(
+            name="unfolded, packed",
+            tokens=logical,
+            make=lambda: folded_step(alone),
+            step=step,
+        ),
+    ]
+    stock_missing = why_stock_does_not_fit(samples, recipe, place)
+    if stock_missing is None:
+        ways.append(
+            _Way(
+                name="unfolded, stock",
+                tokens=logical,
+                make=lambda: plan_unfolded(samples, recipe, place).micro_batches,
+                step=partial(stock_forward_step, of_values=objective.has_scalar_head),
+            )
+        )
+    peaks = []
+    for way in ways:
+        peak = PeakMemory(place.device)
+        _seconds(way, chunks, place)
+        peaks.append(int(_largest(float(peak.bytes() or 0), place)) or None)
+    rounds = [[_seconds(way, chunks, place) for way in ways] for _ in range(repeats)]
+    measured = [
+        Measurement(name=way.name, seconds=list(seconds), peak_bytes=peak, tokens=way.tokens)
+        for way, peak, seconds in zip(ways, peaks, zip(*rounds, strict=True), strict=True)
+    ]
+    return Comparison(
+        folded=measured[0],
+        packed=measured[1],
+        stock=measured[2] if stock_missing is None else None,
+        stock_missing=stock_missing,
+        logical_tokens=logical,
+        bound=Bound(folded=work.of(folded), unfolded=work.of(unfolded)),
+    )
+
+
+def over_ranks(counts: Counts, place: Session) -> Counts:
+    """Sum over the data-parallel ranks."""
+    total = torch.tensor(counts, device=place.device)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return Counts(*total.tolist())
+
+
+def _seconds(way: _Way, chunks: Sequence[Any], place: Session) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    run_schedule(chunks, way.make(), way.step)
+    if place.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    # In a real step every rank waits for the slowest.
+    return _largest(seconds, place)
+
+
+def _largest(value: float, place: Session) -> float:
+    largest = torch.tensor(value, dtype=torch.float64, device=place.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)

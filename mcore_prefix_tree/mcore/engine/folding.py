@@ -1,0 +1,137 @@
+"""A step's samples to micro-batches on the device: the settings that planning and folding have to agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mcore_prefix_tree.attention import Case
+from mcore_prefix_tree.attention.api import load_backend
+from mcore_prefix_tree.layout import NO_PADDING, FlatLayout, Padding, fold
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.plan import CostModel, ForestPlan, fewest_micro_batches, plan_step
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.trie import Share, build_trie, sort_samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folding:
+    """How a job folds. All but ``device`` is the same on every rank, so all ranks make the same plan.
+
+    Attributes:
+        max_tokens: physical tokens that a micro-batch may hold, before padding.
+        dp_size: data-parallel ranks.
+        cost_model: what the ranks' work is compared by; see :func:`mcore_prefix_tree.plan.plan_step`.
+        micro_batch_multiple: micro-batches per rank come in multiples of this.
+        bubble: of the pipeline; see :func:`mcore_prefix_tree.plan.plan_step`.
+        share: which common prefixes are shared; see :func:`mcore_prefix_tree.trie.build_trie`.
+        min_shared_tokens: shorter ones are not shared.
+        padding: of the micro-batches.
+        device: of the model, which takes them there.
+        attention_backend: of their layers.
+        attention_cases: calls of the layers, whose plans are made while folding; where there are none, the first layer
+            makes them.
+        deterministic_attention: whether it has to give the same bits twice.
+        only_supervised: ask for the tokens with a non-zero loss mask alone.
+        head_chunk_rows: see :class:`MicroBatch`.
+
+    Raises:
+        ValueError: on construction, if no length bucket holds ``max_tokens``.
+    """
+
+    max_tokens: int
+    dp_size: int
+    cost_model: CostModel | None
+    device: torch.device
+    micro_batch_multiple: int = 1
+    bubble: float = 0.0
+    share: Share = "all"
+    min_shared_tokens: int = 0
+    padding: Padding = NO_PADDING
+    attention_backend: str = "path"
+    attention_cases: tuple[Case, ...] = ()
+    deterministic_attention: bool = True
+    only_supervised: bool = False
+    head_chunk_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        self.padding.check_holds(self.max_tokens)
+
+    def plan(
+        self,
+        samples: Sequence[Sample],
+        *,
+        micro_batches: int | None = None,
+        together: Sequence[Hashable] | None = None,
+    ) -> ForestPlan:
+        """Plan a step of all ranks.
+
+        Args:
+            samples: of the step.
+            micro_batches: of each rank; as few as the budget allows by default.
+            together: which samples stay in one micro-batch; see :func:`mcore_prefix_tree.plan.plan_step`.
+
+        Raises:
+            BudgetError: see :func:`mcore_prefix_tree.plan.plan_step`.
+        """
+        return plan_step(
+            samples,
+            max_tokens=self.max_tokens,
+            dp_size=self.dp_size,
+            micro_batch_multiple=self.micro_batch_multiple,
+            micro_batches=micro_batches,
+            cost_model=self.cost_model,
+            bubble=self.bubble,
+            share=self.share,
+            min_shared_tokens=self.min_shared_tokens,
+            together=together,
+        )
+
+    def fewest_micro_batches(self, samples: Sequence[Sample]) -> int:
+        """Micro-batches that each rank needs for a step; see :func:`mcore_prefix_tree.plan.fewest_micro_batches`."""
+        return fewest_micro_batches(
+            samples,
+            max_tokens=self.max_tokens,
+            dp_size=self.dp_size,
+            micro_batch_multiple=self.micro_batch_multiple,
+            share=self.share,
+            min_shared_tokens=self.min_shared_tokens,
+        )
+
+    def physical_tokens(self, samples: Sequence[Sample]) -> int:
+        """Unique tokens of a micro-batch of these samples, before padding."""
+        _, shared = sort_samples(samples, share=self.share, min_shared_tokens=self.min_shared_tokens)
+        return sum(map(len, samples)) - int(shared.sum())
+
+    def layout(self, samples: Sequence[Sample]) -> FlatLayout:
+        """Fold one micro-batch's samples."""
+        trie = build_trie(samples, share=self.share, min_shared_tokens=self.min_shared_tokens)
+        return fold(
+            samples,
+            trie=trie,
+            pad_to_multiple_of=self.padding.multiple,
+            padded_size=self.padding.size(trie.num_tokens),
+        )
+
+    def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
+        """Fold one micro-batch's samples, on the host. It calls nothing of the device, so any thread may do it."""
+        layout = self.layout(samples)
+        batch = MicroBatch.from_layout(
+            layout,
+            attention_backend=self.attention_backend,
+            deterministic_attention=self.deterministic_attention,
+            needed=layout.loss_weight != 0 if self.only_supervised else None,
+            head_chunk_rows=self.head_chunk_rows,
+        )
+        plan_attention(batch, self.attention_backend, self.attention_cases)
+        return batch
+
+
+def plan_attention(batch: MicroBatch, backend: str, cases: Sequence[Case]) -> None:
+    """Make what a back-end reads of a micro-batch's tree in calls of these cases, and keep it with the tree."""
+    metadata = batch.packed_seq_params.tree_metadata
+    assert metadata is not None, "a folded micro-batch has it"
+    for case in cases:
+        load_backend(backend).plan(metadata, case)

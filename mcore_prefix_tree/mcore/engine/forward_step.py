@@ -1,0 +1,101 @@
+"""The forward step that Megatron-Core's schedules call, for folded micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+
+from mcore_prefix_tree.mcore.readout import Logits, Readout, readout_of
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.validation import check_positions, check_step
+from mcore_prefix_tree.objectives import LossOutput, Objective, Targets
+
+Reported = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
+ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[..., Any]]]
+
+
+def tree_forward(model: Any, batch: MicroBatch, readout: Readout[Any] = Logits()) -> torch.Tensor:  # noqa: B008
+    """Run one pipeline stage of a model built from a :func:`with_prefix_tree` spec.
+
+    Args:
+        model: the stage.
+        batch: folded.
+        readout: what the last stage is asked for.
+
+    Returns:
+        The stage's output: on the last stage what ``readout.read`` reads, local logits ``[1, P, V / tp]`` by default;
+        hidden states before.
+
+    Raises:
+        ValueError: if the longest path does not fit the model's learned positions, or the last stage is asked for what
+            its output layer does not have.
+    """
+    gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
+    check_positions(gpt_model, batch.layout.max_path_len)
+    output: torch.Tensor = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=None,
+        packed_seq_params=batch.packed_seq_params,
+        **(readout.arguments(gpt_model.output_layer, batch) if gpt_model.post_process else {}),
+    )
+    return output
+
+
+def with_rows(batch: MicroBatch, objective: Objective, targets: Targets, indices: Sequence[int]) -> MicroBatch:
+    """Return a micro-batch with what an objective's loss reads of it.
+
+    Args:
+        batch: of the samples at ``indices``, in this order.
+        objective: of the step.
+        targets: that it made of the step's samples.
+        indices: into these.
+
+    Raises:
+        ValueError: see :meth:`Targets.rows`.
+    """
+    rows = objective.rows(targets, batch.layout, indices, device=batch.input_ids.device)
+    return replace(batch, rows=rows, edges=rows.scored(batch.edges))
+
+
+def forward_step_of(objective: Objective, *, fused_head: bool) -> ForwardStep:
+    """Return the ``forward_step_func`` of an objective; see :func:`forward_step` and :func:`readout_of`."""
+    return partial(forward_step, readout=readout_of(objective, fused_head=fused_head))
+
+
+def forward_step(
+    data_iterator: Iterator[MicroBatch], model: Any, *, readout: Readout[LossOutput]
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
+    """``forward_step_func`` for ``get_forward_backward_func()``; the config needs ``calculate_per_token_loss=True``.
+
+    The loss function gives the sum over the micro-batch, its part of the step's divisor, and for logging both again;
+    of micro-batches with rows also the objective's ``metrics`` and its ``bad_sample``.
+
+    Args:
+        data_iterator: Megatron's, over micro-batches; all losses but a weighted sum read their ``rows``.
+        model: Megatron's.
+        readout: of a loss.
+
+    Raises:
+        ValueError: see :func:`check_step`.
+    """
+    check_step(model)
+    batch = next(data_iterator)
+    if batch.rows is not None:
+        batch = replace(batch, rows=replace(batch.rows, vocab_size=get_attr_wrapped_model(model, "vocab_size")))
+    return tree_forward(model, batch, readout), partial(_loss, readout, batch)
+
+
+def _loss(readout: Readout[LossOutput], batch: MicroBatch, output: torch.Tensor) -> Reported:
+    found = readout.read(output, batch)
+    count = batch.layout.num_supervised if batch.rows is None else batch.rows.count
+    num_tokens = torch.full((), count, dtype=torch.int, device=output.device)
+    report: dict[str, Any] = {"loss_sum": found.loss.detach(), "num_tokens": num_tokens}
+    if batch.rows is not None:
+        report |= {"metrics": found.metrics, "bad_sample": found.bad_sample}
+    return found.loss, num_tokens, report

@@ -1,0 +1,181 @@
+"""The other side of every comparison: each sample by itself through the stock forward, no tree anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+from mcore_prefix_tree.mcore.engine.forward_step import Reported
+from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.trainer.session import Session
+from mcore_prefix_tree.memory import available_bytes
+from mcore_prefix_tree.recipe import Dtype, Recipe
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.upload import upload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StockBatch:
+    """One sample as stock Megatron takes it, padded at its end where sequence parallelism wants that.
+
+    Attributes:
+        input_ids: int64 ``[1, n]``.
+        position_ids: int64 ``[1, n]``.
+        labels: int64 ``[1, n]``, the next token; 0 at the end.
+        loss_mask: float32 ``[n]``, of the label; 0 at the end.
+        length: of the sample, without padding; 0 for a batch of padding alone.
+        temperature: of the sample.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    length: int
+    temperature: float
+
+    @classmethod
+    def from_sample(cls, sample: Sample | None, *, multiple: int, device: torch.device) -> StockBatch:
+        """``None`` gives a batch of padding, for a rank with fewer samples than the others."""
+        length = 0 if sample is None else len(sample)
+        size = -(-max(length, 1) // multiple) * multiple
+        tokens = np.zeros(size + 1, dtype=np.int64)
+        mask = np.zeros(size + 1, dtype=np.float32)
+        if sample is not None:
+            tokens[:length], mask[:length] = sample.tokens, sample.loss_mask
+        return cls(
+            input_ids=upload(tokens[:-1], device).unsqueeze(0),
+            position_ids=torch.arange(size, device=device).unsqueeze(0),
+            labels=upload(tokens[1:], device).unsqueeze(0),
+            loss_mask=upload(mask[1:], device),
+            length=length,
+            temperature=1.0 if sample is None else sample.temperature,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnfoldedStep:
+    """One rank's part of a step, sample by sample.
+
+    Attributes:
+        sample_index: for each micro-batch, the index of its sample in the step's list, or nothing for padding.
+        micro_batches: on the device.
+    """
+
+    sample_index: tuple[tuple[int, ...], ...]
+    micro_batches: list[StockBatch]
+
+
+def plan_unfolded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> UnfoldedStep:
+    """Deal the samples to the data-parallel ranks in turn, one a micro-batch."""
+    multiple = recipe.parallel.micro_batch_multiple
+    rounds = -(-len(samples) // place.dp_size)
+    rounds = -(-rounds // multiple) * multiple
+    mine = tuple(
+        (index,) if index < len(samples) else ()
+        for index in range(place.dp_rank, rounds * place.dp_size, place.dp_size)
+    )
+    return UnfoldedStep(
+        sample_index=mine,
+        micro_batches=[
+            StockBatch.from_sample(
+                samples[indices[0]] if indices else None,
+                multiple=recipe.padding.multiple,
+                device=place.device,
+            )
+            for indices in mine
+        ],
+    )
+
+
+def why_stock_does_not_fit(
+    samples: Sequence[Sample], recipe: Recipe, place: Session, *, companion: Dtype | None = None
+) -> str | None:
+    """A sentence if stock attention cannot hold its dense scores of the longest sample, else None.
+
+    Megatron's ``DotProductAttention`` keeps them, ``[heads / tp, n, n]``, of every layer of the stage for backward, and
+    works on more of them in one layer at a time. So does TransformerEngine's in float32: its attention that keeps none
+    takes half precision alone.
+
+    Args:
+        samples: the batch, the same on every rank.
+        recipe: the job's.
+        place: this rank's.
+        companion: another dtype in which the samples run too.
+    """
+    is_local, half = recipe.model.transformer_impl == "local", place.config.bf16
+    of_model = _bytes_per_score(place.config) if is_local or not half else 0
+    bytes_per_score = max(of_model, getattr(torch, companion).itemsize if companion else 0)
+    if not bytes_per_score:
+        return None
+    whose = "Megatron's local attention" if is_local else "TransformerEngine's attention in float32"
+    longest = max(samples, key=len)
+    layers = -(-recipe.model.num_layers // recipe.parallel.pipeline_model_parallel_size) + 2
+    heads = -(-recipe.model.num_attention_heads // recipe.parallel.tensor_model_parallel_size)
+    needed = layers * heads * len(longest) ** 2 * bytes_per_score
+    # Ranks of one machine see slightly different figures; they have to come to one answer.
+    available = min(everyone(available_bytes(place.device)))
+    if needed <= available:
+        return None
+    return (
+        f"{whose} needs about {needed / 2**30:.0f} GiB for the {len(longest)} tokens of {longest.source} alone, and "
+        f"{available / 2**30:.0f} GiB are available"
+    )
+
+
+def _bytes_per_score(config: Any) -> int:
+    """What dense attention keeps of a score for backward."""
+    if config.bf16 and config.attention_softmax_in_fp32:
+        # The softmax's own output, and the copy of it that multiplies the values.
+        return torch.float32.itemsize + torch.bfloat16.itemsize
+    return int(config.params_dtype.itemsize)
+
+
+def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = None) -> torch.Tensor:
+    """The stock forward: causal by itself, no mask, no packed sequences."""
+    output: torch.Tensor = model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, labels=labels
+    )
+    return output
+
+
+def stock_forward_step(
+    data_iterator: Iterator[StockBatch], model: Any, *, of_values: bool
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
+    """Train as ``pretrain_gpt.py`` does, with Megatron's own cross-entropy; ``of_values`` by half their square."""
+    batch = next(data_iterator)
+    return stock_forward(model, batch, None if of_values else batch.labels), partial(_stock_loss, batch, of_values)
+
+
+def _stock_loss(batch: StockBatch, of_values: bool, output: torch.Tensor) -> Reported:
+    if of_values:
+        loss = stock_square_loss(output.flatten(), batch)
+    else:
+        loss = torch.dot(output.squeeze(0).float(), batch.loss_mask)
+    num_tokens = batch.loss_mask.count_nonzero().to(torch.int)
+    return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
+
+
+def stock_square_loss(values: torch.Tensor, batch: StockBatch) -> torch.Tensor:
+    """Half the sum over the labels of mask times the square of the value before each; ``values`` is ``[n]``."""
+    return torch.dot(values.square(), batch.loss_mask.to(values.dtype)) / 2
+
+
+def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each label and entropy of each prediction, ``[n]`` each, in plain torch over all columns.
+
+    Megatron's cross-entropy computes in fp32; this keeps fp64, which the comparison needs.
+    """
+    whole = gather_from_tensor_model_parallel_region(logits.squeeze(0))
+    wide = whole.to(torch.promote_types(whole.dtype, torch.float32)) / batch.temperature
+    logprobs = torch.log_softmax(wide, dim=-1)
+    probabilities = logprobs.exp()
+    # 0 log 0 is 0, also of a logit of -inf.
+    entropy = -(probabilities * logprobs.masked_fill(probabilities == 0, 0)).sum(dim=1)
+    return logprobs.gather(1, batch.labels.T).squeeze(1), entropy

@@ -1,0 +1,426 @@
+"""Folded against unfolded, on the user's own model, parallel layout and data: what changed but the cost?
+
+Both runs use the same weights and the same Megatron schedule. The unfolded one gives every sample to the stock forward
+by itself and scores it with plain ``log_softmax``: it shares nothing with the code it judges. Of a critic or reward
+model the values of the samples are compared instead, and half their square is the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_prefix_tree.mcore.engine.compare import over_ranks
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.engine.objective import plain
+from mcore_prefix_tree.mcore.engine.schedule import FoldedStep, folding_of, plan_folded, run_schedule
+from mcore_prefix_tree.mcore.engine.score import score
+from mcore_prefix_tree.mcore.engine.unfolded import (
+    StockBatch,
+    plan_unfolded,
+    stock_forward,
+    stock_logprobs,
+    stock_square_loss,
+    why_stock_does_not_fit,
+)
+from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.readout import Logprobs, Readout, Values, readout_of
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
+from mcore_prefix_tree.mcore.trainer.session import Session
+from mcore_prefix_tree.objectives import LossOutput
+from mcore_prefix_tree.plan import Counts
+from mcore_prefix_tree.recipe import Dtype, Recipe, RecipeError
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.signals import SampleError
+
+# In which dtype the stock model runs once more, to show how large its own rounding is.
+COMPANION: dict[Dtype, Dtype] = {"bfloat16": "float32", "float32": "float64", "float64": "float32"}
+# Both runs are off by rounding, and one batch is one draw of it. The folded error was 1.0 times the unfolded one in the
+# geometric mean; 0.45 to 2.1 times in single draws over 60 sets of weights in bfloat16, 0.5 to 2.5 times over 220 in
+# float32, where it was widest for batches of one sample.
+FACTOR = 3.0
+# What is rounding however small the unfolded run's own error is.
+LEAST = {"bfloat16": 0.0, "float32": 1e-6, "float64": 1e-12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """Largest relative errors, ``|a - b| / |b|`` in the Euclidean norm.
+
+    Attributes:
+        logprob_error: over samples, of the vector of its log-probabilities; None for a model with a scalar head.
+        entropy_error: over samples, of the vector of its entropies; likewise.
+        value_error: over samples, of the vector of its values; None for a model with a vocabulary.
+        loss_error: of the step's loss.
+        gradient_error: over parameters and ranks, of the whole gradient of one parameter (its shard on one rank).
+        worst_parameter: which one that is.
+        tolerance: what each of them may be at least.
+        reference: what they are measured against.
+        unfolded_errors: the same figures of the unfolded run, by its own rounding; ``FACTOR`` times them is allowed.
+            That of the loss is what its samples' errors add up to whatever their signs: as a single number it may be
+            next to nothing by luck. None where ``verify.tolerance`` decides alone.
+        samples: in the batch.
+        logical_tokens: of these.
+        physical_tokens: computed, over all micro-batches and ranks.
+        parameters: tensors compared, over all ranks.
+        dtype: of the model.
+    """
+
+    logprob_error: float | None = None
+    entropy_error: float | None = None
+    value_error: float | None = None
+    loss_error: float
+    gradient_error: float
+    worst_parameter: str
+    tolerance: float
+    reference: str
+    unfolded_errors: dict[str, float] | None
+    samples: int
+    logical_tokens: int
+    physical_tokens: int
+    parameters: int
+    dtype: str
+
+    @property
+    def checks(self) -> dict[str, tuple[float, float]]:
+        """Each figure's error and what it may be."""
+        names = ("logprob_error", "entropy_error", "value_error", "loss_error", "gradient_error")
+        limits = self.unfolded_errors or {}
+        errors = {name: getattr(self, name) for name in names}
+        return {
+            name: (error, max(self.tolerance, FACTOR * limits.get(name, 0.0)))
+            for name, error in errors.items()
+            if error is not None
+        }
+
+    @property
+    def passed(self) -> bool:
+        """Whether every figure is within its limit; a NaN is not."""
+        return all(error <= limit for error, limit in self.checks.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and ``passed``; JSON has no NaN, so an error that is none is null."""
+        fields = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
+        return fields | {"passed": self.passed}
+
+
+# Of one sample, by what they are: log-probabilities and entropies, or values.
+_Rows = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Outcome:
+    """What one run gave: rows by sample index (of all ranks), the summed loss, and this rank's gradients by name."""
+
+    rows: dict[int, _Rows]
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def verify(
+    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
+) -> VerifyReport:
+    """Run a batch folded and unfolded and compare what the model says of each sample, and the loss of :func:`plain`.
+
+    Args:
+        chunks: bare model chunks, before Megatron's DDP; weights and gradients are left as they were.
+        samples: the whole batch, the same on every rank.
+        recipe: the job's.
+        place: this rank's.
+
+    Returns:
+        The same report on every rank.
+
+    Raises:
+        RecipeError: ``gradient_accumulation_fusion`` is on, whose kernel writes only into DDP's buffers; a sample is
+            too long for the stock attention; or the model is in float32 and its matrix products are not.
+        SampleError: no token of the batch is scored, so that there would be nothing to compare.
+    """
+    if not recipe.objective.has_scalar_head and not any(sample.loss_mask[1:].any() for sample in samples):
+        raise SampleError(
+            f"{samples[0].source}: neither this nor another sample of the first step has a token to train on after its "
+            "first: 'loss_mask' is 0 in all of them"
+        )
+    if place.config.gradient_accumulation_fusion:
+        raise RecipeError(
+            "verify compares plain gradients, which model.transformer.gradient_accumulation_fusion=true does not give; "
+            "turn it off, or set verify.enabled=false"
+        )
+    in_tf32 = place.device.type == "cuda" and recipe.model.transformer_impl == "transformer_engine"
+    if in_tf32 and recipe.model.dtype == "float32" and not recipe.verify.tolerance:
+        raise RecipeError(
+            "verify measures model.dtype=float32 against float64, which TransformerEngine does not compute; it also "
+            "multiplies matrices of float32 in TF32, with 10 bits; set model.dtype=bfloat16, "
+            "model.transformer_impl=local or verify.tolerance"
+        )
+    dtype, fixed = recipe.model.dtype, recipe.verify.tolerance
+    companion = COMPANION[dtype] if fixed is None else None
+    obstacle = why_stock_does_not_fit(samples, recipe, place, companion=companion)
+    if obstacle is not None:
+        raise RecipeError(
+            f"verify cannot run the unfolded side: {obstacle}; verify on shorter samples, or set verify.enabled=false"
+        )
+    objective, samples = plain(recipe, samples)
+    step = plan_folded(samples, objective, folding_of(recipe, place), place)
+    readout = readout_of(objective, fused_head=recipe.fused_head)
+    folded = _run_folded(chunks, step, readout, place)
+    folded = replace(folded, rows=dict(enumerate(_folded_rows(chunks, samples, recipe, place))))
+    unfolded = _run_unfolded(chunks, samples, recipe, place)
+    reference, rounding = unfolded, None
+    if companion is not None:
+        other = _run_in(companion, chunks, samples, recipe, place)
+        if dtype == "float64":
+            # Nothing is wider: what float32 loses, scaled to the digits of float64.
+            scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+            rounding = {name: scale * error for name, error in _rounding(other, unfolded, samples).items()}
+        else:
+            reference, rounding = other, _rounding(unfolded, other, samples)
+    errors, worst, count = _compare(folded, reference)
+    return VerifyReport(
+        **errors,
+        worst_parameter=worst,
+        tolerance=_least_limit(recipe, place) if fixed is None else fixed,
+        reference="unfolded" if reference is unfolded else f"the same weights in {companion}, unfolded",
+        unfolded_errors=rounding,
+        samples=len(samples),
+        logical_tokens=sum(len(sample) for sample in samples),
+        physical_tokens=over_ranks(Counts.folded([batch.layout for batch in step.micro_batches]), place).tokens,
+        parameters=count,
+        dtype=dtype,
+    )
+
+
+def _least_limit(recipe: Recipe, place: Session) -> float:
+    config, dtype = place.config, recipe.model.dtype
+    fp32_inside = config.num_moe_experts is not None or config.qk_l2_norm or config.attention_output_gate
+    # The router, the L2 norm and the gate compute in fp32 whatever the dtype: a shared token's gradient is rounded
+    # there once instead of once per sample.
+    return 1e-5 if dtype == "float64" and fp32_inside else LEAST[dtype]
+
+
+def _run_folded(
+    chunks: Sequence[torch.nn.Module], step: FoldedStep, readout: Readout[LossOutput], place: Session
+) -> _Outcome:
+    """Return the loss and the gradients of the very step that training takes."""
+
+    def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
+        return readout.read(output, batch).loss, []
+
+    forward, no_rows = partial(tree_forward, readout=readout), tuple(() for _ in step.micro_batches)
+    return _run(chunks, step.micro_batches, no_rows, forward, loss, place)
+
+
+def _folded_rows(
+    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
+) -> list[_Rows]:
+    folding = folding_of(recipe, place)
+    if recipe.objective.has_scalar_head:
+        return [
+            {"value": np.append(one.values[1:], one.last).astype(np.float64)}
+            for one in score(chunks, samples, folding, Values(), all_tokens=True)
+        ]
+    found: list[_Rows] = []
+    for scores in score(chunks, samples, folding, Logprobs(entropy=True, fused=recipe.fused_head), all_tokens=True):
+        assert scores.entropy is not None
+        found.append(
+            {
+                "logprob": scores.logprobs[1:].astype(np.float64),
+                "entropy": scores.entropy[1:].astype(np.float64),
+            }
+        )
+    return found
+
+
+def _run_unfolded(
+    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
+) -> _Outcome:
+    step = plan_unfolded(samples, recipe, place)
+    of_values = recipe.objective.has_scalar_head
+
+    def score(batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
+        if of_values:
+            values = output.flatten()
+            return stock_square_loss(values, batch), [{"value": _on_host(values[: batch.length])}]
+        logprob, entropy = stock_logprobs(output, batch)
+        scored = max(batch.length - 1, 0)
+        rows = {"logprob": _on_host(logprob[:scored]), "entropy": _on_host(entropy[:scored])}
+        return -torch.dot(logprob, batch.loss_mask.to(logprob.dtype)), [rows]
+
+    return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, place)
+
+
+def _run_in(
+    dtype: Dtype, chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
+) -> _Outcome:
+    """Run the same weights unfolded in another dtype."""
+    recipe = replace(recipe, model=replace(recipe.model, dtype=dtype))
+    config = transformer_config(recipe, on_gpu=place.device.type == "cuda")
+    embedding = next((weight for name, weight in chunks[0].named_parameters() if "word_embeddings" in name), None)
+    sizes = [0] if embedding is None else [embedding.shape[0] * place.config.tensor_model_parallel_size]
+    sizes = everyone(sizes)
+    copies = build_chunks(recipe, config, vocab_size=max(size for rank in sizes for size in rank), device=place.device)
+    for target, source in zip(copies, chunks, strict=True):
+        target.load_state_dict(_bare(source).state_dict())
+    return _run_unfolded(copies, samples, recipe, replace(place, config=config))
+
+
+def _on_host(values: torch.Tensor) -> np.ndarray:
+    row: np.ndarray = values.detach().double().cpu().numpy()
+    return row
+
+
+def _run(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[Any],
+    sample_index: Sequence[tuple[int, ...]],
+    forward: Callable[[Any, Any], torch.Tensor],
+    score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[_Rows]]],
+    place: Session,
+) -> _Outcome:
+    rows: dict[int, _Rows] = {}
+    losses: list[float] = []
+    indices = iter(sample_index)
+
+    def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch = next(data_iterator)
+
+        def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            loss, scored = score(batch, output)
+            losses.append(float(loss.detach()))
+            # A batch of padding has rows of no sample.
+            rows.update(zip(next(indices), scored, strict=False))
+            return loss, torch.zeros((), dtype=torch.int, device=output.device), None
+
+        return forward(model, batch), loss_func
+
+    with _gradient_sums(chunks, place) as gradients:
+        run_schedule(chunks, micro_batches, forward_step)
+        _reduce(chunks, gradients)
+    # Tensor-parallel ranks all know the rows of their replica; one of them speaks for it.
+    of_all = everyone((rows, sum(losses)) if place.has_logits else ({}, 0.0))
+    return _Outcome(
+        rows={index: row for rank_rows, _ in of_all for index, row in rank_rows.items()},
+        loss=sum(loss for _, loss in of_all),
+        gradients=gradients,
+    )
+
+
+@contextmanager
+def _gradient_sums(chunks: Sequence[torch.nn.Module], place: Session) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect gradients over micro-batches in fp32 or better, as DDP's buffers do, and leave no trace on the model."""
+    finalize, place.config.finalize_model_grads_func = place.config.finalize_model_grads_func, None
+    sums: dict[str, torch.Tensor] = {}
+    hooks = []
+    for name, parameter in _named_parameters(chunks):
+        sums[name] = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+        def collect(parameter: torch.Tensor, total: torch.Tensor = sums[name]) -> None:
+            assert parameter.grad is not None
+            total += parameter.grad
+            parameter.grad = None
+
+        hooks.append(parameter.register_post_accumulate_grad_hook(collect))
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
+        place.config.finalize_model_grads_func = finalize
+
+
+def _bare(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The ``GPTModel`` inside ``Float16Module``."""
+    bare: torch.nn.Module = getattr(chunk, "module", chunk)
+    return bare
+
+
+def _named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Trainable parameters, by a name that is unique on this rank."""
+    for index, chunk in enumerate(chunks):
+        for name, parameter in _bare(chunk).named_parameters():
+            if parameter.requires_grad:
+                yield (f"chunk {index}: {name}" if len(chunks) > 1 else name), parameter
+
+
+def _reduce(chunks: Sequence[torch.nn.Module], gradients: dict[str, torch.Tensor]) -> None:
+    """The sums that Megatron's ``finalize_model_grads`` takes: data parallel, sequence parallel, tied embeddings."""
+    for name, parameter in _named_parameters(chunks):
+        dist.all_reduce(gradients[name], group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(gradients[name], group=parallel_state.get_tensor_model_parallel_group())
+        if getattr(parameter, "shared_embedding", False) and parallel_state.is_rank_in_embedding_group():
+            dist.all_reduce(gradients[name], group=parallel_state.get_embedding_group())
+
+
+def _compare(run: _Outcome, reference: _Outcome) -> tuple[dict[str, float], str, int]:
+    """The errors by name, the worst parameter over all ranks, and how many tensors were compared."""
+    by_parameter = [
+        (_relative_error(run.gradients[name].double(), gradient.double()), name)
+        for name, gradient in reference.gradients.items()
+    ]
+    of_all = everyone((max(by_parameter, default=(0.0, "none"), key=_nan_first), len(by_parameter)))
+    worst = max(range(len(of_all)), key=lambda rank: _nan_first(of_all[rank][0]))
+    gradient_error, name = of_all[worst][0]
+    errors = _worst_rows(run.rows, reference.rows) | {
+        "loss_error": _relative_error(_scalar(run.loss), _scalar(reference.loss)),
+        "gradient_error": gradient_error,
+    }
+    return errors, f"{name} (rank {worst})", sum(count for _, count in of_all)
+
+
+def _rounding(run: _Outcome, reference: _Outcome, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the errors of an unfolded run in bfloat16 or float32, whose loss is summed in float32, as measures."""
+    errors, _, _ = _compare(run, reference)
+    off = [
+        _loss_of(run.rows[index], sample) - _loss_of(reference.rows[index], sample)
+        for index, sample in enumerate(samples)
+    ]
+    of_samples = float(np.abs(off).sum()) / (abs(reference.loss) or 1.0)
+    return errors | {"loss_error": of_samples + torch.finfo(torch.float32).eps}
+
+
+def _loss_of(rows: _Rows, sample: Sample) -> float:
+    """One sample's part of the loss, from its rows."""
+    mask = sample.loss_mask[1:].astype(np.float64)
+    if "value" in rows:
+        return float(np.dot(mask, np.square(rows["value"][:-1]))) / 2
+    return -float(np.dot(mask, rows["logprob"]))
+
+
+def _nan_first(entry: tuple[float, str]) -> float:
+    """Sort key under which a NaN is the worst of all."""
+    return float("inf") if entry[0] != entry[0] else entry[0]
+
+
+def _worst_rows(run: dict[int, _Rows], reference: dict[int, _Rows]) -> dict[str, float]:
+    """Over samples, of every kind of row."""
+    assert run.keys() == reference.keys(), "both runs see the same samples"
+    errors: dict[str, list[tuple[float, str]]] = {}
+    for index, rows in reference.items():
+        for name, row in rows.items():
+            error = _relative_error(torch.from_numpy(run[index][name]), torch.from_numpy(row))
+            errors.setdefault(f"{name}_error", []).append((error, ""))
+    return {name: max(of_samples, key=_nan_first)[0] for name, of_samples in errors.items()}
+
+
+def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """``|a - b| / |b|``; the absolute error where the reference is zero."""
+    scale = torch.linalg.vector_norm(reference)
+    return float(torch.linalg.vector_norm(value - reference) / (scale if scale > 0 else torch.ones_like(scale)))
+
+
+def _scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)

@@ -1,0 +1,195 @@
+"""Megatron-LM's ``pretrain`` and its GPT builder, in the forms that they have had, behind one call each.
+
+Up to core_v0.17 ``pretrain`` parses the command line itself, with what ``extra_args_provider`` adds. Since core_v0.18
+its caller parses, and hands over what the arguments say as a ``PretrainConfigContainer``; that a model comes from a
+provider function rather than from a ``ModelConfig`` is still taken. A ``ModelConfig`` takes a function of the layers;
+before there was one, ``gpt_builder`` takes layers as ``--spec``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron import training
+from megatron.core.enums import ModelType
+from megatron.core.transformer.spec_utils import import_module
+from megatron.training import pretrain
+from megatron.training.arguments import parse_args
+
+from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
+
+_SHARED = {"train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"}
+_PARSES = {"args_defaults", "extra_args_provider"}
+_CONTAINER = "cfg_container"
+_LAYERS = "mcore_prefix_tree_layers"
+
+
+def checkout() -> Path:
+    """Return the folder of the Megatron-LM that is imported."""
+    return Path(str(training.__file__)).resolve().parents[2]
+
+
+def check_megatron_lm() -> None:
+    """Check that the checkout has what this package calls.
+
+    Raises:
+        ArgumentError: its ``pretrain`` takes other arguments than any form that is known here.
+        MegatronCoreError: something else that the package relies on has moved; see :func:`compat.check`.
+    """
+    parameters = set(inspect.signature(pretrain).parameters)
+    known = parameters >= _SHARED and (parameters >= _PARSES or _CONTAINER in parameters)
+    if not known:
+        raise ArgumentError(
+            f"{checkout()} is Megatron-LM {compat.installed_version()}, whose pretrain() takes other arguments than "
+            "those of core_v0.16.1 and core_v0.19.0, which --prefix-tree calls; check out one of these"
+        )
+    compat.check(compat.MEGATRON_LM)
+
+
+def run_pretrain(
+    datasets_provider: Callable[..., Any],
+    model_provider: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    *,
+    args_defaults: Mapping[str, Any],
+) -> None:
+    """Train, with the arguments of the command line and of ``--prefix-tree``.
+
+    Args:
+        datasets_provider: Megatron's ``train_valid_test_dataset_provider``.
+        model_provider: Megatron's.
+        forward_step: Megatron's ``forward_step_func``.
+        args_defaults: for arguments that the command line leaves out.
+    """
+    parsing = {
+        "args_defaults": dict(args_defaults),
+        "extra_args_provider": partial(add_prefix_tree_args, args_defaults=args_defaults),
+    }
+    settings = parsing
+    if _CONTAINER in inspect.signature(pretrain).parameters:
+        settings = {_CONTAINER: _parsed_here(parsing)}
+    elif {"-h", "--help"} & set(sys.argv[1:]):
+        # pretrain() first parses for its fault tolerance, without the arguments of --prefix-tree.
+        parse_args(parsing["extra_args_provider"])
+    pretrain(
+        train_valid_test_dataset_provider=datasets_provider,
+        model_provider=model_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        **settings,
+    )
+
+
+def _parsed_here(parsing: Mapping[str, Any]) -> Any:
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args(**parsing)
+    with warnings.catch_warnings():
+        # It recommends a ModelConfig, which this package makes when Megatron asks for the model.
+        warnings.simplefilter("ignore")
+        return pretrain_cfg_container_from_args(args)
+
+
+def build_gpt(
+    args: argparse.Namespace,
+    config: Any,
+    exchange: Callable[[Any], Any],
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    pg_collection: Any,
+) -> Any:
+    """Build a pipeline stage's ``GPTModel`` as the checkout's ``pretrain_gpt.py`` does, from other layers.
+
+    Args:
+        args: validated; all that say something of a model reach the checkout's own builder.
+        config: ``TransformerConfig`` of the model.
+        exchange: from the layer or block spec that the arguments select to the one to build.
+        pre_process: whether the stage has the embedding.
+        post_process: whether the stage has the output layer.
+        vp_stage: index of the model chunk within this stage, under virtual pipelining.
+        pg_collection: Megatron's process groups.
+
+    Raises:
+        ArgumentError: the checkout has no builder.
+    """
+    stage = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
+    if importlib.util.find_spec("megatron.training.models") is not None:
+        return _built_from_model_config(args, config, exchange, **stage, pg_collection=pg_collection)
+    with _importable(exchange(_selected_spec(args, config, vp_stage))) as spec:
+        args = argparse.Namespace(**vars(args) | {"spec": spec})
+        return _gpt_builder()(args, **stage, config=config, pg_collection=pg_collection)
+
+
+def _built_from_model_config(
+    args: argparse.Namespace, config: Any, exchange: Callable[[Any], Any], **stage: Any
+) -> Any:
+    """Build from Megatron's ``GPTModelConfig``, whose ``transformer_layer_spec`` may be a function."""
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import default_layer_spec
+
+    model_config = gpt_config_from_args(args, config)
+    given = model_config.transformer_layer_spec
+
+    def layers(model_config: Any, vp_stage: int | None = None) -> Any:
+        return exchange(default_layer_spec(model_config, vp_stage) if given is None else given)
+
+    model_config.transformer_layer_spec = layers
+    return model_config.get_builder_cls()(model_config).build_model(**stage)
+
+
+def _gpt_builder() -> Callable[..., Any]:
+    """Return the ``gpt_builder`` that lies beside ``megatron`` in a checkout."""
+    file = checkout() / "gpt_builders.py"
+    if not file.is_file():
+        raise ArgumentError(
+            f"{file} is missing, with which Megatron-LM {compat.installed_version()} builds its GPT: put a whole "
+            "checkout of Megatron-LM on PYTHONPATH"
+        )
+    spec = importlib.util.spec_from_file_location("gpt_builders", file)
+    assert spec is not None, "a file of Python"
+    assert spec.loader is not None, "a file of Python"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    builder: Callable[..., Any] = module.gpt_builder
+    return builder
+
+
+@contextmanager
+def _importable(layers: Any) -> Iterator[tuple[str, str]]:
+    """Lend a spec a name to import it by: ``gpt_builder`` takes one as ``--spec`` and in no other way."""
+    module: Any = ModuleType(_LAYERS)
+    module.layers = layers
+    sys.modules[_LAYERS] = module
+    try:
+        yield _LAYERS, "layers"
+    finally:
+        del sys.modules[_LAYERS]
+
+
+def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
+    """Return the layers that ``gpt_builder`` takes by itself; it cannot be asked for them alone."""
+    from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec
+
+    use_te = args.transformer_impl == "transformer_engine"
+    if args.spec is not None:
+        return import_module(args.spec)
+    if args.heterogeneous_layers_config_path is not None:
+        from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+
+        return get_gpt_heterogeneous_layer_spec(config, use_te)
+    return stock_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)

@@ -1,0 +1,79 @@
+"""The door of every ``--prefix-tree`` job: arguments that are checked as soon as Megatron-LM has parsed them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from mcore_prefix_tree.errors import is_of_this_package, readable_errors
+from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, add_argument_group, check_unused
+
+
+def add_prefix_tree_args(
+    parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None = None
+) -> argparse.ArgumentParser:
+    """Add the arguments of ``--prefix-tree``; an ``extra_args_provider`` for Megatron-LM.
+
+    Args:
+        parser: Megatron-LM's.
+        args_defaults: what the script gives Megatron-LM under this name. With them, arguments that Megatron-LM itself
+            refuses end the job with a sentence too; without, those are left to Megatron-LM.
+
+    Returns:
+        The parser to parse with in place of ``parser``. It has the same arguments, and checks the job.
+    """
+    return _CheckedParser(add_argument_group(parser), args_defaults)
+
+
+class _CheckedParser(argparse.ArgumentParser):
+    """Megatron-LM's parser; ends the process with one sentence if the job cannot run, and after a dry run."""
+
+    def __init__(self, parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None) -> None:
+        super().__init__(
+            prog=parser.prog, description=parser.description, parents=[parser], add_help=False, allow_abbrev=False
+        )
+        self._args_defaults = args_defaults
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse all of the arguments, and check them.
+
+        Raises:
+            SystemExit: 2 for a job that cannot run, 0 after a dry run and for ``--help``.
+        """
+        with readable_errors(is_of_this_package):
+            parsed = super().parse_args(args, namespace)
+            if parsed.prefix_tree:
+                # What these import has to find Megatron-LM, which this module does without.
+                from mcore_prefix_tree.mcore.megatron_lm.checks import check_command_line
+
+                validated = check_command_line(parsed, self._args_defaults)
+                if parsed.prefix_tree_dry_run:
+                    assert validated is not None, "a dry run that cannot be validated is refused"
+                    from mcore_prefix_tree.mcore.megatron_lm.dry_run import dry_run
+
+                    if validated.rank == 0:
+                        print(dry_run(validated))
+                    raise SystemExit(0)
+            else:
+                check_unused(sys.argv[1:] if args is None else args)
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse, under ``--prefix-tree`` without the usage of hundreds of lines."""
+        if "--prefix-tree" in sys.argv[1:]:
+            raise ArgumentError(message)
+        super().error(message)
+
+    def format_help(self) -> str:
+        """Return Megatron-LM's help, or this package's part of it where argparse cannot format the rest."""
+        try:
+            return super().format_help()
+        except ValueError as error:  # core_v0.19.0 has a help text that holds "10%)"
+            usage = "%(prog)s <arguments of pretrain_gpt.py> --prefix-tree ..."
+            ours = add_argument_group(argparse.ArgumentParser(usage=usage, add_help=False)).format_help()
+            return f"{ours}\nMegatron-LM {compat.installed_version()} cannot show its own arguments: {error}\n"

@@ -1,0 +1,153 @@
+"""``--prefix-tree-dry-run``: the first step's plan and a rank's memory, without a GPU and without a job."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.megatron_lm.memory import activation_bytes, warm_up_bytes
+from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
+from mcore_prefix_tree.mcore.megatron_lm.settings import folding_of, work_of
+from mcore_prefix_tree.mcore.megatron_lm.sizes import evaluation_size, megatrons_calculator, size_at
+from mcore_prefix_tree.mcore.megatron_lm.steps import check_steps, plan_exactly
+from mcore_prefix_tree.plan import Bound, ForestPlan
+from mcore_prefix_tree.sample import Sample
+
+GIB = 1024**3
+
+
+def dry_run(args: argparse.Namespace) -> str:
+    """What a job with these arguments would do first.
+
+    Memory is an estimate for the most loaded rank: Megatron's own of weights, gradients and optimizer, and that of
+    :func:`activation_bytes`, which knows experts and recomputation, of a step whose micro-batches are all as long as
+    the longest.
+
+    Args:
+        args: validated, with what :func:`checked_config` changes in them.
+
+    Raises:
+        ArgumentError: a step does not fit its micro-batches.
+        SampleError: bad data.
+    """
+    folding = folding_of(args, device=torch.device("cpu"))
+    order = training_order(args)
+    end = args.train_samples or (args.train_iters or 0) * args.global_batch_size or order.samples_per_epoch
+    with megatrons_calculator(args):
+        check_steps(order, lambda start: size_at(args, start), folding, consumed=0, end=end)
+        size = size_at(args, 0)
+    if args.prefix_tree_valid_data_path and args.eval_iters:
+        validation, evaluated = validation_order(args), evaluation_size(args)
+        interval = args.eval_interval or end
+        # Since core_v0.19 the first ones may be left out.
+        left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
+        evaluations = 1 + end // args.global_batch_size // interval - left_out
+        end = evaluations * args.eval_iters * evaluated.samples
+        check_steps(validation, lambda _: evaluated, folding, consumed=0, end=end)
+    samples = order.take(0, size.samples)
+    plan = plan_exactly(samples, size, folding)
+
+    logical = sum(len(sample) for sample in samples)
+    physical = sum(map(sum, plan.physical_tokens))
+    longest = max(map(max, plan.physical_tokens))
+    lines = [
+        f"{order.samples_per_epoch} samples an epoch, {size.samples} a step, in {size.micro_batches} micro-batches on "
+        f"each of {size.dp_size} data-parallel ranks",
+        f"first step: {logical} logical tokens, {physical} physical, fold ratio {logical / physical:.2f}",
+        f"first step: bound {_bound(args, samples, plan, folding)}",
+    ]
+    lines += [
+        f"  data-parallel rank {rank}: {_dealt(batches, sizes)}"
+        for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
+    ]
+    if plan.idle_ranks:
+        lines.append(
+            f"  {plan.idle_ranks} of {size.dp_size} data-parallel ranks have no work: use fewer ranks, or raise "
+            "--global-batch-size"
+        )
+    cases = {"longest micro-batch": longest, "at --prefix-tree-max-tokens": folding.max_tokens}
+    kept = "activations" if args.num_experts is None else "activations with balanced routing"
+    lines += [
+        f"a rank's memory by an estimate, of {args.world_size} ranks:",
+        f"  Megatron-LM's warm-up at the start, before all else: {warm_up_bytes(args) / GIB:.3g} GiB",
+        f"  weights, gradients, optimizer: {_weights(args) / GIB:.3g} GiB",
+    ]
+    lines += [
+        f"  {kept}, {case} ({tokens} tokens): {_activations(args, tokens, size.micro_batches) / GIB:.3g} GiB"
+        for case, tokens in cases.items()
+    ]
+    return "\n".join(lines)
+
+
+def _bound(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding) -> Bound:
+    """Return the bound of a step of all ranks."""
+    cuts = [batch for rank in plan.micro_batches for batch in rank]
+    return work_of(args).bound([folding.layout([samples[index] for index in batch]) for batch in cuts])
+
+
+def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
+    """A rank's micro-batches; those that a plan leaves empty are counted."""
+    parts = [
+        f"{len(batch)} samples in {tokens} tokens" for batch, tokens in zip(batches, sizes, strict=True) if len(batch)
+    ]
+    empty = len(batches) - len(parts)
+    return ", ".join(parts + [f"{empty} empty"] * bool(empty))
+
+
+def _weights(args: argparse.Namespace) -> float:
+    """Bytes of weights, gradients and optimizer of the most loaded rank.
+
+    The estimate of core_v0.16.1 cuts experts like everything else. So they are counted apart: what the experts of one
+    rank add to a model in the layout of experts.
+    """
+    return _weights_in_layout(args) + _whole_projections(args)
+
+
+def _whole_projections(args: argparse.Namespace) -> float:
+    """Of latent attention's down projections, which tensor-parallel ranks hold whole, what the estimate cuts off."""
+    if not args.multi_latent_attention:
+        return 0.0
+    tensor = args.tensor_model_parallel_size
+    width = (args.q_lora_rank or 0) + args.kv_lora_rank + args.qk_pos_emb_head_dim
+    cut_off: float = args.num_layers / args.pipeline_model_parallel_size * args.hidden_size * width * (1 - 1 / tensor)
+    # As compute_weight_and_optimizer_memory counts a parameter.
+    bytes_each = 6 + 12 / args.data_parallel_size if args.use_distributed_optimizer else 18
+    return cut_off * bytes_each
+
+
+def _weights_in_layout(args: argparse.Namespace) -> float:
+    if args.num_experts is None:
+        return _weights_of(args)
+    experts, tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    world_size = args.world_size // experts
+    layout = {
+        "expert_model_parallel_size": 1,
+        "tensor_model_parallel_size": tensor,
+        "world_size": world_size,
+        "data_parallel_size": world_size // (tensor * args.pipeline_model_parallel_size),
+    }
+    without = _weights_of(args, num_experts=0, **layout)
+    return (
+        _weights_of(args, num_experts=0)
+        + _weights_of(args, num_experts=args.num_experts // experts, **layout)
+        - without
+    )
+
+
+def _weights_of(args: argparse.Namespace, **changed: Any) -> float:
+    # The estimate writes to what it is given.
+    return float(compute_weight_and_optimizer_memory(argparse.Namespace(**vars(copy.deepcopy(args)) | changed)))
+
+
+def _activations(args: argparse.Namespace, tokens: int, micro_batches: int) -> float:
+    """Bytes of activations of micro-batches of so many tokens."""
+    logits_width = 0 if args.prefix_tree_fused_head else args.padded_vocab_size
+    config = core_transformer_config_from_args(args)
+    return activation_bytes(config, tokens, micro_batches=micro_batches, logits_width=logits_width)

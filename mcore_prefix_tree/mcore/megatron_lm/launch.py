@@ -1,0 +1,58 @@
+"""Start a ``pretrain_gpt`` job of this package's own entry."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+from pathlib import Path
+
+import torch
+
+from mcore_prefix_tree.cpu.emulation import enable_training
+from mcore_prefix_tree.errors import naming_memory
+from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore.megatron_lm.adapter import run_pretrain
+from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
+from mcore_prefix_tree.mcore.megatron_lm.providers import TreeDatasetsProvider
+from mcore_prefix_tree.mcore.megatron_lm.step import tree_forward_step
+
+
+def say(text: str) -> None:
+    """One line, from one rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"mcore_prefix_tree: {text}", flush=True)
+
+
+def emulate_without_gpu(*, dry_run: bool = False) -> None:
+    """Let Megatron run on this machine's CPU, if it has no GPU; a dry run only asks it to check arguments."""
+    if not torch.cuda.is_available():
+        enable_training()
+        if not dry_run:
+            say(
+                "no GPU here, Megatron runs on the CPU under emulation; it needs --distributed-backend gloo "
+                "--transformer-impl local --use-cpu-initialization and its --no-...-fusion flags"
+            )
+
+
+def say_which_megatron_core(root: Path) -> None:
+    """One line where the checkout's ``megatron.core`` is not the one that pip installed."""
+    version = compat.installed_version().partition("+")[0]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        installed = importlib.metadata.version("megatron-core")
+        if installed != version:
+            say(f"megatron.core {version} of {root} is used, not the installed {installed}")
+
+
+def run(root: Path) -> None:
+    """Train by Megatron-LM's ``pretrain``, which parses the command line and so checks the job; or print a dry run.
+
+    Args:
+        root: of the checkout.
+
+    Raises:
+        SystemExit: 2, with one sentence, for a job that cannot run; 0 after a dry run.
+    """
+    say_which_megatron_core(root)
+    with naming_memory(lambda: "the job does not fit; lower --prefix-tree-max-tokens or the size of the model"):
+        run_pretrain(TreeDatasetsProvider(), tree_model_provider, tree_forward_step, args_defaults={})

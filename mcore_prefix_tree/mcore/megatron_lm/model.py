@@ -1,0 +1,64 @@
+"""The model of a ``--prefix-tree`` job: the checkout's own builder makes it, from layers that follow the tree."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from megatron.training import get_args, print_rank_0
+
+from mcore_prefix_tree.cpu.specs import cpu_spec
+from mcore_prefix_tree.errors import is_of_this_package, readable_errors
+from mcore_prefix_tree.mcore.megatron_lm.adapter import build_gpt
+from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
+from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+from mcore_prefix_tree.mcore.seam.validation import check_model
+
+
+@readable_errors(is_of_this_package)
+def tree_model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> Any:
+    """Return the GPT that the arguments describe, tree-capable; its state-dict keys are those of the stock model.
+
+    Raises:
+        SystemExit: 2, with one sentence, for what folding cannot do, before anything is built.
+    """
+    args = get_args()
+    checked = config_in_provider(args)
+    print_rank_0("building GPT model, tree-capable ...")
+    return tree_gpt(
+        args,
+        config or checked,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def tree_gpt(args: argparse.Namespace, config: Any, *, vp_stage: int | None = None, **stage: Any) -> Any:
+    """Return a model of these arguments and of this ``TransformerConfig``.
+
+    Args:
+        args: validated.
+        config: from them.
+        vp_stage: index of the model chunk within this stage, under virtual pipelining.
+        stage: ``pre_process``, ``post_process`` and ``pg_collection``, as Megatron gives them to a model provider.
+    """
+
+    def exchange(spec: Any) -> Any:
+        if args.transformer_impl != "transformer_engine" and not torch.cuda.is_available():
+            # The emulation is for trying things out, also what upstream's own layers lack on a CPU.
+            spec = cpu_spec(spec, config, vp_stage)
+        return with_prefix_tree(spec)
+
+    model = build_gpt(args, config, exchange, vp_stage=vp_stage, **stage)
+    check_model(model)
+    return with_edge_head(model) if args.prefix_tree_fused_head else model

@@ -1,0 +1,220 @@
+"""The data provider that Megatron-LM's ``pretrain`` is given, and a script's own providers beside those of folding."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.training import get_args, get_timers, print_rank_0
+
+from mcore_prefix_tree.data import (
+    LineOptions,
+    Skipped,
+    StreamedGroups,
+    check_same_samples,
+    iter_sample_groups,
+    load_tokenizer,
+    resolve_paths,
+)
+from mcore_prefix_tree.data.batches import Order, SampleOrder
+from mcore_prefix_tree.errors import is_of_this_package, readable_errors
+from mcore_prefix_tree.mcore.megatron_lm.backend import device_of_this_rank, with_backend
+from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
+from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
+from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
+from mcore_prefix_tree.mcore.megatron_lm.resumed import consumed_before
+from mcore_prefix_tree.mcore.megatron_lm.settings import folding_of
+from mcore_prefix_tree.mcore.megatron_lm.sizes import current_size, evaluation_size, is_constant
+from mcore_prefix_tree.mcore.megatron_lm.step import tree_forward_step
+from mcore_prefix_tree.mcore.megatron_lm.steps import StepDealer, StepIterator, check_steps
+from mcore_prefix_tree.mcore.ranks import all_ranks
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+from mcore_prefix_tree.sample import Sample
+
+__all__ = ["add_prefix_tree_args", "prefix_tree_providers"]
+
+Provider = Callable[..., Any]
+
+
+def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order) -> SampleOrder:
+    """The samples of the files, in the order that steps take them; says what was skipped.
+
+    Raises:
+        SampleError: bad data, or a sample that is longer than the arguments allow; names file, line and argument. Or
+            ranks read different samples.
+    """
+    name = args.prefix_tree_tokenizer
+    options = LineOptions(
+        tokenizer=None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs),
+        expand_turns=args.prefix_tree_expand_turns,
+        vocab_size=args.padded_vocab_size,
+        limits={"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens},
+    )
+    skipped, on_error = Skipped(), args.prefix_tree_on_error
+    groups: Sequence[Sequence[Sample]]
+    if args.prefix_tree_streaming:
+        groups = StreamedGroups(
+            paths, options, on_error=on_error, skipped=skipped, ranks=all_ranks(), progress=_ReadingProgress()
+        )
+    else:
+        groups = list(iter_sample_groups(paths, **vars(options), on_error=on_error, skipped=skipped))
+        check_same_samples(groups, resolve_paths(paths), all_ranks())
+    if skipped.count:
+        print_rank_0(f"> {skipped}")
+    return SampleOrder(groups, seed=args.seed, order=order, step=args.global_batch_size)
+
+
+def training_order(args: argparse.Namespace) -> SampleOrder:
+    """The training samples, in the order that steps take them."""
+    return read_order(args, args.prefix_tree_data_path, args.prefix_tree_order)
+
+
+def validation_order(args: argparse.Namespace) -> SampleOrder:
+    """The validation samples, in the order of their files."""
+    return read_order(args, args.prefix_tree_valid_data_path, "file")
+
+
+class _ReadingProgress:
+    """A line for every tenth."""
+
+    def __init__(self) -> None:
+        self._tenths = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if 10 * done // total > self._tenths:
+            self._tenths = 10 * done // total
+            print_rank_0(f"> reading data: {self._tenths}0 %")
+
+
+def training_seconds() -> float:
+    """Wall-clock seconds without those that Megatron's timers gave to evaluation and checkpoints."""
+    timers = get_timers()
+    paused = sum(timers(name, log_level=0).active_time() for name in ("eval-time", "save-checkpoint"))
+    return time.perf_counter() - float(paused)
+
+
+class TreeDatasetsProvider:
+    """Megatron's ``train_valid_test_datasets_provider``: iterators over folded micro-batches, on every rank.
+
+    Called once for each model chunk of a rank; the chunks share their data and plans.
+    """
+
+    # All pipeline stages and tensor-parallel ranks read the data themselves and make the same plan.
+    is_distributed = True
+
+    def __init__(self) -> None:
+        self._training: StepDealer | None = None
+        self._consumed_before = 0  # samples, of other data than these
+        self._validation: StepDealer | None = None
+
+    @readable_errors(is_of_this_package)
+    def __call__(
+        self, train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None
+    ) -> tuple[StepIterator | None, StepIterator | None, None]:
+        """Return iterators for training, validation and no test.
+
+        Raises:
+            SystemExit: 2, with one sentence: the data is bad, a step does not fit its micro-batches, or the job resumes
+                with other samples than it had.
+        """
+        args = get_args()
+        config_in_provider(args)
+        device = device_of_this_rank()
+        dp_rank = parallel_state.get_data_parallel_rank()
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        folding = folding_of(args, device=device)
+        train = None
+        if not args.skip_train:
+            if self._training is None:
+                order = training_order(args)
+                print_rank_0(f"> {order.samples_per_epoch} samples an epoch from {args.prefix_tree_data_path}")
+                self._consumed_before = consumed_before(args, order)
+                # Streamed data would be read and encoded once more, which a dry run does for who wants to know: here a
+                # step that does not fit is told when it is planned, while the one before computes.
+                if is_constant(args) and not order.is_streamed:
+                    check_steps(
+                        order,
+                        lambda _: current_size(args),
+                        folding,
+                        consumed=args.consumed_train_samples - self._consumed_before,
+                        end=(train_val_test_num_samples[0] or 0) - self._consumed_before,
+                    )
+                folding = with_backend(folding, args, order)
+                self._training = StepDealer(
+                    order,
+                    folding,
+                    dp_rank=dp_rank,
+                    chunks=chunks,
+                    num_workers=args.num_workers,
+                    clock=training_seconds,
+                )
+            consumed = args.consumed_train_samples - self._consumed_before
+            train = StepIterator(self._training, consumed=consumed, size=lambda: current_size(args))
+        if not args.prefix_tree_valid_data_path:
+            if args.eval_iters:
+                print_rank_0("> no --prefix-tree-valid-data-path: nothing is evaluated")
+            args.eval_iters = 0
+            return train, None, None
+        if self._validation is None:
+            order = validation_order(args)
+            if not order.is_streamed:
+                check_steps(
+                    order,
+                    lambda _: evaluation_size(args),
+                    folding,
+                    consumed=0 if args.skip_train else args.consumed_valid_samples,
+                    end=train_val_test_num_samples[1] or 0,
+                )
+            # Training has chosen before: validation runs the same back-end.
+            folding = with_backend(folding, args, order)
+            self._validation = StepDealer(order, folding, dp_rank=dp_rank, chunks=chunks, num_workers=args.num_workers)
+        consumed = 0 if args.skip_train else args.consumed_valid_samples
+        valid = StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args))
+        return train, valid, None
+
+
+def prefix_tree_providers(
+    datasets_provider: Provider, model_provider: Provider | None, forward_step: Provider
+) -> tuple[Provider, Provider, Provider]:
+    """A script's own three providers where ``--prefix-tree`` is absent, and the folding ones where it is given.
+
+    Args:
+        datasets_provider: the script's.
+        model_provider: the script's; None where, since core_v0.19, its model comes from a ``ModelConfig``.
+        forward_step: the script's.
+
+    Returns:
+        To be passed to ``pretrain`` in their place. The data provider is called on every rank under the flag; without
+        it on the ranks that the script's own asks for with ``is_distributed``.
+    """
+    folded = TreeDatasetsProvider()
+
+    class _Datasets:
+        @property
+        def is_distributed(self) -> bool:
+            return bool(getattr(datasets_provider, "is_distributed", False)) or bool(get_args().prefix_tree)
+
+        def __call__(self, num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
+            provider = folded if get_args().prefix_tree else datasets_provider
+            return provider(num_samples) if vp_stage is None else provider(num_samples, vp_stage=vp_stage)
+
+    @readable_errors(is_of_this_package)
+    def model(*args: Any, **kwargs: Any) -> Any:
+        arguments = get_args()
+        # --attention-backend tree: Megatron-Core is patched (patches/README.md), the script's own layers follow it.
+        native = model_provider is not None and arguments.attention_backend.name == "tree"
+        if arguments.prefix_tree and not native:
+            return tree_model_provider(*args, **kwargs)
+        if arguments.prefix_tree:
+            config_in_provider(arguments)
+        assert model_provider is not None, "without --prefix-tree the script's ModelConfig builds its model"
+        stock = model_provider(*args, **kwargs)
+        return with_edge_head(stock) if arguments.prefix_tree and arguments.prefix_tree_fused_head else stock
+
+    def step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return (tree_forward_step if get_args().prefix_tree else forward_step)(data_iterator, model, *args, **kwargs)
+
+    return _Datasets(), model, step

@@ -1,0 +1,98 @@
+"""Whether a job that resumes has the samples that its checkpoint was trained on.
+
+Megatron's checkpoints keep the arguments of the job, and these say, as ``args.prefix_tree_samples``, which samples it
+had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+from typing import Any
+
+from megatron.training import print_rank_0
+from megatron.training.checkpointing import load_args_from_checkpoint
+
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.same import is_other
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+from mcore_prefix_tree.mcore.ranks import everyone
+
+# What has to stay for an order of samples to go on where it stopped, and how the user says it.
+_SETTINGS = {
+    "seed": "--seed",
+    "order": "--prefix-tree-order",
+    "step": "--global-batch-size",
+    "samples_per_epoch": "--prefix-tree-data-path",
+}
+
+
+def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
+    """How many samples were consumed before the first of an order; all ranks together, once the checkpoint is loaded.
+
+    Writes down in ``args`` what the checkpoints of this job are to say.
+
+    Args:
+        args: of the job; ``consumed_train_samples`` are the checkpoint's.
+        order: of the training samples.
+
+    Raises:
+        ArgumentError: the checkpoint was trained on other samples, and ``--prefix-tree-new-data`` is not given; or the
+            job is set back before the first of its samples.
+    """
+    now = {
+        "seed": args.seed,
+        "order": args.prefix_tree_order,
+        "step": args.global_batch_size if args.prefix_tree_order == "folded" else None,  # its runs are a step long
+        "samples_per_epoch": order.samples_per_epoch,
+        "checksums": order.checksums,
+    }
+    consumed = 0
+    if args.consumed_train_samples:
+        before = _of_checkpoint(args)
+        # A run of stock Megatron, or of an older version of this package, does not say.
+        other = None if before is None else _difference(before, now)
+        is_known = before is not None and is_other(before["checksums"], now["checksums"]) is not None
+        if other is not None and not args.prefix_tree_new_data:
+            raise ArgumentError(
+                f"the checkpoint in --load {args.load} {other}; the data would not continue after its "
+                f"{args.consumed_train_samples:,} samples: change it back, or give --prefix-tree-new-data, to begin "
+                "with the first of the data"
+            )
+        if other is not None or (args.prefix_tree_new_data and not is_known):
+            consumed = args.consumed_train_samples
+            print_rank_0(f"> new data: their first sample follows the {consumed:,} of the checkpoint")
+        elif before is not None:
+            consumed = before["consumed_before"]
+        if consumed > args.consumed_train_samples:
+            # Since core_v0.18 an argument can set an iteration back.
+            raise ArgumentError(
+                f"the job goes on after {args.consumed_train_samples:,} samples, but its data began after "
+                f"{consumed:,}; leave --override-ckpt-iteration out"
+            )
+    args.prefix_tree_samples = now | {"consumed_before": consumed}
+    return consumed
+
+
+def _of_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What the loaded checkpoint says of its samples; every rank takes what the first one reads."""
+    # Megatron reads it once more, into a copy, and says which argument it takes from there.
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = load_args_from_checkpoint(copy.copy(args))
+    # It gives back a pair only where there is a checkpoint with arguments.
+    before = getattr(found[1], "prefix_tree_samples", None) if isinstance(found, tuple) else None
+    first: dict[str, Any] | None = everyone(before)[0]
+    if first is not None and "shuffle" in first:  # what older checkpoints have instead of an order
+        first |= {"order": "shuffled" if first["shuffle"] else "file", "step": None}
+    return first
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    for name, setting in _SETTINGS.items():
+        if before[name] != now[name]:
+            return f"was trained with {name}={before[name]}, this job has {name}={now[name]} ({setting})"
+    if is_other(before["checksums"], now["checksums"]):
+        return "was trained on other samples than --prefix-tree-data-path gives, though on as many"
+    return None

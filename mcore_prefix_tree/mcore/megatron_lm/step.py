@@ -1,0 +1,81 @@
+"""The ``forward_step_func`` that Megatron-LM's ``pretrain`` is given, and what it logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import StragglerDetector
+from megatron.training import get_args, get_timers
+
+from mcore_prefix_tree.errors import is_of_this_package, readable_errors
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.megatron_lm.steps import StepMicroBatch, StepStats
+from mcore_prefix_tree.mcore.readout import WeightedSum
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.validation import check_step
+from mcore_prefix_tree.upload import upload
+
+LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+@readable_errors(is_of_this_package)
+def tree_forward_step(
+    data_iterator: Iterator[StepMicroBatch], model: Any
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
+    """One pipeline stage's forward of the next folded micro-batch, and the function of its loss."""
+    check_step(model)
+    timers = get_timers()
+    # Of --log-straggler, one in a process.
+    straggler = StragglerDetector()
+    timers("batch-generator", log_level=2).start()
+    with straggler(bdata=True):
+        micro_batch = next(data_iterator)
+    timers("batch-generator").stop()
+    readout = WeightedSum(fused=get_args().prefix_tree_fused_head)
+    with straggler:
+        batch = micro_batch.waiting.take()
+        output = tree_forward(model, batch, readout)
+    return output, partial(_loss, micro_batch, batch, readout)
+
+
+def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, readout: WeightedSum, output: torch.Tensor) -> LossOutput:
+    loss = readout.read(output, batch).loss
+    num_tokens = torch.full((), batch.layout.num_supervised, dtype=torch.int, device=output.device)
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=_is_not_finite,
+            message="found NaN or Inf in the loss of a folded micro-batch",
+            tolerance=0.0,
+            fatal=True,
+        )
+    report = {"lm loss": torch.stack([loss.detach().float(), num_tokens.float()])}
+    if micro_batch.stats is not None:
+        figures = log_figures(micro_batch, micro_batch.stats)
+        pairs = upload(np.array(list(figures.values()), dtype=np.float32), output.device)
+        report |= dict(zip(figures, pairs.unbind(), strict=True))
+    return loss, num_tokens, report
+
+
+def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
+    return ~torch.isfinite(loss)
+
+
+def log_figures(micro_batch: StepMicroBatch, stats: StepStats) -> dict[str, tuple[float, float]]:
+    """What the log line, TensorBoard and W&B show beside the loss: for each, a numerator and a denominator.
+
+    Megatron sums both over the micro-batches and the data-parallel ranks of a step, divides, and averages over
+    ``--log-interval``. Throughput is that of the step before, because a step's end is not known inside it; at the
+    first step there is none.
+    """
+    figures: dict[str, tuple[float, float]] = {"fold ratio": (stats.logical_tokens, stats.physical_tokens)}
+    if stats.seconds_before:
+        figures["logical tokens/s"] = (stats.logical_before, stats.seconds_before)
+        figures["physical tokens/s"] = (stats.physical_before, stats.seconds_before)
+    figures["plan time (ms)"] = (1e3 * micro_batch.host_seconds * micro_batch.share, micro_batch.share)
+    return figures

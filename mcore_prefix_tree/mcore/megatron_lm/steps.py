@@ -1,0 +1,291 @@
+"""A step's samples, dealt as exactly the micro-batches that Megatron's calculator says a step has.
+
+Megatron counts in ``--micro-batch-size``: a step is ``get_num_microbatches()`` micro-batches a rank, and when it is
+done ``get_num_microbatches() * micro_batch_size * data_parallel_size`` samples count as consumed, for the learning
+rate, the logs, the checkpoints and a batch-size ramp-up. So that all of this stays exact and nothing of Megatron has
+to change, a step takes that many logical samples and folds them into that many micro-batches: ``--micro-batch-size``
+says how many samples are folded into one on average, and the plan decides which. The other ways were worse: changing
+the calculator between steps trips an assertion in ``train()`` and every count after it, and ``train()`` takes its
+schedule function from megatron-core by name, so that there is no seam to wrap it at.
+
+What the count cannot do is grow with the data. A step that does not fit its micro-batches under
+``--prefix-tree-max-tokens`` is refused, where the samples are in memory before training starts; of streamed ones when
+it is planned, a step ahead, or by ``--prefix-tree-dry-run``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+from mcore_prefix_tree.mcore.seam.micro_batch import WaitingMicroBatch
+from mcore_prefix_tree.plan import ForestPlan
+from mcore_prefix_tree.sample import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSize:
+    """How a step is cut.
+
+    Attributes:
+        micro_batches: of each data-parallel rank.
+        micro_batch_size: logical samples of each on average, Megatron's.
+        dp_size: data-parallel ranks.
+    """
+
+    micro_batches: int
+    micro_batch_size: int
+    dp_size: int
+
+    @property
+    def samples(self) -> int:
+        """Logical samples of the step, over all ranks."""
+        return self.micro_batches * self.micro_batch_size * self.dp_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats:
+    """What a step's log line gains.
+
+    Attributes:
+        logical_tokens: of all ranks.
+        physical_tokens: of all ranks, without padding.
+        seconds_before: of the training step before, from its first micro-batch to this one's, without evaluation and
+            checkpoints; 0 at the first.
+        logical_before: tokens of that step.
+        physical_before: tokens of that step.
+    """
+
+    logical_tokens: int
+    physical_tokens: int
+    seconds_before: float = 0.0
+    logical_before: int = 0
+    physical_before: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepMicroBatch:
+    """A micro-batch and the step it belongs to.
+
+    Attributes:
+        waiting: on the host. Megatron's iterator keeps it until the step ends, to repeat the step if it has to.
+        host_seconds: this rank spent on planning and folding the step.
+        share: this micro-batch's part of its rank's micro-batches.
+        stats: of its step; None in evaluation.
+    """
+
+    waiting: WaitingMicroBatch
+    host_seconds: float
+    share: float
+    stats: StepStats | None
+
+
+def plan_exactly(samples: list[Sample], size: StepSize, folding: Folding) -> ForestPlan:
+    """A plan with ``size.micro_batches`` micro-batches on each rank, some of them empty where fewer would do.
+
+    Raises:
+        ArgumentError: see :func:`check_fits`.
+    """
+    check_fits(samples, size, folding)
+    return folding.plan(samples, micro_batches=size.micro_batches)
+
+
+def check_fits(samples: list[Sample], size: StepSize, folding: Folding) -> None:
+    """See that a step's samples fit its micro-batches; much cheaper than planning them.
+
+    Raises:
+        ArgumentError: the budget asks for more; names the arguments and the largest ``--micro-batch-size`` that fits.
+    """
+    needed = folding.fewest_micro_batches(samples)
+    if needed <= size.micro_batches:
+        return
+    fitting = [
+        count
+        for count in range(1, size.micro_batch_size)
+        if len(samples) % (count * size.dp_size) == 0
+        and len(samples) // (count * size.dp_size) >= needed
+        and (len(samples) // (count * size.dp_size)) % folding.micro_batch_multiple == 0
+    ]
+    way_out = f"use --micro-batch-size {fitting[-1]}, or raise" if fitting else "raise"
+    raise ArgumentError(
+        f"{len(samples)} samples need {needed} micro-batches a rank of at most --prefix-tree-max-tokens="
+        f"{folding.max_tokens} tokens, but --micro-batch-size={size.micro_batch_size} on {size.dp_size} data-parallel "
+        f"ranks makes {size.micro_batches}; {way_out} --prefix-tree-max-tokens (the first of these samples is "
+        f"{samples[0].source})"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Step:
+    """A planned step: what it was asked for, and what came of it, on the host."""
+
+    consumed: int
+    size: StepSize
+    samples: list[Sample]
+    plan: ForestPlan
+    micro_batches: list[WaitingMicroBatch]
+    seconds: float
+
+
+class StepDealer:
+    """Plans and folds one step at a time.
+
+    Every rank of a replica computes the same plan from the same samples. Under virtual pipelining the model chunks of
+    a rank share a dealer, and a micro-batch on the device. While a step computes, the next is read, planned and folded
+    in the background, as if it had the same size; one of another size (batch-size ramp-up, a restart) is planned when
+    it is asked for.
+
+    Args:
+        order: of the samples.
+        folding: of the job.
+        dp_rank: this rank's.
+        chunks: model chunks of this rank.
+        num_workers: processes that read streamed samples ahead.
+        clock: seconds of training so far; None in evaluation, which is not measured.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        folding: Folding,
+        *,
+        dp_rank: int,
+        chunks: int = 1,
+        num_workers: int = 0,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._order = order
+        self._folding = folding
+        self._dp_rank = dp_rank
+        self._chunks = chunks
+        self._num_workers = num_workers
+        self._clock = clock
+        self._started: float | None = None
+        self._stream: SampleStream | None = None
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mcore-prefix-tree plan")
+        self._next: tuple[int, StepSize, Future[_Step]] | None = None
+        self._step: _Step | None = None
+        self._stats: StepStats | None = None
+
+    def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
+        """Micro-batch ``index`` of this rank, of the step that follows the first ``consumed`` samples.
+
+        Raises:
+            ArgumentError: see :func:`plan_exactly`.
+        """
+        if self._step is None or consumed != self._step.consumed:
+            self._start(consumed, size)
+        step = self._step
+        assert step is not None, "just started"
+        return StepMicroBatch(
+            waiting=step.micro_batches[index],
+            host_seconds=step.seconds,
+            share=1 / size.micro_batches,
+            stats=self._stats,
+        )
+
+    def _start(self, consumed: int, size: StepSize) -> None:
+        now = self._clock() if self._clock is not None else 0.0
+        step = self._planned(consumed, size)
+        following = consumed + size.samples
+        self._next = following, size, self._background.submit(self._plan, following, size)
+        self._step = step
+        if self._clock is None:
+            return
+        before = self._stats
+        self._stats = StepStats(
+            logical_tokens=sum(len(sample) for sample in step.samples),
+            physical_tokens=sum(map(sum, step.plan.physical_tokens)),
+            seconds_before=0.0 if self._started is None else now - self._started,
+            logical_before=before.logical_tokens if before else 0,
+            physical_before=before.physical_tokens if before else 0,
+        )
+        self._started = now
+
+    def _planned(self, consumed: int, size: StepSize) -> _Step:
+        if self._next is not None:
+            following, its_size, future = self._next
+            # Whether it is the right one or not: the stream of samples is read by one thread at a time.
+            wait([future])
+            if (following, its_size) == (consumed, size):
+                return future.result()
+        return self._plan(consumed, size)
+
+    def _plan(self, consumed: int, size: StepSize) -> _Step:
+        if self._stream is None or self._stream.consumed != consumed:
+            if self._stream is not None:
+                self._stream.close()
+            self._stream = self._order.stream(consumed, num_workers=self._num_workers)
+        samples = self._stream.take(size.samples)
+        start = time.perf_counter()
+        plan = plan_exactly(samples, size, self._folding)
+        folded = [self._folding.micro_batch([samples[i] for i in one]) for one in plan.micro_batches[self._dp_rank]]
+        return _Step(
+            consumed=consumed,
+            size=size,
+            samples=samples,
+            plan=plan,
+            micro_batches=[WaitingMicroBatch(one, self._folding.device, chunks=self._chunks) for one in folded],
+            seconds=time.perf_counter() - start,
+        )
+
+
+class StepIterator(Iterator[StepMicroBatch]):
+    """What Megatron's ``--dataloader-type external`` takes: this rank's micro-batches, step after step, for ever.
+
+    Args:
+        dealer: shared by the model chunks of the rank.
+        consumed: samples before the first step.
+        size: of the step that begins, asked at its first micro-batch.
+    """
+
+    def __init__(self, dealer: StepDealer, *, consumed: int, size: Callable[[], StepSize]) -> None:
+        self._dealer = dealer
+        self._consumed = consumed
+        self._next_size = size
+        self._size = StepSize(micro_batches=0, micro_batch_size=0, dp_size=0)
+        self._index = 0
+
+    def __next__(self) -> StepMicroBatch:
+        """The next micro-batch of the step, or the first of the next one."""
+        if self._index == self._size.micro_batches:
+            self._consumed += self._size.samples
+            self._size, self._index = self._next_size(), 0
+        micro_batch = self._dealer.micro_batch(self._consumed, self._size, self._index)
+        self._index += 1
+        return micro_batch
+
+
+# Some 15 seconds' worth of samples in memory, on one core.
+CHECKED_SAMPLES = 1_000_000
+
+
+def check_steps(
+    order: SampleOrder, size_at: Callable[[int], StepSize], folding: Folding, *, consumed: int, end: int
+) -> None:
+    """Check that the steps from ``consumed`` samples to ``end`` fit their micro-batches, each epoch in its own order.
+
+    Of a longer job the first :data:`CHECKED_SAMPLES`, or the first epoch if that is more; of streamed samples, which
+    are read and encoded for it, the first epoch.
+
+    Args:
+        order: of the samples.
+        size_at: size of the step that begins after so many samples.
+        folding: of the job.
+        consumed: samples before the first step.
+        end: samples after which no step begins.
+
+    Raises:
+        ArgumentError: see :func:`check_fits`.
+    """
+    checked = order.samples_per_epoch if order.is_streamed else max(CHECKED_SAMPLES, order.samples_per_epoch)
+    start, end = consumed, min(end, consumed + checked)
+    while start < end:
+        size = size_at(start)
+        check_fits(order.take(start, size.samples), size, folding)
+        start += size.samples

@@ -1,0 +1,224 @@
+"""Subclasses of Megatron-Core's attention that follow the tree when a micro-batch carries one.
+
+Both are mixed into whatever class a layer spec names. Without tree metadata they only call that class.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from mcore_prefix_tree.attention import tree_attention
+from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES, TreePackedSeqParams, tree_params_of
+from mcore_prefix_tree.mcore.seam.validation import check_config
+from mcore_prefix_tree.metadata import TreeMetadata
+
+
+class TreeSelfAttentionMixin:
+    """Gives every token the rotary embedding of its position on its own path."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        """As the base class.
+
+        Raises:
+            NotImplementedError: ``config`` is of multi-latent attention, which this is not: a model of upstream's would
+                have no positions.
+        """
+        if config.multi_latent_attention:
+            raise NotImplementedError(
+                "multi_latent_attention=True, but the layer spec names another attention, whose model would have no "
+                "positions: take a spec made with multi_latent_attention=True"
+            )
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the base class; ``rotary_pos_emb`` is a table by position ``[max_path_len, 1, 1, dim]`` or two."""
+        tree = tree_params_of(packed_seq_params)
+        if tree is not None and rotary_pos_emb is not None:
+            assert tree.tree_metadata is not None
+            rotary_pos_emb = _gather_rotary(rotary_pos_emb, tree.tree_metadata)
+        return super().forward(  # type: ignore[misc]
+            hidden_states,
+            attention_mask,
+            *args,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **kwargs,
+        )
+
+
+def _gather_rotary(table: Any, metadata: TreeMetadata) -> Any:
+    """Return the rows of the rotary table at each token's position; gathered once per micro-batch and table."""
+    tables = table if isinstance(table, tuple) else (table,)
+    if CORE_KNOWS_TREES and all(one.shape[0] == metadata.padded_size for one in tables):
+        # The GPTModel of a patched Megatron-Core has gathered them. (Its table has max_path_len rows; where these are
+        # as many as there are tokens, the forest is one path without padding and gathering changes nothing.)
+        return table
+    known, rows = metadata.cache.get("rotary", ((), ()))
+    # A recomputed layer is given a detached table, another object over the same memory. The tables are kept beside
+    # their rows, so that this can never be memory that was used again.
+    if len(known) != len(tables) or not all(a is b or a.is_set_to(b) for a, b in zip(known, tables, strict=True)):
+        rows = tuple(rows_by_position(one, metadata) for one in tables)
+        metadata.cache["rotary"] = (tables, rows)
+    return rows if isinstance(table, tuple) else rows[0]
+
+
+def rows_by_position(table: torch.Tensor, metadata: TreeMetadata) -> torch.Tensor:
+    """``[P, ...]``: of a table by position the row of each token.
+
+    Raises:
+        ValueError: the longest path has more positions than the table.
+    """
+    if table.shape[0] < metadata.max_path_len:
+        raise ValueError(
+            f"the rotary table has {table.shape[0]} positions but the longest path has {metadata.max_path_len} "
+            "tokens; build packed_seq_params with TreePackedSeqParams.from_metadata"
+        )
+    return table.index_select(0, metadata.tree_position_ids)
+
+
+class TreeCoreAttentionMixin:
+    """Attends along the tree when the micro-batch carries one."""
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, softmax_scale: float | None = None, **kwargs: Any):
+        """Refuses what :func:`check_config` refuses, then builds the base class."""
+        check_config(config)
+        if kwargs.get("attention_dropout"):
+            raise NotImplementedError(
+                f"prefix-tree training does not support attention_dropout={kwargs['attention_dropout']} of layer "
+                f"{layer_number}: samples that share a token would share its dropout; set attention_dropout=0"
+            )
+        super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
+        # With apply_query_key_layer_scaling upstream divides here and multiplies in its softmax: the product is this.
+        self.tree_softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.tree_window = window_of(config, layer_number)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As the base class without a tree, :func:`attend` with one."""
+        tree = tree_params_of(packed_seq_params)
+        if tree is None:
+            out: torch.Tensor = super().forward(  # type: ignore[misc]
+                query,
+                key,
+                value,
+                attention_mask,
+                *args,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+            return out
+        return attend(
+            tree,
+            query,
+            key,
+            value,
+            attention_mask,
+            attention_bias,
+            softmax_scale=self.tree_softmax_scale,
+            window=self.tree_window,
+            sinks=sinks_of(self),
+        )
+
+
+def window_of(config: Any, layer_number: int) -> int | None:
+    """How many keys a query of a layer sees, itself included, or None for all: of ``window_size`` and its skip pattern.
+
+    Args:
+        config: a ``TransformerConfig`` that :func:`check_config` does not refuse.
+        layer_number: from 1.
+    """
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    return int(config.window_size[0]) + 1  # upstream does not count the query itself
+
+
+def sinks_of(core_attention: Any) -> torch.Tensor | None:
+    """``[H]`` logits beside the keys', of the module that holds them: learned, or zeros that add one to the sum."""
+    sinks: torch.Tensor | None = None
+    if core_attention.config.softmax_type != "vanilla":
+        sinks = core_attention.softmax_offset
+    return sinks
+
+
+def attend(
+    tree: TreePackedSeqParams,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    attention_bias: torch.Tensor | None,
+    *,
+    softmax_scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What a core attention of Megatron-Core answers for a folded micro-batch.
+
+    Args:
+        tree: of the micro-batch.
+        query: ``[P, 1, H, D]``; multi-latent attention leaves out the batch's dimension, here and below.
+        key: ``[P, 1, K, D]``.
+        value: ``[P, 1, K, W]``.
+        attention_mask: must be None.
+        attention_bias: must be None.
+        softmax_scale: factor on the scores before the softmax.
+        window: see :func:`window_of`.
+        sinks: see :func:`sinks_of`.
+
+    Returns:
+        ``[P, 1, H * W]``.
+
+    Raises:
+        ValueError: if there is a mask or a bias, the batch size is not one, or the back-end lacks what is asked for.
+    """
+    if attention_mask is not None or attention_bias is not None:
+        name = "attention_bias" if attention_mask is None else "attention_mask"
+        raise ValueError(f"{name} must be None with a folded micro-batch: the tree says who sees whom")
+    if query.ndim == 4:
+        if query.shape[1] != 1:
+            raise ValueError(f"a folded micro-batch has batch size 1, not {query.shape[1]}; set micro_batch_size=1")
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+    assert tree.tree_metadata is not None
+    folded = tree_attention(
+        query,
+        key,
+        value,
+        tree.tree_metadata,
+        softmax_scale=softmax_scale,
+        backend=tree.attention_backend,
+        window=window,
+        sinks=sinks,
+        deterministic=tree.deterministic_attention,
+    )
+    return folded.reshape(folded.shape[0], 1, -1)
+
+
+@cache
+def tree_class(mixin: type, base: type) -> type:
+    """The class that follows the tree where ``base`` does not; one per base, state-dict keys unchanged."""
+    if issubclass(base, mixin):
+        return base
+    return type(f"Tree{base.__name__}", (mixin, base), {"__module__": __name__, "__doc__": mixin.__doc__})

@@ -1,0 +1,112 @@
+"""Multi-latent attention along a tree: its rotary embeddings are its own, so they have to learn of the tree there.
+
+Its core attention is :class:`~mcore_prefix_tree.mcore.seam.attention.TreeCoreAttentionMixin`, as in any other layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_prefix_tree.mcore.seam.attention import rows_by_position
+from mcore_prefix_tree.mcore.seam.packed_seq_params import tree_params_of
+from mcore_prefix_tree.metadata import TreeMetadata
+
+
+class TreeLatentAttentionMixin:
+    """Gives every token the rotary embedding of its position, in an attention that makes those itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As the base class, whose rotary embedding is exchanged for one that knows trees.
+
+        Raises:
+            NotImplementedError: upstream's gradient of this layer is wrong; see :func:`check_rotary_keys`.
+        """
+        super().__init__(*args, **kwargs)
+        check_rotary_keys(self)
+        base: Any = self.rotary_pos_emb  # type: ignore[has-type]
+        self.rotary_pos_emb = PathRotaryEmbedding(base)
+
+
+def check_rotary_keys(attention: Any) -> None:
+    """Refuse tensor parallelism where upstream loses gradients of the rotary keys, which all heads share.
+
+    Each rank has those of its own heads. Where keys come from a projection that all ranks hold whole, the backward pass
+    of gathering them under sequence parallelism adds the ranks' up; where they come from one that is split, nothing
+    does (https://github.com/NVIDIA/Megatron-LM/issues/1699).
+    """
+    config = attention.config
+    name = "linear_kv_down_proj" if hasattr(attention, "linear_kv_down_proj") else "linear_qkv_down_proj"
+    width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+    if name == "linear_qkv_down_proj":
+        width += config.q_lora_rank
+    if getattr(attention, name).weight.shape[0] < width:
+        raise NotImplementedError(
+            f"prefix-tree training does not support multi_latent_attention with tensor_model_parallel_size="
+            f"{config.tensor_model_parallel_size} where {name} is split over the ranks: Megatron-Core's own gradient "
+            "of the rotary keys lacks the other ranks' heads (NVIDIA/Megatron-LM issue 1699); use TransformerEngine's "
+            "layers, with mla_down_proj_fusion=False, or tensor_model_parallel_size=1"
+        )
+
+
+@dataclass(frozen=True)
+class _RowsOf:
+    """What :class:`PathRotaryEmbedding` answers itself through its caller: how long a table, and whose rows of it.
+
+    Not a number on purpose. A caller that computed with it would be one that this class does not know.
+    """
+
+    length: int
+    metadata: TreeMetadata
+
+
+class PathRotaryEmbedding(torch.nn.Module):
+    """Stands before the rotary embedding that an attention owns, and gives each token of a tree its position's row.
+
+    Such an attention (``MultiLatentAttention.get_query_key_value_tensors``) has its rotary embedding say how many
+    positions the micro-batch needs, and hands the answer back to it for the table. So the answer carries the tree.
+    """
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        """Of ``base``, a ``RotaryEmbedding`` or ``YarnRotaryEmbedding``, which has no state that is saved."""
+        super().__init__()
+        self.base: Any = base
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: torch.Tensor,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """What :meth:`forward` takes for this micro-batch; without a tree the base class's number."""
+        length = self.base.get_rotary_seq_len(
+            inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **kwargs
+        )
+        tree = tree_params_of(packed_seq_params)
+        if tree is None:
+            return length
+        assert tree.tree_metadata is not None
+        return _RowsOf(length, tree.tree_metadata)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # As the base class does with its own prefix: checkpoints of old have a table that nobody reads.
+        state_dict.pop(f"{prefix}inv_freq", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Any:
+        """The base class's table ``[max_seq_len, 1, 1, dim]``, or of a tree ``[P, 1, dim]``; YaRN's with its factor.
+
+        A tree's rows lack a dimension because Megatron takes the batch's from queries and keys wherever there are
+        ``packed_seq_params``.
+        """
+        if not isinstance(max_seq_len, _RowsOf):
+            return self.base(max_seq_len, *args, **kwargs)
+        answer = self.base(max_seq_len.length, *args, **kwargs)
+        table, *factor = answer if isinstance(answer, tuple) else (answer,)
+        rows = rows_by_position(table, max_seq_len.metadata).squeeze(1)
+        return (rows, *factor) if factor else rows

@@ -1,0 +1,171 @@
+"""Any GPT layer or block spec in, a tree-capable one out; and ready specs for Megatron-LM's ``--spec``.
+
+``--spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local`` (Megatron-LM reads the name from this module) takes
+one of ``gpt_layer_local``, ``gpt_layer_local_qk_layernorm``, ``gpt_layer_te``, ``gpt_layer_te_qk_layernorm``. None of
+them has multi-latent attention: for that, leave ``--spec`` out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
+
+from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore.seam.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
+
+Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
+
+
+def with_prefix_tree(spec: Spec) -> Spec:
+    """A spec whose self-attention follows the tree of a micro-batch that carries one, and is unchanged without.
+
+    Args:
+        spec: a ``ModuleSpec`` of a transformer layer or block, or ``TransformerBlockSubmodules``; local,
+            TransformerEngine, MoE, multi-latent attention or heterogeneous. It is not modified.
+
+    Returns:
+        A spec of the same kind. Models built from it have the state-dict keys of models built from ``spec``.
+
+    Raises:
+        NotImplementedError: for layers whose tokens mix in other ways than self-attention (cross-attention, Mamba,
+            multi-token prediction); names the module.
+        TypeError: if ``spec`` is not such a spec.
+    """
+    if isinstance(spec, TransformerBlockSubmodules):
+        return dataclasses.replace(spec, layer_specs=[_layer(layer) for layer in spec.layer_specs])
+    if isinstance(spec, MultiTokenPredictionBlockSubmodules):
+        raise NotImplementedError(
+            "prefix-tree training does not support multi-token prediction: it rolls labels along the flat layout, "
+            "which crosses branches; set mtp_num_layers=None"
+        )
+    if not isinstance(spec, ModuleSpec):
+        raise TypeError(f"with_prefix_tree takes a ModuleSpec or TransformerBlockSubmodules, not {type(spec).__name__}")
+    if isinstance(spec.submodules, TransformerBlockSubmodules):
+        return dataclasses.replace(spec, submodules=with_prefix_tree(spec.submodules))
+    return _layer(spec)
+
+
+def _layer(spec: ModuleSpec) -> ModuleSpec:
+    module = get_module(spec)
+    if not (isinstance(module, type) and issubclass(module, TransformerLayer)):
+        raise NotImplementedError(
+            f"prefix-tree training does not support layers of class {_name(module)}: only self-attention knows the tree"
+        )
+    cross = spec.submodules.cross_attention
+    if get_module(cross) is not IdentityOp:
+        raise NotImplementedError(f"prefix-tree training does not support cross-attention ({_name(get_module(cross))})")
+    self_attention = spec.submodules.self_attention
+    submodules = dataclasses.replace(spec.submodules, self_attention=_self_attention(self_attention))
+    return dataclasses.replace(spec, submodules=submodules)
+
+
+def _self_attention(spec: Any) -> Any:
+    module = get_module(spec)
+    for known, mixin in ((SelfAttention, TreeSelfAttentionMixin), (MLASelfAttention, TreeLatentAttentionMixin)):
+        if isinstance(module, type) and issubclass(module, known):
+            core_attention = _core_attention(spec.submodules.core_attention)
+            submodules = dataclasses.replace(spec.submodules, core_attention=core_attention)
+            return dataclasses.replace(spec, module=tree_class(mixin, module), submodules=submodules)
+    if module is IdentityOp or getattr(spec, "params", {}).get("tp_comm_buffer_name") == "linear_attn":
+        return spec  # a heterogeneous layer without attention works on each token by itself
+    raise NotImplementedError(
+        f"prefix-tree training does not support {_name(module)} as self-attention: it is neither a SelfAttention nor a "
+        "MLASelfAttention"
+    )
+
+
+def _core_attention(spec: Any) -> Any:
+    module = get_module(spec)
+    if not isinstance(module, type):
+        raise NotImplementedError(f"prefix-tree training needs a class as core_attention, not {_name(module)}")
+    tree_module = tree_class(TreeCoreAttentionMixin, module)
+    return dataclasses.replace(spec, module=tree_module) if isinstance(spec, ModuleSpec) else tree_module
+
+
+def _name(module: Any) -> str:
+    return str(getattr(module, "__name__", module))
+
+
+def local_layer_spec(**options: Any) -> ModuleSpec:
+    """``get_gpt_layer_local_spec(**options)`` of megatron-core, tree-capable."""
+    return with_prefix_tree(get_gpt_layer_local_spec(**options))
+
+
+def te_layer_spec(**options: Any) -> ModuleSpec:
+    """``get_gpt_layer_with_transformer_engine_spec(**options)`` of megatron-core, tree-capable.
+
+    Raises:
+        ImportError: if TransformerEngine is not installed.
+    """
+    if not _have_te():
+        raise ImportError(_TE_MISSING)
+    compat.check(compat.TRANSFORMER_ENGINE)
+    return with_prefix_tree(get_gpt_layer_with_transformer_engine_spec(**options))
+
+
+_TE_MISSING = (
+    "this layer spec needs TransformerEngine, which is not installed; pip install transformer-engine[pytorch], or use "
+    "the local specs (gpt_layer_local)"
+)
+
+
+def _have_te() -> bool:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return bool(HAVE_TE)
+
+
+class TransformerEngineMissing(BaseTransformerLayer):  # type: ignore[misc]
+    """Stands in for the TransformerEngine layers where that is not installed, and says so when a model is built."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ImportError(_TE_MISSING)
+
+
+def _te_spec(**options: Any) -> ModuleSpec:
+    # --spec reads a name of this module: it has to exist without TransformerEngine too, for its error to be readable.
+    return te_layer_spec(**options) if _have_te() else ModuleSpec(module=TransformerEngineMissing)
+
+
+gpt_layer_local = local_layer_spec()
+gpt_layer_local_qk_layernorm = local_layer_spec(qk_layernorm=True)
+gpt_layer_te = _te_spec()
+gpt_layer_te_qk_layernorm = _te_spec(qk_layernorm=True)
+
+
+def stock_block_spec(
+    config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Upstream's decoder block of a model, with what its function asks for beside the config that says it too.
+
+    Args:
+        config: ``TransformerConfig``.
+        use_transformer_engine: take its layers, not megatron-core's local ones.
+        vp_stage: index of the model chunk within this stage, under virtual pipelining.
+    """
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=use_transformer_engine,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    if not use_transformer_engine and config.normalization == "RMSNorm":
+        # Where Apex can be imported upstream takes its final norm, which is LayerNorm and nothing else.
+        block = dataclasses.replace(block, layer_norm=WrappedTorchNorm)
+    return block

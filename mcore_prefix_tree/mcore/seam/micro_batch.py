@@ -1,0 +1,134 @@
+"""One folded micro-batch on its device: everything a forward and a loss need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.logprob import Edges, Head
+from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
+from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.objectives import LossRows
+from mcore_prefix_tree.upload import moved, upload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TeacherHidden:
+    """What a teacher's logits of a micro-batch's predictors are made of, without a gradient.
+
+    Attributes:
+        hidden: ``[R, h]``, the teacher's last hidden states.
+        weight: ``[Vl, h]``, this rank's part of its output weight.
+        head: the rest.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    head: Head
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """A layout and its tensors.
+
+    Attributes:
+        layout: on the host.
+        input_ids: int64 ``[1, P]``.
+        position_ids: int64 ``[1, P]``.
+        loss_weight: float64 ``[P]``; of each token's log-probability in a weighted sum.
+        edges: what is scored: the layout's own, or a teacher's tokens.
+        temperature: float64 ``[P]``, what the logits at each token are divided by; None is 1.
+        packed_seq_params: with the tree metadata.
+        head_chunk_rows: predictors whose logits the fused head holds at a time, at most; None leaves it to the head.
+        rows: what the loss of the step's objective reads, where that is not a weighted sum of log-probabilities.
+        teacher: on the last pipeline stage, what a distillation by whole vocabularies reads besides.
+    """
+
+    layout: FlatLayout
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    loss_weight: torch.Tensor
+    edges: Edges
+    temperature: torch.Tensor | None
+    packed_seq_params: TreePackedSeqParams
+    head_chunk_rows: int | None = None
+    rows: LossRows | None = None
+    teacher: TeacherHidden | None = None
+
+    @classmethod
+    def from_layout(
+        cls,
+        layout: FlatLayout,
+        *,
+        device: torch.device | str = "cpu",
+        attention_backend: str = "path",
+        deterministic_attention: bool = True,
+        needed: npt.NDArray[np.bool_] | None = None,
+        head_chunk_rows: int | None = None,
+    ) -> MicroBatch:
+        """Make a micro-batch of a layout.
+
+        Args:
+            layout: of the samples.
+            device: of the tensors.
+            attention_backend, deterministic_attention: see :class:`TreePackedSeqParams`.
+            needed: bool ``[P]``, tokens whose log-probabilities will be read; None is all.
+            head_chunk_rows: as above.
+        """
+        metadata = TreeMetadata.from_layout(layout)
+        on_host = cls(
+            layout=layout,
+            input_ids=upload(layout.input_ids, "cpu").long().unsqueeze(0),
+            position_ids=metadata.tree_position_ids.long().unsqueeze(0),
+            loss_weight=upload(layout.loss_weight, "cpu"),
+            edges=Edges.from_layout(layout, needed=needed),
+            temperature=None if layout.temperature is None else upload(layout.temperature, "cpu"),
+            packed_seq_params=TreePackedSeqParams.from_metadata(
+                metadata, attention_backend=attention_backend, deterministic_attention=deterministic_attention
+            ),
+            head_chunk_rows=head_chunk_rows,
+        )
+        return on_host.on(device)
+
+    def on(self, device: torch.device | str) -> MicroBatch:
+        """Return a copy on the device, with what attention derived from the tree so far.
+
+        What attention derives later stays with the copy, and is freed with it.
+        """
+        params = self.packed_seq_params
+        metadata = params.tree_metadata
+        assert metadata is not None, "a folded micro-batch has it"
+        others = (field.name for field in fields(self) if field.name != "packed_seq_params")
+        return replace(
+            self,
+            **{name: moved(getattr(self, name), device) for name in others},
+            packed_seq_params=replace(params, tree_metadata=metadata.with_plans_on(device)),
+        )
+
+
+class WaitingMicroBatch:
+    """A micro-batch that waits on the host until the model takes it to its device.
+
+    A step's micro-batches wait in a list, or in Megatron's iterator, until the step ends. On the device each is there
+    from the first model chunk's forward to the last chunk's, and afterwards only as long as autograd or recomputation
+    holds it: rotary rows and block lists take no more memory than the micro-batches in flight need.
+
+    Args:
+        batch: on the host.
+        device: where the model is.
+        chunks: model chunks of this rank, each of which takes the micro-batch once in a step.
+    """
+
+    def __init__(self, batch: MicroBatch, device: torch.device, *, chunks: int = 1) -> None:
+        self._waiting, self._device, self._chunks = batch, device, chunks
+        self._taken: tuple[MicroBatch, int] | None = None
+
+    def take(self) -> MicroBatch:
+        """Return the micro-batch on the device, to one model chunk after the other. A repeated step takes it again."""
+        batch, times = self._taken or (self._waiting.on(self._device), 0)
+        self._taken = None if times + 1 == self._chunks else (batch, times + 1)
+        return batch

@@ -1,0 +1,201 @@
+"""The output layer that answers readouts from hidden states, where it is asked to, instead of returning logits.
+
+A ``GPTModel`` builds its ``ColumnParallelLinear`` itself, so :func:`with_edge_head` turns the instance into one of a
+subclass, as ``torch.nn.utils.parametrize`` and ``fully_shard`` do: parameters, hooks and state-dict keys stay. The
+request reaches it as data: through ``output_processor`` (megatron-core 0.18 and later) or, before that, through
+``runtime_gather_output``, which ``GPTModel.forward`` hands to its output layer and to nothing else. Going through the
+layer's ``__call__`` matters: DDP waits for gathered parameters in its forward pre-hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from mcore_prefix_tree.logprob import Edges, Head
+from mcore_prefix_tree.mcore.seam.attention import tree_class
+
+HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadRequest:
+    """What is asked of the output layer in place of logits.
+
+    Attributes:
+        edges: whose predictors' hidden states are read.
+        temperature: ``[P]``, None is 1.
+        chunk_rows: predictors whose logits there are at a time, at most; None leaves it to the head.
+        answer: from these hidden states ``[R, h]``, the weight ``[Vl, h]`` and the head, ``[N, C]``.
+    """
+
+    edges: Edges
+    temperature: torch.Tensor | None
+    chunk_rows: int | None
+    answer: Callable[[torch.Tensor, torch.Tensor, Head], torch.Tensor]
+
+    def __bool__(self) -> bool:
+        """Never mistaken for ``runtime_gather_output=True``."""
+        raise TypeError("a HeadRequest reached a layer that cannot answer it")
+
+
+def with_edge_head(model: Model) -> Model:
+    """Let a model's output layer score edges where it is asked to; otherwise it stays what it was.
+
+    Args:
+        model: a bare ``GPTModel`` or any of its pipeline stages, before DDP. It is changed in place.
+
+    Returns:
+        The same model.
+
+    Raises:
+        NotImplementedError: the output layer computes its logits in another way than ``hidden @ weight.T``.
+    """
+    layer = getattr(model, "output_layer", None)
+    if layer is None or isinstance(layer, EdgeHeadMixin):
+        return model
+    reason = _why_not(layer)
+    if reason is not None:
+        raise NotImplementedError(
+            f"the fused head does not support {reason}; turn it off with fused_head: false in a recipe, with "
+            "--prefix-tree-no-fused-head in Megatron-LM"
+        )
+    kind: Any = type(layer)
+    layer.__class__ = tree_class(EdgeHeadMixin, kind)
+    return model
+
+
+def _why_not(layer: Any) -> str | None:
+    kind = type(layer)
+    if not isinstance(layer, ColumnParallelLinear) or kind.forward is not ColumnParallelLinear.forward:
+        return f"output_layer of class {kind.__name__}, which computes its logits in its own way"
+    if layer.bias is not None:
+        return "an output layer with a bias"
+    # Since core_v0.20, Megatron-LM's --output-logit-dtype.
+    if getattr(layer, "output_dtype", None) not in (None, layer.config.params_dtype):
+        return f"an output layer with output_dtype={layer.output_dtype}, another than that of the weights"
+    if layer.config.defer_embedding_wgrad_compute:
+        return "defer_embedding_wgrad_compute=True, for which stock Megatron keeps the gradient of the logits"
+    return None
+
+
+class EdgeHeadMixin:
+    """Answers a :class:`HeadRequest` from hidden states, a chunk of logits at a time; without one it is the base class.
+
+    Padded columns of the vocabulary take part in the softmax, as in stock Megatron-Core.
+    """
+
+    def forward(
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the base class does; or for a request its answer ``[N, 1, C]``, and no bias."""
+        if not isinstance(runtime_gather_output, HeadRequest):
+            out: tuple[torch.Tensor, torch.Tensor | None] = super().forward(  # type: ignore[misc]
+                input_, weight=weight, runtime_gather_output=runtime_gather_output
+            )
+            return out
+        return _answer(self, input_, weight, runtime_gather_output), None
+
+
+def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, request: HeadRequest) -> torch.Tensor:
+    if weight is None:
+        weight = layer.weight
+    assert weight is not None, "GPTModel gives the weight that it shares with the embedding"
+    edges = request.edges
+    rows: torch.Tensor
+    if layer.sequence_parallel:
+        # As in ColumnParallelLinear: each rank's gradient is of its columns only, so backward reduces and scatters.
+        whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group)
+        rows = whole.squeeze(1).index_select(0, edges.row)
+    else:
+        rows = hidden.squeeze(1).index_select(0, edges.row)
+        if layer.tp_group.size() > 1:
+            rows = copy_to_tensor_model_parallel_region(rows, group=layer.tp_group)
+    head = _head(layer, weight, edges, request.temperature, chunk_rows=request.chunk_rows)
+    return request.answer(rows, weight, head)[:, None]
+
+
+def _head(
+    layer: Any, weight: torch.Tensor, edges: Edges, temperature: torch.Tensor | None, *, chunk_rows: int | None = None
+) -> Head:
+    return Head(
+        edges=edges,
+        multiplier=_multiplier(layer.config),
+        temperature=temperature,
+        vocab_start=layer.tp_group.rank() * len(weight),
+        group=layer.tp_group if layer.tp_group.size() > 1 else None,
+        rows_at_a_time=chunk_rows,
+        weight_grad=_MainGrad(weight) if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") else None,
+    )
+
+
+def output_weight_and_head(model: Any, edges: Edges, temperature: torch.Tensor | None) -> tuple[torch.Tensor, Head]:
+    """Return what the last stage of a ``GPTModel`` makes logits of hidden states with: ``[V / tp, h]``, and the rest.
+
+    Args:
+        model: bare, with an edge head.
+        edges: that are scored.
+        temperature: ``[P]``, None is 1.
+    """
+    tied = model.share_embeddings_and_output_weights
+    weight: torch.Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    return weight, _head(model.output_layer, weight, edges, temperature)
+
+
+def _multiplier(config: Any) -> float:
+    """Return the factor of muP, which came with megatron-core 0.18."""
+    return float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
+
+
+class _MainGrad:
+    """Megatron's ``gradient_accumulation_fusion``: the gradient goes straight into DDP's buffer.
+
+    DDP's hook still has to run, so autograd is given zeros; it leaves them out, or for a weight that is also the
+    embedding's (``zero_out_wgrad``) adds them to what the embedding's own backward gives.
+    """
+
+    def __init__(self, weight: Any) -> None:
+        self._weight = weight
+
+    def buffer(self) -> torch.Tensor:
+        buffer: torch.Tensor = self._weight.main_grad
+        return buffer
+
+    def placeholder(self) -> torch.Tensor | None:
+        if not hasattr(self._weight, "grad_added_to_main_grad"):
+            return None
+        self._weight.grad_added_to_main_grad = True
+        return torch.zeros_like(self._weight)
+
+
+def edge_head_processor(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: Any,
+    output_weight: torch.Tensor | None,
+    context: HeadRequest,
+    **_: Any,
+) -> torch.Tensor:
+    """The ``output_processor`` of ``GPTModel.forward``: what the layer answers, batch first as logits are."""
+    scores, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=context)
+    answered: torch.Tensor = scores.transpose(0, 1)
+    return answered
+
+
+def request_arguments(request: HeadRequest) -> dict[str, Any]:
+    """Keywords of ``GPTModel.forward`` that carry a request to the output layer."""
+    if HAS_OUTPUT_PROCESSOR:
+        return {"output_processor": edge_head_processor, "output_processor_context": request}
+    return {"runtime_gather_output": request}

@@ -1,5 +1,0 @@
-"""The training job: a recipe in, a trained Megatron-Core GPT out."""
-
-from mcore_prefix_tree.mcore import compat
-
-compat.check(compat.TRAINING)

@@ -1,0 +1,287 @@
+"""The numbers of every step, for programs: a file of JSON Lines, and TensorBoard's."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_prefix_tree.data.write import check_output, whole_file
+from mcore_prefix_tree.mcore.trainer.claim import hold
+from mcore_prefix_tree.mcore.trainer.session import on_main_rank
+from mcore_prefix_tree.recipe import LogConfig
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.mcore.engine.held_out import Evaluation
+    from mcore_prefix_tree.mcore.trainer.trainer import StepReport
+
+# What every line begins with, so that the half of one that a killed run left is known for what it is.
+_BEGINNING = b'{"iteration": '
+
+
+class LogError(OSError):
+    """A log cannot be written. The message names the setting, the place and the reason."""
+
+
+def check_logs(config: LogConfig, inputs: Iterable[str] = ()) -> None:
+    """Check that what the logs need is installed, and that none replaces an input, before anything runs.
+
+    Raises:
+        ValueError: ``metrics`` is one of the inputs.
+        ImportError: ``tensorboard`` is asked for and is not.
+    """
+    if config.metrics is not None and Path(config.metrics).exists():
+        try:
+            check_output(config.metrics, inputs)
+        except ValueError as error:
+            raise ValueError(f"log.metrics={error}") from None
+    if config.tensorboard is not None:
+        try:
+            import torch.utils.tensorboard  # noqa: F401
+        except ImportError:
+            raise ImportError(
+                f"log.tensorboard={config.tensorboard} needs tensorboard: "
+                "pip install 'mcore-prefix-tree[tensorboard]', or leave it out"
+            ) from None
+
+
+class Logs:
+    """The places that a run's numbers are written to; none on other ranks than the main one.
+
+    A place that fails, as on a full disk, is left out from then on, which is reported once: the run is worth more.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._logs: list[_MetricsFile | _Board] = []
+
+    def add(self, log: _MetricsFile | _Board) -> None:
+        """Add a place."""
+        self._logs.append(log)
+
+    def step(self, report: StepReport) -> None:
+        """Write a step."""
+        self._write(lambda log: log.step(report))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Write an evaluation of the held-out samples."""
+        self._write(lambda log: log.evaluation(evaluation))
+
+    def _write(self, to: Callable[[_MetricsFile | _Board], None]) -> None:
+        self._logs = [log for log in self._logs if self._is_written(log, to)]
+
+    def _is_written(self, log: _MetricsFile | _Board, to: Callable[[_MetricsFile | _Board], None]) -> bool:
+        try:
+            to(log)
+        except LogError as error:
+            self._say(f"{error}; the run goes on without it")
+            return False
+        return True
+
+
+@contextmanager
+def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> Iterator[Logs]:
+    """What writes down steps, on the main rank; all ranks together.
+
+    A run that resumes goes on behind its last checkpoint: what the logs have of later steps is dropped.
+
+    Args:
+        config: the recipe's.
+        done: steps that are behind the run; 0 of one that starts.
+        say: is told on the main rank what was dropped.
+
+    Raises:
+        LogError: a log cannot be written.
+        ValueError: the file of metrics holds something else.
+        ImportError: see :func:`check_logs`.
+    """
+    check_logs(config)
+    logs = Logs(say)
+    with ExitStack() as stack:
+
+        def open_all() -> None:
+            if config.metrics is not None:
+                file = _MetricsFile(config.metrics, done, say)
+                stack.callback(file.close)
+                logs.add(file)
+            if config.tensorboard is not None:
+                board = _Board(config.tensorboard, done)
+                stack.callback(board.close)
+                logs.add(board)
+
+        if config.tensorboard is not None:
+            stack.enter_context(_quiet_tensorboard())
+        on_main_rank(open_all)
+        yield logs
+
+
+@contextmanager
+def _quiet_tensorboard() -> Iterator[None]:
+    """Print no traceback of the thread that writes TensorBoard's file; its error is raised in the next step too."""
+    before = threading.excepthook
+
+    def report(failure: threading.ExceptHookArgs) -> None:
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            before(failure)
+
+    threading.excepthook = report
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+class _MetricsFile:
+    """A line a step, and one an evaluation; what is flushed outlives the process."""
+
+    def __init__(self, name: str, done: int, say: Callable[[str], None]) -> None:
+        self._setting, path = f"log.metrics={name}", Path(name)
+        with _naming(self._setting, "file"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            check_output(path)
+        except ValueError as error:
+            raise ValueError(f"log.metrics={error}") from None
+        with _naming(self._setting, "file"):
+            dropped = 0
+            # Dropping lines makes another file of that name, which is locked in its turn.
+            for last in (False, True):
+                self._stream = path.open("a", encoding="utf-8")
+                if not hold(self._stream.fileno()):
+                    self._stream.close()
+                    raise ValueError(f"{self._setting}: another run writes to this file; name another")
+                if not last:
+                    with self._stream:
+                        dropped = _drop_after(path, done, self._setting)
+        if dropped:
+            of = f"steps after step {done}" if done else "another run"
+            say(f"{self._setting}: dropped {dropped} line{'s' if dropped > 1 else ''} of {of}")
+
+    def step(self, report: StepReport) -> None:
+        """One more line."""
+        line = {name: _finite(value) for name, value in asdict(report).items() if name != "metrics"}
+        line |= {
+            "fold_ratio": report.fold_ratio,
+            "logical_tokens_per_second": report.logical_tokens / report.seconds,
+            "physical_tokens_per_second": report.physical_tokens / report.seconds,
+            "metrics": {name: _finite(value) for name, value in report.metrics.items()},
+        }
+        self._write(line)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """A line of its own, by other names: whoever reads losses of steps takes it for none."""
+        self._write(
+            {
+                "iteration": evaluation.iteration,
+                "validation_loss": _finite(evaluation.loss),
+                "validation_metrics": {name: _finite(value) for name, value in evaluation.metrics.items()},
+                "validation_seconds": evaluation.seconds,
+            }
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with _naming(self._setting, "file"):
+            self._stream.write(json.dumps(line, allow_nan=False) + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Every step was flushed: there is nothing left to write but what could not be, which has been told."""
+        with suppress(OSError):
+            self._stream.close()
+
+
+def _drop_after(path: Path, done: int, setting: str) -> int:
+    """Leave the lines of the first steps in a file; how many others it had.
+
+    Raises:
+        ValueError: the file is of something else.
+    """
+    if not path.exists():
+        return 0
+    # A second pass writes, so that most files are left as they are and a wrong one is not touched.
+    wanted = [_is_wanted(line, done, f"{setting}: line {number}") for number, line in enumerate(_lines(path), start=1)]
+    if not all(wanted):
+        with whole_file(path) as unfinished, unfinished.open("wb") as stream:
+            stream.writelines(line for line, keep in zip(_lines(path), wanted, strict=True) if keep)
+    return len(wanted) - sum(wanted)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as stream:
+        yield from stream
+
+
+def _is_wanted(line: bytes, done: int, where: str) -> bool:
+    if not line.endswith(b"\n") and (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
+        return False  # the run was killed while it wrote this
+    try:
+        found = json.loads(line)
+        iteration = found["iteration"] if isinstance(found, dict) else None
+    except (ValueError, KeyError, RecursionError):
+        iteration = None
+    if type(iteration) is not int or iteration < 0:
+        raise ValueError(f"{where} is no step of a run, and the file would be added to; name another")
+    # What a run that starts finds is another run's, also of before the first step.
+    return done > 0 and iteration <= done
+
+
+class _Board:
+    """TensorBoard's file; what an earlier run in its folder has of the steps that follow is hidden."""
+
+    def __init__(self, folder: str, done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._setting = f"log.tensorboard={folder}"
+        with _naming(self._setting, "folder"):
+            self._writer: Any = SummaryWriter(folder, purge_step=done + 1 if done else 0)  # type: ignore[no-untyped-call]
+            self._writer.flush()
+
+    def step(self, report: StepReport) -> None:
+        """Its numbers."""
+        numbers = {
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "lr": report.lr,
+            "fold_ratio": report.fold_ratio,
+            "tokens_per_second/logical": report.logical_tokens / report.seconds,
+            "tokens_per_second/physical": report.physical_tokens / report.seconds,
+            "seconds/step": report.seconds,
+            "seconds/plan": report.plan_seconds,
+            **{f"objective/{name}": value for name, value in report.metrics.items()},
+        }
+        self._write(numbers, report.iteration)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Its numbers."""
+        numbers = {f"validation/{name}": value for name, value in evaluation.metrics.items()}
+        self._write({"validation/loss": evaluation.loss, **numbers}, evaluation.iteration)
+
+    def _write(self, numbers: Mapping[str, float | None], iteration: int) -> None:
+        with _naming(self._setting, "folder"):
+            for name, value in numbers.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, iteration)
+            self._writer.flush()
+
+    def close(self) -> None:
+        """As :meth:`_MetricsFile.close`."""
+        with suppress(OSError):
+            self._writer.close()
+
+
+@contextmanager
+def _naming(setting: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LogError(f"{setting}: {error.strerror or error}; name a {what} that can be written to") from error
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,318 @@
+"""A recipe's model, built from megatron-core's own pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from typing import Any, get_type_hints
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from mcore_prefix_tree.cpu.specs import cpu_spec
+from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
+from mcore_prefix_tree.mcore.seam.validation import check_model
+from mcore_prefix_tree.memory import available_bytes
+from mcore_prefix_tree.plan import LatentAttention, ModelWork
+from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+# The layout of experts by themselves, and what its keys are where none is asked for.
+_LAYOUT_OF_EXPERTS: dict[str, int | None] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+
+
+def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
+    """The ``TransformerConfig`` of a recipe; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
+
+    Raises:
+        RecipeError: ``model.transformer`` has a key that the class lacks or that is not its to set, or a value of a
+            wrong type, or megatron-core refuses the combination.
+    """
+    model, parallel = recipe.model, recipe.parallel
+    latent = LatentAttention.from_settings(model.transformer)
+    kind = TransformerConfig if latent is None else MLATransformerConfig
+    known = {field.name for field in dataclasses.fields(kind) if field.init}
+    unknown = sorted(set(model.transformer) - known)
+    if unknown:
+        raise RecipeError(f"model.transformer.{unknown[0]}: megatron-core's {kind.__name__} has no such field")
+    dtype = DTYPES[model.dtype]
+    if dtype is torch.float64 and model.transformer_impl == "transformer_engine":
+        raise RecipeError("model.dtype=float64: TransformerEngine has no such layers; set model.transformer_impl=local")
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    hints = get_type_hints(kind)
+    settings = {name: _typed(name, value, hints[name]) for name, value in model.transformer.items()}
+    if model.num_query_groups is not None and model.num_attention_heads % model.num_query_groups:
+        raise RecipeError(
+            f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
+            f"model.num_query_groups={model.num_query_groups}"
+        )
+    if latent is None and model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise RecipeError(
+            f"model.hidden_size={model.hidden_size} is not a multiple of "
+            f"model.num_attention_heads={model.num_attention_heads}; change one of them, or set model.kv_channels"
+        )
+    if latent is None:
+        _check_rotary_channels(model)
+    else:
+        _check_latent_attention(model, latent, on_gpu=on_gpu, tensor_parallel=parallel.tensor_model_parallel_size > 1)
+    fixed: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "kv_channels": model.kv_channels,
+        "normalization": model.normalization,
+        "gated_linear_unit": model.swiglu,
+        "activation_func": torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        "add_bias_linear": model.add_bias_linear,
+        "qk_layernorm": model.qk_layernorm,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": False,
+        "calculate_per_token_loss": True,
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+        # Micro-batches differ in length; upstream lets stages exchange lengths with every dispatcher but allgather.
+        "variable_seq_lengths": True,
+        "use_cpu_initialization": not on_gpu,
+    }
+    if latent is not None:
+        fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+    for key, neutral in _LAYOUT_OF_EXPERTS.items():
+        if model.transformer.get(key, neutral) not in (neutral, None):
+            raise RecipeError(
+                f"model.transformer.{key}: a recipe knows no layout of experts by themselves; leave it out, or train "
+                "Megatron-LM's with python -m mcore_prefix_tree.pretrain_gpt"
+            )
+    taken = sorted(set(model.transformer) & set(fixed))
+    if taken:
+        raise RecipeError(
+            f"model.transformer.{taken[0]}: other keys of the recipe, or folding, decide this; leave it out"
+        )
+    defaults: dict[str, Any] = {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        # Without overlap the interleaved schedule of two stages has two messages in flight between the same ranks.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "masked_softmax_fusion": False,
+    }
+    try:
+        config = kind(**(fixed | defaults | settings))
+    except Exception as error:  # a division by zero, too
+        raise RecipeError(f"megatron-core refuses this model or parallel layout: {error}") from error
+    if model.yarn is not None:
+        # No fields: GPTModel looks for attributes, as Megatron-LM's arguments leave them.
+        for name, value in vars(model.yarn).items():
+            setattr(config, f"yarn_{name}", value)
+    return config
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """Return a value of ``model.transformer`` in the type that Megatron declares for its field.
+
+    Raises:
+        RecipeError: the value has another type.
+    """
+    if isinstance(hint, enum.EnumMeta) and isinstance(value, str) and value in hint.__members__:
+        return hint[value]
+    text = json.dumps(value)
+    try:
+        # JSON, because a recipe's list may be a tuple; strict, because Megatron uses what it is given without a look.
+        typed = TypeAdapter(
+            hint, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, strict=True)
+        ).validate_json(text)
+    except ValidationError as error:
+        faults = "; or ".join(dict.fromkeys(fault["msg"][0].lower() + fault["msg"][1:] for fault in error.errors()))
+        raise RecipeError(f"model.transformer.{name}: {faults} (given {text})") from None
+    if isinstance(typed, int) and abs(typed) > MOST:
+        raise RecipeError(f"model.transformer.{name}: input should be at most {MOST} (given {text})")
+    return typed
+
+
+def _check_latent_attention(model: ModelConfig, sizes: LatentAttention, *, on_gpu: bool, tensor_parallel: bool) -> None:
+    """What multi-latent attention would take no notice of, or upstream's layers cannot do."""
+    for name in ("num_query_groups", "kv_channels"):
+        if getattr(model, name) is not None:
+            raise RecipeError(
+                f"model.{name} has no meaning with model.transformer.multi_latent_attention: its heads are "
+                "model.num_attention_heads, of qk_head_dim, qk_pos_emb_head_dim and v_head_dim; leave it out"
+            )
+    others = (model.position_embedding_type != "rope", model.rope_scaling, model.yarn is not None)
+    if any(others) or model.transformer.get("rope_type", "yarn") not in ("rope", "yarn"):
+        raise RecipeError(
+            "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling, "
+            "model.yarn and model.position_embedding_type out and set model.transformer.rope_type, to rope or yarn"
+        )
+    if model.transformer.get("rope_type", "yarn") == "yarn" and model.rotary_percent != 1:
+        raise RecipeError(
+            "model.rotary_percent: YaRN turns all channels that have a position, which is what "
+            "model.transformer.rope_type is by default; leave it out, or set model.transformer.rope_type=rope"
+        )
+    rotated = int(sizes.qk_pos_emb_head_dim * model.rotary_percent)
+    if rotated == 0 or rotated % 2:
+        raise RecipeError(
+            f"rotary embeddings turn pairs of channels, but model.transformer.qk_pos_emb_head_dim and "
+            f"model.rotary_percent leave {rotated}; change one of them"
+        )
+    if on_gpu and model.transformer_impl == "local":
+        raise RecipeError(
+            "model.transformer.multi_latent_attention needs model.transformer_impl=transformer_engine on a GPU: "
+            "megatron-core's own attention has one size for queries and values"
+        )
+    if tensor_parallel and (model.transformer_impl == "local" or model.transformer.get("mla_down_proj_fusion")):
+        raise RecipeError(
+            "model.transformer.multi_latent_attention with parallel.tensor_model_parallel_size above 1 needs "
+            "model.transformer_impl=transformer_engine, without mla_down_proj_fusion: of layers that split the down "
+            "projection, megatron-core's own gradient is wrong (NVIDIA/Megatron-LM issue 1699)"
+        )
+
+
+def _check_rotary_channels(model: ModelConfig) -> None:
+    if (model.position_embedding_type == "yarn") != (model.yarn is not None):
+        raise RecipeError(
+            "model.position_embedding_type=yarn and model.yarn, which has its settings, come together; set "
+            "model.yarn.rotary_scaling_factor and model.yarn.original_max_position_embeddings, or leave both out"
+        )
+    if model.yarn is not None and (model.rotary_percent != 1 or model.rope_scaling):
+        raise RecipeError(
+            "model.position_embedding_type=yarn turns all channels of a head and scales them in its own way: leave "
+            "model.rotary_percent and model.rope_scaling out"
+        )
+    head = model.kv_channels or model.hidden_size // model.num_attention_heads
+    rotated = int(head * model.rotary_percent)
+    if model.position_embedding_type in ("rope", "yarn") and (rotated == 0 or rotated % 2):
+        raise RecipeError(
+            f"rotary embeddings turn pairs of channels, but of the {head} of each head model.rotary_percent="
+            f"{model.rotary_percent:g} takes {rotated}; change it, model.kv_channels or model.position_embedding_type"
+        )
+
+
+def padded_vocab_size(model: ModelConfig, tokenizer_size: int | None, tp_size: int) -> int:
+    """The embedding's vocabulary: the recipe's or the tokenizer's, up to a multiple of the tensor-parallel size.
+
+    Raises:
+        RecipeError: neither says, or the recipe's is smaller than the tokenizer's.
+    """
+    size = model.vocab_size or tokenizer_size
+    if size is None:
+        raise RecipeError("model.vocab_size is missing; set it, or name a data.tokenizer to take it from")
+    if tokenizer_size is not None and size < tokenizer_size:
+        raise RecipeError(
+            f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or leave it out"
+        )
+    return -(-size // tp_size) * tp_size
+
+
+def build_chunks(
+    recipe: Recipe, config: TransformerConfig, *, vocab_size: int, device: torch.device
+) -> list[torch.nn.Module]:
+    """This rank's model chunks, tree-capable, without gradients' buffers: one, or one per virtual pipeline stage.
+
+    Args:
+        recipe: the job's; its objective says whether the model ends in a vocabulary or in a scalar head.
+        config: its parallel degrees are those of ``parallel_state``.
+        vocab_size: padded.
+        device: of the weights.
+
+    Returns:
+        ``GPTModel``\\ s, inside ``Float16Module`` in half precision.
+
+    Raises:
+        NotImplementedError: see :func:`check_model`.
+        RecipeError: the recipe wants TransformerEngine and it is not installed, or the weights do not fit into memory.
+    """
+    _check_fits(recipe, device)
+    vpp = config.virtual_pipeline_model_parallel_size
+    scalar = recipe.objective.has_scalar_head
+    chunks: list[torch.nn.Module] = []
+    for vp_stage in [None] if vpp is None else range(vpp):
+        model = GPTModel(
+            config,
+            _block_spec(recipe.model, config, vp_stage),
+            vocab_size=vocab_size,
+            max_sequence_length=recipe.model.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=not (recipe.model.untie_embeddings_and_output_weights or scalar),
+            position_embedding_type=recipe.model.position_embedding_type,
+            rotary_base=recipe.model.rotary_base,
+            rotary_percent=recipe.model.rotary_percent,
+            rope_scaling=recipe.model.rope_scaling,
+            rope_scaling_factor=recipe.model.rope_scaling_factor,
+            vp_stage=vp_stage,
+        )
+        check_model(model)
+        if scalar:
+            with_scalar_head(model)
+        elif recipe.fused_head:
+            with_edge_head(model)
+        # Torch's norms start in the default dtype, whatever params_dtype says.
+        model = model.to(device=device, dtype=config.params_dtype)
+        chunks.append(Float16Module(config, model) if config.bf16 else model)
+    return chunks
+
+
+def _weights(recipe: Recipe) -> int:
+    """Return how many weights a model has at least: experts that a token does not pass through are not counted."""
+    model = recipe.model
+    work = ModelWork.from_model(model, vocab_size=1)
+    tables = 1 if not model.untie_embeddings_and_output_weights or recipe.objective.has_scalar_head else 2
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+    # A multiplication and an addition for each weight and token.
+    return int(work.token) // 2 + (tables * (model.vocab_size or 1) + positions) * model.hidden_size
+
+
+def size_of(recipe: Recipe) -> str:
+    """Return the size of a recipe's model, for messages."""
+    model = recipe.model
+    return (
+        f"at least {_weights(recipe):,} weights (model.num_layers={model.num_layers}, hidden_size={model.hidden_size}, "
+        f"vocab_size={model.vocab_size}); lower these or batch.max_tokens, or split the model with parallel"
+    )
+
+
+def _check_fits(recipe: Recipe, device: torch.device) -> None:
+    """Reject weights alone that are larger than what is free: a host that overcommits would kill the process later."""
+    parts = recipe.parallel.tensor_model_parallel_size * recipe.parallel.pipeline_model_parallel_size
+    needed, free = _weights(recipe) * DTYPES[recipe.model.dtype].itemsize // parts, available_bytes(device)
+    if needed > free:
+        raise RecipeError(
+            f"the weights of this rank take {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; the model "
+            f"has {size_of(recipe)}"
+        )
+
+
+def _block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> Any:
+    use_te = model.transformer_impl == "transformer_engine"
+    if use_te:
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+
+        if not HAVE_TE:
+            raise RecipeError(
+                "model.transformer_impl=transformer_engine, but TransformerEngine is not installed; "
+                "pip install transformer-engine[pytorch] or set model.transformer_impl=local"
+            )
+    block = stock_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
+    if not use_te and config.use_cpu_initialization:
+        # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism, say; testing has.
+        block = cpu_spec(block, config, vp_stage)
+    return with_prefix_tree(block)

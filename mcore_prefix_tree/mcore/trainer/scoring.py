@@ -1,0 +1,188 @@
+"""What a recipe's checkpoints say of its data: ``mcore-prefix-tree score``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_prefix_tree.attention.auto import check_setting
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
+from mcore_prefix_tree.mcore.engine.schedule import folding_of
+from mcore_prefix_tree.mcore.engine.score import Scorer, ScoringStep
+from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs, Values
+from mcore_prefix_tree.mcore.trainer import checkpoint
+from mcore_prefix_tree.mcore.trainer.jobs import with_backend, with_vocabulary
+from mcore_prefix_tree.mcore.trainer.model import build_chunks
+from mcore_prefix_tree.mcore.trainer.reading import read_data
+from mcore_prefix_tree.mcore.trainer.session import session
+from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe.objective import objective_of
+from mcore_prefix_tree.sample import Sample
+
+# Columns of the file, which training reads, beside those that objectives name.
+REFERENCE, TEACHER = "ref_logprobs", "teacher"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreReport:
+    """What was written.
+
+    Attributes:
+        iteration: of the checkpoint, or ``release``; the policy's, the critic's, the reward model's or the teacher's.
+        reference_iteration: of the reference's.
+        skipped: bad samples, in words; empty if there are none.
+        samples: lines of the file.
+        tokens: scored, of all samples.
+        logical_tokens: of the samples.
+        physical_tokens: computed by each model, without padding.
+    """
+
+    iteration: int | str
+    reference_iteration: int | str | None
+    skipped: str
+    samples: int = 0
+    tokens: int = 0
+    logical_tokens: int = 0
+    physical_tokens: int = 0
+
+    def with_step(self, step: ScoringStep, scores: Sequence[SampleScores]) -> ScoreReport:
+        """After some more samples."""
+        return replace(
+            self,
+            samples=self.samples + len(step.samples),
+            tokens=self.tokens + sum(int(one.scored.sum()) for one in scores),
+            logical_tokens=self.logical_tokens + sum(map(len, step.samples)),
+            physical_tokens=self.physical_tokens + step.physical_tokens,
+        )
+
+
+def run_score(
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    reference: str | Path | None = None,
+    all_tokens: bool = False,
+    entropy: bool = True,
+    teacher_top_k: int | None = None,
+) -> tuple[ScoreReport, bool]:
+    """Score a recipe's data under its last checkpoint and write the samples with their scores, in the data's order.
+
+    ``batch.global_batch_size`` samples, or ``batch.groups_per_step`` groups, at a time are planned together. A job with
+    ``data.order: file`` plans the steps of its first epoch in the same way.
+
+    Args:
+        recipe: the job's; ``checkpoint.save`` is where its checkpoints are.
+        output: a file that ``data.path`` can name, JSON Lines or a table by its name: each sample with
+            ``old_logprobs``, ``entropy`` and ``ref_logprobs``, null for tokens that are not scored; of a critic with
+            ``values``, of a reward model with the ``reward`` after its last token, of a teacher with ``teacher``
+            instead. The file appears once it is complete.
+        reference: folder of another run's checkpoints of the same model; gives ``ref_logprobs``.
+        all_tokens: score all tokens, not only those with a non-zero loss mask.
+        entropy: write it too.
+        teacher_top_k: the model is a teacher to be distilled from, of whose predictions so many likeliest tokens are
+            written.
+
+    Returns:
+        The report, of what was written, and whether this is the main rank, which writes.
+
+    Raises:
+        RecipeError: there is no such checkpoint or it does not fit.
+        ScoreError: a score is NaN or infinite; nothing is written.
+        SampleError, OSError, NotImplementedError: see what raises them.
+    """
+    check_setting(recipe.attention_backend)
+    try:
+        check_rows_output(output, recipe.inputs)
+    except ValueError as error:
+        raise RecipeError(f"--output {error}") from None
+    policy = recipe.checkpoint.save
+    if policy is None:
+        raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
+    recipe = replace(recipe, data=replace(recipe.data, order="file"))
+    main = recipe.objective.kind.scored_as if teacher_top_k is None else _teacher_column(recipe, teacher_top_k)
+    folders: dict[str, str | Path] = {main: policy}
+    if reference is not None:
+        if recipe.objective.has_scalar_head or teacher_top_k is not None:
+            raise RecipeError(
+                f"--reference gives ref_logprobs beside those of a policy, but this model gives {main} alone; score "
+                "the reference in a run of its own"
+            )
+        folders[REFERENCE] = reference
+    found = {column: checkpoint.latest_weights(folder) for column, folder in folders.items()}
+    with session(recipe) as place:
+        # A network folder shows another machine's last checkpoint late: all take the main rank's.
+        iterations = {column: _existing(folders[column], last) for column, last in everyone(found)[0].items()}
+        # Whatever the objective reads of a sample: it may need these very scores.
+        grouping = None if recipe.batch.groups_per_step is None else objective_of(recipe)
+        data = read_data(recipe, grouping, place, every_sample=True)
+        recipe = with_vocabulary(recipe, data.vocab_size)
+        recipe = with_backend(recipe, place, data.order)
+        models = {}
+        for column, iteration in iterations.items():
+            models[column] = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
+            checkpoint.load_weights(folders[column], iteration, models[column], model=recipe.model)
+        folding = folding_of(recipe, place)
+        readouts = {REFERENCE: Logprobs(fused=recipe.fused_head)} | {main: _readout(recipe, entropy, teacher_top_k)}
+        report = ScoreReport(
+            iteration=iterations[main],
+            reference_iteration=iterations.get(REFERENCE),
+            skipped=str(data.skipped) if data.skipped.count else "",
+        )
+        with rows_file(output) if place.is_main else nullcontext() as writer:
+            for samples in _batches(data.order, recipe.batch.per_step):
+                step = ScoringStep.plan(samples, folding, all_tokens=all_tokens, for_main_rank=True)
+                scores = {column: step.score(chunks, readouts[column]) for column, chunks in models.items()}
+                if writer is not None:
+                    report = report.with_step(step, scores[main])
+                    writer.add(
+                        [
+                            _row(sample, {column: of_all[index] for column, of_all in scores.items()})
+                            for index, sample in enumerate(samples)
+                        ]
+                    )
+        return report, place.is_main
+
+
+def _batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
+    """The samples of one epoch, so many, or of so many groups, at a time."""
+    with order.stream(0) as stream:
+        for start in range(0, order.per_epoch, size):
+            yield stream.take(min(size, order.per_epoch - start))
+
+
+def _existing(folder: str | Path, iteration: int | str | None) -> int | str:
+    if iteration is None and (Path(folder) / "metadata.json").is_file():
+        raise RecipeError(f"{folder} is a checkpoint itself; name the folder that it is in, whose last one is taken")
+    if iteration is None:
+        raise RecipeError(f"{folder} holds no checkpoint; train first, or name the folder of a run that did")
+    return iteration
+
+
+def _teacher_column(recipe: Recipe, k: int) -> str:
+    if recipe.objective.has_scalar_head:
+        raise RecipeError(f"--teacher-top-k wants a vocabulary, and objective.name={recipe.objective.name} has none")
+    size = recipe.model.vocab_size
+    if k < 1 or (size is not None and k > size):
+        raise RecipeError(f"--teacher-top-k {k}: it must be from 1 to the vocabulary's {size or 'size'}")
+    return TEACHER
+
+
+def _readout(recipe: Recipe, entropy: bool, teacher_top_k: int | None) -> Scorer[Any]:
+    """Return what the recipe's model is asked."""
+    if recipe.objective.has_scalar_head:
+        return Values()
+    if teacher_top_k is not None:
+        return TopLogprobs(k=teacher_top_k, vocab_size=recipe.model.vocab_size)
+    return Logprobs(entropy=entropy, fused=recipe.fused_head)
+
+
+def _row(sample: Sample, scores: dict[str, SampleScores]) -> dict[str, Any]:
+    row = row_of(sample)
+    for column, one in scores.items():
+        row |= one.columns(column)
+    return row

@@ -1,0 +1,205 @@
+"""Join the job: devices, process groups and Megatron's parallel state for the length of a ``with`` block."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.errors import naming_memory
+from mcore_prefix_tree.launchers import adopt_ranks
+from mcore_prefix_tree.mcore.seam.validation import check_config
+from mcore_prefix_tree.mcore.trainer.model import size_of, transformer_config
+from mcore_prefix_tree.plan import Measured, read_measured
+from mcore_prefix_tree.recipe import Recipe, RecipeError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """This process's place in the job.
+
+    Attributes:
+        config: the recipe's ``TransformerConfig``.
+        device: of all tensors.
+        rank: of the world.
+        dp_rank: data-parallel rank.
+        dp_size: data-parallel size.
+        measured: what ``batch.calibration`` names, as the main rank read it when the job started: plans depend on it,
+            and the file may change, or not be the same on another machine.
+    """
+
+    config: Any
+    device: torch.device
+    rank: int
+    dp_rank: int
+    dp_size: int
+    measured: tuple[Measured, ...] = ()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.rank == 0
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether this rank holds the losses of its data-parallel replica: last stage, first tensor-parallel rank."""
+        return bool(
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+
+
+class LostRankError(ConnectionError):
+    """Another rank of the job ended in the middle of what all ranks do together."""
+
+
+@contextmanager
+def session(recipe: Recipe) -> Iterator[Session]:
+    """Set up what ``torchrun``, ``mpirun`` or ``srun`` started, or a world of one, and take it down again.
+
+    Raises:
+        NotImplementedError: the recipe asks for what folding cannot do; see :func:`check_config`.
+        RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, it wants a GPU and there is
+            none, or a machine has more ranks than GPUs.
+        ValueError: see :func:`adopt_ranks`; or ``batch.calibration`` names a file of something else.
+        OSError: that file cannot be read.
+        LostRankError: another rank has ended.
+    """
+    adopt_ranks(os.environ)
+    on_gpu = recipe.device != "cpu" and torch.cuda.is_available()
+    if recipe.device == "cuda" and not on_gpu:
+        raise RecipeError("device=cuda, but torch sees no GPU; set device=auto or device=cpu")
+    with ExitStack() as stack:
+        stack.enter_context(naming_memory(lambda: f"the job does not fit; it has a model of {size_of(recipe)}"))
+        if not on_gpu:
+            stack.enter_context(cpu_emulation(force=recipe.device == "cpu"))
+        config = transformer_config(recipe, on_gpu=on_gpu)
+        check_config(config)
+        device = torch.device("cuda", _device_index()) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        _init_process_group("nccl" if on_gpu else "gloo", recipe.distributed_timeout_minutes)
+        stack.push(_leave_process_group)
+        stack.callback(parallel_state.destroy_model_parallel)  # also where only some groups could be made
+        _init_parallel_state(recipe)
+        # Stages draw different weights, tensor-parallel ranks cut the same ones: Megatron-LM's offset.
+        seed = recipe.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        calibration = recipe.batch.calibration
+        measured = [] if calibration is None else on_main_rank(partial(read_measured, calibration))
+        place = Session(
+            config=config,
+            device=device,
+            rank=dist.get_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            measured=tuple(measured),
+        )
+        try:
+            yield place
+        except RuntimeError as error:
+            if not is_of_lost_rank(error):
+                raise
+            reason = str(error).partition(". This is typically")[0]  # advice of torch's, which is long
+            raise LostRankError(
+                f"another rank of this job has ended ({reason}); start the job again: training goes on from its last "
+                "checkpoint with --resume"
+            ) from error
+
+
+def is_of_lost_rank(error: BaseException) -> bool:
+    """Return whether a collective call failed because another rank is gone."""
+    # gloo raises plain errors; NCCL names every failure of its own an error of the back-end.
+    return isinstance(error, dist.DistNetworkError) or any(word in str(error) for word in ("gloo", "ncclRemoteError"))
+
+
+def _device_index() -> int:
+    """Which of the GPUs that this process sees is its own."""
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    # As under srun --gpus-per-task=1, which numbers ranks on a machine and shows each its own GPU. The workers of
+    # torchrun all see the same ones.
+    if count == 1 and not dist.is_torchelastic_launched():
+        return 0
+    if local_rank >= count:
+        raise RecipeError(
+            f"LOCAL_RANK={local_rank} on {socket.gethostname()}, but torch sees {count} of its GPUs; start no "
+            "more ranks on a machine than it has GPUs, or set device=cpu"
+        )
+    return local_rank
+
+
+def _init_process_group(backend: str, timeout_minutes: int | None) -> None:
+    timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+    if "RANK" in os.environ:  # a launcher's environment
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistError as error:
+            where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+            raise RecipeError(f"the ranks do not meet at {where}: {str(error).splitlines()[0]}") from error
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+
+
+def _leave_process_group(error: type[BaseException] | None, *_: object) -> None:
+    # A rank that fails alone says why once it is out of the session. If its connections ended before, the others would
+    # fail too and speak first.
+    if error is None or dist.get_world_size() == 1:
+        dist.destroy_process_group()
+
+
+def _init_parallel_state(recipe: Recipe) -> None:
+    parallel = recipe.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if parallel.virtual_pipeline_model_parallel_size is not None and pp == 1:
+        raise RecipeError(
+            "parallel.virtual_pipeline_model_parallel_size cuts the stages of a pipeline; it needs "
+            "parallel.pipeline_model_parallel_size above 1"
+        )
+    if dist.get_world_size() % (tp * pp):
+        raise RecipeError(
+            f"parallel.tensor_model_parallel_size={tp} and parallel.pipeline_model_parallel_size={pp} need a multiple "
+            f"of {tp * pp} ranks, but this job has {dist.get_world_size()}; start it with "
+            f"torchrun --nproc-per-node {tp * pp} -m mcore_prefix_tree ..."
+        )
+    minutes = recipe.distributed_timeout_minutes
+    timeout = {} if minutes is None else {"distributed_timeout_minutes": minutes}
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        **timeout,
+    )
+
+
+def on_main_rank(action: Callable[[], T]) -> T:
+    """Let the main rank do something for all; every rank goes on once it is done, with what it gave.
+
+    Raises:
+        OSError, ValueError: it could not; on every rank.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except (OSError, ValueError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    result, failure = outcome
+    if failure is not None:
+        raise failure
+    return cast("T", result)
