@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-# The oracles and inputs of the unit tests.
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
-
 from bf16 import assert_no_further, bf16_errors
 from megatron_lm import (
     ENTRY,

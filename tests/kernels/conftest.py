@@ -6,13 +6,9 @@ folder twice: among the other tests, which compile the kernels, and by itself in
 """
 
 import os
-import sys
-from pathlib import Path
 
 import torch
 from hypothesis import Phase, settings
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:

@@ -5,10 +5,8 @@ Needs verl: ``pip install --no-deps -r requirements-peers.txt``.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,8 @@ import pytest
 import torch
 
 verl = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
-from verl.workers.config import ActorConfig  # noqa: E402
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-
 from objective_oracles import World, replace_signals, run_logprobs, run_values  # noqa: E402
+from verl.workers.config import ActorConfig  # noqa: E402
 
 from mcore_prefix_tree import Sample, Signals  # noqa: E402
 from mcore_prefix_tree.objectives import make_objective  # noqa: E402

@@ -1,4 +1,4 @@
-"""Where checkpoints lie and which one counts; what they hold is tested in tests/train."""
+"""Where checkpoints lie and which one counts; what they hold is tested in tests/model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOPs by hand, counts by brute force. What torch counts in a step: tests/train/test_train_bound.py."""
+"""FLOPs by hand, counts by brute force. What torch counts in a step: tests/model/test_train_bound.py."""
 
 from __future__ import annotations
 

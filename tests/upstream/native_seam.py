@@ -1,5 +1,5 @@
 """Stock layer specs on a patched Megatron-Core, against each sample alone. Run by test_patched_core.py, which puts the
-patched copy, tests/unit and tests/distributed on the path; nothing collects it by itself.
+patched copy on the path; nothing collects it by itself.
 """
 
 from __future__ import annotations

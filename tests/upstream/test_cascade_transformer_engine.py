@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from pathlib import Path
 
 import pytest
-from sources import ROOT, wheel
-
-from mcore_prefix_tree.attention.cascade import attention_through
-from mcore_prefix_tree.attention.cascade.cuda import TransformerEngine
-
-sys.path.append(str(ROOT / "tests" / "unit"))
-
 from attention_cases import assert_close_to_reference
 from fused_attention import FusedAttention, install
 from oracles import metadata_of, random_forest
+from sources import wheel
+
+from mcore_prefix_tree.attention.cascade import attention_through
+from mcore_prefix_tree.attention.cascade.cuda import TransformerEngine
 
 PYTORCH = Path("transformer_engine", "pytorch")
 

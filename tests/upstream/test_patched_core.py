@@ -17,7 +17,7 @@ import pytest
 from sources import MEGATRON, ROOT, megatron_core, patches
 
 HERE = Path(__file__).parent
-# Of tests/unit/test_mcore_seam.py: what does not look at how the rotary rows are gathered, nor at each back-end.
+# Of tests/model/test_mcore_seam.py: what does not look at how the rotary rows are gathered, nor at each back-end.
 SEAM = "unfolded or forward_step or block_specs or float32 or one_micro_batch or stock_to_the_bit or both_ways"
 
 
@@ -43,7 +43,7 @@ def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def run(core: Path, *arguments: str) -> str:
     """What Python prints with a megatron-core first on its path."""
-    path = [core, HERE.parent, HERE.parent / "unit", HERE.parent / "distributed", ROOT]
+    path = [core, HERE.parent, HERE.parent / "unit", HERE.parent / "model", ROOT]
     result = subprocess.run(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,
@@ -72,7 +72,7 @@ def test_stock_specs_train_folded(copies: Copies) -> None:
 @pytest.mark.slow
 def test_the_seam_still_works(copies: Copies) -> None:
     """TreePackedSeqParams and with_prefix_tree, which need no patch, on a megatron-core that has one."""
-    pytest_on(copies.patched, "tests/unit/test_mcore_seam.py", "-k", SEAM)
+    pytest_on(copies.patched, "tests/model/test_mcore_seam.py", "-k", SEAM)
 
 
 def test_without_a_tree_it_computes_the_same_bits(copies: Copies) -> None:

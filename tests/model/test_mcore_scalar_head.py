@@ -1,4 +1,4 @@
-"""A scalar head on the stock model: what ``tests/distributed/test_objective_layouts.py`` does not tell."""
+"""A scalar head on the stock model: what ``tests/world/test_objective_layouts.py`` does not tell."""
 
 from __future__ import annotations
 

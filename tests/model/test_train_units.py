@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+from rollouts import Rollout, mask, rollouts
 from train_jobs import FLOAT64, VOCAB, Notes, command, train, world_of_one, write_job, write_rows
 
 from mcore_prefix_tree.mcore.trainer.reading import Data, read_data
@@ -19,9 +19,6 @@ from mcore_prefix_tree.objectives import KTO, OBJECTIVES, PolicyGradient, Target
 from mcore_prefix_tree.objectives.advantages import ADVANTAGES
 from mcore_prefix_tree.recipe import RecipeError, load_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from rollouts import Rollout, mask, rollouts
 
 # Turns of each rollout of each group: 6 groups, 16 rollouts, 28 turns.
 SHAPE = ((1, 3, 2), (2, 2), (1, 4, 1, 2), (3, 1), (1,), (2, 1, 1, 1))

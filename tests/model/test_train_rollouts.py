@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from objective_oracles import Alone, changed, policy_loss
 from train_jobs import (
     FLOAT64,
     assert_same_bits,
@@ -33,9 +33,6 @@ from mcore_prefix_tree.data.grouping import whole_groups
 from mcore_prefix_tree.mcore.trainer import reading
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from objective_oracles import Alone, changed, policy_loss
 
 # Turns of each rollout of each prompt: 5 prompts, 12 rollouts, 35 turns.
 SHAPE = ((1, 6, 2), (3, 3), (1, 5, 1, 4), (2, 6), (1,))

@@ -6,10 +6,8 @@ The functions here run inside the processes of :mod:`harness.worlds`.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,16 +15,14 @@ import numpy as np
 import torch
 from folded_jobs import VOCAB, branching_samples, stock_spec, tree_spec
 from harness.worlds import Layout
-
-from mcore_prefix_tree import Sample
-from mcore_prefix_tree.layout import Padding
-from mcore_prefix_tree.signals import Signals
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from objective_oracles import Alone, ValuesAlone, policy_loss, token_weights, with_teachers
 from test_objectives_distill import full_loss, top_k_loss
 from test_objectives_preference import kto_loss, pair_loss
 from test_objectives_scalar_head import critic_loss, reward_model_loss
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.signals import Signals
 
 Options = tuple[tuple[str, Any], ...]
 TEACHER_SEED = 5

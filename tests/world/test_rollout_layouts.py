@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +17,6 @@ from harness.weights import assemble
 from harness.worlds import Layout, world
 from layouts import in_layouts
 from objective_jobs import Job, folded_step, unfolded_step
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from rollouts import as_samples, rollouts
 
 # Turns of each rollout of each group: five rollouts and one, six turns and one.

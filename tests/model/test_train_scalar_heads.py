@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from objective_oracles import ValuesAlone
+from test_objectives_scalar_head import critic_loss, reward_model_loss
 from train_jobs import (
     BATCH,
     FLOAT64,
@@ -38,10 +39,6 @@ from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.jobs import run_verify
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from objective_oracles import ValuesAlone
-from test_objectives_scalar_head import critic_loss, reward_model_loss
 
 CRITIC = {"gamma": 0.9, "lam": 0.8, "normalise": "sample"}
 REWARD_MODEL = {"center_coef": 0.01}

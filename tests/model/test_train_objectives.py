@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from objective_oracles import Alone, policy_loss, scored_positions, token_weights
+from test_objectives_preference import kto_loss, pair_loss
 from train_jobs import (
     BATCH,
     FLOAT64,
@@ -38,10 +39,6 @@ from mcore_prefix_tree.mcore.readout import Logprobs
 from mcore_prefix_tree.mcore.trainer.jobs import run_train
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from objective_oracles import Alone, policy_loss, scored_positions, token_weights
-from test_objectives_preference import kto_loss, pair_loss
 
 PAIRED = ("dpo", "ipo", "simpo", "orpo")
 GROUPS = 5  # of three: a step of six takes two, and one is left out of each epoch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from objective_oracles import Alone
 from omegaconf import OmegaConf
+from test_objectives_distill import full_loss, top_k_loss
 from train_jobs import (
     BATCH,
     FLOAT64,
@@ -36,10 +37,6 @@ from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.model import transformer_config
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from objective_oracles import Alone
-from test_objectives_distill import full_loss, top_k_loss
 
 K = 4
 OPTIONS = {"divergence": "jsd", "jsd_beta": 0.3, "normalise": "sample"}
