@@ -93,9 +93,9 @@ class Case:
 
     def fused_whole_at_once(self) -> torch.Tensor:
         """The same, with a chunk that holds all rows: what is left to save is the rows that are not scored."""
-        return self._fused_edges(self.needed_whole, by_rows=False, chunk_rows=len(self.needed_whole.host_row))
+        return self._fused_edges(self.needed_whole, by_rows=False, head_chunk_rows=len(self.needed_whole.host_row))
 
-    def _fused_edges(self, edges: Edges, *, by_rows: bool, chunk_rows: int | None = None) -> torch.Tensor:
+    def _fused_edges(self, edges: Edges, *, by_rows: bool, head_chunk_rows: int | None = None) -> torch.Tensor:
         edge_weight = self.loss_weight[edges.token]
 
         def loss(logprob: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Case:
         gradient, logprob, _ = head_edge_loss(
             self.hidden[edges.row],
             self.weight,
-            Head(edges=edges, rows_at_a_time=chunk_rows),
+            Head(edges=edges, head_chunk_rows=head_chunk_rows),
             loss=loss,
             by_rows=by_rows,
         )

@@ -29,15 +29,17 @@ def inspect(
     from mcore_prefix_tree.trie import build_trie
 
     samples, recipe = options.read(), options.recipe
-    layout = fold(samples.all, trie=build_trie(samples.all, **options.sharing))
+    layout = fold(samples.all, trie=build_trie(samples.all, options.sharing))
     stats = forest_stats(layout)
     bound = None if samples.work is None else samples.work.bound([layout])
     longest = samples.all[int(np.argmax(np.diff(layout.cu_sample_lens)))].source
     largest = largest_trees(layout, trees)
     order, steps = samples.order, None
     if order is not None:
-        cut = None if recipe is None else partial(plan_step, max_tokens=recipe.batch.max_tokens, **options.sharing)
-        steps = report_steps(order.first_epoch(), plan=cut, **options.sharing)
+        cut = (
+            None if recipe is None else partial(plan_step, max_tokens=recipe.batch.max_tokens, sharing=options.sharing)
+        )
+        steps = report_steps(order.first_epoch(), plan=cut, sharing=options.sharing)
 
     if as_json:
         report: dict[str, Any] = {

@@ -83,7 +83,7 @@ def plan(
         micro_batch_multiple=1 if recipe is None else recipe.parallel.micro_batch_multiple,
         cost_model=cost_model,
         bubble=bubble,
-        **options.sharing,
+        sharing=options.sharing,
     )
     objective = _objective_of(recipe)
 
@@ -99,9 +99,9 @@ def plan(
         max_tokens=max_tokens,
         padding=padding,
         bubble=bubble,
-        **options.sharing,
+        sharing=options.sharing,
     )
-    steps = None if order is None else report_steps(order.first_epoch(), plan=planned, **options.sharing)
+    steps = None if order is None else report_steps(order.first_epoch(), plan=planned, sharing=options.sharing)
     if plot is not None:
         _draw(report, unit, plot)
     if as_json:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.recipe import Recipe
     from mcore_prefix_tree.recipe.sections import DataConfig
     from mcore_prefix_tree.sample import Sample
-    from mcore_prefix_tree.trie import Share
+    from mcore_prefix_tree.trie import Sharing
 
 
 class OnErrorName(str, Enum):
@@ -34,7 +34,7 @@ class OnErrorName(str, Enum):
 
 
 class ShareName(str, Enum):
-    """Which common prefixes are shared; see :func:`mcore_prefix_tree.trie.build_trie`."""
+    """Which common prefixes are shared; see :class:`mcore_prefix_tree.trie.Sharing`."""
 
     all = "all"
     prompt = "prompt"
@@ -46,13 +46,6 @@ class OrderName(str, Enum):
     shuffled = "shuffled"
     folded = "folded"
     file = "file"
-
-
-class Sharing(TypedDict):
-    """What counts as a common prefix."""
-
-    share: Share
-    min_shared_tokens: int
 
 
 class TokenizerOnDemand:
@@ -205,10 +198,12 @@ class SampleOptions:
 
     @property
     def sharing(self) -> Sharing:
-        """What counts as a common prefix."""
+        """Which common prefixes are shared."""
+        from mcore_prefix_tree.trie import Sharing
+
         if self.recipe is not None:
-            return {"share": self.recipe.batch.share, "min_shared_tokens": self.recipe.batch.min_shared_tokens}
-        return {"share": (self.share or ShareName.all).value, "min_shared_tokens": self.min_shared_tokens or 0}
+            return self.recipe.batch.sharing
+        return Sharing(share=(self.share or ShareName.all).value, min_shared_tokens=self.min_shared_tokens or 0)
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:
         """Read the files. Says on standard error what was skipped, if anything.

@@ -43,6 +43,8 @@ def ways_to_more(samples: Samples, physical_tokens: int) -> list[str]:
         samples: that were read.
         physical_tokens: that all of them fold to.
     """
+    from mcore_prefix_tree.trie import SHARE_ALL
+
     lines = []
     if samples.order is None:
         lines.append(
@@ -56,7 +58,7 @@ def ways_to_more(samples: Samples, physical_tokens: int) -> list[str]:
         )
     turns = samples.turns
     # Every prefix is shared: a turn that ends inside a conversation adds no unique token.
-    if len(turns) > len(samples.all) and samples.options.sharing == {"share": "all", "min_shared_tokens": 0}:
+    if len(turns) > len(samples.all) and samples.options.sharing == SHARE_ALL:
         now = sum(map(len, samples.all)) / physical_tokens
         lines.append(
             f"If you train a sample per assistant turn, give --expand-turns: {len(turns):,} samples of "

@@ -25,13 +25,13 @@ _CPU = (2**23, 256)
 _GPU = (2**28, 2048)
 
 
-def chunk_rows(columns: int, device: torch.device) -> int:
+def default_chunk_rows(columns: int, device: torch.device) -> int:
     """C for so many columns of logits on this rank."""
     logits, least_rows = _CPU if device.type == "cpu" else _GPU
     return max(least_rows, logits // columns)
 
 
-def cut(settled_by: npt.NDArray[np.int64], rows_at_a_time: int) -> list[slice]:
+def cut(settled_by: npt.NDArray[np.int64], head_chunk_rows: int) -> list[slice]:
     """R rows into chunks of at most C, so that few rows are scored together with one of a later chunk.
 
     Such a row is projected twice, one product more than the three of others. A border that spares fewer of them than a
@@ -39,7 +39,7 @@ def cut(settled_by: npt.NDArray[np.int64], rows_at_a_time: int) -> list[slice]:
 
     Args:
         settled_by: int64 ``[R]``, see :class:`Edges`.
-        rows_at_a_time: C.
+        head_chunk_rows: C.
 
     Returns:
         Ascending. They depend on the edges alone: rows of a product of another height may have other bits, and a
@@ -54,10 +54,10 @@ def cut(settled_by: npt.NDArray[np.int64], rows_at_a_time: int) -> list[slice]:
     chunks = []
     stop = rows
     while stop > 0:
-        start = max(0, stop - rows_at_a_time)
+        start = max(0, stop - head_chunk_rows)
         if start:
             # From the end, so that what comes last is whole.
-            smaller = np.arange(rows_at_a_time // 2 + 1)
+            smaller = np.arange(head_chunk_rows // 2 + 1)
             start += int(np.argmin(torn[start + smaller] + smaller / 4))
         chunks.append(slice(start, stop))
         stop = start
@@ -84,7 +84,7 @@ class Head:
         temperature: ``[P]``, by predictor; None is 1.
         vocab_start: id of this rank's first column.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
-        rows_at_a_time: C; :func:`chunk_rows` if None.
+        head_chunk_rows: C; :func:`default_chunk_rows` if None.
         weight_grad: where the weight's gradient goes; None leaves it to autograd.
     """
 
@@ -93,7 +93,7 @@ class Head:
     temperature: torch.Tensor | None = None
     vocab_start: int = 0
     group: dist.ProcessGroup | None = None
-    rows_at_a_time: int | None = None
+    head_chunk_rows: int | None = None
     weight_grad: WeightGradSink | None = None
 
 
@@ -110,7 +110,7 @@ class Chunks:
             self._product, self._logits = like._product, like._logits
         else:
             # One allocation for all chunks: fresh memory costs a processor more than the softmax does.
-            most = head.rows_at_a_time or chunk_rows(len(weight), weight.device)
+            most = head.head_chunk_rows or default_chunk_rows(len(weight), weight.device)
             self._product = hidden.new_empty((min(most, len(hidden)), len(weight)))
             is_wide = hidden.dtype == self.dtype
             self._logits = self._product if is_wide else torch.empty_like(self._product, dtype=self.dtype)

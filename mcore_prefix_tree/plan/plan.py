@@ -22,7 +22,7 @@ from mcore_prefix_tree.plan.cuts import fewest_runs, least_repeating_runs, small
 from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.plan.together import Clusters
 from mcore_prefix_tree.sample import Sample, SampleError
-from mcore_prefix_tree.trie import Share, sort_samples
+from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -64,8 +64,7 @@ def plan_step(
     micro_batches: int | None = None,
     cost_model: CostModel | None = None,
     bubble: float = 0.0,
-    share: Share = "all",
-    min_shared_tokens: int = 0,
+    sharing: Sharing = SHARE_ALL,
     together: Sequence[Hashable] | None = None,
 ) -> ForestPlan:
     """Plan one step.
@@ -86,8 +85,7 @@ def plan_step(
         bubble: what a pipeline adds to a rank's cost, in times that of its largest micro-batch: the stages but one,
             over the virtual stages of each (Narayanan et al., SC 2021, section 2.2). Needs a cost model; without one
             the largest micro-batch is as small as can be anyway.
-        share: as in :func:`mcore_prefix_tree.trie.build_trie`; fold the micro-batches with the same.
-        min_shared_tokens: the same.
+        sharing: which common prefixes are shared; fold the micro-batches with the same.
         together: a key for each sample; those with the same key are put into one micro-batch, and None leaves a sample
             free. The micro-batches are then runs of neighbours as even in tokens as can be found, and only their
             distribution over the ranks looks at a cost model.
@@ -102,7 +100,7 @@ def plan_step(
         raise ValueError(
             f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
         )
-    order, shared, lengths = _in_order(samples, max_tokens, share, min_shared_tokens)
+    order, shared, lengths = _in_order(samples, max_tokens, sharing)
     fresh = lengths - shared
     if together is not None:
         leaves = Leaves.every_sample(shared, lengths, _scored(samples, order, shared, cost_model))
@@ -137,20 +135,19 @@ def fewest_micro_batches(
     max_tokens: int,
     dp_size: int = 1,
     micro_batch_multiple: int = 1,
-    share: Share = "all",
-    min_shared_tokens: int = 0,
+    sharing: Sharing = SHARE_ALL,
 ) -> int:
     """Micro-batches per rank that :func:`plan_step` makes of a step where none are given; arguments as there.
 
     Raises:
         BudgetError: if one sample alone is longer than ``max_tokens``.
     """
-    _, shared, lengths = _in_order(samples, max_tokens, share, min_shared_tokens)
+    _, shared, lengths = _in_order(samples, max_tokens, sharing)
     return _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
 
 
 def _in_order(
-    samples: Sequence[Sample], max_tokens: int, share: Share, min_shared_tokens: int
+    samples: Sequence[Sample], max_tokens: int, sharing: Sharing
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """The samples' depth-first order, and in it what each shares with the one before, and its length."""
     for sample in samples:
@@ -159,7 +156,7 @@ def _in_order(
                 f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of batch.max_tokens={max_tokens}; "
                 "raise batch.max_tokens or shorten the sample"
             )
-    order, shared = sort_samples(samples, share=share, min_shared_tokens=min_shared_tokens)
+    order, shared = sort_samples(samples, sharing)
     return order, shared, np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
 
 

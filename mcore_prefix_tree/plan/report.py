@@ -13,7 +13,7 @@ from mcore_prefix_tree.plan.makespan import least_makespan
 from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.plan.plan import ForestPlan
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.trie import Share, sort_samples, trie_from_order
+from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples, trie_from_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,7 @@ def report_plan(
     max_tokens: int | None = None,
     padding: Padding = NO_PADDING,
     bubble: float = 0.0,
-    share: Share = "all",
-    min_shared_tokens: int = 0,
+    sharing: Sharing = SHARE_ALL,
 ) -> PlanReport:
     """Count a plan.
 
@@ -109,10 +108,9 @@ def report_plan(
         max_tokens: the budget, which the lower bound respects.
         padding: of the micro-batches.
         bubble: as in :func:`plan_step`.
-        share: as in :func:`plan_step`.
-        min_shared_tokens: the same.
+        sharing: as in :func:`plan_step`.
     """
-    order, shared = sort_samples(samples, share=share, min_shared_tokens=min_shared_tokens)
+    order, shared = sort_samples(samples, sharing)
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
     scored = first_scored(samples, order, shared)
     everything = Leaves.every_sample(shared, lengths, scored)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mcore_prefix_tree.plan.plan import ForestPlan
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.trie import Share, sort_samples
+from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +53,20 @@ class StepsReport:
 def report_steps(
     steps: Iterable[Sequence[Sample]],
     *,
-    share: Share = "all",
-    min_shared_tokens: int = 0,
+    sharing: Sharing = SHARE_ALL,
     plan: Callable[[Sequence[Sample]], ForestPlan] | None = None,
 ) -> StepsReport:
     """Count what steps fold to.
 
     Args:
         steps: the samples of each step; at least one step.
-        share: as in :func:`mcore_prefix_tree.trie.build_trie`.
-        min_shared_tokens: the same.
+        sharing: which common prefixes are shared.
         plan: cuts a step into micro-batches, as training does.
     """
     samples, logical, physical, planned, idle = 0, [], [], [], 0
     for step in steps:
         samples += len(step)
-        _, shared = sort_samples(step, share=share, min_shared_tokens=min_shared_tokens)
+        _, shared = sort_samples(step, sharing)
         logical.append(sum(map(len, step)))
         physical.append(logical[-1] - int(shared.sum()))
         if plan is not None:

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.inputs import MOST
 from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.trie import Share, Sharing
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.objectives import Objective
@@ -189,7 +190,7 @@ class BatchConfig:
     max_tokens: PositiveInt
     global_batch_size: PositiveInt | None = None
     groups_per_step: PositiveInt | None = None
-    share: Literal["all", "prompt"] = "all"
+    share: Share = "all"
     min_shared_tokens: NonNegativeInt = 0
     length_buckets: list[PositiveInt] | None = None
     calibration: str | None = None
@@ -202,6 +203,11 @@ class BatchConfig:
                 "give either global_batch_size, the samples of a step, or groups_per_step, its groups, rollouts or "
                 "pairs, and set the other to null",
             )
+
+    @property
+    def sharing(self) -> Sharing:
+        """Which common prefixes are shared."""
+        return Sharing(share=self.share, min_shared_tokens=self.min_shared_tokens)
 
     @property
     def per_step(self) -> int:

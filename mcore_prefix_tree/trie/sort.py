@@ -19,9 +19,33 @@ IntArray = npt.NDArray[np.int64]
 Share = Literal["all", "prompt"]
 
 
-def sort_samples(
-    samples: Sequence[Sample], *, share: Share = "all", min_shared_tokens: int = 0
-) -> tuple[IntArray, IntArray]:
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Which common prefixes samples share. A plan and the folding of its micro-batches take the same one.
+
+    Attributes:
+        share: ``"all"`` shares every common prefix, scored tokens too. ``"prompt"`` shares what two samples have in
+            common before the first scored token of either: each sample computes its own completion.
+        min_shared_tokens: a common prefix of fewer tokens is not shared; such samples are in different trees.
+
+    Raises:
+        ValueError: on construction, for another ``share`` or a negative ``min_shared_tokens``.
+    """
+
+    share: Share = "all"
+    min_shared_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.share not in get_args(Share):
+            raise ValueError(f"share={self.share!r} must be one of {', '.join(map(repr, get_args(Share)))}")
+        if self.min_shared_tokens < 0:
+            raise ValueError(f"min_shared_tokens={self.min_shared_tokens} must be >= 0")
+
+
+SHARE_ALL = Sharing()
+
+
+def sort_samples(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> tuple[IntArray, IntArray]:
     """Depth-first order of the samples and the prefix each shares with the one before it.
 
     The order depends on the samples' content alone (those that score the same of equal tokens keep the caller's order),
@@ -30,21 +54,14 @@ def sort_samples(
 
     Args:
         samples: any number.
-        share: ``"all"`` shares every common prefix, scored tokens too. ``"prompt"`` shares what two samples have in
-            common before the first scored token of either: each sample's completion is its own.
-        min_shared_tokens: a common prefix of fewer tokens is not shared; such samples are in different trees.
+        sharing: which common prefixes are shared.
 
     Returns:
         ``order`` int64 ``[S]``, sample indices, and ``shared`` int64 ``[S]``, as in :class:`Trie`.
-
-    Raises:
-        ValueError: for another ``share`` or a negative ``min_shared_tokens``.
     """
-    if share not in get_args(Share):
-        raise ValueError(f"share={share!r} must be one of {', '.join(map(repr, get_args(Share)))}")
-    if min_shared_tokens < 0:
-        raise ValueError(f"min_shared_tokens={min_shared_tokens} must be >= 0")
-    shareable = [sample.tokens if share == "all" else sample.tokens[: prompt_length(sample)] for sample in samples]
+    shareable = [
+        sample.tokens if sharing.share == "all" else sample.tokens[: prompt_length(sample)] for sample in samples
+    ]
     runs = _sorted_runs(samples, shareable)
     order = np.fromiter((index for run in runs for index in run), dtype=np.int64, count=len(samples))
     shared = np.zeros(len(samples), dtype=np.int64)
@@ -56,7 +73,7 @@ def sort_samples(
         at += 1
     # The prefix common to two samples is the shortest between the neighbours from one to the other: dropping the short
     # ones leaves exactly the pairs that have enough in common.
-    shared[shared < min_shared_tokens] = 0
+    shared[shared < sharing.min_shared_tokens] = 0
     return order, shared
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.trie.sort import Share, sort_samples
+from mcore_prefix_tree.trie.sort import SHARE_ALL, Sharing, sort_samples
 
 IntArray = npt.NDArray[np.int64]
 
@@ -56,21 +56,17 @@ class Trie:
         return int(self.cu_node_lens[-1])
 
 
-def build_trie(samples: Sequence[Sample], *, share: Share = "all", min_shared_tokens: int = 0) -> Trie:
+def build_trie(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> Trie:
     """Fold samples into a trie.
 
     Args:
         samples: any number of samples; those with different ``merge_key`` never share a node.
-        share: as in :func:`sort_samples`.
-        min_shared_tokens: as in :func:`sort_samples`.
+        sharing: which common prefixes are shared.
 
     Returns:
         The trie; a sample that is a prefix of another ends in an inner node, equal samples end in the same node.
-
-    Raises:
-        ValueError: as :func:`sort_samples`.
     """
-    order, shared = sort_samples(samples, share=share, min_shared_tokens=min_shared_tokens)
+    order, shared = sort_samples(samples, sharing)
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
     return trie_from_order(order, shared, lengths[order])
 

@@ -351,7 +351,7 @@ def test_a_model_without_the_head_says_so() -> None:
 
 def test_a_request_never_passes_for_a_flag() -> None:
     _, tree = twins(tiny_config())
-    request = HeadRequest(edges=batch_of().edges, temperature=None, chunk_rows=None, answer=lambda rows, *_: rows)
+    request = HeadRequest(edges=batch_of().edges, temperature=None, head_chunk_rows=None, answer=lambda rows, *_: rows)
     with pytest.raises(TypeError, match="HeadRequest reached a layer"):
         tree.output_layer(torch.zeros(3, 1, 32, dtype=torch.float64), runtime_gather_output=request)
 
@@ -400,6 +400,6 @@ def test_a_model_with_scaled_logits() -> None:
 
 def test_the_request_travels_in_one_keyword_or_two() -> None:
     batch = batch_of()
-    request = HeadRequest(edges=batch.edges, temperature=None, chunk_rows=None, answer=lambda rows, *_: rows)
+    request = HeadRequest(edges=batch.edges, temperature=None, head_chunk_rows=None, answer=lambda rows, *_: rows)
     assert request in request_arguments(request).values()
     assert len(batch.edges.token) < VOCAB * len(SAMPLES)

@@ -28,7 +28,7 @@ from train_jobs import (
 )
 
 from mcore_prefix_tree import fold
-from mcore_prefix_tree.mcore.trainer.ending import EndingSignals
+from mcore_prefix_tree.mcore.trainer.ending import EndRequest
 from mcore_prefix_tree.mcore.trainer.jobs import run_train
 from mcore_prefix_tree.mcore.trainer.trainer import DivergedError
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
@@ -243,13 +243,13 @@ def test_second_ctrl_c_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("mcore_prefix_tree.mcore.trainer.ending._TWICE_S", 0.01)
-    with EndingSignals(), pytest.raises(KeyboardInterrupt):
+    with EndRequest(), pytest.raises(KeyboardInterrupt):
         twice(signal.SIGINT, 0.02)
-    with EndingSignals():
+    with EndRequest():
         twice(signal.SIGINT, 0.0)  # to the process and to its group
         twice(signal.SIGTERM, 0.02)  # timeout, and a scheduler that warned with another signal before
     monkeypatch.setenv("RANK", "0")  # a launcher sends to all what the terminal has sent already
-    with EndingSignals():
+    with EndRequest():
         twice(signal.SIGINT, 0.02)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)

@@ -178,8 +178,7 @@ def test_folding_changes_nothing(
         samples,
         max_tokens=recipe.batch.max_tokens,
         cost_model=CostModel.from_work(ModelWork.from_model(recipe.model, fused_head=recipe.fused_head)),
-        share=recipe.batch.share,
-        min_shared_tokens=recipe.batch.min_shared_tokens,
+        sharing=recipe.batch.sharing,
     )
     assert (report.samples, report.logical_tokens) == (BATCH, sum(map(len, samples)))
     assert report.physical_tokens == sum(plan.physical_tokens[0]) < report.logical_tokens

@@ -29,8 +29,8 @@ def problem() -> tuple[Edges, np.ndarray, torch.Tensor, torch.Tensor, torch.Tens
     return Edges.of_candidates(predictor, ids, padded_size=P), ids, hidden, weight, temperature
 
 
-@pytest.mark.parametrize("rows_at_a_time", [2, None])
-def test_each_equals_log_softmax_in_value_and_gradient(rows_at_a_time: int | None) -> None:
+@pytest.mark.parametrize("head_chunk_rows", [2, None])
+def test_each_equals_log_softmax_in_value_and_gradient(head_chunk_rows: int | None) -> None:
     edges, ids, hidden, weight, temperature = problem()
     inputs = hidden.requires_grad_(), weight.requires_grad_()
     logits = 0.5 * hidden @ weight.T
@@ -38,7 +38,7 @@ def test_each_equals_log_softmax_in_value_and_gradient(rows_at_a_time: int | Non
     grad = torch.linspace(-1, 2, R * K, dtype=torch.float64)
     wanted = torch.autograd.grad(expected.flatten(), inputs, grad, retain_graph=True)
 
-    head = Head(edges=edges, multiplier=0.5, temperature=temperature, rows_at_a_time=rows_at_a_time)
+    head = Head(edges=edges, multiplier=0.5, temperature=temperature, head_chunk_rows=head_chunk_rows)
     fused = head_logprobs(hidden[edges.row], weight, head)[0]
     unfused = edge_logprobs(logits, edges, temperature=temperature)[0]
     for actual in (fused, unfused):

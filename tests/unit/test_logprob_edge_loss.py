@@ -76,7 +76,7 @@ def test_losses_and_their_gradients(samples, seed, rows, multiplier, tempered, e
             read = np.array([edge for own in terms for edge in own], dtype=np.int64)
             edges = edges.scored_together(edges.predictor.numpy()[read], reader)
         loss = loss_of_terms(edges, terms, of_entropy=of_entropy)
-    head = Head(edges=edges, multiplier=multiplier, temperature=temperature, rows_at_a_time=rows)
+    head = Head(edges=edges, multiplier=multiplier, temperature=temperature, head_chunk_rows=rows)
     gradient, logprob, entropy = head_edge_loss(
         hidden[edges.row], weight, head, loss=loss, by_rows=reads == "rows", with_entropy=entropies != "none"
     )
@@ -108,7 +108,7 @@ def test_a_row_that_waits_between_others_that_do_not(of_entropy):
     assert (edges.host_settled_by[first] >= first.stop).tolist() == [False, False, True, False, False]
     assert second.stop == len(edges.row)
     loss = loss_of_terms(edges, edges_of_samples(layout, edges), of_entropy=of_entropy)
-    head = Head(edges=edges, rows_at_a_time=5)
+    head = Head(edges=edges, head_chunk_rows=5)
     gradient, _, _ = head_edge_loss(hidden[edges.row], weight, head, loss=loss, with_entropy=of_entropy)
     logprob, entropy = naive(hidden @ weight.T, layout)
     expected = loss(logprob[edges.token], entropy[edges.row])
@@ -127,7 +127,7 @@ def test_what_needs_no_gradient_gets_none(frozen):
     (free,) = leaves.keys() - {frozen}
     (expected,) = torch.autograd.grad(wanted, leaves[free])
     leaves[frozen].requires_grad_(False)
-    head = Head(edges=edges, rows_at_a_time=5)
+    head = Head(edges=edges, head_chunk_rows=5)
     head_edge_loss(leaves["hidden"][edges.row], leaves["weight"], head, loss=loss)[0].backward()
     assert worst(leaves[free].grad, expected) < 1e-12
     assert leaves[frozen].grad is None
@@ -146,7 +146,7 @@ def test_rows_to_come_do_not_reach_the_gradient():
         known[: 3 * len(seen) - 1] = 1.0
         return torch.dot(known, logprob.exp())
 
-    head = Head(edges=edges, rows_at_a_time=3)
+    head = Head(edges=edges, head_chunk_rows=3)
     gradient, logprob, _ = head_edge_loss(hidden[edges.row], weight, head, loss=loss, by_rows=True)
     grads = torch.autograd.grad(gradient, (hidden, weight))
     expected = naive(hidden @ weight.T, layout)[0][edges.token].exp().sum()
@@ -170,7 +170,7 @@ def test_samples_that_are_not_all_there_do_not_reach_the_gradient():
             total = total + logprob[sample].exp().sum().square() * (float("nan") if to_come else 1.0)
         return total
 
-    head = Head(edges=edges, rows_at_a_time=8)
+    head = Head(edges=edges, head_chunk_rows=8)
     gradient, _, _ = head_edge_loss(hidden[edges.row], weight, head, loss=loss)
     grads = torch.autograd.grad(gradient, (hidden, weight))
     expected = loss(naive(hidden @ weight.T, layout)[0][edges.token], None)
@@ -179,7 +179,7 @@ def test_samples_that_are_not_all_there_do_not_reach_the_gradient():
         assert worst(one, other) < 1e-12
 
 
-def projected(layout, edges, *, rows_at_a_time, by_rows=False):
+def projected(layout, edges, *, head_chunk_rows, by_rows=False):
     """How many rows went through each kind of product, by the product's shape."""
     hidden, weight = parameters(layout)
     rows = Counter()
@@ -194,7 +194,7 @@ def projected(layout, edges, *, rows_at_a_time, by_rows=False):
                 rows["of weight"] += len(args[2])
             return func(*args, **(kwargs or {}))
 
-    head = Head(edges=edges, rows_at_a_time=rows_at_a_time)
+    head = Head(edges=edges, head_chunk_rows=head_chunk_rows)
     loss = loss_of_terms(edges, edges_of_samples(layout, edges), of_entropy=False)
     with Watch():
         head_edge_loss(hidden[edges.row], weight, head, loss=loss, by_rows=by_rows)[0].backward()
@@ -209,17 +209,17 @@ def test_only_rows_that_wait_for_a_later_chunk_are_projected_twice():
     edges = Edges.from_layout(layout, needed=layout.loss_weight != 0)
     rows = len(edges.row)
     assert rows == 1 + 6 * 29
-    assert projected(layout, edges, rows_at_a_time=rows) == {"logits": rows, "of hidden": rows, "of weight": rows}
-    assert projected(layout, edges, rows_at_a_time=70) == {
+    assert projected(layout, edges, head_chunk_rows=rows) == {"logits": rows, "of hidden": rows, "of weight": rows}
+    assert projected(layout, edges, head_chunk_rows=70) == {
         "logits": rows + 1,
         # With the rollouts beside it, and alone at the end.
         "of hidden": rows,
         "of weight": rows,
     }
-    half = projected(layout, edges, rows_at_a_time=20)
+    half = projected(layout, edges, head_chunk_rows=20)
     # Of each rollout's 29 no more than those need to wait that half a chunk leaves.
     assert rows + 6 * 9 <= half["logits"] <= rows + 1 + 6 * 19
-    by_rows = projected(layout, edges, rows_at_a_time=20, by_rows=True)
+    by_rows = projected(layout, edges, head_chunk_rows=20, by_rows=True)
     assert by_rows == {"logits": rows, "of hidden": rows, "of weight": rows}
 
 
@@ -234,7 +234,7 @@ def test_pairs_are_kept_in_one_chunk():
     paired = edges.scored_together(edges.predictor.numpy()[[edge for sample in own for edge in sample]], reader)
     assert len(edges.row) == 4 * 39
     assert cut(paired.host_settled_by, 60) == [slice(start, start + 39) for start in range(0, 156, 39)]
-    assert projected(layout, paired, rows_at_a_time=60)["logits"] == 4 * 39
+    assert projected(layout, paired, head_chunk_rows=60)["logits"] == 4 * 39
 
 
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 30))

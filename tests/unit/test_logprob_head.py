@@ -59,7 +59,7 @@ def test_values_and_gradients_one_by_one(samples, seed, rows, multiplier, temper
         edges=Edges.from_layout(layout, needed=needed),
         multiplier=multiplier,
         temperature=temperature,
-        rows_at_a_time=rows,
+        head_chunk_rows=rows,
     )
     actual = fused(hidden, weight, head)
     expected = naive(logits_of(hidden, weight, multiplier, temperature), layout, needed)
@@ -82,7 +82,7 @@ def test_equal_to_the_path_that_has_the_logits(multiplier, rows):
     edges = Edges.from_layout(layout)
     temperature = temperatures(layout)
     actual = fused(
-        hidden, weight, Head(edges=edges, multiplier=multiplier, temperature=temperature, rows_at_a_time=rows)
+        hidden, weight, Head(edges=edges, multiplier=multiplier, temperature=temperature, head_chunk_rows=rows)
     )
     logprob, entropy = edge_logprobs(
         logits_of(hidden, weight, multiplier), edges, temperature=temperature, with_entropy=True
@@ -98,7 +98,7 @@ def test_each_sample_alone():
     """Restored rows are those of every sample through a head of its own; shared tokens' gradients are the sums."""
     layout = fold(FORKED, pad_to_multiple_of=5)
     hidden, weight = parameters(layout)
-    logprob, entropy = fused(hidden, weight, Head(edges=Edges.from_layout(layout), rows_at_a_time=2))
+    logprob, entropy = fused(hidden, weight, Head(edges=Edges.from_layout(layout), head_chunk_rows=2))
     rows = zip(restore(logprob, layout), restore(entropy, layout), strict=True)
     total, expected = hidden.new_zeros(()), hidden.new_zeros(())
     for index, (sample, (scores, spread)) in enumerate(zip(FORKED, rows, strict=True)):
@@ -118,7 +118,7 @@ def test_gradcheck(multiplier, tempered):
     layout = fold(FORKED, pad_to_multiple_of=5)
     hidden, weight = parameters(layout, scale=0.5)
     temperature = temperatures(layout) if tempered else None
-    head = Head(edges=Edges.from_layout(layout), multiplier=multiplier, temperature=temperature, rows_at_a_time=3)
+    head = Head(edges=Edges.from_layout(layout), multiplier=multiplier, temperature=temperature, head_chunk_rows=3)
     assert torch.autograd.gradcheck(lambda *leaves: fused(*leaves, head), (hidden, weight))
 
 
@@ -134,7 +134,7 @@ def test_the_weighted_sum_and_its_gradients(multiplier, tempered, rows):
         edges=Edges.from_layout(layout, needed=needed),
         multiplier=multiplier,
         temperature=temperature,
-        rows_at_a_time=rows,
+        head_chunk_rows=rows,
     )
     loss_weight = torch.from_numpy(layout.loss_weight).double()
     total, parts = head_weighted_sum(hidden[head.edges.row], weight, head, edge_weight=loss_weight[head.edges.token])
@@ -179,7 +179,7 @@ def test_losses_of_logits_and_their_gradients(samples, seed, rows, multiplier, t
     hidden, weight = parameters(layout, seed=seed)
     temperature = temperatures(layout) if tempered else None
     edges = Edges.from_layout(layout, needed=needed)
-    head = Head(edges=edges, multiplier=multiplier, temperature=temperature, rows_at_a_time=rows)
+    head = Head(edges=edges, multiplier=multiplier, temperature=temperature, head_chunk_rows=rows)
     of_rows = torch.linspace(-1, 2, len(edges.row), dtype=torch.float64)
     gradient, values = head_logit_losses(hidden[edges.row], weight, head, loss=turned_into_gradients(of_rows))
     expected = square_entropy(logits_of(hidden, weight, multiplier, temperature)[edges.row])
@@ -196,10 +196,10 @@ def test_a_chunk_border_may_fall_anywhere():
     layout = fold([Sample(tokens=[1, *range(2, 12)]), Sample(tokens=[1, 2, 3, 30])])
     hidden, weight = parameters(layout)
     edges = Edges.from_layout(layout)
-    whole = fused(hidden, weight, Head(edges=edges, rows_at_a_time=100))
+    whole = fused(hidden, weight, Head(edges=edges, head_chunk_rows=100))
     wanted = gradients(whole, (hidden, weight))
     for rows in range(1, len(edges.row) + 2):
-        parts = fused(hidden, weight, Head(edges=edges, rows_at_a_time=rows))
+        parts = fused(hidden, weight, Head(edges=edges, head_chunk_rows=rows))
         assert all(worst(one, other) < 1e-13 for one, other in zip(parts, whole, strict=True))
         got = gradients(parts, (hidden, weight))
         assert all(worst(one, other) < 1e-12 for one, other in zip(got, wanted, strict=True))
@@ -316,7 +316,7 @@ def test_logprobs_have_the_bits_of_the_path_with_logits(dtype, with_entropy):
     hidden, weight = parameters(layout, dtype=dtype)
     edges = Edges.from_layout(layout)
     temperature = temperatures(layout).float()
-    head = Head(edges=edges, temperature=temperature, rows_at_a_time=100)
+    head = Head(edges=edges, temperature=temperature, head_chunk_rows=100)
     logprob, _ = fused(hidden, weight, head, with_entropy=with_entropy)
     logits = (
         (hidden[edges.row] @ weight.T)
@@ -337,7 +337,7 @@ def test_half_precision_sums_in_fp32():
     exact = torch.autograd.grad(naive(double[0] @ double[1].T, layout)[0].sum(), double)
     stock = torch.autograd.grad(naive((half[0] @ half[1].T).float(), layout)[0].sum(), half)
     for rows in (1, 7, 1000):
-        head = Head(edges=Edges.from_layout(layout), rows_at_a_time=rows)
+        head = Head(edges=Edges.from_layout(layout), head_chunk_rows=rows)
         logprob, _ = fused(*half, head, with_entropy=False)
         assert logprob.dtype == torch.float32
         grads = torch.autograd.grad(logprob.sum(), half)
@@ -359,7 +359,7 @@ def test_the_same_bits_twice():
     results = []
     for _ in range(2):
         hidden, weight = parameters(layout, dtype=torch.float32)
-        outputs = fused(hidden, weight, Head(edges=Edges.from_layout(layout), rows_at_a_time=2))
+        outputs = fused(hidden, weight, Head(edges=Edges.from_layout(layout), head_chunk_rows=2))
         results.append([*outputs, *gradients(outputs, (hidden, weight))])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
@@ -371,7 +371,7 @@ def test_no_temporary_is_larger_than_a_chunk_of_logits():
     hidden = torch.randn(layout.padded_size, hidden_size, requires_grad=True)
     weight = torch.randn(vocab, hidden_size, requires_grad=True)
     edges = Edges.from_layout(layout)
-    head = Head(edges=edges, rows_at_a_time=rows)
+    head = Head(edges=edges, head_chunk_rows=rows)
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -415,7 +415,7 @@ def test_the_weights_gradient_may_go_elsewhere(dtype):
     hidden, weight = parameters(layout, dtype=dtype)
     edges = Edges.from_layout(layout)
     ones = torch.ones(len(edges.token))
-    head = Head(edges=edges, rows_at_a_time=2)
+    head = Head(edges=edges, head_chunk_rows=2)
 
     def sum_of_edges(rows, logits):
         own = edges.of_rows(rows)

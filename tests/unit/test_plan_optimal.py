@@ -22,7 +22,7 @@ from mcore_prefix_tree.plan.cuts import (
     reach_of_several,
     smallest_budget,
 )
-from mcore_prefix_tree.trie import sort_samples
+from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
 
 MODEL = CostModel(token=3.0, pair=0.5)
 
@@ -146,12 +146,12 @@ def test_a_comb_a_hundred_thousand_deep_is_cut_in_linear_time(budget):
     st.integers(0, 6),
     st.integers(1, 3),
     st.sampled_from([None, CostModel(), MODEL]),
-    st.sampled_from([{}, {"share": "prompt"}, {"min_shared_tokens": 2}]),
+    st.sampled_from([SHARE_ALL, Sharing(share="prompt"), Sharing(min_shared_tokens=2)]),
 )
-def test_every_edge_keeps_its_weight_whatever_the_plan(samples, slack, dp_size, cost_model, options):
+def test_every_edge_keeps_its_weight_whatever_the_plan(samples, slack, dp_size, cost_model, sharing):
     """What is scored, and with what weight, does not depend on the budget, so neither does the gradient."""
     budget = max(map(len, samples)) + slack
-    plan = plan_step(samples, max_tokens=budget, dp_size=dp_size, cost_model=cost_model, **options)
+    plan = plan_step(samples, max_tokens=budget, dp_size=dp_size, cost_model=cost_model, sharing=sharing)
     weights: dict = defaultdict(float)
     supervised = 0
     for batch in chain.from_iterable(plan.micro_batches):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles import comb, parent_path, paths_of, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.trie import build_trie, trie_from_order
+from mcore_prefix_tree.trie import Sharing, build_trie, trie_from_order
 from mcore_prefix_tree.trie.sort import common_prefix_length, prompt_length
 
 
@@ -169,7 +169,7 @@ def common(left, right, share="all", least=0):
 
 @given(sample_lists(), st.sampled_from(["all", "prompt"]), st.integers(0, 5))
 def test_two_samples_share_what_the_options_say(samples, share, least):
-    layout = fold(samples, trie=build_trie(samples, share=share, min_shared_tokens=least))
+    layout = fold(samples, trie=build_trie(samples, Sharing(share=share, min_shared_tokens=least)))
     for i, left in enumerate(samples):
         for j, right in enumerate(samples[:i]):
             ours, theirs = layout.sample_tokens(i).tolist(), layout.sample_tokens(j).tolist()
@@ -184,7 +184,7 @@ def test_two_samples_share_what_the_options_say(samples, share, least):
 @given(sample_lists(), st.sampled_from(["all", "prompt"]), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_options_do_not_make_the_trie_depend_on_the_order(samples, share, least, random):
     shuffled = random.sample(samples, len(samples))
-    one, other = (build_trie(some, share=share, min_shared_tokens=least) for some in (samples, shuffled))
+    one, other = (build_trie(some, Sharing(share=share, min_shared_tokens=least)) for some in (samples, shuffled))
     for name in ("shared", "cu_node_lens", "node_parent", "node_depth", "node_subtree_end"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
     assert [samples[i].tokens.tolist() for i in one.order] == [shuffled[i].tokens.tolist() for i in other.order]
@@ -193,9 +193,9 @@ def test_options_do_not_make_the_trie_depend_on_the_order(samples, share, least,
 def test_completions_of_one_prompt_share_it_alone():
     samples = [Sample(tokens=[1, 2, 3, *more], loss_mask=[0, 0, 0, 1, 1]) for more in ([7, 8], [7, 9], [7, 8])]
     assert build_trie(samples).num_tokens == 3 + 1 + 2
-    assert build_trie(samples, share="prompt").num_tokens == 3 + 3 * 2
-    assert build_trie(samples, min_shared_tokens=5).num_tokens == 5 + 5
-    assert build_trie(samples, min_shared_tokens=6).num_tokens == 15
+    assert build_trie(samples, Sharing(share="prompt")).num_tokens == 3 + 3 * 2
+    assert build_trie(samples, Sharing(min_shared_tokens=5)).num_tokens == 5 + 5
+    assert build_trie(samples, Sharing(min_shared_tokens=6)).num_tokens == 15
 
 
 @pytest.mark.parametrize(("mask", "length"), [([1, 0, 1], 2), ([1, 1, 0], 1), ([1, 0, 0], 3), ([0], 1), ([1], 1)])
@@ -209,7 +209,7 @@ def test_a_prompt_ends_where_scoring_begins(mask, length):
 )
 def test_unknown_options_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
-        build_trie([Sample(tokens=[1])], **options)
+        Sharing(**options)
 
 
 @pytest.mark.parametrize("shape", ["comb", "star", "equal", "alone"])

@@ -30,7 +30,7 @@ from mcore_prefix_tree.mcore.megatron_lm.steps import (
 )
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.plan import CostModel
-from mcore_prefix_tree.trie import Share
+from mcore_prefix_tree.trie import SHARE_ALL, Sharing
 
 PROMPT = list(range(20))
 
@@ -44,7 +44,12 @@ def samples(count: int, *, shared: bool = True) -> list[Sample]:
 
 
 def folding(
-    *, max_tokens: int = 1000, dp_size: int = 1, pad_multiple: int = 1, interleave: int = 1, share: Share = "all"
+    *,
+    max_tokens: int = 1000,
+    dp_size: int = 1,
+    pad_multiple: int = 1,
+    interleave: int = 1,
+    sharing: Sharing = SHARE_ALL,
 ) -> Folding:
     return Folding(
         max_tokens=max_tokens,
@@ -52,7 +57,7 @@ def folding(
         cost_model=CostModel(token=100.0, pair=1.0),
         padding=Padding(multiple=pad_multiple),
         micro_batch_multiple=interleave,
-        share=share,
+        sharing=sharing,
         device=torch.device("cpu"),
     )
 
@@ -212,8 +217,8 @@ def test_less_sharing_reaches_the_micro_batches() -> None:
     """Everything in these samples is scored, so prompts of one token are all there is to share."""
     step = size(2, 4)
     iterators = [
-        StepIterator(StepDealer(order(), folding(share=share), dp_rank=0), consumed=0, size=lambda: step)
-        for share in ("all", "prompt")
+        StepIterator(StepDealer(order(), folding(sharing=sharing), dp_rank=0), consumed=0, size=lambda: step)
+        for sharing in (SHARE_ALL, Sharing(share="prompt"))
     ]
     dealt = [deal(iterator, 2) for iterator in iterators]
     assert tokens_of(dealt[0]) == tokens_of(dealt[1])

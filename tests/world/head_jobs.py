@@ -50,7 +50,7 @@ def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str) -> tuple[Any, 
         temperature=temperature,
         vocab_start=start,
         group=None if size == 1 else dist.group.WORLD,
-        rows_at_a_time=5,
+        head_chunk_rows=5,
     )
     weights = torch.linspace(-1, 2, layout.padded_size, dtype=torch.float64)
     entropy = None

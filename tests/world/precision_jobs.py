@@ -74,7 +74,7 @@ class Setting:
             temperature=self.temperature,
             vocab_start=self.own.start,
             group=self.group,
-            rows_at_a_time=64,
+            head_chunk_rows=64,
         )
 
     def _raw(self, logits: torch.Tensor) -> torch.Tensor:

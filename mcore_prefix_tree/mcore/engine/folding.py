@@ -13,7 +13,7 @@ from mcore_prefix_tree.layout import NO_PADDING, FlatLayout, Padding, fold
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.plan import CostModel, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.trie import Share, build_trie, sort_samples
+from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie, sort_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,7 @@ class Folding:
         cost_model: what the ranks' work is compared by; see :func:`mcore_prefix_tree.plan.plan_step`.
         micro_batch_multiple: micro-batches per rank come in multiples of this.
         bubble: of the pipeline; see :func:`mcore_prefix_tree.plan.plan_step`.
-        share: which common prefixes are shared; see :func:`mcore_prefix_tree.trie.build_trie`.
-        min_shared_tokens: shorter ones are not shared.
+        sharing: which common prefixes are shared.
         padding: of the micro-batches.
         device: of the model, which takes them there.
         attention_backend: of their layers.
@@ -47,8 +46,7 @@ class Folding:
     device: torch.device
     micro_batch_multiple: int = 1
     bubble: float = 0.0
-    share: Share = "all"
-    min_shared_tokens: int = 0
+    sharing: Sharing = SHARE_ALL
     padding: Padding = NO_PADDING
     attention_backend: str = "path"
     attention_cases: tuple[Case, ...] = ()
@@ -84,8 +82,7 @@ class Folding:
             micro_batches=micro_batches,
             cost_model=self.cost_model,
             bubble=self.bubble,
-            share=self.share,
-            min_shared_tokens=self.min_shared_tokens,
+            sharing=self.sharing,
             together=together,
         )
 
@@ -96,18 +93,17 @@ class Folding:
             max_tokens=self.max_tokens,
             dp_size=self.dp_size,
             micro_batch_multiple=self.micro_batch_multiple,
-            share=self.share,
-            min_shared_tokens=self.min_shared_tokens,
+            sharing=self.sharing,
         )
 
     def physical_tokens(self, samples: Sequence[Sample]) -> int:
         """Unique tokens of a micro-batch of these samples, before padding."""
-        _, shared = sort_samples(samples, share=self.share, min_shared_tokens=self.min_shared_tokens)
+        _, shared = sort_samples(samples, self.sharing)
         return sum(map(len, samples)) - int(shared.sum())
 
     def layout(self, samples: Sequence[Sample]) -> FlatLayout:
         """Fold one micro-batch's samples."""
-        trie = build_trie(samples, share=self.share, min_shared_tokens=self.min_shared_tokens)
+        trie = build_trie(samples, self.sharing)
         return fold(
             samples,
             trie=trie,

@@ -10,6 +10,7 @@ from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
 from mcore_prefix_tree.plan import CostModel, ModelWork
+from mcore_prefix_tree.trie import Sharing
 
 
 def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
@@ -28,8 +29,7 @@ def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
         device=device,
         micro_batch_multiple=stages if in_stages else 1,
         bubble=(stages - 1) / (args.virtual_pipeline_model_parallel_size or 1),
-        share=args.prefix_tree_share,
-        min_shared_tokens=args.prefix_tree_min_shared_tokens,
+        sharing=Sharing(share=args.prefix_tree_share, min_shared_tokens=args.prefix_tree_min_shared_tokens),
         padding=_padding_of(args),
         attention_backend=args.prefix_tree_attention_backend,
         deterministic_attention=args.prefix_tree_deterministic_attention,

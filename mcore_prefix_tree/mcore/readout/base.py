@@ -96,7 +96,7 @@ class VocabularyReadout(Readout[T_co]):
             HeadRequest(
                 edges=batch.edges,
                 temperature=batch.temperature,
-                chunk_rows=batch.head_chunk_rows,
+                head_chunk_rows=batch.head_chunk_rows,
                 answer=partial(self._pack, batch),
             )
         )

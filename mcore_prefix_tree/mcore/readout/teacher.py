@@ -40,7 +40,7 @@ class DivergenceLoss(VocabularyReadout[LossOutput]):
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
         taught, rows = batch.teacher, _rows(batch)
         assert taught is not None, "the teacher is asked before the student"
-        teacher = Chunks(taught.hidden, taught.weight, replace(taught.head, rows_at_a_time=ROWS))
+        teacher = Chunks(taught.hidden, taught.weight, replace(taught.head, head_chunk_rows=ROWS))
 
         def loss(chunk: slice, logits: torch.Tensor) -> torch.Tensor:
             def of_teacher(block: slice) -> torch.Tensor:

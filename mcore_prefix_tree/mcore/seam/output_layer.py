@@ -37,13 +37,13 @@ class HeadRequest:
     Attributes:
         edges: whose predictors' hidden states are read.
         temperature: ``[P]``, None is 1.
-        chunk_rows: predictors whose logits there are at a time, at most; None leaves it to the head.
+        head_chunk_rows: predictors whose logits there are at a time, at most; None leaves it to the head.
         answer: from these hidden states ``[R, h]``, the weight ``[Vl, h]`` and the head, ``[N, C]``.
     """
 
     edges: Edges
     temperature: torch.Tensor | None
-    chunk_rows: int | None
+    head_chunk_rows: int | None
     answer: Callable[[torch.Tensor, torch.Tensor, Head], torch.Tensor]
 
     def __bool__(self) -> bool:
@@ -123,12 +123,17 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
         rows = hidden.squeeze(1).index_select(0, edges.row)
         if layer.tp_group.size() > 1:
             rows = copy_to_tensor_model_parallel_region(rows, group=layer.tp_group)
-    head = _head(layer, weight, edges, request.temperature, chunk_rows=request.chunk_rows)
+    head = _head(layer, weight, edges, request.temperature, head_chunk_rows=request.head_chunk_rows)
     return request.answer(rows, weight, head)[:, None]
 
 
 def _head(
-    layer: Any, weight: torch.Tensor, edges: Edges, temperature: torch.Tensor | None, *, chunk_rows: int | None = None
+    layer: Any,
+    weight: torch.Tensor,
+    edges: Edges,
+    temperature: torch.Tensor | None,
+    *,
+    head_chunk_rows: int | None = None,
 ) -> Head:
     return Head(
         edges=edges,
@@ -136,7 +141,7 @@ def _head(
         temperature=temperature,
         vocab_start=layer.tp_group.rank() * len(weight),
         group=layer.tp_group if layer.tp_group.size() > 1 else None,
-        rows_at_a_time=chunk_rows,
+        head_chunk_rows=head_chunk_rows,
         weight_grad=_MainGrad(weight) if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") else None,
     )
 

@@ -29,7 +29,7 @@ class EndedError(Exception):
         self.signal = number
 
 
-class EndingSignals:
+class EndRequest:
     """Notes Ctrl-C and the signals by which launchers and schedulers end a job, in a ``with`` block.
 
     Without a launcher, a second Ctrl-C a second later or more ends the process at once. No other signal that is
@@ -44,7 +44,7 @@ class EndingSignals:
         self._noted_at = 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> EndingSignals:
+    def __enter__(self) -> EndRequest:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in heeded()}
         return self

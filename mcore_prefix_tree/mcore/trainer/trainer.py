@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.engine.schedule import FoldedStep, folding_of, plan
 from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
 from mcore_prefix_tree.mcore.engine.verify import VerifyReport
 from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.ending import EndedError, EndingSignals
+from mcore_prefix_tree.mcore.trainer.ending import EndedError, EndRequest
 from mcore_prefix_tree.mcore.trainer.logs import Logs, open_logs
 from mcore_prefix_tree.mcore.trainer.retention import remove_older
 from mcore_prefix_tree.mcore.trainer.session import Session
@@ -209,27 +209,27 @@ class Trainer:
             if saved is None and self._is_time_to_evaluate(done):
                 self._evaluate(done, log, reporter)
             # Before the first step there is nothing to save, and a signal ends the run at once.
-            with EndingSignals() as signals:
+            with EndRequest() as end_request:
                 for planned in steps:
-                    self._complete(planned, signals, log, reporter)
+                    self._complete(planned, end_request, log, reporter)
         if recipe.compare:
             comparison = self.compare(recipe.train_iters, repeats=1)
             if self._place.is_main:
                 reporter.compared(comparison)
 
-    def _complete(self, planned: _PlannedStep, signals: EndingSignals, log: Logs, reporter: Reporter) -> None:
+    def _complete(self, planned: _PlannedStep, end_request: EndRequest, log: Logs, reporter: Reporter) -> None:
         """Do one step and what is due after it: evaluate, save, end."""
         report = self._step(planned)
         if self._place.is_main:
             log.step(report)
             reporter.step(report)
-        ended_by = signals.agreed(self._place.device)
+        ended_by = end_request.agreed(self._place.device)
         if not ended_by and self._is_time_to_evaluate(report.iteration):
             self._evaluate(report.iteration, log, reporter)
-            ended_by = signals.agreed(self._place.device)
+            ended_by = end_request.agreed(self._place.device)
         if self._is_time_to_save(report.iteration) or (ended_by and self._recipe.checkpoint.save is not None):
             self._save(report.iteration, reporter)
-            ended_by = ended_by or signals.agreed(self._place.device)
+            ended_by = ended_by or end_request.agreed(self._place.device)
         if ended_by:
             if self._place.is_main:
                 reporter.message(self._how_it_ended(ended_by, report.iteration))
