@@ -55,7 +55,6 @@ BACKENDS: dict[str, str] = {
     "fa4": "mcore_prefix_tree.attention.fa4",
     "cascade": "mcore_prefix_tree.attention.cascade",
     "flex": "mcore_prefix_tree.attention.flex",
-    "magi": "mcore_prefix_tree.attention.magi",
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.attention import flex_attention as torch_flex
@@ -102,19 +102,14 @@ def check(case: Case) -> None:
 
 def build_mask(metadata: TreeMetadata, window: int | None) -> BlockMask:
     """The block mask of a micro-batch, on the device of its metadata."""
-    lists = _lists(metadata, window)
+    lists: dict[str, torch.Tensor] = {}
+    for side, one in _lists(metadata, window).items():
+        lists |= {f"{side}_num_blocks": one.counts, f"{side}_indices": one.square()}
     return BlockMask(
         seq_lengths=(metadata.padded_size, metadata.padded_size),
-        kv_num_blocks=lists.kv.counts,
-        kv_indices=lists.kv.square(),
-        full_kv_num_blocks=lists.full_kv.counts,
-        full_kv_indices=lists.full_kv.square(),
-        q_num_blocks=lists.q.counts,
-        q_indices=lists.q.square(),
-        full_q_num_blocks=lists.full_q.counts,
-        full_q_indices=lists.full_q.square(),
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=_visible(metadata, window),
+        **lists,
     )
 
 
@@ -138,20 +133,16 @@ class _Rectangle:
         return square
 
 
-class _Lists(NamedTuple):
-    kv: _Rectangle
-    full_kv: _Rectangle
-    q: _Rectangle
-    full_q: _Rectangle
+def _lists(metadata: TreeMetadata, window: int | None) -> dict[str, _Rectangle]:
+    """Return the lists by the names of ``BlockMask``'s arguments."""
 
-
-def _lists(metadata: TreeMetadata, window: int | None) -> _Lists:
-    def build(metadata: TreeMetadata) -> _Lists:
+    def build(metadata: TreeMetadata) -> dict[str, _Rectangle]:
         plan = block_plan(metadata, BLOCK, BLOCK, window=window)
-        device = metadata.subtree_end.device
-        kv, full_kv = (_Rectangle.of(plan.by_query, full, device) for full in (False, True))
-        q, full_q = (_Rectangle.of(plan.by_key, full, device) for full in (False, True))
-        return _Lists(kv=kv, full_kv=full_kv, q=q, full_q=full_q)
+        return {
+            prefix + side: _Rectangle.of(tiles, bool(prefix), metadata.subtree_end.device)
+            for side, tiles in (("kv", plan.by_query), ("q", plan.by_key))
+            for prefix in ("", "full_")
+        }
 
     return metadata.derived(f"flex lists, window {window}", build)
 

@@ -22,7 +22,7 @@ from mcore_prefix_tree.metadata import TreeMetadata
 # many visible pairs as the forest.
 Layout = Literal["tree", "unfolded", "dense"]
 
-# The reference and the plain kernel hold numbers for every pair of tokens and head.
+# The reference holds numbers for every pair of tokens and head.
 _LARGEST_DENSE_BYTES = 1 << 28
 
 
@@ -62,7 +62,7 @@ def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
                 yield _one(name, "tree", options, backend.attention, refusal)
         for kernel in CPU_KERNELS if case.device.type == "cpu" else CUDA_KERNELS:
             through: Attention = partial(attention_through, kernel)
-            refusal = refusal_through(kernel, asked) or (_too_large(forest, case) if kernel.name == "plain" else None)
+            refusal = refusal_through(kernel, asked)
             yield _one(f"cascade, {kernel.name}", "tree", options, through, refusal)
             # Without sharing the cascade is one call of the kernel and nothing else.
             yield _one(kernel.name, "unfolded", options, through, refusal)

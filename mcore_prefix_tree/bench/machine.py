@@ -18,7 +18,7 @@ from mcore_prefix_tree.versions import version_of
 # Packages whose version can move a figure.
 _PACKAGES = (
     "torch", "triton", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4",
-    "magi-attention", "areal", "prefix-grouper", "liger-kernel", "numpy",
+    "areal", "prefix-grouper", "liger-kernel", "numpy",
 )  # fmt: skip
 
 # Two milliseconds of a GPU at 2 GHz.

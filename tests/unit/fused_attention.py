@@ -7,9 +7,10 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import torch
+from plain_kernel import Plain
 
 from mcore_prefix_tree.attention import AttentionOptions
-from mcore_prefix_tree.attention.cascade.kernels import QKV, Plain, Result
+from mcore_prefix_tree.attention.cascade.kernels import QKV, Result
 from mcore_prefix_tree.attention.cascade.sequences import Sequences
 
 

@@ -341,7 +341,7 @@ def test_auto_leaves_out_a_kernel_that_is_wrong(gpu):
 
 
 def test_unmeasured_auto_prefers_fa4_where_it_is_installed(gpu):
-    name, said, _ = gpu((9, 0), deterministic=False, seconds={"magi": 1.0})
+    name, said, _ = gpu((9, 0), deterministic=False, seconds={"reference": 1.0})
     assert name == "fa4"
     assert "first in order of preference" in said
 

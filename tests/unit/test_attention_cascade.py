@@ -11,6 +11,7 @@ from fused_attention import FusedAttention, install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import metadata_of, random_forest, sample_lists, worst
+from plain_kernel import KERNELS
 
 from mcore_prefix_tree import TreeMetadata, fold
 from mcore_prefix_tree.attention import AttentionOptions, reference
@@ -26,14 +27,14 @@ from mcore_prefix_tree.attention.cascade.cuda import TransformerEngine
 from mcore_prefix_tree.attention.cascade.kernels import QKV, Result
 from mcore_prefix_tree.attention.cascade.sequences import Sequences, build_plan
 
-NAMES = [kernel.name for kernel in CPU_KERNELS]
+NAMES = [kernel.name for kernel in KERNELS]
 
 
 def through(kernel):
     return lambda *arguments: attention_through(kernel, *arguments)
 
 
-@pytest.fixture(params=CPU_KERNELS, ids=NAMES)
+@pytest.fixture(params=KERNELS, ids=NAMES)
 def kernel(request):
     return request.param
 
@@ -99,7 +100,7 @@ def test_statistics_of_a_forward(kernel):
     st.sampled_from([(1, 1), (4, 2), (3, 1), (8, 1)]),
     st.sampled_from([8, 5, 11]),
     st.integers(1, 4),
-    st.sampled_from(CPU_KERNELS),
+    st.sampled_from(KERNELS),
 )
 def test_hypothesis_forests(samples, heads, value_dim, multiple, kernel):
     metadata = TreeMetadata.from_layout(fold(samples, pad_to_multiple_of=multiple))

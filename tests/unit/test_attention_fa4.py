@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from attention_cases import case_of, random_inputs
 from oracles import metadata_of, random_forest
 
-from mcore_prefix_tree.attention import fa4, magi, tree_attention
+from mcore_prefix_tree.attention import fa4, tree_attention
 from mcore_prefix_tree.attention.blocks import block_plan
 
 HOPPER = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "deterministic": False}
@@ -23,8 +22,7 @@ BLACKWELL = HOPPER | {"capability": (10, 0)}
 
 @pytest.fixture
 def installed(monkeypatch):
-    for module in (fa4, magi):
-        monkeypatch.setattr(module, "_is_installed", lambda: True)
+    monkeypatch.setattr(fa4, "_is_installed", lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -61,36 +59,11 @@ def test_what_it_takes_is_not_refused(case, installed):
     assert fa4.refusal(case_of(**case)) is None
 
 
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        ({}, "^device=cpu"),
-        (BLACKWELL, r"^a GPU of compute capability 10.0 \(Hopper only\)"),
-        (HOPPER | {"window": 4}, "^window=4"),
-        (HOPPER | {"dtype": torch.float32}, "^dtype=torch.float32"),
-        (HOPPER | {"head_dim": 96}, r"^head_dim=96 \(64 or 128\)"),
-        (HOPPER | {"head_dim": 128, "value_dim": 64}, "^head_dim=128 with values of 64"),
-    ],
-)
-def test_refusals_of_magi(case, says, installed):
-    assert re.search(says, magi.refusal(case_of(**case)))
-
-
-def test_magi_takes_what_is_common(installed):
-    assert magi.refusal(case_of(**HOPPER | {"head_dim": 128, "deterministic": True})) is None
-
-
-@pytest.mark.skipif(find_spec("magi_attention") is not None, reason="magi_attention is installed")
-def test_magi_missing():
-    assert magi.refusal(case_of(**HOPPER)) == "device=cuda without magi_attention, which is not installed"
-
-
-@pytest.mark.parametrize("backend", ["fa4", "magi"])
-def test_a_cpu_is_refused_with_the_way_out(backend):
+def test_a_cpu_is_refused_with_the_way_out():
     metadata = metadata_of([3, 2], [-1, 0])
     inputs, _ = random_inputs(metadata.padded_size)
-    with pytest.raises(ValueError, match=f"'{backend}' does not support device=cpu .*; backends that do: path"):
-        tree_attention(*inputs, metadata, softmax_scale=0.3, backend=backend)
+    with pytest.raises(ValueError, match=r"'fa4' does not support device=cpu .*; backends that do: path"):
+        tree_attention(*inputs, metadata, softmax_scale=0.3, backend="fa4")
 
 
 # What the package takes from a GPU, where there is none.

@@ -16,10 +16,11 @@ from attention_cases import case_of, random_inputs, results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import metadata_of, random_forest, worst
+from plain_kernel import KERNELS
 from torch.nn.attention.flex_attention import flex_attention
 
 from mcore_prefix_tree.attention import AttentionOptions, flex, path, reference
-from mcore_prefix_tree.attention.cascade import CPU_KERNELS, attention_through
+from mcore_prefix_tree.attention.cascade import attention_through
 
 # Uncompiled, FlexAttention says that it is slow.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -38,7 +39,7 @@ class Method:
 
 METHODS = {
     "path": Method(path.attention, path),
-    **{f"cascade, {one.name}": Method(partial(attention_through, one), one) for one in CPU_KERNELS},
+    **{f"cascade, {one.name}": Method(partial(attention_through, one), one) for one in KERNELS},
     "flex": Method(partial(flex.attend, flex_attention), flex, trains=False, dtype=torch.float32, limit=2e-6),
 }
 each_method = pytest.mark.parametrize("name", METHODS)

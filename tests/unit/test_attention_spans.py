@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import metadata_of, random_forest, sample_lists
 
 from mcore_prefix_tree import TreeMetadata, fold
-from mcore_prefix_tree.attention.magi import CAUSAL, FULL, build_ranges
 from mcore_prefix_tree.attention.reference import visibility
 from mcore_prefix_tree.attention.spans import cut_into_spans
 
@@ -68,19 +66,3 @@ def test_the_first_child_joins_its_parents_run():
     assert spans.queries.tolist() == [[13, 22]]
     assert spans.keys.tolist() == [[0, 10]]
     assert spans.depth.tolist() == [0]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_ranges_of_magi_are_the_mask(seed):
-    """By the documentation of ``attn_type_map``: 0 is full, 1 causal, aligned at the bottom right."""
-    metadata = metadata_of(*random_forest(seed, node_lens=(0, 1, 3, 9), root_rate=0.2), padding=2)
-    ranges = build_ranges(metadata)
-    mask = torch.zeros(metadata.num_tokens, metadata.num_tokens, dtype=torch.int64)
-    for (q_start, q_end), (k_start, k_end), kind in zip(
-        ranges.queries.tolist(), ranges.keys.tolist(), ranges.kinds.tolist(), strict=True
-    ):
-        assert kind in (FULL, CAUSAL)
-        tile = torch.ones(q_end - q_start, k_end - k_start, dtype=torch.int64)
-        mask[q_start:q_end, k_start:k_end] += tile.tril(tile.shape[1] - tile.shape[0]) if kind == CAUSAL else tile
-    assert torch.equal(mask, visible(metadata))
-    assert {ranges.queries.dtype, ranges.keys.dtype, ranges.kinds.dtype} == {torch.int32}

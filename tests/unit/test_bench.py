@@ -553,7 +553,7 @@ def test_the_command_writes_a_well_formed_file(tmp_path):
         methods = {(row["method"], row["layout"]) for row in workload["rows"]}
         assert {("path", "tree"), ("cascade, torch on the CPU", "tree")} <= methods
         assert {("torch on the CPU", "unfolded"), ("torch on the CPU", "dense")} <= methods
-        assert {"triton", "fa4", "flex", "magi", "PrefixGrouper", "AReaL Triton"} <= {
+        assert {"triton", "fa4", "flex", "PrefixGrouper", "AReaL Triton"} <= {
             one["method"] for one in workload["missing"]
         } | {row["method"] for row in workload["rows"]}
         for row in workload["rows"]:

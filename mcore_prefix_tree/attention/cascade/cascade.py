@@ -24,16 +24,15 @@ from mcore_prefix_tree.attention.cascade.cuda import (
     TorchFlash,
     TransformerEngine,
 )
-from mcore_prefix_tree.attention.cascade.kernels import QKV, CpuFlash, Plain, Result, VarlenKernel, exact
+from mcore_prefix_tree.attention.cascade.kernels import QKV, CpuFlash, Result, VarlenKernel, exact
 from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Level, Rows, build_plan
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
-from mcore_prefix_tree.attention.padding import apart_from_padding
 from mcore_prefix_tree.attention.parity import Attention, check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # In the order of preference: the fastest first.
 CUDA_KERNELS: tuple[VarlenKernel, ...] = (FlashAttention3(), TransformerEngine(), FlashAttention2(), TorchFlash())
-CPU_KERNELS: tuple[VarlenKernel, ...] = (CpuFlash(), Plain())
+CPU_KERNELS: tuple[VarlenKernel, ...] = (CpuFlash(),)
 
 
 def kernels_of(device: torch.device) -> tuple[VarlenKernel, ...]:
@@ -124,19 +123,31 @@ def attention_through(
 ) -> torch.Tensor:
     """:func:`attention` through a kernel that the caller chose; see :func:`refusal_through`."""
     plan = metadata.derived("cascade", build_plan)
-    width = value.shape[2]
+    tokens, width = metadata.num_tokens, value.shape[2]
     if kernel.head_dim_multiple is not None:
         # Zeros change neither a score nor a result, and autograd cuts them off again.
         dim = -(-max(query.shape[2], width) // kernel.head_dim_multiple) * kernel.head_dim_multiple
         query, key, value = (_widened(one, dim) for one in (query, key, value))
+    # A kernel would take each token of padding for a sequence of its own.
+    padding = _alone(query[tokens:], key[tokens:], value[tokens:], options)
+    if not tokens:
+        # With a gradient of 0 instead of none: a rank without work takes part in the reductions of all parameters.
+        return (padding + (query[:0].sum() + key[:0].sum()))[..., :width]
+    out: torch.Tensor = _CascadeAttention.apply(  # type: ignore[no-untyped-call]
+        query[:tokens], key[:tokens], value[:tokens], options.sinks, plan, kernel, options
+    )
+    return torch.cat([out, padding])[..., :width] if len(padding) else out[..., :width]
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _CascadeAttention.apply(  # type: ignore[no-untyped-call]
-            query, key, value, options.sinks, plan, kernel, options
-        )
+
+def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Return what tokens that see nothing but themselves attend to: their values, of which a sink takes its share."""
+    group = query.shape[1] // key.shape[1]
+    out = value.repeat_interleave(group, dim=1)
+    if options.sinks is None:
         return out
-
-    return apart_from_padding(attend, query, key, value, metadata, options)[..., :width]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    score = torch.linalg.vecdot(query.to(wide), key.repeat_interleave(group, dim=1).to(wide)) * options.softmax_scale
+    return (out * torch.sigmoid(score - options.sinks.to(wide))[..., None]).to(value.dtype)
 
 
 def _widened(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ tests/kernels/test_compile.py. Which rows are fastest has been measured nowhere 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -89,8 +89,7 @@ def rounded(width: int, widest: int = 256) -> int:
     return -(-width // part(width, widest)) * part(width, widest)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
+class _Row(NamedTuple):
     forward: Launch
     key_value: Launch
     query: Launch
@@ -101,98 +100,51 @@ class _Row:
 # Head dimensions of queries and of values up to which each row of a chip is for; the first that holds both is taken.
 UP_TO = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256))
 _HOPPER = (
-    _Row(
-        forward=Launch(128, 128, 8, 3),
-        key_value=Launch(64, 128, 8, 2),
-        query=Launch(128, 64, 8, 3),
-        fast=Launch(64, 128, 8, 2),
-    ),
-    _Row(
-        forward=Launch(128, 128, 8, 2),
-        key_value=Launch(64, 128, 8, 2, widest=64),
-        query=Launch(128, 64, 8, 2),
-        fast=Launch(32, 128, 8, 2, widest=64),
-    ),
-    _Row(
-        forward=Launch(128, 128, 8, 2),
-        key_value=Launch(32, 128, 8, 2, widest=64),
-        query=Launch(128, 64, 8, 2),
-    ),
-    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
-    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(32, 128, 8, 2), query=Launch(128, 32, 8, 2), apart=True),
-    _Row(
-        forward=Launch(128, 64, 8, 2),
-        key_value=Launch(32, 128, 8, 2, widest=128),
-        query=Launch(128, 32, 8, 2, widest=64),
-        apart=True,
-    ),
+    _Row(Launch(128, 128, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 3), Launch(64, 128, 8, 2)),
+    _Row(Launch(128, 128, 8, 2), Launch(64, 128, 8, 2, 64), Launch(128, 64, 8, 2), Launch(32, 128, 8, 2, 64)),
+    _Row(Launch(128, 128, 8, 2), Launch(32, 128, 8, 2, 64), Launch(128, 64, 8, 2)),
+    _Row(Launch(128, 64, 8, 2), Launch(32, 128, 8, 2), Launch(128, 32, 8, 2), apart=True),
+    _Row(Launch(128, 64, 8, 2), Launch(32, 128, 8, 2), Launch(128, 32, 8, 2), apart=True),
+    _Row(Launch(128, 64, 8, 2), Launch(32, 128, 8, 2, 128), Launch(128, 32, 8, 2, 64), apart=True),
 )
 _BLACKWELL = (
-    _Row(
-        forward=Launch(128, 64, 8, 3),
-        key_value=Launch(64, 128, 8, 2),
-        query=Launch(128, 64, 8, 3),
-        fast=Launch(64, 128, 8, 2),
-    ),
-    _Row(
-        forward=Launch(128, 64, 8, 3),
-        key_value=Launch(64, 128, 8, 2),
-        query=Launch(128, 64, 8, 2, widest=64),
-        fast=Launch(32, 128, 8, 2),
-    ),
-    _Row(forward=Launch(128, 64, 8, 3, widest=64), key_value=Launch(64, 64, 8, 2), query=Launch(128, 64, 8, 2)),
-    _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(128, 32, 8, 2)),
-    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(64, 64, 8, 2), query=Launch(128, 32, 8, 2)),
-    _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 8, 2), query=Launch(128, 32, 8, 2)),
+    _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 3), Launch(64, 128, 8, 2)),
+    _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 2, 64), Launch(32, 128, 8, 2)),
+    _Row(Launch(128, 64, 8, 3, 64), Launch(64, 64, 8, 2), Launch(128, 64, 8, 2)),
+    _Row(Launch(128, 32, 8, 2), Launch(32, 64, 8, 2), Launch(128, 32, 8, 2)),
+    _Row(Launch(128, 64, 8, 2), Launch(64, 64, 8, 2), Launch(128, 32, 8, 2)),
+    _Row(Launch(128, 32, 8, 2), Launch(32, 64, 8, 2), Launch(128, 32, 8, 2)),
 )
 # mma.sync: Ampere, Ada and the small Blackwells, of which all but the A100 have 99 KiB of shared memory. A warp has 16
 # rows of a product, and warps that find none left multiply the same rows again.
 _OTHERS = (
-    _Row(
-        forward=Launch(128, 64, 8, 3),
-        key_value=Launch(64, 128, 8, 2),
-        query=Launch(128, 64, 8, 2),
-        fast=Launch(32, 64, 4, 2),
-    ),
-    _Row(
-        forward=Launch(128, 32, 8, 3),
-        key_value=Launch(32, 64, 4, 2),
-        query=Launch(64, 64, 8, 2),
-        fast=Launch(32, 64, 8, 2),
-    ),
-    _Row(forward=Launch(128, 64, 8, 2), key_value=Launch(16, 128, 8, 2), query=Launch(128, 16, 8, 2), apart=True),
-    _Row(forward=Launch(128, 16, 8, 2), key_value=Launch(16, 64, 4, 2), query=Launch(64, 16, 4, 2), apart=True),
-    _Row(forward=Launch(128, 32, 8, 2), key_value=Launch(32, 64, 4, 2), query=Launch(64, 32, 4, 2), apart=True),
-    _Row(
-        forward=Launch(64, 16, 4, 2, widest=64),
-        key_value=Launch(16, 64, 4, 2, widest=64),
-        query=Launch(64, 16, 4, 2, widest=64),
-        apart=True,
-    ),
+    _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 2), Launch(32, 64, 4, 2)),
+    _Row(Launch(128, 32, 8, 3), Launch(32, 64, 4, 2), Launch(64, 64, 8, 2), Launch(32, 64, 8, 2)),
+    _Row(Launch(128, 64, 8, 2), Launch(16, 128, 8, 2), Launch(128, 16, 8, 2), apart=True),
+    _Row(Launch(128, 16, 8, 2), Launch(16, 64, 4, 2), Launch(64, 16, 4, 2), apart=True),
+    _Row(Launch(128, 32, 8, 2), Launch(32, 64, 4, 2), Launch(64, 32, 4, 2), apart=True),
+    _Row(Launch(64, 16, 4, 2, 64), Launch(16, 64, 4, 2, 64), Launch(64, 16, 4, 2, 64), apart=True),
 )
 # Where some of these would spill.
 _SMALL_BLACKWELL = (
-    replace(_OTHERS[0], forward=Launch(128, 64, 8, 2)),
-    replace(_OTHERS[1], key_value=Launch(32, 32, 4, 2)),
+    _OTHERS[0]._replace(forward=Launch(128, 64, 8, 2)),
+    _OTHERS[1]._replace(key_value=Launch(32, 32, 4, 2)),
     *_OTHERS[2:4],
-    replace(_OTHERS[4], key_value=Launch(16, 64, 4, 2, widest=64), query=Launch(64, 16, 4, 2, widest=64)),
+    _OTHERS[4]._replace(key_value=Launch(16, 64, 4, 2, 64), query=Launch(64, 16, 4, 2, 64)),
     _OTHERS[5],
 )
 # Without tensor cores, for tests: small enough for every chip.
 _FLOAT32 = (
-    _Row(forward=Launch(64, 32, 8, 2), key_value=Launch(32, 32, 8, 2), query=Launch(32, 32, 8, 2)),
-    _Row(forward=Launch(32, 32, 8, 2), key_value=Launch(16, 32, 8, 2), query=Launch(32, 16, 8, 2)),
-    _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
-    _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
-    _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
-    _Row(forward=Launch(16, 16, 8, 1), key_value=Launch(16, 16, 8, 1), query=Launch(16, 16, 8, 1), apart=True),
+    _Row(Launch(64, 32, 8, 2), Launch(32, 32, 8, 2), Launch(32, 32, 8, 2)),
+    _Row(Launch(32, 32, 8, 2), Launch(16, 32, 8, 2), Launch(32, 16, 8, 2)),
+    *[_Row(Launch(16, 16, 8, 1), Launch(16, 16, 8, 1), Launch(16, 16, 8, 1), apart=True)] * 4,
 )
 
 
 def configs_for(case: Case) -> Configs:
     """The launches of a case that is not refused. On the CPU, in Triton's interpreter, those of Hopper."""
     chip = 9 if case.capability is None else case.capability[0]
-    rows = {9: _HOPPER, 10: _BLACKWELL, 12: _SMALL_BLACKWELL}.get(chip, _OTHERS)
+    rows: tuple[_Row, ...] = {9: _HOPPER, 10: _BLACKWELL, 12: _SMALL_BLACKWELL}.get(chip, _OTHERS)
     if case.dtype == torch.float32 and case.capability is not None:
         rows = _FLOAT32
     row = next(
