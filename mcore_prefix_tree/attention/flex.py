@@ -102,7 +102,7 @@ def check(case: Case) -> None:
 
 def build_mask(metadata: TreeMetadata, window: int | None) -> BlockMask:
     """The block mask of a micro-batch, on the device of its metadata."""
-    lists: dict[str, torch.Tensor] = {}
+    lists: dict[str, Any] = {}
     for side, one in _lists(metadata, window).items():
         lists |= {f"{side}_num_blocks": one.counts, f"{side}_indices": one.square()}
     return BlockMask(

@@ -1,9 +1,8 @@
 """Objectives over folded micro-batches, each normalised over the whole step."""
 
 from mcore_prefix_tree.objectives.distill import Distillation, TeacherRows
-from mcore_prefix_tree.objectives.divergence import vocabulary_divergence
-from mcore_prefix_tree.objectives.kto import KTO, mismatched
-from mcore_prefix_tree.objectives.metrics import LossOutput, add_means, divided
+from mcore_prefix_tree.objectives.kto import KTO
+from mcore_prefix_tree.objectives.metrics import LossOutput, add_means
 from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.policy import PolicyGradient
 from mcore_prefix_tree.objectives.preference import Preference
@@ -28,9 +27,6 @@ __all__ = [
     "Targets",
     "TeacherRows",
     "add_means",
-    "divided",
     "make_objective",
-    "mismatched",
     "sft_loss",
-    "vocabulary_divergence",
 ]

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from mcore_prefix_tree.logprob.edges import ROWS, slices
 from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_sums_
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
-
-# Rows of logits in fp32 at a time: bounds the temporary memory at a few times ROWS * Vl.
-ROWS = 256
 
 
 def divergence(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_beta: float) -> torch.Tensor:
@@ -53,96 +51,6 @@ def _slope(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_b
     return (1 - jsd_beta) * _gap(student, _mixture(teacher, student, jsd_beta))
 
 
-class _VocabularyDivergence(torch.autograd.Function):
-    """With ``s_v = q_v dD/dq_v``, the gradient at a logit is ``s_v - q_v sum_u s_u``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        student: torch.Tensor,
-        teacher: torch.Tensor,
-        row: torch.Tensor,
-        kind: Divergence,
-        jsd_beta: float,
-        group: dist.ProcessGroup | None,
-    ) -> torch.Tensor:
-        dtype = torch.promote_types(student.dtype, torch.float32)
-        found = torch.zeros(2, len(row), dtype=dtype, device=student.device)
-        sums = RowSums.empty(2, len(row), with_entropy=False, like=found)
-        for block in _blocks(row):
-            for side, logits in enumerate((teacher, student)):
-                sums[side, block].set(softmax_sums_(logits[row[block]].to(dtype)))
-        sums = over_ranks(sums, group)
-        for block in _blocks(row):
-            p, q = _log_probabilities(teacher, student, row[block], sums[:, block])
-            found[0, block] = _terms(p, q, kind, jsd_beta).sum(dim=1)
-            found[1, block] = _slope(p, q, kind, jsd_beta).sum(dim=1)
-        if group is not None:
-            dist.all_reduce(found, group=group)
-        ctx.save_for_backward(student, teacher, row, found[1], *sums.parts)
-        ctx.kind, ctx.jsd_beta = kind, jsd_beta
-        return found[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad_row,) = grad_outputs
-        student, teacher, row, slope_sum, *saved = ctx.saved_tensors
-        sums = RowSums(*saved)
-        grad = torch.zeros_like(student)
-        for block in _blocks(row):
-            p, q = _log_probabilities(teacher, student, row[block], sums[:, block])
-            of_logits = _slope(p, q, ctx.kind, ctx.jsd_beta) - q.exp() * slope_sum[block, None]
-            grad[row[block]] = (of_logits * grad_row[block, None]).to(grad.dtype)
-        return grad, None, None, None, None, None
-
-
-def _blocks(rows: torch.Tensor) -> list[slice]:
-    return [slice(start, min(start + ROWS, len(rows))) for start in range(0, len(rows), ROWS)]
-
-
-def _log_probabilities(
-    teacher: torch.Tensor, student: torch.Tensor, row: torch.Tensor, sums: RowSums
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = sums.total.dtype
-    return sums[0].logprob(teacher[row].to(dtype)), sums[1].logprob(student[row].to(dtype))
-
-
-def vocabulary_divergence(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    row: torch.Tensor,
-    kind: Divergence,
-    *,
-    jsd_beta: float = 0.5,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
-    """Divergence of whole vocabularies from logits; no temporary is as large as they are.
-
-    Args:
-        student: ``[P, Vl]`` logits, this rank's columns, in any floating dtype; reductions are in fp32 or better.
-        teacher: the same of the teacher; has no gradient.
-        row: int64 ``[R]``, which rows, each once.
-        kind: see ``distill``.
-        jsd_beta: of ``jsd``.
-        group: tensor-parallel group over which the vocabulary is split, None if it is not.
-
-    Returns:
-        ``[R]`` in nats, equal on all ranks of the group.
-
-    Raises:
-        ValueError: if the two are not of one shape.
-    """
-    if student.shape != teacher.shape or student.ndim != 2:
-        raise ValueError(
-            f"the teacher's logits are {list(teacher.shape)} and the student's {list(student.shape)}; both must be "
-            "[tokens, vocabulary] of one layout and one vocabulary"
-        )
-    result: torch.Tensor = _VocabularyDivergence.apply(  # type: ignore[no-untyped-call]
-        student, teacher.detach(), row, kind, jsd_beta, group
-    )
-    return result
-
-
 def divergence_gradient_(
     student: torch.Tensor,
     teacher: Callable[[slice], torch.Tensor],
@@ -151,20 +59,23 @@ def divergence_gradient_(
     jsd_beta: float = 0.5,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """The divergence of every row; turns the student's logits into the gradient of each row's divergence at them.
+    """Return the divergence of every row; turn the student's logits into the gradient of each row's divergence at them.
+
+    With ``s_v = q_v dD/dq_v``, the gradient at a logit is ``s_v - q_v sum_u s_u``. No temporary is larger than
+    :data:`ROWS` rows.
 
     Args:
         student: ``[R, Vl]`` logits, this rank's columns, in fp32 or wider.
         teacher: gives the teacher's logits, alike, of a slice of at most :data:`ROWS` of these rows.
         kind: see ``distill``.
         jsd_beta: of ``jsd``.
-        group: as of :func:`vocabulary_divergence`.
+        group: tensor-parallel group over which the vocabulary is split, None if it is not.
 
     Returns:
         ``[R]`` in nats, equal on all ranks of the group.
     """
     found = student.new_empty(len(student))
-    for block in _blocks(student):
+    for block in slices(len(student), ROWS):
         own = student[block]
         other = teacher(block).to(own.dtype)
         sums = RowSums.empty(2, len(own), with_entropy=False, like=own)

@@ -19,7 +19,7 @@ from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.signals import SampleError, Signals
+from mcore_prefix_tree.signals import SampleError
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -33,9 +33,9 @@ class KTO(Objective):
 
     and the step's loss is the mean over labelled samples. The reference point z has no gradient: with
     ``reference_point=mismatched`` it is the mean of r, and at least 0, over the step's ``mismatched`` samples (another
-    prompt's completion, scored under both policies before the step, see :func:`mismatched`), which have no loss of
-    their own; with ``zero`` it is 0 (TRL's ``apo_zero_unpaired``). z is as old as that scoring: a job of many steps on
-    one scored file keeps the reference point of the policy that scored it.
+    prompt's completion, scored under both policies before the step), which have no loss of their own; with ``zero`` it
+    is 0 (TRL's ``apo_zero_unpaired``). z is as old as that scoring: a job of many steps on one scored file keeps the
+    reference point of the policy that scored it.
 
     Attributes:
         beta: see above.
@@ -129,40 +129,3 @@ class KTO(Objective):
             },
             bad_sample=first_bad_sample(scored, rows.sample),
         )
-
-
-def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """Each sample's prompt with the completion of the next other prompt, to measure KTO's reference point with.
-
-    The prompt is what comes before the first scored token. They share it with the samples they were made from.
-
-    Raises:
-        SampleError: a sample without a prompt or without a scored token, or all samples have one prompt.
-    """
-    begins = []
-    for sample in samples:
-        scored = np.flatnonzero(sample.loss_mask)
-        if not len(scored) or scored[0] == 0:
-            missing = "prompt before its first scored token" if len(scored) else "scored token"
-            raise SampleError(f"{sample.source}: has no {missing}, and kto exchanges completions between prompts")
-        begins.append(int(scored[0]))
-    prompts = [
-        (sample.merge_key, sample.tokens[:begin].tobytes()) for sample, begin in zip(samples, begins, strict=True)
-    ]
-    made = []
-    for index, sample in enumerate(samples):
-        others = (at % len(samples) for at in range(index + 1, index + len(samples)))
-        other = next((at for at in others if prompts[at] != prompts[index]), None)
-        if other is None:
-            raise SampleError(f"{sample.source}: all samples have its prompt, and kto exchanges completions of several")
-        completion = slice(begins[other], None)
-        made.append(
-            Sample(
-                tokens=np.concatenate([sample.tokens[: begins[index]], samples[other].tokens[completion]]),
-                loss_mask=np.concatenate([np.zeros(begins[index]), samples[other].loss_mask[completion]]),
-                merge_key=sample.merge_key,
-                source=f"{sample.source} with the completion of {samples[other].source}",
-                signals=Signals(mismatched=True),
-            )
-        )
-    return made

@@ -51,12 +51,6 @@ def add_means(outputs: Iterable[Mapping[str, torch.Tensor]]) -> Means:
     return total
 
 
-def divided(means: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """The means; what has no weight (no pair in the step, say) is left out."""
-    values = {name: pair.tolist() for name, pair in means.items()}
-    return {name: total / weight for name, (total, weight) in values.items() if weight}
-
-
 def first_bad_sample(values: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
     """The first sample with a value that is not finite, or NO_SAMPLE; does not wait for the device.
 

@@ -6,13 +6,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from harness.losses import divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_oracles import World, changed, policy_loss, random_cut, run_logprobs, with_signals
 from oracles import sample_lists, worst
 
 from mcore_prefix_tree import Sample, SampleError, Signals, fold
-from mcore_prefix_tree.objectives import OBJECTIVES, PolicyGradient, divided, make_objective
+from mcore_prefix_tree.objectives import OBJECTIVES, PolicyGradient, make_objective
 from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, kl_estimate
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE, add_means, not_finite
 

@@ -6,13 +6,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from harness.losses import divided
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from objective_oracles import World, changed, random_cut, run_logprobs, scored_positions, with_signals
 from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, SampleError, fold
-from mcore_prefix_tree.objectives import KTO, Preference, divided, make_objective, mismatched
+from mcore_prefix_tree.objectives import KTO, Preference, make_objective
 from mcore_prefix_tree.objectives.divergence import log1mexp
 from mcore_prefix_tree.objectives.metrics import add_means
 
@@ -205,26 +206,6 @@ def test_kto_names_what_is_missing():
         KTO().targets([changed(samples[0], old_logprobs=None), samples[1]])
     with pytest.raises(SampleError, match=r"^file:1: neither this nor another sample of the step is mismatched"):
         KTO().targets(samples[1:])
-
-
-def test_mismatched_samples_exchange_completions():
-    samples = [
-        Sample(tokens=[1, 2, 3, 4], loss_mask=[0, 0, 1, 1], source="a"),
-        Sample(tokens=[1, 5, 6], loss_mask=[0, 0.5, 0], source="b"),
-    ]
-    made = mismatched(samples)
-    assert [sample.tokens.tolist() for sample in made] == [[1, 2, 5, 6], [1, 3, 4]]
-    assert [sample.loss_mask.tolist() for sample in made] == [[0, 0, 0.5, 0], [0, 1, 1]]
-    assert all(sample.signals.mismatched for sample in made)
-    assert made[0].source == "a with the completion of b"
-    again = Sample(tokens=[1, 2, 9], loss_mask=[0, 0, 1], source="a again")
-    made = mismatched([samples[0], again, samples[1]])
-    assert [sample.tokens.tolist() for sample in made] == [[1, 2, 5, 6], [1, 2, 5, 6], [1, 3, 4]]
-    with pytest.raises(SampleError, match="a: all samples have its prompt"):
-        mismatched([samples[0], again])
-    for mask, says in [([0, 0], "c: has no scored token"), ([1, 1], "c: has no prompt")]:
-        with pytest.raises(SampleError, match=says):
-            mismatched([Sample(tokens=[1, 2], loss_mask=mask, source="c")])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

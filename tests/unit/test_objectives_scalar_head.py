@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from harness.losses import divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_oracles import (
@@ -20,7 +21,7 @@ from objective_oracles import (
 from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, SampleError, Signals, fold
-from mcore_prefix_tree.objectives import Critic, PolicyGradient, RewardModel, divided
+from mcore_prefix_tree.objectives import Critic, PolicyGradient, RewardModel
 from mcore_prefix_tree.objectives.gae import gae
 from mcore_prefix_tree.objectives.metrics import add_means
 from mcore_prefix_tree.objectives.scored import ScoredTokens

@@ -6,9 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
+from harness.losses import divided
 
 from mcore_prefix_tree import Sample, Signals, fold
-from mcore_prefix_tree.objectives import divided, make_objective
+from mcore_prefix_tree.objectives import make_objective
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ import random
 
 import pytest
 import torch
+from harness.losses import divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_oracles import World, changed, random_cut, run_logprobs, scored_positions, token_weights, with_signals
 from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, SampleError, Signals
-from mcore_prefix_tree.objectives import divided, make_objective
+from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.objectives.normalise import normalise
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 

@@ -88,6 +88,7 @@ def make_samples() -> list[Sample]:
 def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Outcome, list[Any]]:
     """Every rank: the trainer's own planning and forward step, and its part of the gradients."""
     import torch.distributed as dist
+    from harness.losses import divided
     from harness.models import Trainer, build_chunks, tiny_gpt_config
     from harness.weights import fill, local_parts
     from megatron.core import parallel_state
@@ -98,7 +99,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     from mcore_prefix_tree.mcore.engine.schedule import fold_micro_batches, targets_of
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
     from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
-    from mcore_prefix_tree.objectives import add_means, divided, make_objective
+    from mcore_prefix_tree.objectives import add_means, make_objective
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)

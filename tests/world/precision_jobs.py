@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.losses import vocabulary_divergence
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.logprob import (
@@ -24,7 +25,6 @@ from mcore_prefix_tree.logprob import (
     head_weighted_sum,
     top_logprobs,
 )
-from mcore_prefix_tree.objectives import vocabulary_divergence
 from mcore_prefix_tree.objectives.divergence import divergence, divergence_gradient_
 
 V = 64

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.losses import vocabulary_divergence
 from harness.worlds import Layout, world
 from megatron.core import parallel_state
-
-from mcore_prefix_tree.objectives import vocabulary_divergence
 
 VOCAB = 41
 BORDERS = {1: (0, 41), 2: (0, 30, 41)}
