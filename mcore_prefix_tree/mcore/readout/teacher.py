@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from mcore_prefix_tree.logprob import Chunks, Head, head_logit_losses
+from mcore_prefix_tree.logprob.edges import ROWS
 from mcore_prefix_tree.mcore.readout.base import VocabularyReadout, gradient_and_values, with_gradient
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import Distillation, LossOutput, TeacherRows
-from mcore_prefix_tree.objectives.divergence import ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
