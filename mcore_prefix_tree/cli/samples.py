@@ -191,9 +191,14 @@ class SampleOptions:
             return None
         recipe = load_recipe(self.model)
         quiet_upstream()
-        from mcore_prefix_tree.mcore.trainer.model import transformer_config
-
-        transformer_config(recipe, on_gpu=False)  # rejects what Megatron would not train
+        try:
+            from mcore_prefix_tree.mcore.trainer.model import transformer_config
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "megatron":
+                raise
+            typer.echo("megatron-core is not installed, so the model's settings are checked only by train", err=True)
+        else:
+            transformer_config(recipe, on_gpu=False)  # rejects what Megatron would not train
         return recipe
 
     @property
@@ -269,19 +274,24 @@ class Samples:
         """The FLOPs of the recipe's model; None without a recipe.
 
         Raises:
-            ValueError: neither the recipe nor a tokenizer gives a vocabulary size.
+            ValueError: neither the recipe nor a tokenizer gives a vocabulary size, or a setting of the model has a
+                value that cannot be counted with.
         """
         from mcore_prefix_tree.plan import ModelWork
 
         recipe = self.options.recipe
         if recipe is None:
             return None
-        return ModelWork.from_model(
-            recipe.model,
-            vocab_size=None if recipe.model.vocab_size else self.tokenizer.vocab_size,
-            fused_head=recipe.fused_head,
-            scalar_head=recipe.objective.has_scalar_head,
-        )
+        vocab_size = None if recipe.model.vocab_size else self.tokenizer.vocab_size
+        try:
+            return ModelWork.from_model(
+                recipe.model,
+                vocab_size=vocab_size,
+                fused_head=recipe.fused_head,
+                scalar_head=recipe.objective.has_scalar_head,
+            )
+        except (TypeError, ArithmeticError, LookupError) as error:
+            raise ValueError(f"model.transformer: no FLOPs can be counted with these settings ({error})") from error
 
     @cached_property
     def order(self) -> SampleOrder | None:
@@ -292,8 +302,7 @@ class Samples:
         """
         options = self.options
         if options.recipe is not None:
-            quiet_upstream()
-            from mcore_prefix_tree.mcore.trainer.reading import order_of
+            from mcore_prefix_tree.recipe.order import order_of
 
             return order_of(options.recipe, self.lines)
         if options.global_batch_size is None:

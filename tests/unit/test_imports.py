@@ -37,7 +37,7 @@ ALLOWED = {
     "attention": {"metadata", "upload"},
     "logprob": {"layout", "upload"},
     "objectives": {"signals", "sample", "layout", "logprob", "upload"},
-    "recipe": {"inputs", "trie", "layout", "objectives"},
+    "recipe": {"inputs", "data", "trie", "layout", "objectives", "sample", "signals"},
     "mcore": {
         "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
         "objectives", "recipe", "launchers", "memory", "upload", "errors", "ending", "inputs",

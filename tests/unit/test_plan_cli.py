@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -348,3 +351,56 @@ def test_a_recipe_says_how_to_read(tmp_path):
     given, by_recipe = json.loads(given.stdout), json.loads(by_recipe.stdout)
     assert by_recipe["samples"] == given["samples"] == 3
     assert by_recipe["unique_tokens"] == given["unique_tokens"]
+
+
+WITHOUT_MEGATRON = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in ("megatron", "transformer_engine", "apex", "flash_attn", "triton"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.fixture
+def without_megatron(tmp_path):
+    """Run a command in a process that finds neither Megatron nor packages for GPUs."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_MEGATRON)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "mcore_prefix_tree", *map(str, arguments)],
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def test_plan_needs_no_megatron(rows, tmp_path, without_megatron):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE + "objective: {name: grpo}\n")
+    done = without_megatron("plan", rows, "--max-tokens", 64, "--dp", 2, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["unique_tokens"] == 10 + 6 + 12
+    data = tmp_path / "groups.jsonl"
+    data.write_text("".join(json.dumps({"tokens": [1, 2, 3 + n], "group": n // 2}) + "\n" for n in range(8)))
+    done = without_megatron("plan", data, "--model", recipe, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "megatron-core is not installed, so the model's settings are checked only by train\n"
+    assert done.stdout == plan(str(data), "--model", str(recipe), "--json").stdout
+
+
+def test_plan_rejects_settings_that_it_cannot_count_with(rows, tmp_path, without_megatron):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("vocab_size: 64", "vocab_size: 64, transformer: {num_moe_experts: four}"))
+    done = without_megatron("plan", rows, "--model", recipe)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: model.transformer: no FLOPs can be counted with these ")

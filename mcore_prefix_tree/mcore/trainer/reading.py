@@ -22,7 +22,7 @@ from mcore_prefix_tree.data import (
     resolve_paths,
 )
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
+from mcore_prefix_tree.data.grouping import streamed_whole_groups
 from mcore_prefix_tree.data.jsonl import STDIN
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.mcore.engine.objective import check_samples
@@ -31,7 +31,7 @@ from mcore_prefix_tree.mcore.trainer.model import padded_vocab_size
 from mcore_prefix_tree.mcore.trainer.session import Session
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError
-from mcore_prefix_tree.recipe.objective import objective_of
+from mcore_prefix_tree.recipe.order import grouped_by, joined, order_of_groups
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
 
@@ -84,7 +84,7 @@ def read_data(
             takes, or steps are to be so many groups of an objective that has none.
     """
     data = recipe.data
-    by = None if objective is None else _grouped_by(recipe, objective)
+    by = None if objective is None else grouped_by(recipe, objective)
     if data.tokenizer is None and data.chat_template_kwargs:
         raise RecipeError(
             "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none"
@@ -123,45 +123,8 @@ def read_data(
         groups, skipped = _read_whole(recipe, data.path, options, place, by, step=step)
         if checked and objective is not None:
             _check_all(objective, groups)
-    order = _order(recipe, groups, whole_steps=by is not None and not every_sample)
+    order = order_of_groups(recipe, groups, whole_steps=by is not None and not every_sample)
     return Data(order=order, grouped_by=by, options=options, vocab_size=vocab_size, skipped=skipped)
-
-
-def order_of(recipe: Recipe, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
-    """Return the order in which training with a recipe takes samples.
-
-    Args:
-        recipe: the job's; ``data.path`` is not read.
-        lines: the samples of each line, in memory.
-
-    Raises:
-        SampleError, RecipeError: as :func:`read_data`, about the groups and their number.
-    """
-    by = _grouped_by(recipe, objective_of(recipe))
-    return _order(recipe, _joined(recipe, lines, by, step=recipe.batch.global_batch_size), whole_steps=by is not None)
-
-
-def _order(recipe: Recipe, groups: Sequence[Sequence[Sample]], *, whole_steps: bool) -> SampleOrder:
-    try:
-        return SampleOrder(
-            groups,
-            seed=recipe.seed,
-            order=recipe.data.order,
-            by_line=recipe.batch.groups_per_step is not None,
-            step=recipe.batch.per_step,
-            whole_steps=whole_steps,
-        )
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
-
-
-def _joined(
-    recipe: Recipe, lines: Sequence[Sequence[Sample]], by: GroupedBy | None, *, step: int | None
-) -> Sequence[Sequence[Sample]]:
-    """Return the samples of each line, or of each unit that a step takes whole."""
-    if by is None:
-        return lines
-    return whole_groups(lines, by, step=step, setting=f"objective.name={recipe.objective.name}")
 
 
 def read_held_out(
@@ -198,16 +161,6 @@ def _naming_what_was_skipped(skipped: Skipped) -> Iterator[None]:
         raise
 
 
-def _grouped_by(recipe: Recipe, objective: Objective) -> GroupedBy | None:
-    by = objective.grouped_by
-    if by is None and recipe.batch.groups_per_step is not None:
-        raise RecipeError(
-            f"batch.groups_per_step={recipe.batch.groups_per_step}: objective.name={recipe.objective.name} as it is "
-            "set takes each sample by itself; set batch.global_batch_size instead"
-        )
-    return by
-
-
 def _limits(recipe: Recipe) -> dict[str, int]:
     """How long a sample may be, by the setting that says so."""
     limits = {"batch.max_tokens": recipe.batch.max_tokens}
@@ -228,7 +181,7 @@ def _read_whole(
     """Return all samples of some files: of each line, or of each group, rollout or pair."""
     lines, skipped = _read_lines([path] if isinstance(path, str) else path, options, recipe.data.on_error, place)
     with _naming_what_was_skipped(skipped):
-        return _joined(recipe, lines, by, step=step), skipped
+        return joined(recipe, lines, by, step=step), skipped
 
 
 def _read_lines(
