@@ -136,9 +136,13 @@ def _padding_of(recipe: Recipe | None, length_buckets: str | None, max_tokens: i
     from mcore_prefix_tree.layout import Padding
 
     padding = Padding() if recipe is None else recipe.padding
-    if length_buckets is not None:
-        padding = Padding(multiple=padding.multiple, buckets=_numbers(length_buckets))
-    padding.check_holds(max_tokens)
+    name = "batch.length_buckets" if length_buckets is None else "--length-buckets"
+    try:
+        if length_buckets is not None:
+            padding = Padding(multiple=padding.multiple, buckets=_numbers(length_buckets))
+        padding.check_holds(max_tokens)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return padding
 
 
@@ -154,7 +158,9 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise ValueError(f"--length-buckets {text}: give sizes with commas between, for example 8192,16384") from None
+        raise ValueError(
+            f"{text!r} is not a list of sizes; give sizes with commas between, for example 8192,16384"
+        ) from None
 
 
 def _print(report: PlanReport, steps: StepsReport | None, samples: Samples, unit: str, max_tokens: int) -> None:

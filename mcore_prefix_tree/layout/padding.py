@@ -16,7 +16,8 @@ class Padding:
             Empty rounds up to ``multiple`` and no further.
 
     Raises:
-        ValueError: on construction, if a bucket is not a positive multiple or they do not increase.
+        ValueError: on construction, if a bucket is not a positive multiple or they do not increase. The caller adds the
+            name of the setting.
     """
 
     multiple: int = 1
@@ -27,13 +28,11 @@ class Padding:
             raise ValueError(f"the multiple of a padded size, {self.multiple}, must be at least 1")
         for bucket in self.buckets:
             if bucket < 1:
-                raise ValueError(f"length_buckets: {bucket} must be at least 1")
+                raise ValueError(f"a size of {bucket} is too small; sizes are at least 1")
             if bucket % self.multiple:
-                raise ValueError(
-                    f"length_buckets: {bucket} is not a multiple of {self.multiple}, which the parallel layout needs"
-                )
+                raise ValueError(f"{bucket} is not a multiple of {self.multiple}, which the parallel layout needs")
         if list(self.buckets) != sorted(set(self.buckets)):
-            raise ValueError(f"length_buckets: {list(self.buckets)} must increase")
+            raise ValueError(f"{list(self.buckets)} must increase")
 
     def check_holds(self, max_tokens: int) -> None:
         """See that every micro-batch under a budget finds a size.
@@ -43,8 +42,7 @@ class Padding:
         """
         if self.buckets and self.buckets[-1] < max_tokens:
             raise ValueError(
-                f"length_buckets: the largest, {self.buckets[-1]}, cannot hold a micro-batch of "
-                f"max_tokens={max_tokens}; add one that can"
+                f"the largest, {self.buckets[-1]}, cannot hold a micro-batch of {max_tokens} tokens; add one that can"
             )
 
     def size(self, tokens: int) -> int:

@@ -419,5 +419,5 @@ class Recipe:
             padding = Padding(multiple=multiple, buckets=tuple(self.batch.length_buckets or ()))
             padding.check_holds(self.batch.max_tokens)
         except ValueError as error:
-            raise RecipeError(f"batch.{error}") from None
+            raise RecipeError(f"batch.length_buckets: {error}") from None
         return padding

@@ -280,7 +280,7 @@ def test_length_buckets(rows):
     assert {batch["tokens"] + batch["padding"] for batch in batches} <= {13, 20}
     result = plan(rows, "--max-tokens", "14", "--length-buckets", "8,13")
     assert result.exit_code == 2
-    assert "the largest, 13, cannot hold a micro-batch of max_tokens=14" in result.output
+    assert "--length-buckets: the largest, 13, cannot hold a micro-batch of 14 tokens" in result.output
     result = plan(rows, "--max-tokens", "14", "--length-buckets", "8;20")
     assert result.exit_code == 2
     assert "give sizes with commas between" in result.output

@@ -43,7 +43,7 @@ def _padding_of(args: argparse.Namespace) -> Padding:
         padding = Padding(multiple=multiple, buckets=tuple(args.prefix_tree_length_buckets or ()))
         padding.check_holds(args.prefix_tree_max_tokens)
     except ValueError as error:
-        raise ArgumentError(f"--prefix-tree-{str(error).replace('_', '-')}") from None
+        raise ArgumentError(f"--prefix-tree-length-buckets: {error}") from None
     return padding
 
 
