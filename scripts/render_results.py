@@ -9,9 +9,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from mcore_prefix_tree.bench.costs import costs_of
-from mcore_prefix_tree.bench.plot import draw_roofline
-from mcore_prefix_tree.bench.report import cells, columns, headline, lines_of
+from attention_bench.costs import costs_of
+from attention_bench.plot import draw_roofline
+from attention_bench.report import cells, columns, headline, lines_of
+
 from mcore_prefix_tree.plan import CostModel
 from mcore_prefix_tree.plan.work import Work
 
@@ -159,7 +160,7 @@ def bench_head_tables(result: dict[str, Any]) -> str:
 
 
 def attention_tables(result: dict[str, Any]) -> str:
-    """Markdown for a result of ``mcore-prefix-tree bench attention``: a table a workload."""
+    """Markdown for a result of scripts/bench_attention.py: a table a workload."""
     machine, settings, ceilings = result["machine"], result["settings"], result["ceilings"]
     name = machine["cpu"] if settings["device"] == "cpu" else machine["device"]
     paragraphs = [

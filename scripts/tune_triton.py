@@ -26,6 +26,9 @@ from unittest import mock
 
 import torch
 import triton
+from attention_bench.clock import seconds_of
+from attention_bench.measure import difference
+from attention_bench.workloads import standard_workloads
 from rich.console import Console
 from rich.table import Table
 
@@ -34,9 +37,7 @@ from mcore_prefix_tree.attention.triton_tree import launch
 from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, configs_for, rounded
 from mcore_prefix_tree.attention.triton_tree.launch import Call
 from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
-from mcore_prefix_tree.bench.attention import difference
-from mcore_prefix_tree.bench.machine import describe_machine, name_in_files, seconds_of
-from mcore_prefix_tree.bench.workloads import standard_workloads
+from mcore_prefix_tree.bench.machine import describe_machine, name_in_files
 from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.metadata import TreeMetadata
 

@@ -1,1 +1,1 @@
-"""Measurements: attention back-ends beside their alternatives, training steps beside unfolded ones."""
+"""Measurements of training steps, and the machine that they belong to."""

@@ -26,7 +26,8 @@ RECIPES = (ROOT / "recipes" / "quickstart.yaml", ROOT / "recipes" / "one_gpu.yam
 PARTS = ("tests", "attention", "steps", "head")
 # For who changes the kernels: only where --only asks for it.
 OPTIONAL = ("tune",)
-BENCH = ("-m", "mcore_prefix_tree", "bench")
+BENCH_ATTENTION = (str(ROOT / "scripts" / "bench_attention.py"),)
+BENCH_STEP = ("-m", "mcore_prefix_tree", "bench", "step")
 BENCH_HEAD = (str(ROOT / "scripts" / "bench_head.py"),)
 TUNE = (str(ROOT / "scripts" / "tune_triton.py"),)
 # Between looks at what a benchmark has written so far.
@@ -169,12 +170,12 @@ def run_parts(parts: Sequence[str], for_attention: Sequence[str], results: Resul
         results.set("tests", tests)
         well &= "failed" not in tests and not tests["failures"] + tests["errors"]
     if "attention" in parts:
-        well &= run_part("attention", (*BENCH, "attention", *for_attention), results, folder)
+        well &= run_part("attention", (*BENCH_ATTENTION, *for_attention), results, folder)
     if "steps" in parts:
         steps: dict[str, Any] = {}
         for recipe in RECIPES:
             options = ("model.dtype=bfloat16", "verify.enabled=false")
-            steps[recipe.stem] = run_bench(folder, recipe.stem, *BENCH, "step", str(recipe), *options)
+            steps[recipe.stem] = run_bench(folder, recipe.stem, *BENCH_STEP, str(recipe), *options)
             results.set("steps", steps)
         well &= not any("failed" in step for step in steps.values())
     if "head" in parts:
@@ -189,7 +190,7 @@ def arguments_of(given: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check",
         description="The tests that need a GPU and the benchmarks. Further arguments, and those behind --, go to "
-        "`mcore-prefix-tree bench attention`.",
+        "scripts/bench_attention.py.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -174,7 +174,7 @@ def test_gpu_check_adds_parts_to_what_there_is(gpu_check, gpu_parts, monkeypatch
     assert set(result) == {"kind", "machine", "tests", "attention", "steps"}
     assert result["attention"]["kind"] == "new"
     name, arguments = gpu_parts["tests"]["asked"][0]
-    of_bench = ("-m", "mcore_prefix_tree", "bench", "attention")
+    of_bench = (str(ROOT / "scripts" / "bench_attention.py"),)
     assert (name, arguments) == ("attention", (*of_bench, "--scale", "2", "--only", "P4096"))
 
     monkeypatch.setattr(gpu_check, "describe_machine", lambda: {"device": "NVIDIA H200", "torch": "2.14.0"})

@@ -30,15 +30,13 @@ NUMBERS = [
     *(("score", option) for option in ("--teacher-top-k",)),
     *(("calibrate", option) for option in ("--repeats",)),
     *(("bench step", option) for option in ("--repeats",)),
-    *(("bench attention", option) for option in ("--max-tokens", "--scale", "--heads", "--value-dim", "--repeats")),
 ]
 
 
 @pytest.mark.parametrize(("command", "option"), NUMBERS)
 @pytest.mark.parametrize("value", [HUGE, -1, "x"])
 def test_numbers_have_limits_that_are_named(data: Path, command: str, option: str, value: object) -> None:
-    files = [] if command == "bench attention" else [data]
-    done = cli(*command.split(), *files, option, value)
+    done = cli(*command.split(), data, option, value)
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: Invalid value for '{option}': ")

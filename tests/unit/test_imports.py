@@ -43,7 +43,7 @@ ALLOWED = {
         "objectives", "recipe", "launchers", "memory", "upload", "errors", "ending", "inputs",
         "cpu",
     },
-    "bench": {"memory", "versions", "sample", "trie", "layout", "plan", "metadata", "attention", "recipe", "mcore"},
+    "bench": {"versions", "recipe", "mcore"},
     "pretrain_gpt": {
         "errors", "launchers", "output", "sample", "data", "layout", "plan", "metadata", "attention", "logprob",
         "objectives", "mcore",

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from mcore_prefix_tree.bench.report import flops
+from attention_bench.report import flops
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from attention_bench.clock import Ceilings, measure_ceilings, seconds_of, wait_for
+from attention_bench.contestants import Contestant, contestants, peers
+from attention_bench.workloads import Workload
 from mcore_prefix_tree.attention import AttentionOptions, Case
 from mcore_prefix_tree.attention.auto import TreeShape
 from mcore_prefix_tree.attention.blocks import BlockPlan, visible_pairs
-from mcore_prefix_tree.bench.contestants import Contestant, contestants, peers
-from mcore_prefix_tree.bench.machine import Ceilings, describe_machine, measure_ceilings, seconds_of, wait_for
-from mcore_prefix_tree.bench.workloads import Workload
+from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.memory import PeakMemory
 from mcore_prefix_tree.metadata import TreeMetadata
 

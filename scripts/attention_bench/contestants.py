@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import torch
 
+from attention_bench.peers import PEERS, Attention
 from mcore_prefix_tree.attention import BACKENDS, AttentionOptions, Case
 from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.attention.cascade import CPU_KERNELS, CUDA_KERNELS, attention_through, refusal_through
-from mcore_prefix_tree.bench.peers import PEERS, Attention
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # tree: the forest, folded. unfolded: every sample by itself, in one packed batch. dense: one causal sequence with as

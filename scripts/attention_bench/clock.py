@@ -1,0 +1,74 @@
+"""Clocks for work on a device, and the two ceilings that a kernel is measured against."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+# Two milliseconds of a GPU at 2 GHz.
+_HEAD_START_CYCLES = 4_000_000
+# Of what the ceilings are measured with.
+_REPEATS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What this machine reached in the simplest work of each kind.
+
+    Attributes:
+        matrix_tflops: a large matrix product, in the dtype of the benchmark.
+        copy_gbytes: a large copy in memory, bytes read plus bytes written per second.
+    """
+
+    matrix_tflops: float
+    copy_gbytes: float
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done all that it was given; at once for other devices."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """One run, to its end on the device: by events on a GPU, by the clock on a CPU."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # On an idle stream `begin` would be over before the host has launched anything, and the time would be that of the
+    # launches. So the GPU sleeps first, while the host gets ahead: what follows `begin` runs back to back. Work that
+    # takes the host longer than this to launch is still timed with the rest of its launches.
+    torch.cuda._sleep(_HEAD_START_CYCLES)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """The best of a matrix product and the median of a copy. Random numbers: zeros take less power, and less time."""
+    size = 8192 if device.type == "cuda" else 1024
+    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    numbers = torch.randn(1 << (30 if device.type == "cuda" else 24), device=device, dtype=torch.float32)
+    copy = torch.empty_like(numbers)
+
+    def product() -> None:
+        torch.mm(one, other)
+
+    def copying() -> None:
+        copy.copy_(numbers)
+
+    product()
+    copying()
+    return Ceilings(
+        matrix_tflops=2 * size**3 / min(seconds_of(product, device) for _ in range(_REPEATS)) / 1e12,
+        copy_gbytes=2 * numbers.nbytes / statistics.median(seconds_of(copying, device) for _ in range(_REPEATS)) / 1e9,
+    )
