@@ -1,4 +1,4 @@
-"""Which rank this process is, where ``mpirun`` or ``srun`` started it: in the variables that torchrun would set."""
+"""Ranks that ``mpirun`` or ``srun`` started, in the variables that torchrun would set."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 import socket
 from collections.abc import Mapping, MutableMapping
 
-# What torch and Megatron read, and what each launcher calls it; the first that there is counts, because mpirun uses
-# srun inside a Slurm job. A step of Slurm, not the job: a shell inside the job is no rank.
+# Names that torch and Megatron read, and those that each launcher sets. The first launcher found counts, because mpirun
+# uses srun inside a Slurm job. Slurm's names are those of a step: a shell inside the job is no rank.
 RANK, SIZE, LOCAL_RANK, LOCAL_SIZE = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 LAUNCHERS = {
     "Open MPI": {
@@ -33,10 +33,10 @@ PORT = "29500"  # torchrun's own
 
 
 def adopt_ranks(environment: MutableMapping[str, str]) -> None:
-    """Set ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` by what a launcher other than torchrun says, unless they are set.
+    """Set torchrun's variables, unless they are set, to the values of another launcher's.
 
-    ``LOCAL_WORLD_SIZE`` too, where it says that. ``MASTER_PORT`` becomes torchrun's where there is none. A launcher of
-    one process is no launcher.
+    Sets ``LOCAL_WORLD_SIZE`` where the launcher has it, and ``MASTER_PORT`` to torchrun's default where it is missing.
+    A launcher of one process counts as none.
 
     Args:
         environment: of the process; changed in place.
@@ -70,19 +70,24 @@ def _adopt(environment: MutableMapping[str, str]) -> None:
         environment.update(said)
         environment.setdefault("MASTER_PORT", PORT)
         return
+    _check_alone(environment)
+
+
+def _check_alone(environment: Mapping[str, str]) -> None:
+    """Check that no launcher started this process as one of several without naming its rank."""
     for launcher, names in LAUNCHERS.items():
         # The shell of a batch job has Slurm's rank 0; a later rank has been started with others.
         if environment.get(names[RANK], "0") != "0" or environment.get(names[SIZE], "1") != "1":
-            missing = [names[one] for one in (RANK, SIZE, LOCAL_RANK) if names[one] not in environment]
+            missing = " and ".join(names[one] for one in (RANK, SIZE, LOCAL_RANK) if names[one] not in environment)
             if missing:
                 raise ValueError(
-                    f"{launcher} started this process as one of several, but {' and '.join(missing)} "
-                    f"{'is' if len(missing) == 1 else 'are'} missing; set {RANK}, {SIZE} and {LOCAL_RANK} yourself"
+                    f"{launcher} started this process as one of several, but {missing} "
+                    f"{'are' if ' ' in missing else 'is'} missing; set {RANK}, {SIZE} and {LOCAL_RANK} yourself"
                 )
 
 
 def _check_ranks(environment: Mapping[str, str]) -> None:
-    """Check what torch and Megatron read, which would wait for ranks that do not exist, or fail without a sentence.
+    """Check the variables; with wrong ones torch and Megatron would wait for ever or fail without a sentence.
 
     Raises:
         ValueError: names the variable.
@@ -114,9 +119,9 @@ def _check_ranks(environment: Mapping[str, str]) -> None:
 
 
 def check_gpus(environment: Mapping[str, str], seen: int) -> None:
-    """Refuse ranks that cannot each have the GPU of their ``LOCAL_RANK``, which is what Megatron-LM gives them.
+    """Reject ranks that cannot each have the GPU of their ``LOCAL_RANK``, which is the one that Megatron-LM takes.
 
-    All of a machine's ranks, if its launcher says how many they are: one that stays would wait for the others.
+    All ranks of a machine are rejected, if its launcher tells how many there are: one that stays would wait for ever.
 
     Args:
         environment: of the process, as :func:`adopt_ranks` leaves it.

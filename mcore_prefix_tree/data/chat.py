@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -156,35 +156,37 @@ def parse_messages(value: object) -> list[ChatMessage]:
     calls_seen = 0
     for index, entry in enumerate(value):
         field = f"messages[{index}]"
-        if not isinstance(entry, dict):
-            raise ChatError(f"field '{field}' must be an object with 'role' and 'content', not {_kind(entry)}")
-        role = entry.get("role")
-        if role not in ROLES:
-            found = json.dumps(role) if isinstance(role, str) else _kind(role)
-            raise ChatError(f"field '{field}.role' is {found}; roles are {', '.join(ROLES)}")
-        for name, way_out in _UNKNOWN_TO_FORMATS.items():
-            if entry.get(name) is not None:
-                raise ChatError(f"field '{field}.{name}' changes what is trained on, and is not supported: {way_out}")
-        tool_calls = _tool_calls(entry.get("tool_calls"), f"{field}.tool_calls", calls_seen)
-        if tool_calls and role != "assistant":
-            raise ChatError(f"field '{field}.tool_calls' belongs to an assistant message, not to role '{role}'")
-        calls_seen += len(tool_calls)
-        open_calls += tool_calls
-        content = entry.get("content")
-        if content is None and tool_calls:
-            content = ""
-        content = _text(content, f"{field}.content")
-        if role == "assistant" and not content and not tool_calls:
-            raise ChatError(f"field '{field}' is an assistant message with neither content nor tool_calls; remove it")
-        if role == "tool":
+        message = _message(entry, field, calls_seen)
+        calls_seen += len(message.tool_calls)
+        open_calls += message.tool_calls
+        if message.role == "tool":
             answered = _answered_call(entry, field, open_calls)
             open_calls.remove(answered)
-            messages.append(ChatMessage(role=role, content=content, tool_call_id=answered.id, name=entry.get("name")))
-        else:
-            messages.append(ChatMessage(role=role, content=content, tool_calls=tool_calls))
+            message = replace(message, tool_call_id=answered.id, name=entry.get("name"))
+        messages.append(message)
     if not any(message.role == "assistant" for message in messages):
         raise ChatError("field 'messages' has no assistant message, so no token of it would be scored")
     return messages
+
+
+def _message(entry: object, field: str, calls_seen: int) -> ChatMessage:
+    """Return one message; a tool result does not name its call yet."""
+    if not isinstance(entry, dict):
+        raise ChatError(f"field '{field}' must be an object with 'role' and 'content', not {_kind(entry)}")
+    role, content = entry.get("role"), entry.get("content")
+    if role not in ROLES:
+        found = json.dumps(role) if isinstance(role, str) else _kind(role)
+        raise ChatError(f"field '{field}.role' is {found}; roles are {', '.join(ROLES)}")
+    for name, way_out in _UNKNOWN_TO_FORMATS.items():
+        if entry.get(name) is not None:
+            raise ChatError(f"field '{field}.{name}' changes what is trained on, and is not supported: {way_out}")
+    tool_calls = _tool_calls(entry.get("tool_calls"), f"{field}.tool_calls", calls_seen)
+    if tool_calls and role != "assistant":
+        raise ChatError(f"field '{field}.tool_calls' belongs to an assistant message, not to role '{role}'")
+    content = _text("" if content is None and tool_calls else content, f"{field}.content")
+    if role == "assistant" and not content and not tool_calls:
+        raise ChatError(f"field '{field}' is an assistant message with neither content nor tool_calls; remove it")
+    return ChatMessage(role=role, content=content, tool_calls=tool_calls)
 
 
 def parse_tools(value: object) -> list[Tool]:
@@ -211,20 +213,16 @@ def _tool(entry: object, field: str) -> Tool:
     function = shell["function"] if in_shell else {name: one for name, one in shell.items() if name != "type"}
     if not isinstance(function, dict) or not shell:
         raise ChatError(f"field '{field}' must be an object with 'name', 'description' and 'parameters'")
-    if not in_shell:
-        if shell.get("type", "function") != "function":
-            raise ChatError(f"field '{field}.type' must be \"function\", which is what a model can be told of here")
-        shell = {"type": "function"}
-    inner = f"{field}.function" if in_shell else field
+    if not in_shell and shell.get("type", "function") != "function":
+        raise ChatError(f"field '{field}.type' must be \"function\", which is what a model can be told of here")
+    shell, inner = (shell, f"{field}.function") if in_shell else ({"type": "function"}, field)
     _text(function.get("name"), f"{inner}.name")
     if function.get("description") is not None:
         _text(function["description"], f"{inner}.description")
     if function.get("parameters") is not None:
         function = function | {"parameters": _schema(function["parameters"], f"{inner}.parameters")}
-    rest = {name: one for name, one in shell.items() if name != "function"}
-    for where, named in ((field, rest), (inner, function)):
-        for name, one in named.items():
-            _check_depth(one, f"{where}.{name}")
+    _check_depths({name: one for name, one in shell.items() if name != "function"}, field)
+    _check_depths(function, inner)
     definition = shell | {"function": function}
     _json_text(definition, field)
     return Tool(definition=definition)
@@ -242,8 +240,13 @@ def _schema(value: object, field: str) -> object:
     return value
 
 
+def _check_depths(values: dict[str, Any], field: str) -> None:
+    for name, value in values.items():
+        _check_depth(value, f"{field}.{name}")
+
+
 def _check_depth(value: object, field: str) -> None:
-    """Refuse more than ``MAX_DEPTH`` levels, without a call for each."""
+    """Reject more than ``MAX_DEPTH`` levels, without a call for each."""
     level, depth = [value], 0
     while level := [one for one in level if isinstance(one, (dict, list, tuple))]:
         depth += 1
@@ -253,7 +256,7 @@ def _check_depth(value: object, field: str) -> None:
 
 
 def check_json_depth(text: str, field: str) -> None:
-    """Refuse JSON text of more than ``MAX_DEPTH`` levels, without decoding it. Text that is no JSON passes.
+    """Reject JSON text of more than ``MAX_DEPTH`` levels, without decoding it. Text that is no JSON passes.
 
     Raises:
         ChatError: names ``field``.

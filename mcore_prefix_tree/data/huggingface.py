@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import jinja2
@@ -58,24 +58,10 @@ class HuggingFaceChatTokenizer:
             ValueError: if transformers cannot load the folder, the tokenizer has no chat template, or one that cannot
                 be parsed or that makes something else of a conversation each time; or a keyword is not the template's.
         """
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (ImportError, MemoryError):
-            raise
-        except Exception as error:  # a damaged file makes transformers and tokenizers raise nearly anything
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ValueError(f"tokenizer '{folder}': transformers cannot load this folder: {reason}") from error
-        if not self._tokenizer.chat_template:
-            raise ValueError(
-                f"tokenizer '{folder}' has no chat template; add chat_template.jinja to the folder or choose another"
-            )
+        self._tokenizer: Any = _loaded(folder)
         self._folder = folder
         given = dict(chat_template_kwargs or {})
-        templates = self._tokenizer.chat_template
-        if isinstance(templates, str):
-            templates = {"default": templates}
-        if not isinstance(templates, dict) or not all(isinstance(one, str) for one in templates.values()):
-            raise ValueError(f"tokenizer '{folder}' has a chat template that is no text; write it as Jinja")
+        templates = _templates_of(self._tokenizer, folder)
         _refuse_unsteady(templates, folder, has_date=bool({_CLOCK, "date_string"} & given.keys()))
         known = inspect.signature(self._tokenizer.apply_chat_template).parameters
         for name in given.keys() & known.keys():
@@ -165,19 +151,24 @@ class HuggingFaceChatTokenizer:
             return self._token_ids(texts)
         split = [["", *self._separator.split(text), ""] for text in texts]
         triples = [[tuple(parts[at : at + 3]) for at in range(0, len(parts) - 2, 2)] for parts in split]
-        distinct = list(dict.fromkeys(triple for text_triples in triples for triple in text_triples))
+        ids_of = self._ids_of_triples(list(dict.fromkeys(chain.from_iterable(triples))))
+        if ids_of is not None:
+            encoded = [[i for triple in of_text for i in ids_of[triple]] for of_text in triples]
+            if encoded[-1] == self._token_ids(texts[-1:])[0]:
+                return encoded
+        return self._token_ids(texts)  # this tokenizer does not split texts at added tokens
+
+    def _ids_of_triples(self, triples: list[tuple[str, ...]]) -> dict[tuple[str, ...], list[int]] | None:
+        """Return the ids of the text in each triple and of the token behind it; None if an added token is not one."""
         ids_of = {}
-        for triple, ids in zip(distinct, self._token_ids(["".join(triple) for triple in distinct]), strict=True):
+        for triple, ids in zip(triples, self._token_ids(["".join(triple) for triple in triples]), strict=True):
             before, _, after = triple
             first = [self._raw_ids[before]] if before else []
             last = [self._raw_ids[after]] if after else []
             if ids[: len(first)] != first or ids[max(len(ids) - len(last), len(first)) :] != last:
-                return self._token_ids(texts)  # what looks like a token is none here, or is part of another
+                return None
             ids_of[triple] = ids[len(first) :]
-        encoded = [[i for triple in text_triples for i in ids_of[triple]] for text_triples in triples]
-        if encoded[-1] != self._token_ids(texts[-1:])[0]:  # a tokenizer that does not go about it in this way
-            return self._token_ids(texts)
-        return encoded
+        return ids_of
 
     def _written_behind(self, prompt: list[int], text: str, joined: list[int]) -> list[int] | None:
         """Token ids of ``text`` as the model wrote it behind a prompt, None if the tokenizer has no way to say it.
@@ -217,6 +208,29 @@ class HuggingFaceChatTokenizer:
                 tail = self._tokenizer.decode(tokens[end:])
                 return len(tokens) if tail.strip() else end
         return len(tokens)
+
+
+def _loaded(folder: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file makes transformers and tokenizers raise nearly anything
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"tokenizer '{folder}': transformers cannot load this folder: {reason}") from error
+
+
+def _templates_of(tokenizer: Any, folder: str) -> dict[str, str]:
+    """Return the chat templates of a tokenizer by name."""
+    found = tokenizer.chat_template
+    if not found:
+        raise ValueError(
+            f"tokenizer '{folder}' has no chat template; add chat_template.jinja to the folder or choose another"
+        )
+    templates = {"default": found} if isinstance(found, str) else found
+    if not isinstance(templates, dict) or not all(isinstance(one, str) for one in templates.values()):
+        raise ValueError(f"tokenizer '{folder}' has a chat template that is not text; write it as Jinja")
+    return templates
 
 
 def _date_of(given: object) -> date | None:

@@ -7,7 +7,7 @@ and how many samples each makes; the ranks of a job share that work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import overload
@@ -240,34 +240,61 @@ def _go_through(
 ) -> _Found:
     keyed = 0 if key is None else len(records)
     found = _Found(sizes=np.zeros(len(records), np.int32), digests=np.zeros((keyed, 2), np.uint64))
-    # With a key, the first and the last group may go on at another rank.
-    seen: list[Sample] | None = [] if key is None else None
-    previous: bytes | None = None
-    told = begin = index.bytes_before(records.start)
-    end = index.bytes_before(records.stop)
+    groups = _CheckedGroups(check, keyed=key is not None)
     try:
-        for place, record in enumerate(records):
+        for place, record in enumerate(_reporting(index, records, progress)):
             samples = samples_of_record(index.read(record), options, found.left_out if skips else None)
             found.sizes[place] = len(samples)
-            if samples:
-                digest = None if key is None else _digest(key(samples[0]), record)
-                if digest is not None:
-                    found.digests[place] = np.frombuffer(digest, dtype=np.uint64)
-                if digest is None or digest != previous:
-                    found.fault = found.fault or _fault(seen, check)
-                    seen = None if previous is None and key is not None else []
-                if seen is not None:
-                    seen += samples
-                previous = digest
-            now = index.bytes_before(record)
-            if progress is not None and now - told >= _PROGRESS_BYTES:
-                told = now
-                progress(now - begin, end - begin)
+            if not samples:
+                continue
+            digest = None if key is None else _digest(key(samples[0]), record)
+            if digest is not None:
+                found.digests[place] = np.frombuffer(digest, dtype=np.uint64)
+            groups.add(samples, digest)
     except SampleError as error:
         found.failure = str(error)
     if key is None:
-        found.fault = found.fault or _fault(seen, check)
+        groups.end()
+    found.fault = groups.fault
     return found
+
+
+def _reporting(index: FileIndex, records: range, progress: Callable[[int, int], None] | None) -> Iterator[int]:
+    """Yield the records; report the bytes before every so many of them."""
+    told = begin = index.bytes_before(records.start)
+    end = index.bytes_before(records.stop)
+    for record in records:
+        yield record
+        now = index.bytes_before(record)
+        if progress is not None and now - told >= _PROGRESS_BYTES:
+            told = now
+            progress(now - begin, end - begin)
+
+
+class _CheckedGroups:
+    """Groups in the order of a rank's records, each checked once its last record is seen.
+
+    With keys, the first and the last group may go on at another rank: neither is checked.
+    """
+
+    def __init__(self, check: Callable[[list[Sample]], None] | None, *, keyed: bool) -> None:
+        self.fault = ""
+        self._check, self._keyed = check, keyed
+        self._samples: list[Sample] | None = None
+        self._digest: bytes | None = None
+
+    def add(self, samples: list[Sample], digest: bytes | None) -> None:
+        """Take the samples of one record, which continue a group if their digest is that of the record before."""
+        if digest is None or digest != self._digest:
+            self.end()
+            self._samples = None if self._keyed and self._digest is None else []
+        if self._samples is not None:
+            self._samples += samples
+        self._digest = digest
+
+    def end(self) -> None:
+        """Check the group that is open."""
+        self.fault = self.fault or _fault(self._samples, self._check)
 
 
 def _fault(samples: list[Sample] | None, check: Callable[[list[Sample]], None] | None) -> str:
