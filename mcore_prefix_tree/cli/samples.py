@@ -198,7 +198,7 @@ class SampleOptions:
                 raise
             typer.echo("megatron-core is not installed, so the model's settings are checked only by train", err=True)
         else:
-            transformer_config(recipe, on_gpu=False)  # rejects what Megatron would not train
+            transformer_config(recipe.model, recipe.parallel, on_gpu=False)  # rejects what Megatron would not train
         return recipe
 
     @property
@@ -302,9 +302,13 @@ class Samples:
         """
         options = self.options
         if options.recipe is not None:
-            from mcore_prefix_tree.recipe.order import order_of
+            from mcore_prefix_tree.data import LineOptions, Ranks
+            from mcore_prefix_tree.recipe.objective import objective_of
+            from mcore_prefix_tree.recipe.source import source_of
 
-            return order_of(options.recipe, self.lines)
+            objective = objective_of(options.recipe)
+            source = source_of(options.recipe, objective, LineOptions(), ranks=Ranks())
+            return source.of_lines(self.lines)
         if options.global_batch_size is None:
             return None
         from mcore_prefix_tree.data.batches import SampleOrder

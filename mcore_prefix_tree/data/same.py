@@ -25,6 +25,10 @@ def _alone(value: Any) -> list[Any]:
     return [value]
 
 
+def _by_itself(action: Callable[[], Any]) -> Any:
+    return action()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """Who reads the same data, and shares the work of counting them.
@@ -33,11 +37,13 @@ class Ranks:
         rank: this process.
         size: how many there are; all see the same files.
         gather: everyone's value, by rank.
+        on_main: what an action gives that the main rank alone does, on every rank.
     """
 
     rank: int = 0
     size: int = 1
     gather: Callable[[Any], list[Any]] = _alone
+    on_main: Callable[[Callable[[], Any]], Any] = _by_itself
 
 
 ALONE = Ranks()
@@ -240,3 +246,28 @@ def _crc_of_signal(value: object, crc: int) -> int:
     if isinstance(value, Teacher):
         return _crc_of_signal(value.logprobs, _crc_of_signal(value.token_ids, crc))
     return crc32(repr(value).encode(), crc)
+
+
+# Name of the checksums among what :func:`difference` compares.
+CHECKSUMS = "checksums"
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return what keeps a job's data from going on where a checkpoint's stopped.
+
+    Args:
+        before: what decides the order of the samples, as the checkpoint says; :data:`CHECKSUMS` of them last.
+        now: the same of this job.
+
+    Returns:
+        The first name whose value is another one; :data:`CHECKSUMS` where as many other samples are read; or None.
+    """
+    for name, value in now.items():
+        if is_other(before[name], value) if name == CHECKSUMS else before[name] != value:
+            return name
+    return None
+
+
+def are_new_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether a job that says its data are new begins them: not where it is started again on the same."""
+    return difference(before, now) is not None or is_other(before[CHECKSUMS], now[CHECKSUMS]) is None

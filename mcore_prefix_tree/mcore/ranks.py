@@ -1,23 +1,59 @@
-"""All ranks of a job, asked together."""
+"""The ranks of a job: which one this is, and what they do together."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mcore_prefix_tree.data import Ranks
 
+T = TypeVar("T")
+
+
+def is_main_rank() -> bool:
+    """Return whether this rank prints and writes."""
+    return dist.get_rank() == 0
+
+
+def has_logits() -> bool:
+    """Return whether this rank holds its replica's losses: last pipeline stage, first tensor-parallel rank."""
+    return bool(
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+
 
 def everyone(value: Any) -> list[Any]:
-    """The value of every rank of the job."""
+    """Return the value of every rank of the job."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def all_ranks() -> Ranks:
-    """Those of the job, to share the reading of its data; this process alone where it has none, as in a dry run."""
+    """Return the job's ranks, to share the reading of its data; this process alone without a job, as in a dry run."""
     if not dist.is_initialized():
         return Ranks()
-    return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), gather=everyone)
+    return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), gather=everyone, on_main=on_main_rank)
+
+
+def on_main_rank(action: Callable[[], T]) -> T:
+    """Let the main rank do something for all; every rank goes on once it is done, with what it gave.
+
+    Raises:
+        MemoryError, OSError, ValueError: the main rank could not; on every rank.
+    """
+    outcome: list[Any] = [None, None]
+    if is_main_rank():
+        try:
+            outcome[0] = action()
+        except (MemoryError, OSError, ValueError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    result, failure = outcome
+    if failure is not None:
+        raise failure
+    return cast("T", result)

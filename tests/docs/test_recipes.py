@@ -232,7 +232,8 @@ def test_yaml_recipes_are_models_that_can_be_folded(recipe: Path, on_gpu: bool) 
     from mcore_prefix_tree.mcore.seam.validation import check_config
     from mcore_prefix_tree.mcore.trainer.model import transformer_config
 
-    check_config(transformer_config(load_recipe(recipe), on_gpu=on_gpu))
+    job = load_recipe(recipe)
+    check_config(transformer_config(job.model, job.parallel, on_gpu=on_gpu))
 
 
 def test_the_readme_has_a_row_for_each() -> None:

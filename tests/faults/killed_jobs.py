@@ -40,7 +40,7 @@ STREAMED = ("data.num_workers=2", "data.streaming=true")
 TRACKER = "latest_checkpointed_iteration.txt"
 LIMIT_S = 20.0
 
-_TRAIN = "mcore_prefix_tree.mcore.trainer"
+_TRAIN, _ENGINE = "mcore_prefix_tree.mcore.trainer", "mcore_prefix_tree.mcore.engine"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ STAGES = {
     "first step": Stage(f"{_TRAIN}.trainer:Trainer._step", 1, None, 1),
     "step": Stage(f"{_TRAIN}.trainer:Trainer._step", 5, 3, 5),
     "last step": Stage(f"{_TRAIN}.trainer:Trainer._step", STEPS, 6, STEPS),
-    "evaluation": Stage(f"{_TRAIN}.held_out:HeldOut.evaluate", 3, 3, 4),
+    "evaluation": Stage(f"{_ENGINE}.held_out:HeldOut.evaluate", 3, 3, 4),
     "first save": Stage(f"{_TRAIN}.checkpoint:save", 1, None, 3),
     "first save: tensors": Stage(f"{_TRAIN}.writing:_Writer.write_data", 1, None, 3),
     "first save: checksums": Stage(f"{_TRAIN}.checkpoint:write_checksums", 1, None, 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from mcore_prefix_tree.cpu.emulation import cpu_emulation
 from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.logprob import chunks, restore
 from mcore_prefix_tree.mcore import with_edge_head
-from mcore_prefix_tree.mcore.engine.forward_step import forward_step_of, tree_forward, with_rows
+from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
 from mcore_prefix_tree.mcore.readout import EdgeLoss, Hidden, Logprobs, Readout, TopLogprobs, WeightedSum, readout_of
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest, request_arguments
@@ -221,7 +222,7 @@ def test_objectives_form_their_gradients_in_forward(
     for fused_head in (True, False):
         _, tree = twins(tiny_config())
         batch = with_rows(batch_of(samples), objective, targets, range(len(samples)))
-        step = forward_step_of(objective, fused_head=fused_head)
+        step = partial(forward_step, readout=readout_of(objective, fused_head=fused_head))
         scores, loss_of = step(iter([batch]), with_edge_head(tree))
         loss, count, reported = loss_of(scores)
         loss.backward()

@@ -15,8 +15,8 @@ from train_jobs import write_job
 
 from mcore_prefix_tree.attention import path as path_attention
 from mcore_prefix_tree.mcore.engine import compare
-from mcore_prefix_tree.mcore.engine.schedule import work_of
 from mcore_prefix_tree.mcore.trainer.jobs import run_compare
+from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.plan.work import Work
 from mcore_prefix_tree.recipe import load_recipe
 
@@ -110,5 +110,8 @@ def test_the_bound_is_what_torch_counts(
     assert_agree(found["folded"], bound.folded)
     assert_agree(found["unfolded, packed"], bound.unfolded)
     # Megatron's own way multiplies as much in the body, and projects all positions.
-    stock, whole_head = found["unfolded, stock"], 3 * work_of(recipe).position * comparison.logical_tokens
+    stock, whole_head = (
+        found["unfolded, stock"],
+        3 * ModelWork.from_model(recipe.model).position * comparison.logical_tokens,
+    )
     assert stock["body"] + stock["head"] == bound.unfolded.body.total + whole_head

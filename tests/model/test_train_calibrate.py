@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_jobs import batch_of, command, train, world_of_one, write_job
+from train_jobs import batch_of, command, resolved, train, world_of_one, write_job
 
 from mcore_prefix_tree.mcore.engine import calibrate as module
-from mcore_prefix_tree.mcore.engine.schedule import folding_of
 from mcore_prefix_tree.mcore.trainer.jobs import run_calibrate
 from mcore_prefix_tree.plan import CostModel, read_measured
 from mcore_prefix_tree.recipe import load_recipe
@@ -76,7 +75,7 @@ def test_the_command_writes_what_plans_read(job: Path, tmp_path: Path) -> None:
     recipe = load_recipe(job, [f"batch.calibration={path}"])
     with world_of_one(recipe) as place:
         path.rename(tmp_path / "elsewhere")  # which a running job takes no notice of
-        assert vars(folding_of(recipe, place).cost_model) == content["cost"]
+        assert vars(resolved(recipe, place).job.folding.cost_model) == content["cost"]
         (tmp_path / "elsewhere").rename(path)
     # Balance changes nothing but who computes what.
     assert train(recipe).losses == pytest.approx(train(job).losses, rel=1e-4)

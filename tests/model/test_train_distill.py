@@ -249,7 +249,11 @@ def test_every_step_from_a_second_model_is_the_stock_models_step(tmp_path: Path,
     def loss_of(world: Any, place: Any) -> torch.Tensor:
         if not stock:
             recipe = load_recipe(teacher)
-            stock.append(stock_model(recipe, replace(place, config=transformer_config(recipe, on_gpu=False))))
+            stock.append(
+                stock_model(
+                    recipe, replace(place, config=transformer_config(recipe.model, recipe.parallel, on_gpu=False))
+                )
+            )
             checkpoint.load_weights(tmp_path / "teacher", 2, stock, model=recipe.model)
         taught_by: Any = Alone(partial(logits_of, stock[0]), world.samples)
         return full_loss(make_objective("distill", options_of(divergence)), world, taught_by)

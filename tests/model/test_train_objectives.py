@@ -22,6 +22,7 @@ from train_jobs import (
     built,
     command,
     logits_of,
+    resolved,
     stock_model,
     train,
     world_of_one,
@@ -33,7 +34,6 @@ from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
 from mcore_prefix_tree.logprob import chunks
-from mcore_prefix_tree.mcore.engine.schedule import folding_of
 from mcore_prefix_tree.mcore.engine.score import score
 from mcore_prefix_tree.mcore.readout import Logprobs
 from mcore_prefix_tree.mcore.trainer.jobs import run_train
@@ -178,7 +178,7 @@ def with_scores(job: Path, recipe: Recipe, columns: Sequence[str]) -> None:
     """Put what the new model says of its data into the data."""
     with world_of_one(recipe) as place:
         samples = [line[0] for line in iter_sample_groups(recipe.data.path)]
-        scores = score([built(recipe, place)], samples, folding_of(recipe, place), Logprobs(entropy=True))
+        scores = score([built(recipe, place)], samples, resolved(recipe, place).job.folding, Logprobs(entropy=True))
     path = Path(str(recipe.data.path))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line, own in zip(lines, scores, strict=True):

@@ -14,8 +14,8 @@ import pytest
 import torch
 from train_jobs import command, write_job
 
-from mcore_prefix_tree.mcore.engine import schedule
-from mcore_prefix_tree.mcore.trainer import jobs, trainer
+from mcore_prefix_tree.mcore.engine import schedule, steps
+from mcore_prefix_tree.mcore.trainer import resolve, trainer
 from mcore_prefix_tree.recipe import objective
 
 CUDA = (
@@ -66,10 +66,10 @@ def test_a_step_without_memory_names_the_largest_micro_batch(
 @pytest.mark.parametrize(
     ("module", "name", "says"),
     [
-        (trainer, "plan_folded", "memory ran out: the job does not fit; it has a model of at least "),
-        (schedule, "fold_micro_batches", "memory ran out: planning a step of 6 samples, "),
+        (trainer, "fold_step", "memory ran out: the job does not fit; it has a model of at least "),
+        (steps, "fold_micro_batches", "memory ran out: planning a step of 6 samples, "),
         (
-            jobs,
+            resolve,
             "build_chunks",
             "weights (model.num_layers=2, hidden_size=32, vocab_size=64); lower these or batch.max_",
         ),
@@ -91,7 +91,7 @@ def test_samples_that_do_not_fit_name_streaming(job: Path, monkeypatch: pytest.M
     def run_out(*_: Any, **__: Any) -> None:
         raise MemoryError("Unable to allocate 1.25 GiB for an array")
 
-    monkeypatch.setattr("mcore_prefix_tree.mcore.trainer.reading.iter_sample_groups", run_out)
+    monkeypatch.setattr("mcore_prefix_tree.data.source.iter_sample_groups", run_out)
     said = sentence(command("train", job))
     assert said.startswith("memory ran out, 1.25 GiB more were asked for: the samples of ")
     assert said.endswith("do not fit; set data.streaming=true")

@@ -10,10 +10,11 @@ import pytest
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from train_jobs import batch_of, train, world_of_one, write_job
+from train_jobs import batch_of, resolved, train, world_of_one, write_job
 
 from mcore_prefix_tree.mcore.engine import unfolded
 from mcore_prefix_tree.mcore.engine.unfolded import why_stock_does_not_fit
+from mcore_prefix_tree.mcore.trainer.model import DTYPES
 from mcore_prefix_tree.recipe import Dtype, Recipe, RecipeError, load_recipe
 
 TOKENS, HEADS, GROUPS = 128, 4, 2
@@ -95,11 +96,14 @@ def test_it_fits_to_the_byte(
 ) -> None:
     samples = batch_of(load_recipe(job), 1)
     assert max(map(len, samples)) == 15
-    recipe = recipe_of(job, dtype, implementation)
     with world_of_one(recipe_of(job, dtype)) as place:
+        run = resolved(recipe_of(job, dtype), place)
+        of_layers = replace(run.job, is_local=implementation == "local")
         for available, fits in ((needed, True), (needed - 1, False)):
             monkeypatch.setattr(unfolded, "available_bytes", lambda device, held=available: held)
-            obstacle = why_stock_does_not_fit(samples, recipe, place, companion=companion)
+            obstacle = why_stock_does_not_fit(
+                samples, of_layers, companion=None if companion is None else DTYPES[companion]
+            )
             if fits or not needed:
                 assert obstacle is None
             else:

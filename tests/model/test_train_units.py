@@ -14,7 +14,7 @@ import pytest
 from rollouts import Rollout, mask, rollouts
 from train_jobs import FLOAT64, VOCAB, Notes, command, train, world_of_one, write_job, write_rows
 
-from mcore_prefix_tree.mcore.trainer.reading import Data, read_data
+from mcore_prefix_tree.mcore.trainer.resolve import Data, read_data
 from mcore_prefix_tree.objectives import KTO, OBJECTIVES, PolicyGradient, Targets, make_objective
 from mcore_prefix_tree.objectives.advantages import ADVANTAGES
 from mcore_prefix_tree.recipe import RecipeError, load_recipe
@@ -102,7 +102,7 @@ def read(job: Path, place: Any, name: str, options: dict[str, Any], *overrides: 
     for size in (UNITS, SAMPLES):
         recipe = load_recipe(job, [*size, *objective, *overrides])
         try:
-            return read_data(recipe, objective_of(recipe), place, checked=True), recipe.batch.per_step
+            return read_data(recipe, objective_of(recipe), checked=True), recipe.batch.per_step
         except RecipeError as error:
             if "takes each sample by itself" not in str(error):
                 raise

@@ -20,6 +20,7 @@ from train_jobs import (
     assert_same_bits,
     built,
     checkpoint_content,
+    resolved,
     rows,
     stock_loss,
     stock_model,
@@ -35,7 +36,6 @@ from mcore_prefix_tree.mcore.engine.held_out import HeldOut
 from mcore_prefix_tree.mcore.trainer.ending import EndedError
 from mcore_prefix_tree.mcore.trainer.jobs import run_train
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
-from mcore_prefix_tree.recipe.objective import objective_of
 
 SGD = ("optimizer.lr_decay_style=constant", "optimizer.lr_warmup_steps=0")
 
@@ -275,7 +275,7 @@ def test_an_output_that_is_not_finite_names_the_sample(tmp_path: Path) -> None:
     with world_of_one(recipe) as place:
         model = built(recipe, place)
         of_file = [sample for group in held_out_groups(recipe) for sample in group]
-        evaluated = HeldOut([of_file[at : at + 2] for at in range(0, 6, 2)], recipe, objective_of(recipe), place)
+        evaluated = HeldOut([of_file[at : at + 2] for at in range(0, 6, 2)], resolved(recipe, place).job, per_step=4)
         assert evaluated.evaluate([model], 0).samples == 6
         with torch.no_grad():
             model.output_layer.weight.fill_(float("nan"))

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, command, train, world_of_one, write_job
+from train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, command, resolved, train, world_of_one, write_job
 
 from mcore_prefix_tree import FlatLayout, fold
 from mcore_prefix_tree.attention import path
 from mcore_prefix_tree.mcore.engine import folding
+from mcore_prefix_tree.mcore.engine import verify as engine_verify
 from mcore_prefix_tree.mcore.engine.compare import Comparison
-from mcore_prefix_tree.mcore.engine.verify import FACTOR, VerifyReport, verify
-from mcore_prefix_tree.mcore.trainer import jobs, trainer
+from mcore_prefix_tree.mcore.engine.verify import FACTOR, VerifyReport
+from mcore_prefix_tree.mcore.trainer import resolve, trainer
 from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_compare, run_verify
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.recipe import load_recipe
@@ -332,15 +333,15 @@ def test_the_worst_parameter_is_the_one_whose_gradient_is_off(job: Path, monkeyp
     with world_of_one(recipe) as place:
         model = built(recipe, place)
         weight = dict(model.named_parameters())[name]
-        folded_forward = jobs.verify.__globals__["tree_forward"]
+        folded_forward = engine_verify.tree_forward
 
         def forward(model: torch.nn.Module, batch: object, readout: object) -> torch.Tensor:
             # Changes nothing of the output, but the gradient of one weight.
             weight_sum = weight.sum()
             return folded_forward(model, batch, readout) * (1 + weight_sum - weight_sum.detach())
 
-        monkeypatch.setitem(jobs.verify.__globals__, "tree_forward", forward)
-        report = verify([model], batch_of(recipe, 1), recipe, place)
+        monkeypatch.setattr(engine_verify, "tree_forward", forward)
+        report = resolved(recipe, place).verified([model])
     assert report.worst_parameter == f"{name} (rank 0)"
     assert not report.passed
     assert report.logprob_error <= 1e-5
@@ -352,7 +353,7 @@ def test_weights_and_gradients_are_untouched(job: Path) -> None:
         model = built(recipe, place)
         before = {name: value.clone() for name, value in model.state_dict().items() if value is not None}
         finalize = place.config.finalize_model_grads_func
-        verify([model], batch_of(recipe, 1), recipe, place)
+        resolved(recipe, place).verified([model])
         assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
         assert all(parameter.grad is None for parameter in model.parameters())
         assert place.config.finalize_model_grads_func is finalize
@@ -375,7 +376,7 @@ def test_it_runs_only_when_asked_and_only_before_the_first_step(
 ) -> None:
     saving = (f"checkpoint.save={tmp_path / 'saved'}", "verify.enabled=true", "train_iters=2")
     assert len(train(job, *saving).verifications) == 1
-    monkeypatch.setattr(jobs, "verify", None)  # cannot be called
+    monkeypatch.setattr(resolve, "verify", None)  # cannot be called
     resumed = train(job, *saving, "train_iters=3", resume=True)
     assert resumed.verifications == []
     assert train(job, "verify.enabled=false", "train_iters=2").verifications == []
@@ -424,7 +425,7 @@ def test_verify_refuses_what_would_hide_gradients(job: Path, monkeypatch: pytest
         with pytest.raises(
             ValueError, match=r"gradient_accumulation_fusion=true .* turn it off, or set verify\.enabled"
         ):
-            verify([model], batch_of(recipe, 1), recipe, place)
+            resolved(recipe, place).verified([model])
 
 
 def check_comparison(comparison: Comparison, logical: int, physical: int) -> None:

@@ -149,11 +149,27 @@ def world_of_one(recipe: Recipe) -> Iterator[Any]:
         yield place
 
 
+def resolved(recipe: Recipe, place: Any) -> Any:
+    """The job as ``train`` resolves it."""
+    from mcore_prefix_tree.mcore.trainer.resolve import read_data, resolve
+    from mcore_prefix_tree.recipe.objective import objective_of
+
+    objective = objective_of(recipe)
+    return resolve(recipe, objective, place, read_data(recipe, objective))
+
+
 def built(recipe: Recipe, place: Any) -> torch.nn.Module:
     """The model as ``train`` starts with it."""
     from mcore_prefix_tree.mcore.trainer.model import build_chunks
 
-    (chunk,) = build_chunks(recipe, place.config, vocab_size=VOCAB, device=place.device)
+    (chunk,) = build_chunks(
+        recipe.model,
+        place.config,
+        vocab_size=VOCAB,
+        device=place.device,
+        scalar_head=recipe.objective.has_scalar_head,
+        fused_head=recipe.fused_head,
+    )
     return chunk
 
 

@@ -29,7 +29,7 @@ ALLOWED = {
     "upload": set(),
     "sample": {"signals"},
     "trie": {"sample"},
-    "data": {"ending", "inputs", "sample", "signals", "trie"},
+    "data": {"ending", "errors", "inputs", "sample", "signals", "trie"},
     "layout": {"sample", "trie"},
     "stats": {"layout"},
     "plan": {"inputs", "sample", "trie", "layout", "stats"},
@@ -52,6 +52,11 @@ ALLOWED = {
 }  # fmt: skip
 ALLOWED["cli"] = set(ALLOWED) - {"__init__"}
 ALLOWED["__main__"] = {"cli"}
+
+# The rooms of mcore/ in the same way.
+IN_MCORE: dict[str, set[str]] = {"__init__": {"compat", "seam"}, "compat": set(), "ranks": set(), "seam": {"compat"}}
+for above, room in (("seam", "readout"), ("readout", "engine"), ("engine", "trainer"), ("engine", "megatron_lm")):
+    IN_MCORE[room] = IN_MCORE[above] | {above, "ranks", "compat"}
 
 MAY_IMPORT_MEGATRON = {"mcore", "cpu", "pretrain_gpt"}
 # What the attention room has beside its back-ends, each of which is a file or a folder.
@@ -99,6 +104,18 @@ def test_imports_point_one_way():
             if other in {"FlatLayout", "Sample", "SampleError", "TreeMetadata", "fold"}:
                 offenders.append(f"{module_of(file)}: import {name} from where it is defined")
             elif other != room and other not in ALLOWED[room]:
+                offenders.append(f"{module_of(file)}: {room} must not import {name}")
+    assert not offenders, "\n".join(offenders)
+
+
+def test_the_rooms_of_mcore_import_downwards():
+    offenders = []
+    for file in (ROOT / "mcore").rglob("*.py"):
+        room = file.relative_to(ROOT / "mcore").parts[0].removesuffix(".py")
+        for name in imports_of(file):
+            _, inside, rest = name.partition(f"{PACKAGE}.mcore.")
+            other = rest.partition(".")[0]
+            if inside and other != room and other not in IN_MCORE[room]:
                 offenders.append(f"{module_of(file)}: {room} must not import {name}")
     assert not offenders, "\n".join(offenders)
 

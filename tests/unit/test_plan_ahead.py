@@ -1,94 +1,67 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
 from mcore_prefix_tree.plan.ahead import Ahead
 
 
-def running() -> int:
-    return sum(thread.name == "mcore-prefix-tree ahead" for thread in threading.enumerate())
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize(("first", "last"), [(0, 7), (5, 7), (3, 3)])
-def test_steps_come_in_order_and_once(first, last, depth):
+def test_steps_are_those_that_are_asked_for():
     made = []
-    with Ahead(lambda step: made.append(step) or step * step, first=first, last=last, depth=depth) as steps:
-        assert list(steps) == [step * step for step in range(first, last)]
-    assert made == list(range(first, last))
-    assert running() == 0
+    ahead = Ahead(lambda step: made.append(step) or step * step)
+    assert [ahead.take(step, then=step + 1 if step < 6 else None) for step in range(7)] == [
+        step**2 for step in range(7)
+    ]
+    assert made == list(range(7))
+    ahead.close()
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_no_more_than_depth_steps_wait(depth):
-    made = []
-    with Ahead(made.append, depth=depth) as steps:
-        for used, _ in enumerate(steps, start=1):
-            deadline = time.monotonic() + 5
-            while len(made) < used + depth and time.monotonic() < deadline:
-                time.sleep(0.001)
-            time.sleep(0.005)  # would it go on?
-            assert len(made) == used + depth
-            if used == 4:
-                break
-    assert running() == 0
-
-
-def test_it_is_made_while_the_step_before_computes():
+def test_the_next_step_is_made_while_this_one_computes():
     making = threading.Event()
+    ahead = Ahead(lambda step: making.set() if step == 1 else None)
+    ahead.take(0, then=1)
+    assert making.wait(5)
+    ahead.close()
+
+
+def test_another_step_than_the_one_begun_is_made_when_asked_for():
+    threads = []
+    running = threading.Lock()
 
     def make(step):
-        if step == 1:
-            making.set()
+        assert running.acquire(blocking=False), "no two steps are made at a time"
+        threads.append((step, threading.current_thread() is threading.main_thread()))
+        running.release()
         return step
 
-    with Ahead(make, last=2) as steps:
-        for step in steps:
-            assert making.wait(5), "step 1 is made before step 0 is given back"
-            assert step in (0, 1)
+    ahead = Ahead(make)
+    assert ahead.take(0, then=1) == 0
+    assert ahead.take(5, then=6) == 5
+    assert ahead.take(6, then=None) == 6
+    ahead.close()
+    assert threads == [(0, True), (1, False), (5, True), (6, False)]
 
 
 def test_an_error_is_raised_at_its_own_step():
-    made = []
-
     def make(step):
-        made.append(step)
-        if step == 2:
-            raise ValueError("step 2 is bad")
+        if step == 1:
+            raise ValueError("step 1 is bad")
         return step
 
-    seen = []
-    with Ahead(make, depth=4) as steps:
-        iterator = iter(steps)
-        seen += [next(iterator), next(iterator)]
-        with pytest.raises(ValueError, match="step 2 is bad"):
-            next(iterator)
-    assert seen == [0, 1]
-    assert made == [0, 1, 2]
-    assert running() == 0
+    ahead = Ahead(make)
+    assert ahead.take(0, then=1) == 0
+    with pytest.raises(ValueError, match="step 1 is bad"):
+        ahead.take(1, then=2)
+    assert ahead.take(2, then=None) == 2
+    ahead.close()
 
 
-def test_leaving_early_ends_the_thread():
-    def loop():
-        with Ahead(lambda step: step) as steps:
-            for _ in steps:
-                raise RuntimeError("the loop fails")
-
-    with pytest.raises(RuntimeError, match="the loop fails"):
-        loop()
-    assert running() == 0
-
-
-def test_closing_twice_is_closing():
-    ahead = Ahead(lambda step: step)
+def test_closing_waits_for_the_step_in_the_making():
+    made = []
+    ahead = Ahead(made.append)
+    ahead.take(0, then=1)
     ahead.close()
     ahead.close()
-    assert list(ahead) == []
-
-
-def test_depth_is_at_least_one():
-    with pytest.raises(ValueError, match="depth=0 must be at least 1"):
-        Ahead(lambda step: step, depth=0)
+    assert made in ([0], [0, 1])  # one that has not begun is dropped
+    assert not any("ahead" in thread.name for thread in threading.enumerate())

@@ -18,6 +18,7 @@ from mcore_prefix_tree.data import LineOptions, StreamedGroups
 from mcore_prefix_tree.data.batches import Order, SampleOrder
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.megatron_lm import steps
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
 from mcore_prefix_tree.mcore.megatron_lm.steps import (
@@ -25,11 +26,12 @@ from mcore_prefix_tree.mcore.megatron_lm.steps import (
     StepIterator,
     StepMicroBatch,
     StepSize,
+    check_fits,
     check_steps,
-    plan_exactly,
 )
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.plan import CostModel
+from mcore_prefix_tree.objectives import SupervisedFineTuning
+from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing
 
 PROMPT = list(range(20))
@@ -62,6 +64,13 @@ def folding(
     )
 
 
+def job(folding: Folding, dp_rank: int = 0) -> Job:
+    work = ModelWork.from_dimensions(
+        num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=1000
+    )
+    return Job(objective=SupervisedFineTuning(), folding=folding, dp_rank=dp_rank, config=None, work=work)
+
+
 def order(count: int = 32, *, kind: Order = "file") -> SampleOrder:
     return SampleOrder([[sample] for sample in samples(count)], seed=1, order=kind)
 
@@ -72,7 +81,8 @@ def size(micro_batches: int, micro_batch_size: int, dp_size: int = 1) -> StepSiz
 
 @pytest.mark.parametrize("step", [size(1, 8), size(4, 2), size(8, 1), size(2, 2, 2), size(1, 1, 8)])
 def test_a_plan_has_exactly_the_micro_batches_of_the_step(step: StepSize) -> None:
-    plan = plan_exactly(samples(8), step, folding(dp_size=step.dp_size))
+    check_fits(samples(8), step, folding(dp_size=step.dp_size))
+    plan = folding(dp_size=step.dp_size).plan(samples(8), micro_batches=step.micro_batches)
     assert len(plan.micro_batches) == step.dp_size
     assert {len(rank) for rank in plan.micro_batches} == {step.micro_batches}
     assert sorted(chain.from_iterable(chain.from_iterable(plan.micro_batches))) == list(range(8))
@@ -81,12 +91,12 @@ def test_a_plan_has_exactly_the_micro_batches_of_the_step(step: StepSize) -> Non
 def test_too_small_a_budget_names_the_micro_batch_size_that_fits() -> None:
     # 12 samples share nothing: two fit into 50 tokens.
     with pytest.raises(ArgumentError, match=r"need 6 micro-batches .*=50 tokens.* makes 3; use --micro-batch-size 2"):
-        plan_exactly(samples(12, shared=False), size(3, 4), folding(max_tokens=50))
+        check_fits(samples(12, shared=False), size(3, 4), folding(max_tokens=50))
     # Four stages that interleave want micro-batches in fours.
     with pytest.raises(ArgumentError, match="use --micro-batch-size 1, or raise --prefix-tree-max-tokens"):
-        plan_exactly(samples(12, shared=False), size(4, 3), folding(max_tokens=50, interleave=4))
+        check_fits(samples(12, shared=False), size(4, 3), folding(max_tokens=50, interleave=4))
     with pytest.raises(ArgumentError, match=r"makes 3; raise --prefix-tree-max-tokens"):
-        plan_exactly(samples(12, shared=False), size(3, 4), folding(max_tokens=50, interleave=5))
+        check_fits(samples(12, shared=False), size(3, 4), folding(max_tokens=50, interleave=5))
 
 
 def test_steps_are_checked_before_training() -> None:
@@ -121,7 +131,7 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
 
 def test_a_micro_batch_leaves_the_device_though_megatron_keeps_it() -> None:
     """Its iterator keeps a step's micro-batches to repeat the step: what attention derives is not among them."""
-    dealer = StepDealer(order(), folding(), dp_rank=0)
+    dealer = StepDealer(order(), job(folding()))
     (dealt,) = deal(StepIterator(dealer, consumed=0, size=lambda: size(1, 4)), 1)
     taken = dealt.waiting.take()
     metadata = taken.packed_seq_params.tree_metadata
@@ -154,7 +164,7 @@ def expected(taken: list[Sample]) -> list[list[int]]:
 def test_steps_take_the_samples_that_megatron_counts() -> None:
     source, step = order(kind="shuffled"), size(2, 4, 2)
     ranks = [
-        StepIterator(StepDealer(source, folding(dp_size=2), dp_rank=r), consumed=16, size=lambda: step)
+        StepIterator(StepDealer(source, job(folding(dp_size=2), dp_rank=r)), consumed=16, size=lambda: step)
         for r in range(2)
     ]
     for consumed in (16, 32, 48):
@@ -165,7 +175,7 @@ def test_steps_take_the_samples_that_megatron_counts() -> None:
 def test_the_size_of_a_step_is_asked_at_its_beginning() -> None:
     source = order()
     sizes = iter([size(1, 4), size(2, 4), size(4, 4)])
-    iterator = StepIterator(StepDealer(source, folding(), dp_rank=0), consumed=0, size=lambda: next(sizes))
+    iterator = StepIterator(StepDealer(source, job(folding())), consumed=0, size=lambda: next(sizes))
     consumed = 0
     for micro_batches in (1, 2, 4):
         assert tokens_of(deal(iterator, micro_batches)) == expected(source.take(consumed, 4 * micro_batches))
@@ -173,7 +183,7 @@ def test_the_size_of_a_step_is_asked_at_its_beginning() -> None:
 
 
 def test_model_chunks_of_a_rank_share_what_was_folded() -> None:
-    dealer = StepDealer(order(), folding(), dp_rank=0, chunks=2)
+    dealer = StepDealer(order(), job(folding()), chunks=2)
     chunks = [StepIterator(dealer, consumed=0, size=lambda: size(2, 4)) for _ in range(2)]
     for _ in range(3):
         first, second = (deal(chunk, 2) for chunk in chunks)
@@ -185,7 +195,7 @@ def test_sequences_are_padded_and_ranks_without_samples_get_padding() -> None:
     dealt = [
         next(
             StepIterator(
-                StepDealer(order(1), folding(dp_size=2, pad_multiple=8), dp_rank=r), consumed=0, size=lambda: step
+                StepDealer(order(1), job(folding(dp_size=2, pad_multiple=8), dp_rank=r)), consumed=0, size=lambda: step
             )
         )
         for r in range(2)
@@ -197,7 +207,7 @@ def test_sequences_are_padded_and_ranks_without_samples_get_padding() -> None:
 def test_statistics() -> None:
     now = iter([10.0, 12.5, 13.0])
     iterator = StepIterator(
-        StepDealer(order(), folding(), dp_rank=0, clock=lambda: next(now)), consumed=0, size=lambda: size(2, 4)
+        StepDealer(order(), job(folding()), clock=lambda: next(now)), consumed=0, size=lambda: size(2, 4)
     )
     steps = [deal(iterator, 2) for _ in range(3)]
     stats = [step[0].stats for step in steps]
@@ -217,7 +227,7 @@ def test_less_sharing_reaches_the_micro_batches() -> None:
     """Everything in these samples is scored, so prompts of one token are all there is to share."""
     step = size(2, 4)
     iterators = [
-        StepIterator(StepDealer(order(), folding(sharing=sharing), dp_rank=0), consumed=0, size=lambda: step)
+        StepIterator(StepDealer(order(), job(folding(sharing=sharing))), consumed=0, size=lambda: step)
         for sharing in (SHARE_ALL, Sharing(share="prompt"))
     ]
     dealt = [deal(iterator, 2) for iterator in iterators]
@@ -227,14 +237,14 @@ def test_less_sharing_reaches_the_micro_batches() -> None:
 
 
 def test_evaluation_is_not_measured() -> None:
-    iterator = StepIterator(StepDealer(order(), folding(), dp_rank=0), consumed=0, size=lambda: size(2, 4))
+    iterator = StepIterator(StepDealer(order(), job(folding())), consumed=0, size=lambda: size(2, 4))
     assert next(iterator).stats is None
 
 
 def test_a_step_that_does_not_fit_is_told_when_it_comes() -> None:
     """It is planned while the step before computes, which must not end that one."""
     loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
-    iterator = StepIterator(StepDealer(loners, folding(max_tokens=75), dp_rank=0), consumed=0, size=lambda: size(2, 4))
+    iterator = StepIterator(StepDealer(loners, job(folding(max_tokens=75))), consumed=0, size=lambda: size(2, 4))
     assert tokens_of(deal(iterator, 2)) == expected(loners.take(0, 8))
     with pytest.raises(ArgumentError, match="the first of these samples is sample 0"):
         next(iterator)
@@ -252,13 +262,13 @@ def test_the_next_step_is_planned_and_folded_in_the_background(monkeypatch: pyte
         return honest(self, *arguments, **options)
 
     monkeypatch.setattr(Folding, method, plan)
-    iterator = StepIterator(StepDealer(order(), ours, dp_rank=0), consumed=0, size=lambda: size(2, 4))
+    iterator = StepIterator(StepDealer(order(), job(ours)), consumed=0, size=lambda: size(2, 4))
     for _ in range(3):
         deal(iterator, 2)
     assert planned[0] == threading.main_thread().name
     assert len(planned) >= 3
     first_step = 1 if method == "plan" else 2  # of which nothing can be done before
-    assert all("plan" in name for name in planned[first_step:])
+    assert all("ahead" in name for name in planned[first_step:])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -268,7 +278,7 @@ def test_streamed_steps_are_those_of_samples_in_memory(tmp_path: Path, num_worke
     streamed = SampleOrder(StreamedGroups(path, LineOptions()), seed=1, order="shuffled")
     source, sizes = order(24, kind="shuffled"), [size(1, 4), size(2, 4), size(2, 4), size(4, 4), size(4, 4)]
     given = iter(sizes)
-    dealer = StepDealer(streamed, folding(), dp_rank=0, num_workers=num_workers)
+    dealer = StepDealer(streamed, job(folding()), num_workers=num_workers)
     iterator = StepIterator(dealer, consumed=5, size=lambda: next(given))
     consumed = 5
     for step in sizes:

@@ -95,11 +95,12 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
 
     from mcore_prefix_tree.logprob import chunks as head_chunks
     from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.forward_step import forward_step_of
-    from mcore_prefix_tree.mcore.engine.schedule import fold_micro_batches, targets_of
+    from mcore_prefix_tree.mcore.engine.job import Job as Resolved
+    from mcore_prefix_tree.mcore.engine.steps import fold_step
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
     from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
     from mcore_prefix_tree.objectives import add_means, make_objective
+    from mcore_prefix_tree.plan import ModelWork
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)
@@ -119,15 +120,21 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
         only_supervised=job.fused_head,
     )
-    mine = folding.plan(samples, together=objective.together(samples)).micro_batches[
-        parallel_state.get_data_parallel_rank()
-    ]
-    targets = targets_of(objective, samples)
-    batches = fold_micro_batches(samples, mine, folding, objective, targets)
-    if job.teacher_config:
-        batches = teacher_of(job, layout).teach(batches)
+    resolved = Resolved(
+        objective=objective,
+        folding=folding,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        config=config,
+        work=ModelWork.from_dimensions(
+            num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=VOCAB
+        ),
+        fused_head=job.fused_head,
+        teacher=teacher_of(job, layout) if job.teacher_config else None,
+    )
+    step, divisor = fold_step(samples, resolved), objective.targets(samples).divisor
+    batches = resolved.taught(step.micro_batches)
     with mock.patch.object(head_chunks, "_CPU", (1, 3)):  # rows of the head: several chunks even here
-        reported = trainer.backward(forward_step_of(objective, fused_head=job.fused_head), batches, seq_length=1)
+        reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
     parts: list[Any] = [None] * dist.get_world_size()
     speaks = bool(reported) and parallel_state.get_tensor_model_parallel_rank() == 0
     own = (
@@ -136,13 +143,13 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         add_means(entry["metrics"] for entry in reported),
     )
     dist.all_gather_object(parts, own if speaks else (0.0, 0, {}))
-    assert sum(count for _, count, _ in parts) == targets.divisor
+    assert sum(count for _, count, _ in parts) == divisor
     outcome = Outcome(
-        loss=sum(loss for loss, _, _ in parts) / targets.divisor,
+        loss=sum(loss for loss, _, _ in parts) / divisor,
         metrics=divided(add_means(metrics for _, _, metrics in parts)),
         micro_batches=len(batches),
-        samples_here=sum(map(len, mine)),
-        groups_here=frozenset(samples[index].signals.group for indices in mine for index in indices),
+        samples_here=sum(map(len, step.sample_index)),
+        groups_here=frozenset(samples[index].signals.group for indices in step.sample_index for index in indices),
     )
     return outcome, local_parts(trainer.chunks, lambda parameter: parameter.main_grad)
 
@@ -152,8 +159,8 @@ def teacher_of(job: Job, layout: Layout) -> Any:
     from harness.models import build_chunks, tiny_gpt_config
     from harness.weights import fill
 
+    from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-    from mcore_prefix_tree.mcore.trainer.teacher import TeacherModel
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.teacher_config))
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]

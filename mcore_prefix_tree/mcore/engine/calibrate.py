@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step_of
+from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.objective import plain
-from mcore_prefix_tree.mcore.engine.schedule import fold_micro_batches, folding_of, run_schedule, targets_of
-from mcore_prefix_tree.mcore.trainer.session import Session
+from mcore_prefix_tree.mcore.engine.schedule import run_schedule
+from mcore_prefix_tree.mcore.engine.steps import fold_micro_batches, targets_of
 from mcore_prefix_tree.plan import CostModel, Measured
-from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
 
 # Parts of the largest micro-batch that are measured too.
@@ -48,10 +47,8 @@ class Calibration:
         }
 
 
-def calibrate(
-    chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int
-) -> Calibration:
-    """Time micro-batches of a recipe's own samples. Every rank computes the same ones and waits for the slowest.
+def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, repeats: int) -> Calibration:
+    """Time micro-batches of a job's own samples. Every rank computes the same ones and waits for the slowest.
 
     Of several sizes up to the budget, one micro-batch of the shortest samples that fill it and one of the longest: what
     a token costs and what a visible pair costs are told apart by how deep the tokens are. Where the head computes only
@@ -60,26 +57,24 @@ def calibrate(
     Args:
         chunks: in Megatron's DDP; their gradients are left empty.
         samples: to choose from.
-        recipe: the job's.
-        place: this rank's.
+        job: that the chunks are of.
         repeats: timed rounds, after one that is not.
     """
-    folding = folding_of(recipe, place)
-    objective, samples = plain(recipe, samples)
+    job, samples = plain(job, samples)
+    folding = job.folding
     cut = _choose(samples, folding)
-    scored_alone = recipe.fused_head and not objective.has_scalar_head
+    scored_alone = job.fused_head and not job.objective.has_scalar_head
     if scored_alone:
         for indices in sorted(cut, key=lambda some: folding.physical_tokens([samples[index] for index in some]))[-2:]:
             cut.append([*range(len(samples), len(samples) + len(indices))])
             samples = [*samples, *(_hardly_scored(samples[index]) for index in indices)]
-    batches = fold_micro_batches(samples, cut, folding, objective, targets_of(objective, samples))
-    step = forward_step_of(objective, fused_head=recipe.fused_head)
+    batches = fold_micro_batches(samples, cut, job, targets_of(job, samples))
     # What ends a step belongs to no micro-batch.
-    finalize, place.config.finalize_model_grads_func = place.config.finalize_model_grads_func, None
+    finalize, job.config.finalize_model_grads_func = job.config.finalize_model_grads_func, None
     try:
-        rounds = [[_seconds(chunks, batch, step, place) for batch in batches] for _ in range(1 + repeats)]
+        rounds = [[_seconds(chunks, batch, job) for batch in batches] for _ in range(1 + repeats)]
     finally:
-        place.config.finalize_model_grads_func = finalize
+        job.config.finalize_model_grads_func = finalize
     measured = [
         Measured(
             tokens=batch.layout.padded_size,
@@ -120,13 +115,13 @@ def _choose(samples: Sequence[Sample], folding: Folding) -> list[list[int]]:
     return [list(indices) for indices in chosen]
 
 
-def _seconds(chunks: Sequence[Any], batch: Any, step: ForwardStep, place: Session) -> float:
+def _seconds(chunks: Sequence[Any], batch: Any, job: Job) -> float:
     dist.barrier()
     started = time.perf_counter()
-    run_schedule(chunks, [batch], step)
-    if place.device.type == "cuda":
+    run_schedule(chunks, [batch], job.forward_step)
+    if job.folding.device.type == "cuda":
         torch.cuda.synchronize()
-    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=place.device)
+    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=job.folding.device)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)

@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step_of
+from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep
+from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.objective import plain
-from mcore_prefix_tree.mcore.engine.schedule import folding_of, plan_folded, run_schedule, work_of
+from mcore_prefix_tree.mcore.engine.schedule import run_schedule
+from mcore_prefix_tree.mcore.engine.steps import fold_step
 from mcore_prefix_tree.mcore.engine.unfolded import (
     plan_unfolded,
     stock_forward_step,
     why_stock_does_not_fit,
 )
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.trainer.session import Session
 from mcore_prefix_tree.memory import PeakMemory
 from mcore_prefix_tree.plan import Bound, Counts
-from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample, Tempered
 
 
@@ -105,9 +105,7 @@ class _Way:
     step: ForwardStep
 
 
-def compare(
-    chunks: Sequence[Any], samples: Sequence[Sample], recipe: Recipe, place: Session, *, repeats: int
-) -> Comparison:
+def compare(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, repeats: int) -> Comparison:
     """Measure forward and backward of the supervised loss, or of a scalar head's (:func:`plain`); no optimizer step.
     The gradient buffers of ``chunks`` are left empty.
 
@@ -117,15 +115,13 @@ def compare(
     Args:
         chunks: in Megatron's DDP.
         samples: the whole batch.
-        recipe: the job's.
-        place: this rank's.
+        job: that the chunks are of.
         repeats: timed rounds.
     """
-    objective, samples = plain(recipe, samples)
-    step, folding = forward_step_of(objective, fused_head=recipe.fused_head), folding_of(recipe, place)
+    job, samples = plain(job, samples)
 
     def folded_step(samples: Sequence[Sample]) -> list[MicroBatch]:
-        return plan_folded(samples, objective, folding, place).micro_batches
+        return fold_step(samples, job).micro_batches
 
     alone = [
         Sample(
@@ -138,9 +134,9 @@ def compare(
         for index, sample in enumerate(samples)
     ]
     logical = sum(len(sample) for sample in samples)
-    work, layouts = work_of(recipe), [batch.layout for batch in folded_step(samples)]
+    work, layouts = job.work, [batch.layout for batch in folded_step(samples)]
     folded, unfolded = (
-        over_ranks(counts, place)
+        over_ranks(counts, job)
         for counts in (Counts.folded(layouts, work.window), Counts.unfolded(layouts, work.window))
     )
     ways = [
@@ -148,31 +144,31 @@ def compare(
             name="folded",
             tokens=folded.tokens,
             make=lambda: folded_step(samples),
-            step=step,
+            step=job.forward_step,
         ),
         _Way(
             name="unfolded, packed",
             tokens=logical,
             make=lambda: folded_step(alone),
-            step=step,
+            step=job.forward_step,
         ),
     ]
-    stock_missing = why_stock_does_not_fit(samples, recipe, place)
+    stock_missing = why_stock_does_not_fit(samples, job)
     if stock_missing is None:
         ways.append(
             _Way(
                 name="unfolded, stock",
                 tokens=logical,
-                make=lambda: plan_unfolded(samples, recipe, place).micro_batches,
-                step=partial(stock_forward_step, of_values=objective.has_scalar_head),
+                make=lambda: plan_unfolded(samples, job).micro_batches,
+                step=partial(stock_forward_step, of_values=job.objective.has_scalar_head),
             )
         )
     peaks = []
     for way in ways:
-        peak = PeakMemory(place.device)
-        _seconds(way, chunks, place)
-        peaks.append(int(_largest(float(peak.bytes() or 0), place)) or None)
-    rounds = [[_seconds(way, chunks, place) for way in ways] for _ in range(repeats)]
+        peak = PeakMemory(job.folding.device)
+        _seconds(way, chunks, job)
+        peaks.append(int(_largest(float(peak.bytes() or 0), job)) or None)
+    rounds = [[_seconds(way, chunks, job) for way in ways] for _ in range(repeats)]
     measured = [
         Measurement(name=way.name, seconds=list(seconds), peak_bytes=peak, tokens=way.tokens)
         for way, peak, seconds in zip(ways, peaks, zip(*rounds, strict=True), strict=True)
@@ -187,27 +183,27 @@ def compare(
     )
 
 
-def over_ranks(counts: Counts, place: Session) -> Counts:
+def over_ranks(counts: Counts, job: Job) -> Counts:
     """Sum over the data-parallel ranks."""
-    total = torch.tensor(counts, device=place.device)
+    total = torch.tensor(counts, device=job.folding.device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return Counts(*total.tolist())
 
 
-def _seconds(way: _Way, chunks: Sequence[Any], place: Session) -> float:
+def _seconds(way: _Way, chunks: Sequence[Any], job: Job) -> float:
     dist.barrier()
     started = time.perf_counter()
     run_schedule(chunks, way.make(), way.step)
-    if place.device.type == "cuda":
+    if job.folding.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     for chunk in chunks:
         chunk.zero_grad_buffer()
     # In a real step every rank waits for the slowest.
-    return _largest(seconds, place)
+    return _largest(seconds, job)
 
 
-def _largest(value: float, place: Session) -> float:
-    largest = torch.tensor(value, dtype=torch.float64, device=place.device)
+def _largest(value: float, job: Job) -> float:
+    largest = torch.tensor(value, dtype=torch.float64, device=job.folding.device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)

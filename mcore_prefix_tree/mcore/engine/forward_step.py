@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-from mcore_prefix_tree.mcore.readout import Logits, Readout, readout_of
+from mcore_prefix_tree.mcore.readout import Logits, Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.validation import check_positions, check_step
 from mcore_prefix_tree.objectives import LossOutput, Objective, Targets
@@ -61,11 +61,6 @@ def with_rows(batch: MicroBatch, objective: Objective, targets: Targets, indices
     """
     rows = objective.rows(targets, batch.layout, indices, device=batch.input_ids.device)
     return replace(batch, rows=rows, edges=rows.scored(batch.edges))
-
-
-def forward_step_of(objective: Objective, *, fused_head: bool) -> ForwardStep:
-    """Return the ``forward_step_func`` of an objective; see :func:`forward_step` and :func:`readout_of`."""
-    return partial(forward_step, readout=readout_of(objective, fused_head=fused_head))
 
 
 def forward_step(

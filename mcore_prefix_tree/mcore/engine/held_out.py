@@ -1,4 +1,4 @@
-"""Samples that nothing learns from: what the recipe's objective says of them now and then."""
+"""Samples that nothing learns from: what the job's objective says of them now and then."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from itertools import chain
 import torch
 
 from mcore_prefix_tree.data.folded import trie_order
-from mcore_prefix_tree.mcore.engine.forward_step import forward_step_of
-from mcore_prefix_tree.mcore.engine.schedule import fold_micro_batches, folding_of, run_schedule, targets_of
+from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.schedule import run_schedule
+from mcore_prefix_tree.mcore.engine.steps import fold_micro_batches, targets_of
 from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
-from mcore_prefix_tree.mcore.trainer.session import Session
-from mcore_prefix_tree.mcore.trainer.teacher import TeacherModel
-from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
 
 
@@ -26,7 +23,7 @@ class Evaluation:
 
     Attributes:
         iteration: steps behind the weights; 0 before the first.
-        loss: of the recipe's objective, as of a step that takes all these samples.
+        loss: of the job's objective, as of a step that takes all these samples.
         samples: how many there are.
         logical_tokens: of these.
         physical_tokens: computed, over all ranks, without padding.
@@ -44,86 +41,84 @@ class Evaluation:
 
 
 class HeldOut:
-    """The samples of ``validation.path``, planned once.
+    """Samples that are held out, planned once.
 
     About as many are computed together as in a step, so that an evaluation needs no more memory than training; what
-    their losses read is of all of them, as of one step. With ``data.order: folded`` neighbours in the trie are computed
-    together.
+    their losses read is of all of them, as of one step.
 
     Args:
         groups: samples that belong together: those of a line, of a group or of a pair.
-        recipe: the job's.
-        objective: the recipe's.
-        place: this rank's.
+        job: of the training.
+        per_step: samples of a step, or its groups.
+        by_group: ``per_step`` counts groups.
+        in_trie_order: compute neighbours in the trie together.
 
     Raises:
-        BudgetError: as of :func:`plan_folded`.
-        SampleError: as of :func:`targets_of`.
+        BudgetError, SampleError: see :func:`~mcore_prefix_tree.mcore.engine.steps.fold_step`.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[Sample]], recipe: Recipe, objective: Objective, place: Session
+        self,
+        groups: Sequence[Sequence[Sample]],
+        job: Job,
+        *,
+        per_step: int,
+        by_group: bool = False,
+        in_trie_order: bool = False,
     ) -> None:
-        self._place = place
-        self._objective, self._folding = objective, folding_of(recipe, place)
-        self._forward_step = forward_step_of(objective, fused_head=recipe.fused_head)
-        if recipe.data.order == "folded":
+        self._job = job
+        if in_trie_order:
             groups = [groups[unit] for unit in trie_order(groups).tolist()]
         self._samples = list(chain.from_iterable(groups))
-        self._targets = targets_of(objective, self._samples)
-        self._totals = Totals(place, has_metrics=self._targets is not None)
+        self._targets = targets_of(job, self._samples)
+        self._totals = Totals(job)
         # Of each part this rank's micro-batches, as indices into all samples.
         self._parts = []
-        for part in _parts(groups, recipe):
+        self._physical_tokens = 0
+        for part in _parts(groups, per_step, by_group=by_group):
             own = self._samples[part.start : part.stop]
-            mine = self._folding.plan(own, together=objective.together(own)).micro_batches[place.dp_rank]
+            plan = job.folding.plan(own, together=job.objective.together(own))
+            mine = plan.micro_batches[job.dp_rank]
             self._parts.append([tuple(part.start + index for index in indices) for indices in mine])
+            self._physical_tokens += sum(map(sum, plan.physical_tokens))
 
-    def evaluate(
-        self, chunks: Sequence[torch.nn.Module], iteration: int, *, teacher: TeacherModel | None = None
-    ) -> Evaluation:
-        """All ranks together; weights and gradients stay as they are.
+    def evaluate(self, chunks: Sequence[torch.nn.Module], iteration: int) -> Evaluation:
+        """Return what the objective says of the samples; all ranks together. Weights and gradients stay as they are.
 
         Args:
             chunks: of the model.
             iteration: steps behind its weights.
-            teacher: the second model of an objective that has one.
 
         Raises:
             SampleError: an output of the model is NaN or infinite; names the sample. Supervised training, which looks
                 at no sample by itself, has a loss that is not finite instead.
         """
         started = time.perf_counter()
-        reported, physical = [], 0
+        reported = []
         for cut in self._parts:
-            folded = fold_micro_batches(self._samples, cut, self._folding, self._objective, self._targets)
-            physical += sum(batch.layout.physical_tokens for batch in folded)
-            if teacher is not None:
-                folded = teacher.teach(folded)
+            folded = self._job.taught(fold_micro_batches(self._samples, cut, self._job, self._targets))
             with torch.no_grad():
-                reported += run_schedule(chunks, folded, self._forward_step, forward_only=True)
-        if not self._objective.is_weighted_sum:
-            check_finite(reported, list(chain.from_iterable(self._parts)), self._samples, self._place)
-        known = {} if self._targets is None else self._targets.metrics
-        loss, physical, metrics = self._totals.of(reported, physical_tokens=physical, known=known)
+                reported += run_schedule(chunks, folded, self._job.forward_step, forward_only=True)
+        check_finite(reported, list(chain.from_iterable(self._parts)), self._samples, self._job)
+        loss, metrics = self._totals.of(reported, {} if self._targets is None else self._targets.metrics)
         return Evaluation(
             iteration=iteration,
             loss=loss,
             samples=len(self._samples),
             logical_tokens=sum(map(len, self._samples)),
-            physical_tokens=physical,
+            physical_tokens=self._physical_tokens,
             seconds=time.perf_counter() - started,
             metrics=metrics,
         )
 
 
-def _parts(groups: Sequence[Sequence[Sample]], recipe: Recipe) -> Iterator[range]:
+def _parts(groups: Sequence[Sequence[Sample]], per_step: int, *, by_group: bool) -> Iterator[range]:
     """Whole groups, as many as a step takes or as have as many samples: the indices of each part's samples."""
     start = stop = taken = 0
     for group in groups:
         stop += len(group)
-        taken += 1 if recipe.batch.groups_per_step is not None else len(group)
-        if taken >= recipe.batch.per_step:
+        taken += 1 if by_group else len(group)
+        if taken >= per_step:
             yield range(start, stop)
             start, taken = stop, 0
     if stop > start:

@@ -1,4 +1,4 @@
-"""What a recipe's job asks of its objective around the steps."""
+"""What a job asks of its objective around the steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.objectives import Critic, Objective, SupervisedFineTuning
 from mcore_prefix_tree.objectives.scored import MissingSignalError
-from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import Signals
 
@@ -39,13 +39,13 @@ def check_samples(objective: Objective, samples: Sequence[Sample]) -> None:
         raise SampleError(f"{error}; {', or '.join(ways_out)}") from None
 
 
-def plain(recipe: Recipe, samples: Sequence[Sample]) -> tuple[Objective, list[Sample]]:
-    """Return what stands for a recipe's objective and samples where its job is verified, compared and calibrated.
+def plain(job: Job, samples: Sequence[Sample]) -> tuple[Job, list[Sample]]:
+    """Return what stands for a job and its samples where it is verified, compared and calibrated.
 
-    It reads no signal, and compares no sample with another: the supervised loss of a model with a vocabulary; half the
-    mean square of the values of one with a scalar head, which is a critic whose returns are all 0.
+    Its objective reads no signal, and compares no sample with another: the supervised loss of a model with a
+    vocabulary; half the mean square of the values of one with a scalar head, which is a critic whose returns are all 0.
     """
-    if not recipe.objective.has_scalar_head:
-        return SupervisedFineTuning(), list(samples)
+    if not job.objective.has_scalar_head:
+        return replace(job, objective=SupervisedFineTuning(), teacher=None), list(samples)
     regressed = [replace(sample, signals=Signals(returns=np.zeros(len(sample)))) for sample in samples]
-    return Critic(returns="given", clip_eps=None), regressed
+    return replace(job, objective=Critic(returns="given", clip_eps=None), teacher=None), regressed

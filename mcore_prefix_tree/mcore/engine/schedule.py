@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mcore_prefix_tree.errors import naming_memory
-from mcore_prefix_tree.mcore.engine.backend import cases_of
-from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, tree_forward, with_rows
+from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, tree_forward
 from mcore_prefix_tree.mcore.readout import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
-from mcore_prefix_tree.mcore.trainer.session import Session
-from mcore_prefix_tree.objectives import Objective, Targets
-from mcore_prefix_tree.plan import CostModel, ModelWork
-from mcore_prefix_tree.recipe import Recipe
-from mcore_prefix_tree.sample import Sample
 
 T = TypeVar("T")
 
@@ -96,109 +88,3 @@ def forward_only(
 
     with torch.no_grad():
         return run_schedule(chunks, batches, forward_step, forward_only=True, collect_non_loss_data=True)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FoldedStep:
-    """One rank's part of a step.
-
-    Attributes:
-        sample_index: for each micro-batch, the indices of its samples in the step's list.
-        micro_batches: on the host, with the plans of the layers' attention.
-        metrics: what the objective knows before the step runs, as (sum, weight); the same on every rank.
-    """
-
-    sample_index: tuple[tuple[int, ...], ...]
-    micro_batches: list[MicroBatch]
-    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-
-def work_of(recipe: Recipe) -> ModelWork:
-    """Return the FLOPs of the recipe's model.
-
-    Raises:
-        ValueError: ``model.vocab_size`` is not known.
-    """
-    return ModelWork.from_model(
-        recipe.model, fused_head=recipe.fused_head, scalar_head=recipe.objective.has_scalar_head
-    )
-
-
-def folding_of(recipe: Recipe, place: Session) -> Folding:
-    """How the job folds: its ranks are balanced by what the recipe's model costs.
-
-    Raises:
-        ValueError: ``model.vocab_size`` is not known, which the cost depends on.
-        RecipeError: the length buckets fit neither the budget nor the parallel layout.
-    """
-    cost_model = CostModel.from_work(work_of(recipe))
-    if place.measured:
-        cost_model = cost_model.calibrated(place.measured)
-    return Folding(
-        max_tokens=recipe.batch.max_tokens,
-        dp_size=place.dp_size,
-        cost_model=cost_model,
-        device=place.device,
-        micro_batch_multiple=recipe.parallel.micro_batch_multiple,
-        bubble=recipe.parallel.bubble,
-        sharing=recipe.batch.sharing,
-        padding=recipe.padding,
-        attention_backend=recipe.attention_backend,
-        attention_cases=cases_of(place.config, device=place.device, deterministic=recipe.deterministic_attention),
-        deterministic_attention=recipe.deterministic_attention,
-        only_supervised=recipe.fused_head,
-        head_chunk_rows=recipe.head_chunk_rows,
-    )
-
-
-def plan_folded(samples: Sequence[Sample], objective: Objective, folding: Folding, place: Session) -> FoldedStep:
-    """Plan a step, and fold this data-parallel rank's micro-batches. All stages and tensor-parallel ranks agree on it.
-
-    Raises:
-        BudgetError: one sample alone is longer than ``batch.max_tokens``, or the two of a pair are.
-        SampleError: a sample lacks what the objective reads.
-    """
-    with naming_memory(
-        lambda: (
-            f"planning a step of {len(samples):,} samples, {sum(map(len, samples)):,} tokens, does not fit; "
-            "take fewer samples a step"
-        )
-    ):
-        targets = targets_of(objective, samples)
-        mine = folding.plan(samples, together=objective.together(samples)).micro_batches[place.dp_rank]
-        return FoldedStep(
-            sample_index=mine,
-            micro_batches=fold_micro_batches(samples, mine, folding, objective, targets),
-            metrics={} if targets is None else targets.metrics,
-        )
-
-
-def targets_of(objective: Objective, samples: Sequence[Sample]) -> Targets | None:
-    """What the losses of a step read; None for a weighted sum, whose weights the layouts have.
-
-    Raises:
-        SampleError: a sample lacks what the objective reads.
-    """
-    return None if objective.is_weighted_sum else objective.targets(samples)
-
-
-def fold_micro_batches(
-    samples: Sequence[Sample],
-    cut: Sequence[Sequence[int]],
-    folding: Folding,
-    objective: Objective,
-    targets: Targets | None,
-) -> list[MicroBatch]:
-    """Fold micro-batches, and give them what the objective's loss reads.
-
-    Args:
-        samples: of the whole step.
-        cut: for each micro-batch, the indices of its samples.
-        folding: of the job.
-        objective: of the step.
-        targets: of the step, from :func:`targets_of`.
-    """
-    batches = [folding.micro_batch([samples[index] for index in indices]) for indices in cut]
-    if targets is None:
-        return batches
-    return [with_rows(batch, objective, targets, indices) for batch, indices in zip(batches, cut, strict=True)]

@@ -12,10 +12,9 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from mcore_prefix_tree.mcore.engine.forward_step import Reported
+from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.mcore.trainer.session import Session
 from mcore_prefix_tree.memory import available_bytes
-from mcore_prefix_tree.recipe import Dtype, Recipe
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.upload import upload
 
@@ -72,31 +71,30 @@ class UnfoldedStep:
     micro_batches: list[StockBatch]
 
 
-def plan_unfolded(samples: Sequence[Sample], recipe: Recipe, place: Session) -> UnfoldedStep:
+def plan_unfolded(samples: Sequence[Sample], job: Job) -> UnfoldedStep:
     """Deal the samples to the data-parallel ranks in turn, one a micro-batch."""
-    multiple = recipe.parallel.micro_batch_multiple
-    rounds = -(-len(samples) // place.dp_size)
+    folding = job.folding
+    multiple = folding.micro_batch_multiple
+    rounds = -(-len(samples) // folding.dp_size)
     rounds = -(-rounds // multiple) * multiple
     mine = tuple(
         (index,) if index < len(samples) else ()
-        for index in range(place.dp_rank, rounds * place.dp_size, place.dp_size)
+        for index in range(job.dp_rank, rounds * folding.dp_size, folding.dp_size)
     )
     return UnfoldedStep(
         sample_index=mine,
         micro_batches=[
             StockBatch.from_sample(
                 samples[indices[0]] if indices else None,
-                multiple=recipe.padding.multiple,
-                device=place.device,
+                multiple=folding.padding.multiple,
+                device=folding.device,
             )
             for indices in mine
         ],
     )
 
 
-def why_stock_does_not_fit(
-    samples: Sequence[Sample], recipe: Recipe, place: Session, *, companion: Dtype | None = None
-) -> str | None:
+def why_stock_does_not_fit(samples: Sequence[Sample], job: Job, *, companion: torch.dtype | None = None) -> str | None:
     """A sentence if stock attention cannot hold its dense scores of the longest sample, else None.
 
     Megatron's ``DotProductAttention`` keeps them, ``[heads / tp, n, n]``, of every layer of the stage for backward, and
@@ -105,22 +103,21 @@ def why_stock_does_not_fit(
 
     Args:
         samples: the batch, the same on every rank.
-        recipe: the job's.
-        place: this rank's.
+        job: of the step.
         companion: another dtype in which the samples run too.
     """
-    is_local, half = recipe.model.transformer_impl == "local", place.config.bf16
-    of_model = _bytes_per_score(place.config) if is_local or not half else 0
-    bytes_per_score = max(of_model, getattr(torch, companion).itemsize if companion else 0)
+    config = job.config
+    of_model = _bytes_per_score(config) if job.is_local or not config.bf16 else 0
+    bytes_per_score = max(of_model, companion.itemsize if companion else 0)
     if not bytes_per_score:
         return None
-    whose = "Megatron's local attention" if is_local else "TransformerEngine's attention in float32"
+    whose = "Megatron's local attention" if job.is_local else "TransformerEngine's attention in float32"
     longest = max(samples, key=len)
-    layers = -(-recipe.model.num_layers // recipe.parallel.pipeline_model_parallel_size) + 2
-    heads = -(-recipe.model.num_attention_heads // recipe.parallel.tensor_model_parallel_size)
+    layers = -(-config.num_layers // config.pipeline_model_parallel_size) + 2
+    heads = -(-config.num_attention_heads // config.tensor_model_parallel_size)
     needed = layers * heads * len(longest) ** 2 * bytes_per_score
     # Ranks of one machine see slightly different figures; they have to come to one answer.
-    available = min(everyone(available_bytes(place.device)))
+    available = min(everyone(available_bytes(job.folding.device)))
     if needed <= available:
         return None
     return (

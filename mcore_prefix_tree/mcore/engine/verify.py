@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.mcore.engine.compare import over_ranks
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.objective import plain
-from mcore_prefix_tree.mcore.engine.schedule import FoldedStep, folding_of, plan_folded, run_schedule
+from mcore_prefix_tree.mcore.engine.schedule import run_schedule
 from mcore_prefix_tree.mcore.engine.score import score
+from mcore_prefix_tree.mcore.engine.steps import FoldedStep, fold_step
 from mcore_prefix_tree.mcore.engine.unfolded import (
     StockBatch,
     plan_unfolded,
@@ -32,25 +33,24 @@ from mcore_prefix_tree.mcore.engine.unfolded import (
     stock_square_loss,
     why_stock_does_not_fit,
 )
-from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.mcore.readout import Logprobs, Readout, Values, readout_of
+from mcore_prefix_tree.mcore.ranks import everyone, has_logits
+from mcore_prefix_tree.mcore.readout import Logprobs, Values
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
-from mcore_prefix_tree.mcore.trainer.session import Session
-from mcore_prefix_tree.objectives import LossOutput
-from mcore_prefix_tree.plan import Counts
-from mcore_prefix_tree.recipe import Dtype, Recipe, RecipeError
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
 
 # In which dtype the stock model runs once more, to show how large its own rounding is.
-COMPANION: dict[Dtype, Dtype] = {"bfloat16": "float32", "float32": "float64", "float64": "float32"}
+COMPANION = {torch.bfloat16: torch.float32, torch.float32: torch.float64, torch.float64: torch.float32}
 # Both runs are off by rounding, and one batch is one draw of it. The folded error was 1.0 times the unfolded one in the
 # geometric mean; 0.45 to 2.1 times in single draws over 60 sets of weights in bfloat16, 0.5 to 2.5 times over 220 in
 # float32, where it was widest for batches of one sample.
 FACTOR = 3.0
 # What is rounding however small the unfolded run's own error is.
-LEAST = {"bfloat16": 0.0, "float32": 1e-6, "float64": 1e-12}
+LEAST = {torch.bfloat16: 0.0, torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+class CannotVerifyError(ValueError):
+    """A job whose unfolded side cannot be run. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,58 +131,52 @@ class _Outcome:
 
 
 def verify(
-    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
+    chunks: Sequence[torch.nn.Module],
+    samples: Sequence[Sample],
+    job: Job,
+    *,
+    in_dtype: Callable[[torch.dtype], tuple[Sequence[torch.nn.Module], Any]],
+    tolerance: float | None = None,
 ) -> VerifyReport:
     """Run a batch folded and unfolded and compare what the model says of each sample, and the loss of :func:`plain`.
 
     Args:
         chunks: bare model chunks, before Megatron's DDP; weights and gradients are left as they were.
         samples: the whole batch, the same on every rank.
-        recipe: the job's.
-        place: this rank's.
+        job: that the chunks are of.
+        in_dtype: builds the same model in another dtype, with its ``TransformerConfig``; the weights are copied.
+        tolerance: largest relative error that passes. None measures both runs against a wider one, and allows
+            :data:`FACTOR` times the unfolded run's own error.
 
     Returns:
         The same report on every rank.
 
     Raises:
-        RecipeError: ``gradient_accumulation_fusion`` is on, whose kernel writes only into DDP's buffers; a sample is
-            too long for the stock attention; or the model is in float32 and its matrix products are not.
+        CannotVerifyError: a sample is too long for the stock attention.
         SampleError: no token of the batch is scored, so that there would be nothing to compare.
     """
-    if not recipe.objective.has_scalar_head and not any(sample.loss_mask[1:].any() for sample in samples):
+    if not job.objective.has_scalar_head and not any(sample.loss_mask[1:].any() for sample in samples):
         raise SampleError(
             f"{samples[0].source}: neither this nor another sample of the first step has a token to train on after its "
             "first: 'loss_mask' is 0 in all of them"
         )
-    if place.config.gradient_accumulation_fusion:
-        raise RecipeError(
-            "verify compares plain gradients, which model.transformer.gradient_accumulation_fusion=true does not give; "
-            "turn it off, or set verify.enabled=false"
-        )
-    in_tf32 = place.device.type == "cuda" and recipe.model.transformer_impl == "transformer_engine"
-    if in_tf32 and recipe.model.dtype == "float32" and not recipe.verify.tolerance:
-        raise RecipeError(
-            "verify measures model.dtype=float32 against float64, which TransformerEngine does not compute; it also "
-            "multiplies matrices of float32 in TF32, with 10 bits; set model.dtype=bfloat16, "
-            "model.transformer_impl=local or verify.tolerance"
-        )
-    dtype, fixed = recipe.model.dtype, recipe.verify.tolerance
-    companion = COMPANION[dtype] if fixed is None else None
-    obstacle = why_stock_does_not_fit(samples, recipe, place, companion=companion)
+    dtype = job.config.params_dtype
+    companion = COMPANION[dtype] if tolerance is None else None
+    obstacle = why_stock_does_not_fit(samples, job, companion=companion)
     if obstacle is not None:
-        raise RecipeError(
-            f"verify cannot run the unfolded side: {obstacle}; verify on shorter samples, or set verify.enabled=false"
-        )
-    objective, samples = plain(recipe, samples)
-    step = plan_folded(samples, objective, folding_of(recipe, place), place)
-    readout = readout_of(objective, fused_head=recipe.fused_head)
-    folded = _run_folded(chunks, step, readout, place)
-    folded = replace(folded, rows=dict(enumerate(_folded_rows(chunks, samples, recipe, place))))
-    unfolded = _run_unfolded(chunks, samples, recipe, place)
+        raise CannotVerifyError(f"verify cannot run the unfolded side: {obstacle}; verify on shorter samples")
+    job, samples = plain(job, samples)
+    step = fold_step(samples, job)
+    folded = _run_folded(chunks, step, job)
+    folded = replace(folded, rows=dict(enumerate(_folded_rows(chunks, samples, job))))
+    unfolded = _run_unfolded(chunks, samples, job)
     reference, rounding = unfolded, None
     if companion is not None:
-        other = _run_in(companion, chunks, samples, recipe, place)
-        if dtype == "float64":
+        copies, config = in_dtype(companion)
+        for target, source in zip(copies, chunks, strict=True):
+            target.load_state_dict(_bare(source).state_dict())
+        other = _run_unfolded(copies, samples, replace(job, config=config))
+        if dtype is torch.float64:
             # Nothing is wider: what float32 loses, scaled to the digits of float64.
             scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
             rounding = {name: scale * error for name, error in _rounding(other, unfolded, samples).items()}
@@ -192,48 +186,48 @@ def verify(
     return VerifyReport(
         **errors,
         worst_parameter=worst,
-        tolerance=_least_limit(recipe, place) if fixed is None else fixed,
-        reference="unfolded" if reference is unfolded else f"the same weights in {companion}, unfolded",
+        tolerance=_least_limit(job.config) if tolerance is None else tolerance,
+        reference="unfolded" if reference is unfolded else f"the same weights in {_name(companion)}, unfolded",
         unfolded_errors=rounding,
         samples=len(samples),
-        logical_tokens=sum(len(sample) for sample in samples),
-        physical_tokens=over_ranks(Counts.folded([batch.layout for batch in step.micro_batches]), place).tokens,
+        logical_tokens=step.logical_tokens,
+        physical_tokens=step.physical_tokens,
         parameters=count,
-        dtype=dtype,
+        dtype=_name(dtype),
     )
 
 
-def _least_limit(recipe: Recipe, place: Session) -> float:
-    config, dtype = place.config, recipe.model.dtype
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _least_limit(config: Any) -> float:
+    dtype: torch.dtype = config.params_dtype
     fp32_inside = config.num_moe_experts is not None or config.qk_l2_norm or config.attention_output_gate
     # The router, the L2 norm and the gate compute in fp32 whatever the dtype: a shared token's gradient is rounded
     # there once instead of once per sample.
-    return 1e-5 if dtype == "float64" and fp32_inside else LEAST[dtype]
+    return 1e-5 if dtype is torch.float64 and fp32_inside else LEAST[dtype]
 
 
-def _run_folded(
-    chunks: Sequence[torch.nn.Module], step: FoldedStep, readout: Readout[LossOutput], place: Session
-) -> _Outcome:
+def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job) -> _Outcome:
     """Return the loss and the gradients of the very step that training takes."""
 
     def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
-        return readout.read(output, batch).loss, []
+        return job.readout.read(output, batch).loss, []
 
-    forward, no_rows = partial(tree_forward, readout=readout), tuple(() for _ in step.micro_batches)
-    return _run(chunks, step.micro_batches, no_rows, forward, loss, place)
+    forward, no_rows = partial(tree_forward, readout=job.readout), tuple(() for _ in step.micro_batches)
+    return _run(chunks, step.micro_batches, no_rows, forward, loss, job)
 
 
-def _folded_rows(
-    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
-) -> list[_Rows]:
-    folding = folding_of(recipe, place)
-    if recipe.objective.has_scalar_head:
+def _folded_rows(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], job: Job) -> list[_Rows]:
+    if job.objective.has_scalar_head:
         return [
             {"value": np.append(one.values[1:], one.last).astype(np.float64)}
-            for one in score(chunks, samples, folding, Values(), all_tokens=True)
+            for one in score(chunks, samples, job.folding, Values(), all_tokens=True)
         ]
     found: list[_Rows] = []
-    for scores in score(chunks, samples, folding, Logprobs(entropy=True, fused=recipe.fused_head), all_tokens=True):
+    readout = Logprobs(entropy=True, fused=job.fused_head)
+    for scores in score(chunks, samples, job.folding, readout, all_tokens=True):
         assert scores.entropy is not None
         found.append(
             {
@@ -244,11 +238,9 @@ def _folded_rows(
     return found
 
 
-def _run_unfolded(
-    chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
-) -> _Outcome:
-    step = plan_unfolded(samples, recipe, place)
-    of_values = recipe.objective.has_scalar_head
+def _run_unfolded(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], job: Job) -> _Outcome:
+    step = plan_unfolded(samples, job)
+    of_values = job.objective.has_scalar_head
 
     def score(batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
         if of_values:
@@ -259,22 +251,7 @@ def _run_unfolded(
         rows = {"logprob": _on_host(logprob[:scored]), "entropy": _on_host(entropy[:scored])}
         return -torch.dot(logprob, batch.loss_mask.to(logprob.dtype)), [rows]
 
-    return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, place)
-
-
-def _run_in(
-    dtype: Dtype, chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], recipe: Recipe, place: Session
-) -> _Outcome:
-    """Run the same weights unfolded in another dtype."""
-    recipe = replace(recipe, model=replace(recipe.model, dtype=dtype))
-    config = transformer_config(recipe, on_gpu=place.device.type == "cuda")
-    embedding = next((weight for name, weight in chunks[0].named_parameters() if "word_embeddings" in name), None)
-    sizes = [0] if embedding is None else [embedding.shape[0] * place.config.tensor_model_parallel_size]
-    sizes = everyone(sizes)
-    copies = build_chunks(recipe, config, vocab_size=max(size for rank in sizes for size in rank), device=place.device)
-    for target, source in zip(copies, chunks, strict=True):
-        target.load_state_dict(_bare(source).state_dict())
-    return _run_unfolded(copies, samples, recipe, replace(place, config=config))
+    return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, job)
 
 
 def _on_host(values: torch.Tensor) -> np.ndarray:
@@ -288,7 +265,7 @@ def _run(
     sample_index: Sequence[tuple[int, ...]],
     forward: Callable[[Any, Any], torch.Tensor],
     score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[_Rows]]],
-    place: Session,
+    job: Job,
 ) -> _Outcome:
     rows: dict[int, _Rows] = {}
     losses: list[float] = []
@@ -306,11 +283,11 @@ def _run(
 
         return forward(model, batch), loss_func
 
-    with _gradient_sums(chunks, place) as gradients:
+    with _gradient_sums(chunks, job.config) as gradients:
         run_schedule(chunks, micro_batches, forward_step)
         _reduce(chunks, gradients)
     # Tensor-parallel ranks all know the rows of their replica; one of them speaks for it.
-    of_all = everyone((rows, sum(losses)) if place.has_logits else ({}, 0.0))
+    of_all = everyone((rows, sum(losses)) if has_logits() else ({}, 0.0))
     return _Outcome(
         rows={index: row for rank_rows, _ in of_all for index, row in rank_rows.items()},
         loss=sum(loss for _, loss in of_all),
@@ -319,9 +296,9 @@ def _run(
 
 
 @contextmanager
-def _gradient_sums(chunks: Sequence[torch.nn.Module], place: Session) -> Iterator[dict[str, torch.Tensor]]:
+def _gradient_sums(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[dict[str, torch.Tensor]]:
     """Collect gradients over micro-batches in fp32 or better, as DDP's buffers do, and leave no trace on the model."""
-    finalize, place.config.finalize_model_grads_func = place.config.finalize_model_grads_func, None
+    finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
     sums: dict[str, torch.Tensor] = {}
     hooks = []
     for name, parameter in _named_parameters(chunks):
@@ -338,7 +315,7 @@ def _gradient_sums(chunks: Sequence[torch.nn.Module], place: Session) -> Iterato
     finally:
         for hook in hooks:
             hook.remove()
-        place.config.finalize_model_grads_func = finalize
+        config.finalize_model_grads_func = finalize
 
 
 def _bare(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -12,11 +12,11 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.megatron_lm.job import folding_of, work_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
-from mcore_prefix_tree.mcore.megatron_lm.settings import folding_of, work_of
 from mcore_prefix_tree.mcore.megatron_lm.sizes import evaluation_size, megatrons_calculator, size_at
-from mcore_prefix_tree.mcore.megatron_lm.steps import check_steps, plan_exactly
+from mcore_prefix_tree.mcore.megatron_lm.steps import check_fits, check_steps
 from mcore_prefix_tree.plan import Bound, ForestPlan
 from mcore_prefix_tree.sample import Sample
 
@@ -52,7 +52,8 @@ def dry_run(args: argparse.Namespace) -> str:
         end = evaluations * args.eval_iters * evaluated.samples
         check_steps(validation, lambda _: evaluated, folding, consumed=0, end=end)
     samples = order.take(0, size.samples)
-    plan = plan_exactly(samples, size, folding)
+    check_fits(samples, size, folding)
+    plan = folding.plan(samples, micro_batches=size.micro_batches)
 
     logical = sum(len(sample) for sample in samples)
     physical = sum(map(sum, plan.physical_tokens))

@@ -7,32 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.core import parallel_state
 from megatron.training import get_args, get_timers, print_rank_0
 
-from mcore_prefix_tree.data import (
-    LineOptions,
-    Skipped,
-    StreamedGroups,
-    check_same_samples,
-    iter_sample_groups,
-    load_tokenizer,
-    resolve_paths,
-)
+from mcore_prefix_tree.data import LineOptions, load_tokenizer
 from mcore_prefix_tree.data.batches import Order, SampleOrder
+from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
-from mcore_prefix_tree.mcore.megatron_lm.backend import device_of_this_rank, with_backend
+from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
+from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, folding_of, job_of
 from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.resumed import consumed_before
-from mcore_prefix_tree.mcore.megatron_lm.settings import folding_of
 from mcore_prefix_tree.mcore.megatron_lm.sizes import current_size, evaluation_size, is_constant
 from mcore_prefix_tree.mcore.megatron_lm.step import tree_forward_step
 from mcore_prefix_tree.mcore.megatron_lm.steps import StepDealer, StepIterator, check_steps
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-from mcore_prefix_tree.sample import Sample
 
 __all__ = ["add_prefix_tree_args", "prefix_tree_providers"]
 
@@ -47,24 +38,26 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order) -> 
             ranks read different samples.
     """
     name = args.prefix_tree_tokenizer
-    options = LineOptions(
-        tokenizer=None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs),
-        expand_turns=args.prefix_tree_expand_turns,
-        vocab_size=args.padded_vocab_size,
-        limits={"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens},
+    source = Source(
+        paths=paths,
+        options=LineOptions(
+            tokenizer=None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs),
+            expand_turns=args.prefix_tree_expand_turns,
+            vocab_size=args.padded_vocab_size,
+            limits={"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens},
+        ),
+        seed=args.seed,
+        order=order,
+        step=args.global_batch_size,
+        on_error=args.prefix_tree_on_error,
+        is_streamed=args.prefix_tree_streaming,
+        streaming="give --prefix-tree-streaming",
+        ranks=all_ranks(),
     )
-    skipped, on_error = Skipped(), args.prefix_tree_on_error
-    groups: Sequence[Sequence[Sample]]
-    if args.prefix_tree_streaming:
-        groups = StreamedGroups(
-            paths, options, on_error=on_error, skipped=skipped, ranks=all_ranks(), progress=_ReadingProgress()
-        )
-    else:
-        groups = list(iter_sample_groups(paths, **vars(options), on_error=on_error, skipped=skipped))
-        check_same_samples(groups, resolve_paths(paths), all_ranks())
+    samples, skipped = source.read(progress=_ReadingProgress())
     if skipped.count:
         print_rank_0(f"> {skipped}")
-    return SampleOrder(groups, seed=args.seed, order=order, step=args.global_batch_size)
+    return samples
 
 
 def training_order(args: argparse.Namespace) -> SampleOrder:
@@ -123,30 +116,15 @@ class TreeDatasetsProvider:
         args = get_args()
         config_in_provider(args)
         device = device_of_this_rank()
-        dp_rank = parallel_state.get_data_parallel_rank()
         chunks = args.virtual_pipeline_model_parallel_size or 1
         folding = folding_of(args, device=device)
         train = None
         if not args.skip_train:
             if self._training is None:
-                order = training_order(args)
-                print_rank_0(f"> {order.samples_per_epoch} samples an epoch from {args.prefix_tree_data_path}")
-                self._consumed_before = consumed_before(args, order)
-                # Streamed data would be read and encoded once more, which a dry run does for who wants to know: here a
-                # step that does not fit is told when it is planned, while the one before computes.
-                if is_constant(args) and not order.is_streamed:
-                    check_steps(
-                        order,
-                        lambda _: current_size(args),
-                        folding,
-                        consumed=args.consumed_train_samples - self._consumed_before,
-                        end=(train_val_test_num_samples[0] or 0) - self._consumed_before,
-                    )
-                folding = with_backend(folding, args, order)
+                order = self._training_order(args, folding, train_val_test_num_samples[0] or 0)
                 self._training = StepDealer(
                     order,
-                    folding,
-                    dp_rank=dp_rank,
+                    job_of(args, folding, order),
                     chunks=chunks,
                     num_workers=args.num_workers,
                     clock=training_seconds,
@@ -158,22 +136,33 @@ class TreeDatasetsProvider:
                 print_rank_0("> no --prefix-tree-valid-data-path: nothing is evaluated")
             args.eval_iters = 0
             return train, None, None
+        consumed = 0 if args.skip_train else args.consumed_valid_samples
         if self._validation is None:
             order = validation_order(args)
             if not order.is_streamed:
-                check_steps(
-                    order,
-                    lambda _: evaluation_size(args),
-                    folding,
-                    consumed=0 if args.skip_train else args.consumed_valid_samples,
-                    end=train_val_test_num_samples[1] or 0,
-                )
+                end = train_val_test_num_samples[1] or 0
+                check_steps(order, lambda _: evaluation_size(args), folding, consumed=consumed, end=end)
             # Training has chosen before: validation runs the same back-end.
-            folding = with_backend(folding, args, order)
-            self._validation = StepDealer(order, folding, dp_rank=dp_rank, chunks=chunks, num_workers=args.num_workers)
-        consumed = 0 if args.skip_train else args.consumed_valid_samples
-        valid = StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args))
-        return train, valid, None
+            job = job_of(args, folding, order)
+            self._validation = StepDealer(order, job, chunks=chunks, num_workers=args.num_workers)
+        return train, StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args)), None
+
+    def _training_order(self, args: argparse.Namespace, folding: Folding, end: int) -> SampleOrder:
+        """Read the training samples, and check what can be known of their steps before the first."""
+        order = training_order(args)
+        print_rank_0(f"> {order.samples_per_epoch} samples an epoch from {args.prefix_tree_data_path}")
+        self._consumed_before = consumed_before(args, order)
+        # Streamed data would be read and encoded once more, which a dry run does for who wants to know: here a step
+        # that does not fit is told when it is planned, while the one before computes.
+        if is_constant(args) and not order.is_streamed:
+            check_steps(
+                order,
+                lambda _: current_size(args),
+                folding,
+                consumed=args.consumed_train_samples - self._consumed_before,
+                end=end - self._consumed_before,
+            )
+        return order
 
 
 def prefix_tree_providers(

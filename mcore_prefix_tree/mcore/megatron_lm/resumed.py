@@ -10,13 +10,14 @@ import argparse
 import contextlib
 import copy
 import io
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.training import print_rank_0
 from megatron.training.checkpointing import load_args_from_checkpoint
 
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.same import is_other
+from mcore_prefix_tree.data.same import CHECKSUMS, are_new_data, difference
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
 from mcore_prefix_tree.mcore.ranks import everyone
 
@@ -53,15 +54,14 @@ def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
     if args.consumed_train_samples:
         before = _of_checkpoint(args)
         # A run of stock Megatron, or of an older version of this package, does not say.
-        other = None if before is None else _difference(before, now)
-        is_known = before is not None and is_other(before["checksums"], now["checksums"]) is not None
-        if other is not None and not args.prefix_tree_new_data:
+        other = None if before is None else difference(before, now)
+        if other is not None and before is not None and not args.prefix_tree_new_data:
             raise ArgumentError(
-                f"the checkpoint in --load {args.load} {other}; the data would not continue after its "
-                f"{args.consumed_train_samples:,} samples: change it back, or give --prefix-tree-new-data, to begin "
-                "with the first of the data"
+                f"the checkpoint in --load {args.load} {_how_data_differ(other, before, now)}; the data would not "
+                f"continue after its {args.consumed_train_samples:,} samples: change it back, or give "
+                "--prefix-tree-new-data, to begin with the first of the data"
             )
-        if other is not None or (args.prefix_tree_new_data and not is_known):
+        if args.prefix_tree_new_data and (before is None or are_new_data(before, now)):
             consumed = args.consumed_train_samples
             print_rank_0(f"> new data: their first sample follows the {consumed:,} of the checkpoint")
         elif before is not None:
@@ -89,10 +89,7 @@ def _of_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
     return first
 
 
-def _difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    for name, setting in _SETTINGS.items():
-        if before[name] != now[name]:
-            return f"was trained with {name}={before[name]}, this job has {name}={now[name]} ({setting})"
-    if is_other(before["checksums"], now["checksums"]):
+def _how_data_differ(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    if name == CHECKSUMS:
         return "was trained on other samples than --prefix-tree-data-path gives, though on as many"
-    return None
+    return f"was trained with {name}={before[name]}, this job has {name}={now[name]} ({_SETTINGS[name]})"

@@ -15,7 +15,6 @@ from megatron.training import get_args, get_timers
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.megatron_lm.steps import StepMicroBatch, StepStats
-from mcore_prefix_tree.mcore.readout import WeightedSum
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.validation import check_step
 from mcore_prefix_tree.upload import upload
@@ -36,15 +35,14 @@ def tree_forward_step(
     with straggler(bdata=True):
         micro_batch = next(data_iterator)
     timers("batch-generator").stop()
-    readout = WeightedSum(fused=get_args().prefix_tree_fused_head)
     with straggler:
         batch = micro_batch.waiting.take()
-        output = tree_forward(model, batch, readout)
-    return output, partial(_loss, micro_batch, batch, readout)
+        output = tree_forward(model, batch, micro_batch.readout)
+    return output, partial(_loss, micro_batch, batch)
 
 
-def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, readout: WeightedSum, output: torch.Tensor) -> LossOutput:
-    loss = readout.read(output, batch).loss
+def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, output: torch.Tensor) -> LossOutput:
+    loss = micro_batch.readout.read(output, batch).loss
     num_tokens = torch.full((), batch.layout.num_supervised, dtype=torch.int, device=output.device)
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(

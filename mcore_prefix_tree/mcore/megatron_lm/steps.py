@@ -15,16 +15,17 @@ it is planned, a step ahead, or by ``--prefix-tree-dry-run``.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
+from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.steps import FoldedStep, StepPlanner, fold_step
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+from mcore_prefix_tree.mcore.readout import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import WaitingMicroBatch
-from mcore_prefix_tree.plan import ForestPlan
+from mcore_prefix_tree.objectives import LossOutput
 from mcore_prefix_tree.sample import Sample
 
 
@@ -74,28 +75,20 @@ class StepMicroBatch:
 
     Attributes:
         waiting: on the host. Megatron's iterator keeps it until the step ends, to repeat the step if it has to.
+        readout: what the last pipeline stage is asked for.
         host_seconds: this rank spent on planning and folding the step.
         share: this micro-batch's part of its rank's micro-batches.
         stats: of its step; None in evaluation.
     """
 
     waiting: WaitingMicroBatch
+    readout: Readout[LossOutput]
     host_seconds: float
     share: float
     stats: StepStats | None
 
 
-def plan_exactly(samples: list[Sample], size: StepSize, folding: Folding) -> ForestPlan:
-    """A plan with ``size.micro_batches`` micro-batches on each rank, some of them empty where fewer would do.
-
-    Raises:
-        ArgumentError: see :func:`check_fits`.
-    """
-    check_fits(samples, size, folding)
-    return folding.plan(samples, micro_batches=size.micro_batches)
-
-
-def check_fits(samples: list[Sample], size: StepSize, folding: Folding) -> None:
+def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding) -> None:
     """See that a step's samples fit its micro-batches; much cheaper than planning them.
 
     Raises:
@@ -120,30 +113,15 @@ def check_fits(samples: list[Sample], size: StepSize, folding: Folding) -> None:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Step:
-    """A planned step: what it was asked for, and what came of it, on the host."""
-
-    consumed: int
-    size: StepSize
-    samples: list[Sample]
-    plan: ForestPlan
-    micro_batches: list[WaitingMicroBatch]
-    seconds: float
-
-
 class StepDealer:
-    """Plans and folds one step at a time.
+    """Deals the micro-batches of one step after another.
 
     Every rank of a replica computes the same plan from the same samples. Under virtual pipelining the model chunks of
-    a rank share a dealer, and a micro-batch on the device. While a step computes, the next is read, planned and folded
-    in the background, as if it had the same size; one of another size (batch-size ramp-up, a restart) is planned when
-    it is asked for.
+    a rank share a dealer, and a micro-batch on the device.
 
     Args:
         order: of the samples.
-        folding: of the job.
-        dp_rank: this rank's.
+        job: of the steps.
         chunks: model chunks of this rank.
         num_workers: processes that read streamed samples ahead.
         clock: seconds of training so far; None in evaluation, which is not measured.
@@ -152,87 +130,57 @@ class StepDealer:
     def __init__(
         self,
         order: SampleOrder,
-        folding: Folding,
+        job: Job,
         *,
-        dp_rank: int,
         chunks: int = 1,
         num_workers: int = 0,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._order = order
-        self._folding = folding
-        self._dp_rank = dp_rank
-        self._chunks = chunks
-        self._num_workers = num_workers
-        self._clock = clock
+        self._job, self._chunks, self._clock = job, chunks, clock
+        self._planner: StepPlanner[StepSize] = StepPlanner(order, self._fold, num_workers=num_workers)
+        self._begun: int | None = None  # samples before the step that is dealt
         self._started: float | None = None
-        self._stream: SampleStream | None = None
-        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mcore-prefix-tree plan")
-        self._next: tuple[int, StepSize, Future[_Step]] | None = None
-        self._step: _Step | None = None
+        self._seconds = 0.0
+        self._waiting: list[WaitingMicroBatch] = []
         self._stats: StepStats | None = None
 
     def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
         """Micro-batch ``index`` of this rank, of the step that follows the first ``consumed`` samples.
 
         Raises:
-            ArgumentError: see :func:`plan_exactly`.
+            ArgumentError: see :func:`check_fits`.
         """
-        if self._step is None or consumed != self._step.consumed:
-            self._start(consumed, size)
-        step = self._step
-        assert step is not None, "just started"
+        if consumed != self._begun:
+            self._begin(consumed, size)
         return StepMicroBatch(
-            waiting=step.micro_batches[index],
-            host_seconds=step.seconds,
+            waiting=self._waiting[index],
+            readout=self._job.readout,
+            host_seconds=self._seconds,
             share=1 / size.micro_batches,
             stats=self._stats,
         )
 
-    def _start(self, consumed: int, size: StepSize) -> None:
+    def _begin(self, consumed: int, size: StepSize) -> None:
         now = self._clock() if self._clock is not None else 0.0
-        step = self._planned(consumed, size)
-        following = consumed + size.samples
-        self._next = following, size, self._background.submit(self._plan, following, size)
-        self._step = step
+        step = self._planner.step(consumed, size)
+        device = self._job.folding.device
+        self._waiting = [WaitingMicroBatch(one, device, chunks=self._chunks) for one in step.micro_batches]
+        self._begun, self._seconds = consumed, step.seconds
         if self._clock is None:
             return
         before = self._stats
         self._stats = StepStats(
-            logical_tokens=sum(len(sample) for sample in step.samples),
-            physical_tokens=sum(map(sum, step.plan.physical_tokens)),
+            logical_tokens=step.logical_tokens,
+            physical_tokens=step.physical_tokens,
             seconds_before=0.0 if self._started is None else now - self._started,
             logical_before=before.logical_tokens if before else 0,
             physical_before=before.physical_tokens if before else 0,
         )
         self._started = now
 
-    def _planned(self, consumed: int, size: StepSize) -> _Step:
-        if self._next is not None:
-            following, its_size, future = self._next
-            # Whether it is the right one or not: the stream of samples is read by one thread at a time.
-            wait([future])
-            if (following, its_size) == (consumed, size):
-                return future.result()
-        return self._plan(consumed, size)
-
-    def _plan(self, consumed: int, size: StepSize) -> _Step:
-        if self._stream is None or self._stream.consumed != consumed:
-            if self._stream is not None:
-                self._stream.close()
-            self._stream = self._order.stream(consumed, num_workers=self._num_workers)
-        samples = self._stream.take(size.samples)
-        start = time.perf_counter()
-        plan = plan_exactly(samples, size, self._folding)
-        folded = [self._folding.micro_batch([samples[i] for i in one]) for one in plan.micro_batches[self._dp_rank]]
-        return _Step(
-            consumed=consumed,
-            size=size,
-            samples=samples,
-            plan=plan,
-            micro_batches=[WaitingMicroBatch(one, self._folding.device, chunks=self._chunks) for one in folded],
-            seconds=time.perf_counter() - start,
-        )
+    def _fold(self, samples: Sequence[Sample], size: StepSize) -> FoldedStep:
+        check_fits(samples, size, self._job.folding)
+        return fold_step(samples, self._job, micro_batches=size.micro_batches)
 
 
 class StepIterator(Iterator[StepMicroBatch]):

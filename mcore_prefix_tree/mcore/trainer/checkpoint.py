@@ -26,7 +26,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_prefix_tree.data.same import name_ranks
-from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.ranks import everyone, on_main_rank
 from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY
 from mcore_prefix_tree.mcore.trainer.integrity import (
     DamagedCheckpointError,
@@ -35,7 +35,7 @@ from mcore_prefix_tree.mcore.trainer.integrity import (
     write_checksums,
 )
 from mcore_prefix_tree.mcore.trainer.retention import saving_mark
-from mcore_prefix_tree.mcore.trainer.session import is_of_lost_rank, on_main_rank
+from mcore_prefix_tree.mcore.trainer.session import is_of_lost_rank
 from mcore_prefix_tree.mcore.trainer.settings import check_same_function, write_settings
 from mcore_prefix_tree.mcore.trainer.vetting import UnsafeCheckpointError, check_holds_only_data
 from mcore_prefix_tree.mcore.trainer.writing import WriteInRank

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_prefix_tree.data.write import check_output, whole_file
+from mcore_prefix_tree.mcore.ranks import on_main_rank
 from mcore_prefix_tree.mcore.trainer.claim import hold
-from mcore_prefix_tree.mcore.trainer.session import on_main_rank
 from mcore_prefix_tree.recipe import LogConfig
 
 if TYPE_CHECKING:

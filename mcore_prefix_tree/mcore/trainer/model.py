@@ -22,23 +22,22 @@ from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
 from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.plan import LatentAttention, ModelWork
-from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe import Dtype, ModelConfig, ParallelConfig, RecipeError
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: dict[Dtype, torch.dtype] = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 # The layout of experts by themselves, and what its keys are where none is asked for.
 _LAYOUT_OF_EXPERTS: dict[str, int | None] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
 
 
-def transformer_config(recipe: Recipe, *, on_gpu: bool) -> TransformerConfig:
-    """The ``TransformerConfig`` of a recipe; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
+def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> TransformerConfig:
+    """Return the ``TransformerConfig`` of a model; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
 
     Raises:
         RecipeError: ``model.transformer`` has a key that the class lacks or that is not its to set, or a value of a
             wrong type, or megatron-core refuses the combination.
     """
-    model, parallel = recipe.model, recipe.parallel
     latent = LatentAttention.from_settings(model.transformer)
     kind = TransformerConfig if latent is None else MLATransformerConfig
     known = {field.name for field in dataclasses.fields(kind) if field.init}
@@ -206,32 +205,24 @@ def _check_rotary_channels(model: ModelConfig) -> None:
         )
 
 
-def padded_vocab_size(model: ModelConfig, tokenizer_size: int | None, tp_size: int) -> int:
-    """The embedding's vocabulary: the recipe's or the tokenizer's, up to a multiple of the tensor-parallel size.
-
-    Raises:
-        RecipeError: neither says, or the recipe's is smaller than the tokenizer's.
-    """
-    size = model.vocab_size or tokenizer_size
-    if size is None:
-        raise RecipeError("model.vocab_size is missing; set it, or name a data.tokenizer to take it from")
-    if tokenizer_size is not None and size < tokenizer_size:
-        raise RecipeError(
-            f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or leave it out"
-        )
-    return -(-size // tp_size) * tp_size
-
-
 def build_chunks(
-    recipe: Recipe, config: TransformerConfig, *, vocab_size: int, device: torch.device
+    model: ModelConfig,
+    config: TransformerConfig,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    scalar_head: bool = False,
+    fused_head: bool = True,
 ) -> list[torch.nn.Module]:
     """This rank's model chunks, tree-capable, without gradients' buffers: one, or one per virtual pipeline stage.
 
     Args:
-        recipe: the job's; its objective says whether the model ends in a vocabulary or in a scalar head.
-        config: its parallel degrees are those of ``parallel_state``.
+        model: to build.
+        config: of the model; its parallel degrees are those of ``parallel_state``.
         vocab_size: padded.
         device: of the weights.
+        scalar_head: the model ends in a scalar head instead of a vocabulary.
+        fused_head: the output layer can score a chunk of logits at a time.
 
     Returns:
         ``GPTModel``\\ s, inside ``Float16Module`` in half precision.
@@ -240,64 +231,63 @@ def build_chunks(
         NotImplementedError: see :func:`check_model`.
         RecipeError: the recipe wants TransformerEngine and it is not installed, or the weights do not fit into memory.
     """
-    _check_fits(recipe, device)
+    _check_fits(model, config, device, scalar_head=scalar_head)
     vpp = config.virtual_pipeline_model_parallel_size
-    scalar = recipe.objective.has_scalar_head
     chunks: list[torch.nn.Module] = []
     for vp_stage in [None] if vpp is None else range(vpp):
-        model = GPTModel(
+        chunk = GPTModel(
             config,
-            _block_spec(recipe.model, config, vp_stage),
+            _block_spec(model, config, vp_stage),
             vocab_size=vocab_size,
-            max_sequence_length=recipe.model.max_position_embeddings,
+            max_sequence_length=model.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=not (recipe.model.untie_embeddings_and_output_weights or scalar),
-            position_embedding_type=recipe.model.position_embedding_type,
-            rotary_base=recipe.model.rotary_base,
-            rotary_percent=recipe.model.rotary_percent,
-            rope_scaling=recipe.model.rope_scaling,
-            rope_scaling_factor=recipe.model.rope_scaling_factor,
+            share_embeddings_and_output_weights=not (model.untie_embeddings_and_output_weights or scalar_head),
+            position_embedding_type=model.position_embedding_type,
+            rotary_base=model.rotary_base,
+            rotary_percent=model.rotary_percent,
+            rope_scaling=model.rope_scaling,
+            rope_scaling_factor=model.rope_scaling_factor,
             vp_stage=vp_stage,
         )
-        check_model(model)
-        if scalar:
-            with_scalar_head(model)
-        elif recipe.fused_head:
-            with_edge_head(model)
+        check_model(chunk)
+        if scalar_head:
+            with_scalar_head(chunk)
+        elif fused_head:
+            with_edge_head(chunk)
         # Torch's norms start in the default dtype, whatever params_dtype says.
-        model = model.to(device=device, dtype=config.params_dtype)
-        chunks.append(Float16Module(config, model) if config.bf16 else model)
+        chunk = chunk.to(device=device, dtype=config.params_dtype)
+        chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
     return chunks
 
 
-def _weights(recipe: Recipe) -> int:
+def _weights(model: ModelConfig, *, scalar_head: bool) -> int:
     """Return how many weights a model has at least: experts that a token does not pass through are not counted."""
-    model = recipe.model
     work = ModelWork.from_model(model, vocab_size=1)
-    tables = 1 if not model.untie_embeddings_and_output_weights or recipe.objective.has_scalar_head else 2
+    tables = 1 if not model.untie_embeddings_and_output_weights or scalar_head else 2
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
     # A multiplication and an addition for each weight and token.
     return int(work.token) // 2 + (tables * (model.vocab_size or 1) + positions) * model.hidden_size
 
 
-def size_of(recipe: Recipe) -> str:
-    """Return the size of a recipe's model, for messages."""
-    model = recipe.model
+def size_of(model: ModelConfig, *, scalar_head: bool) -> str:
+    """Return the size of a model, for messages."""
     return (
-        f"at least {_weights(recipe):,} weights (model.num_layers={model.num_layers}, hidden_size={model.hidden_size}, "
-        f"vocab_size={model.vocab_size}); lower these or batch.max_tokens, or split the model with parallel"
+        f"at least {_weights(model, scalar_head=scalar_head):,} weights (model.num_layers={model.num_layers}, "
+        f"hidden_size={model.hidden_size}, vocab_size={model.vocab_size}); lower these or batch.max_tokens, or split "
+        "the model with parallel"
     )
 
 
-def _check_fits(recipe: Recipe, device: torch.device) -> None:
+def _check_fits(model: ModelConfig, config: TransformerConfig, device: torch.device, *, scalar_head: bool) -> None:
     """Reject weights alone that are larger than what is free: a host that overcommits would kill the process later."""
-    parts = recipe.parallel.tensor_model_parallel_size * recipe.parallel.pipeline_model_parallel_size
-    needed, free = _weights(recipe) * DTYPES[recipe.model.dtype].itemsize // parts, available_bytes(device)
+    parts = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    needed = _weights(model, scalar_head=scalar_head) * config.params_dtype.itemsize // parts
+    free = available_bytes(device)
     if needed > free:
         raise RecipeError(
             f"the weights of this rank take {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; the model "
-            f"has {size_of(recipe)}"
+            f"has {size_of(model, scalar_head=scalar_head)}"
         )
 
 

@@ -11,14 +11,11 @@ from typing import Any
 from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
-from mcore_prefix_tree.mcore.engine.schedule import folding_of
 from mcore_prefix_tree.mcore.engine.score import Scorer, ScoringStep
-from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
 from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs, Values
 from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.jobs import with_backend, with_vocabulary
-from mcore_prefix_tree.mcore.trainer.model import build_chunks
-from mcore_prefix_tree.mcore.trainer.reading import read_data
+from mcore_prefix_tree.mcore.trainer.resolve import Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.recipe.objective import objective_of
@@ -114,28 +111,27 @@ def run_score(
             )
         folders[REFERENCE] = reference
     found = {column: checkpoint.latest_weights(folder) for column, folder in folders.items()}
-    with session(recipe) as place:
+    with session(recipe) as joined:
         # A network folder shows another machine's last checkpoint late: all take the main rank's.
         iterations = {column: _existing(folders[column], last) for column, last in everyone(found)[0].items()}
+        objective = objective_of(recipe)
         # Whatever the objective reads of a sample: it may need these very scores.
-        grouping = None if recipe.batch.groups_per_step is None else objective_of(recipe)
-        data = read_data(recipe, grouping, place, every_sample=True)
-        recipe = with_vocabulary(recipe, data.vocab_size)
-        recipe = with_backend(recipe, place, data.order)
+        grouping = None if recipe.batch.groups_per_step is None else objective
+        data = read_data(recipe, grouping, every_sample=True)
+        run = resolve(recipe, objective, joined, data)
         models = {}
         for column, iteration in iterations.items():
-            models[column] = build_chunks(recipe, place.config, vocab_size=data.vocab_size, device=place.device)
-            checkpoint.load_weights(folders[column], iteration, models[column], model=recipe.model)
-        folding = folding_of(recipe, place)
-        readouts = {REFERENCE: Logprobs(fused=recipe.fused_head)} | {main: _readout(recipe, entropy, teacher_top_k)}
+            models[column] = run.new_model()
+            checkpoint.load_weights(folders[column], iteration, models[column], model=run.recipe.model)
+        readouts = {REFERENCE: Logprobs(fused=recipe.fused_head)} | {main: _readout(run, entropy, teacher_top_k)}
         report = ScoreReport(
             iteration=iterations[main],
             reference_iteration=iterations.get(REFERENCE),
             skipped=str(data.skipped) if data.skipped.count else "",
         )
-        with rows_file(output) if place.is_main else nullcontext() as writer:
+        with rows_file(output) if is_main_rank() else nullcontext() as writer:
             for samples in _batches(data.order, recipe.batch.per_step):
-                step = ScoringStep.plan(samples, folding, all_tokens=all_tokens, for_main_rank=True)
+                step = ScoringStep.plan(samples, run.job.folding, all_tokens=all_tokens, for_main_rank=True)
                 scores = {column: step.score(chunks, readouts[column]) for column, chunks in models.items()}
                 if writer is not None:
                     report = report.with_step(step, scores[main])
@@ -145,7 +141,7 @@ def run_score(
                             for index, sample in enumerate(samples)
                         ]
                     )
-        return report, place.is_main
+        return report, is_main_rank()
 
 
 def _batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
@@ -172,13 +168,13 @@ def _teacher_column(recipe: Recipe, k: int) -> str:
     return TEACHER
 
 
-def _readout(recipe: Recipe, entropy: bool, teacher_top_k: int | None) -> Scorer[Any]:
+def _readout(run: Resolved, entropy: bool, teacher_top_k: int | None) -> Scorer[Any]:
     """Return what the recipe's model is asked."""
-    if recipe.objective.has_scalar_head:
+    if run.job.objective.has_scalar_head:
         return Values()
     if teacher_top_k is not None:
-        return TopLogprobs(k=teacher_top_k, vocab_size=recipe.model.vocab_size)
-    return Logprobs(entropy=entropy, fused=recipe.fused_head)
+        return TopLogprobs(k=teacher_top_k, vocab_size=run.recipe.model.vocab_size)
+    return Logprobs(entropy=entropy, fused=run.job.fused_head)
 
 
 def _row(sample: Sample, scores: dict[str, SampleScores]) -> dict[str, Any]:

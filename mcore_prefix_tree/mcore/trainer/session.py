@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,47 +20,27 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.launchers import adopt_ranks
+from mcore_prefix_tree.mcore.ranks import on_main_rank
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.mcore.trainer.model import size_of, transformer_config
 from mcore_prefix_tree.plan import Measured, read_measured
-from mcore_prefix_tree.recipe import Recipe, RecipeError
-
-T = TypeVar("T")
+from mcore_prefix_tree.recipe import ParallelConfig, Recipe, RecipeError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """This process's place in the job.
+    """What a process has joined.
 
     Attributes:
         config: the recipe's ``TransformerConfig``.
         device: of all tensors.
-        rank: of the world.
-        dp_rank: data-parallel rank.
-        dp_size: data-parallel size.
         measured: what ``batch.calibration`` names, as the main rank read it when the job started: plans depend on it,
             and the file may change, or not be the same on another machine.
     """
 
     config: Any
     device: torch.device
-    rank: int
-    dp_rank: int
-    dp_size: int
     measured: tuple[Measured, ...] = ()
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this rank prints and writes."""
-        return self.rank == 0
-
-    @property
-    def has_logits(self) -> bool:
-        """Whether this rank holds the losses of its data-parallel replica: last stage, first tensor-parallel rank."""
-        return bool(
-            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-        )
 
 
 class LostRankError(ConnectionError):
@@ -83,11 +63,12 @@ def session(recipe: Recipe) -> Iterator[Session]:
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available()
     if recipe.device == "cuda" and not on_gpu:
         raise RecipeError("device=cuda, but torch sees no GPU; set device=auto or device=cpu")
+    model_size = partial(size_of, recipe.model, scalar_head=recipe.objective.has_scalar_head)
     with ExitStack() as stack:
-        stack.enter_context(naming_memory(lambda: f"the job does not fit; it has a model of {size_of(recipe)}"))
+        stack.enter_context(naming_memory(lambda: f"the job does not fit; it has a model of {model_size()}"))
         if not on_gpu:
             stack.enter_context(cpu_emulation(force=recipe.device == "cpu"))
-        config = transformer_config(recipe, on_gpu=on_gpu)
+        config = transformer_config(recipe.model, recipe.parallel, on_gpu=on_gpu)
         check_config(config)
         device = torch.device("cuda", _device_index()) if on_gpu else torch.device("cpu")
         if on_gpu:
@@ -95,23 +76,15 @@ def session(recipe: Recipe) -> Iterator[Session]:
         _init_process_group("nccl" if on_gpu else "gloo", recipe.distributed_timeout_minutes)
         stack.push(_leave_process_group)
         stack.callback(parallel_state.destroy_model_parallel)  # also where only some groups could be made
-        _init_parallel_state(recipe)
+        _init_parallel_state(recipe.parallel, recipe.distributed_timeout_minutes)
         # Stages draw different weights, tensor-parallel ranks cut the same ones: Megatron-LM's offset.
         seed = recipe.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         calibration = recipe.batch.calibration
         measured = [] if calibration is None else on_main_rank(partial(read_measured, calibration))
-        place = Session(
-            config=config,
-            device=device,
-            rank=dist.get_rank(),
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            dp_size=parallel_state.get_data_parallel_world_size(),
-            measured=tuple(measured),
-        )
         try:
-            yield place
+            yield Session(config=config, device=device, measured=tuple(measured))
         except RuntimeError as error:
             if not is_of_lost_rank(error):
                 raise
@@ -162,8 +135,7 @@ def _leave_process_group(error: type[BaseException] | None, *_: object) -> None:
         dist.destroy_process_group()
 
 
-def _init_parallel_state(recipe: Recipe) -> None:
-    parallel = recipe.parallel
+def _init_parallel_state(parallel: ParallelConfig, timeout_minutes: int | None) -> None:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if parallel.virtual_pipeline_model_parallel_size is not None and pp == 1:
         raise RecipeError(
@@ -176,30 +148,10 @@ def _init_parallel_state(recipe: Recipe) -> None:
             f"of {tp * pp} ranks, but this job has {dist.get_world_size()}; start it with "
             f"torchrun --nproc-per-node {tp * pp} -m mcore_prefix_tree ..."
         )
-    minutes = recipe.distributed_timeout_minutes
-    timeout = {} if minutes is None else {"distributed_timeout_minutes": minutes}
+    timeout = {} if timeout_minutes is None else {"distributed_timeout_minutes": timeout_minutes}
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         **timeout,
     )
-
-
-def on_main_rank(action: Callable[[], T]) -> T:
-    """Let the main rank do something for all; every rank goes on once it is done, with what it gave.
-
-    Raises:
-        OSError, ValueError: it could not; on every rank.
-    """
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except (OSError, ValueError) as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    result, failure = outcome
-    if failure is not None:
-        raise failure
-    return cast("T", result)

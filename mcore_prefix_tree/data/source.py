@@ -1,0 +1,193 @@
+"""A job's samples, as every rank reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+from mcore_prefix_tree.data.batches import Order, SampleOrder
+from mcore_prefix_tree.data.files import resolve_paths
+from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
+from mcore_prefix_tree.data.jsonl import STDIN
+from mcore_prefix_tree.data.read import iter_sample_groups
+from mcore_prefix_tree.data.records import LineOptions
+from mcore_prefix_tree.data.same import ALONE, Ranks, check_same_samples
+from mcore_prefix_tree.data.skipped import OnError, Skipped
+from mcore_prefix_tree.data.stream import StreamedGroups
+from mcore_prefix_tree.errors import naming_memory
+from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.signals import GroupedBy
+
+_CHECKED_AT_ONCE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Which samples a job takes, and in which order.
+
+    Attributes:
+        paths: files and globs.
+        options: how lines become samples.
+        seed: of the order.
+        order: of the samples.
+        step: samples of a step, or its units where ``counts_units``.
+        grouped_by: what a step takes whole; None for samples by themselves.
+        counts_units: a step counts these units, whatever their sizes.
+        whole_steps: an epoch leaves out the units that do not fill a step.
+        on_error: what becomes of bad lines.
+        is_streamed: samples are read when a step needs them.
+        objective: setting that names the objective, for messages.
+        streaming: setting that streams, for messages.
+        ranks: that read it.
+    """
+
+    paths: Sequence[str]
+    options: LineOptions
+    seed: int
+    order: Order
+    step: int
+    grouped_by: GroupedBy | None = None
+    counts_units: bool = False
+    whole_steps: bool = False
+    on_error: OnError = "raise"
+    is_streamed: bool = False
+    objective: str = ""
+    streaming: str
+    ranks: Ranks = ALONE
+
+    def read(
+        self,
+        *,
+        check: Callable[[Sequence[Sample]], None] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> tuple[SampleOrder, Skipped]:
+        """Read all samples, or where they are; all ranks together.
+
+        Standard input reaches one process only: the main rank reads it for all.
+
+        Args:
+            check: of whole groups, before the first step, that no sample lacks what the objective reads.
+            progress: of streamed samples; is told how many bytes of how many are gone through.
+
+        Returns:
+            The samples in order, and the bad ones that were left out.
+
+        Raises:
+            SampleError: bad data; names file, line and field. Or ranks that read different data; names them.
+            ValueError: there are fewer samples than a step of whole units takes.
+        """
+        skipped = Skipped()
+        groups: Sequence[Sequence[Sample]]
+        if self.is_streamed:
+            stream = partial(
+                StreamedGroups,
+                list(self.paths),
+                self.options,
+                on_error=self.on_error,
+                skipped=skipped,
+                ranks=self.ranks,
+                progress=progress,
+                check=check,
+            )
+            with _naming_what_was_skipped(skipped):
+                groups = (
+                    stream()
+                    if self.grouped_by is None
+                    else streamed_whole_groups(
+                        stream, self.grouped_by, step=self._samples_of_a_step, setting=self.objective
+                    )
+                )
+            if groups.fault:
+                raise SampleError(groups.fault)
+        else:
+            groups, skipped = self._whole(self.paths, self.grouped_by, self._samples_of_a_step)
+            if check is not None:
+                _check_all(groups, check)
+        return self._in_order(groups), skipped
+
+    def of_lines(self, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
+        """Return samples in memory in the order that steps take them; raises as :meth:`read`.
+
+        Args:
+            lines: samples of each line.
+        """
+        return self._in_order(self._joined(lines, self.grouped_by, self._samples_of_a_step))
+
+    def _in_order(self, groups: Sequence[Sequence[Sample]]) -> SampleOrder:
+        return SampleOrder(
+            groups,
+            seed=self.seed,
+            order=self.order,
+            by_line=self.counts_units,
+            step=self.step,
+            whole_steps=self.whole_steps,
+        )
+
+    def held_out(
+        self, paths: Sequence[str], by: GroupedBy | None, check: Callable[[Sequence[Sample]], None]
+    ) -> tuple[Sequence[Sequence[Sample]], Skipped]:
+        """Return all samples of other files, read as these are, and what was left out.
+
+        They are held in memory, also where these are streamed.
+
+        Args:
+            paths: files and globs.
+            by: units that stay whole; None for lines.
+            check: as of :meth:`read`.
+
+        Raises:
+            SampleError: see :meth:`read`; or there are no samples.
+        """
+        groups, skipped = self._whole(paths, by, None)
+        _check_all(groups, check)
+        return groups, skipped
+
+    def _whole(
+        self, paths: Sequence[str], by: GroupedBy | None, step: int | None
+    ) -> tuple[Sequence[Sequence[Sample]], Skipped]:
+        lines, skipped = self._lines(paths)
+        with _naming_what_was_skipped(skipped):
+            return self._joined(lines, by, step), skipped
+
+    def _joined(
+        self, lines: Sequence[Sequence[Sample]], by: GroupedBy | None, step: int | None
+    ) -> Sequence[Sequence[Sample]]:
+        return lines if by is None else whole_groups(lines, by, step=step, setting=self.objective)
+
+    @property
+    def _samples_of_a_step(self) -> int | None:
+        return None if self.counts_units else self.step
+
+    def _lines(self, paths: Sequence[str]) -> tuple[list[list[Sample]], Skipped]:
+        def read() -> tuple[list[list[Sample]], Skipped]:
+            skipped = Skipped()
+            with naming_memory(lambda: f"the samples of {', '.join(paths)} do not fit; {self.streaming}"):
+                lines = iter_sample_groups(paths, **vars(self.options), on_error=self.on_error, skipped=skipped)
+                return list(lines), skipped
+
+        if STDIN in paths and self.ranks.size > 1:
+            read_once: tuple[list[list[Sample]], Skipped] = self.ranks.on_main(read)
+            return read_once
+        lines, skipped = read()
+        check_same_samples(lines, resolve_paths(paths), self.ranks)
+        return lines, skipped
+
+
+@contextmanager
+def _naming_what_was_skipped(skipped: Skipped) -> Iterator[None]:
+    """Name the lines that were left out: without them a group or a pair may be incomplete."""
+    try:
+        yield
+    except SampleError as error:
+        if skipped.count:
+            raise SampleError(f"{error} ({skipped})") from None
+        raise
+
+
+def _check_all(groups: Sequence[Sequence[Sample]], check: Callable[[Sequence[Sample]], None]) -> None:
+    """Check groups, some at a time; raises what ``check`` raises."""
+    for start in range(0, len(groups), _CHECKED_AT_ONCE):
+        check(list(chain.from_iterable(groups[start : start + _CHECKED_AT_ONCE])))

@@ -1,0 +1,56 @@
+"""A training job, resolved: everything that its steps need, whoever described it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step
+from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
+from mcore_prefix_tree.mcore.readout import Readout, readout_of
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.objectives import LossOutput, Objective
+from mcore_prefix_tree.plan import ModelWork
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """Everything a step needs, resolved and checked before the first one.
+
+    A recipe makes a job, and so do Megatron-LM's arguments. Whatever takes a job reads neither.
+
+    Attributes:
+        objective: what the samples are trained with.
+        folding: how a step becomes micro-batches: budget, padding, cost model, attention back-end, device.
+        dp_rank: this rank's part of a plan.
+        config: megatron-core's ``TransformerConfig`` of the model.
+        work: FLOPs of the model.
+        is_local: the stock model's layers are megatron-core's own, not TransformerEngine's.
+        fused_head: the output layer scores a chunk of logits at a time; False keeps the logits of all tokens.
+        teacher: the second model of an objective that reads one.
+        readout: what the last pipeline stage is asked for; follows from the objective and ``fused_head``.
+        forward_step: what Megatron's schedules call; follows from the readout.
+    """
+
+    objective: Objective
+    folding: Folding
+    dp_rank: int
+    config: Any
+    work: ModelWork
+    is_local: bool = True
+    fused_head: bool = True
+    teacher: TeacherModel | None = None
+    readout: Readout[LossOutput] = field(init=False)
+    forward_step: ForwardStep = field(init=False)
+
+    def __post_init__(self) -> None:
+        readout = readout_of(self.objective, fused_head=self.fused_head)
+        object.__setattr__(self, "readout", readout)
+        object.__setattr__(self, "forward_step", partial(forward_step, readout=readout))
+
+    def taught(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return a step's micro-batches with what the teacher says of them; all ranks together."""
+        return batches if self.teacher is None else self.teacher.teach(batches)

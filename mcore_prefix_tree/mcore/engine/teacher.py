@@ -1,0 +1,67 @@
+"""The second model of a distillation by whole vocabularies, asked about every unique token before the student is.
+
+Its last hidden states wait on the last pipeline stage until the student's head makes logits of both, a few rows at a
+time: neither model's logits are ever held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+
+from mcore_prefix_tree.attention import Case
+from mcore_prefix_tree.mcore.engine.folding import plan_attention
+from mcore_prefix_tree.mcore.engine.schedule import forward_only
+from mcore_prefix_tree.mcore.readout import Hidden
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, TeacherHidden
+from mcore_prefix_tree.mcore.seam.output_layer import output_weight_and_head
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TeacherModel:
+    """This rank's part of it, in the student's parallel layout.
+
+    Attributes:
+        chunks: bare model chunks with edge heads, whose weights nothing changes.
+        attention_backend: of its heads; the student's may be of another size.
+        attention_cases: the calls of its layers.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    attention_backend: str
+    attention_cases: Sequence[Case]
+
+    def plan(self, batches: Sequence[MicroBatch]) -> None:
+        """Make the plans of its attention, on the host."""
+        for batch in batches:
+            plan_attention(batch, self.attention_backend, self.attention_cases)
+
+    def teach(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches of a step with what the teacher says of them, on the last pipeline stage.
+
+        All ranks together, as in the student's own forward.
+
+        Args:
+            batches: with the rows of a :class:`~mcore_prefix_tree.objectives.Distillation`.
+        """
+        asked = [
+            replace(
+                batch,
+                packed_seq_params=replace(batch.packed_seq_params, attention_backend=self.attention_backend),
+            )
+            for batch in batches
+        ]
+        found = forward_only(self.chunks, asked, Hidden(), Hidden().read)
+        if not found:
+            return list(batches)
+        model = get_attr_wrapped_model(self.chunks[-1], "output_layer", return_model_obj=True)
+        taught = []
+        for batch, hidden in zip(batches, found, strict=True):
+            weight, head = output_weight_and_head(model, batch.edges, batch.temperature)
+            # Megatron makes fp32 of whatever a bfloat16 model puts out; these are numbers that bfloat16 has.
+            hidden = hidden.to(weight.dtype)
+            taught.append(replace(batch, teacher=TeacherHidden(hidden=hidden, weight=weight.detach(), head=head)))
+        return taught

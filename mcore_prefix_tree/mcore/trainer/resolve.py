@@ -1,0 +1,235 @@
+"""From a recipe to a job: samples read, back-end chosen, costs known; and the model that the recipe describes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from mcore_prefix_tree.data import Skipped
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.source import Source
+from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.objective import check_samples
+from mcore_prefix_tree.mcore.engine.verify import CannotVerifyError, VerifyReport, verify
+from mcore_prefix_tree.mcore.ranks import all_ranks, everyone, is_main_rank
+from mcore_prefix_tree.mcore.trainer import checkpoint
+from mcore_prefix_tree.mcore.trainer.model import DTYPES, build_chunks, transformer_config
+from mcore_prefix_tree.mcore.trainer.session import Session
+from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.plan import CostModel, ModelWork
+from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe.source import line_options_of, padded_vocab_size, source_of
+from mcore_prefix_tree.sample import Sample, SampleError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Data:
+    """What a recipe trains on.
+
+    Attributes:
+        source: where the samples come from.
+        order: of the samples.
+        skipped: bad samples, left out under ``data.on_error=skip``.
+    """
+
+    source: Source
+    order: SampleOrder
+    skipped: Skipped
+
+
+def read_data(
+    recipe: Recipe,
+    objective: Objective | None,
+    *,
+    every_sample: bool = False,
+    checked: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Data:
+    """Read a recipe's samples; all ranks together.
+
+    Args:
+        recipe: the job's.
+        objective: of the recipe; None reads no group, rollout or pair.
+        every_sample: an epoch leaves none out.
+        checked: check before the first step that no sample lacks what the objective reads.
+        progress: of streamed samples; is told how many bytes of how many are gone through.
+
+    Raises:
+        SampleError: bad data; names file, line and field. Or ranks that read different data; names them.
+        RecipeError: the vocabulary is not known or too small, there are fewer samples than a step of whole groups
+            takes, or steps are to be so many groups of an objective that has none.
+    """
+    source = source_of(recipe, objective, line_options_of(recipe), ranks=all_ranks(), every_sample=every_sample)
+    check = partial(check_samples, objective) if checked and objective is not None else None
+    try:
+        order, skipped = source.read(check=check, progress=progress)
+    except SampleError:
+        raise
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    return Data(source=source, order=order, skipped=skipped)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Resolved:
+    """A recipe on this rank, ready but for its weights.
+
+    Attributes:
+        recipe: with what it leaves to the tokenizer and to ``attention_backend: auto``.
+        order: of the samples.
+        job: that the recipe describes.
+    """
+
+    recipe: Recipe
+    order: SampleOrder
+    job: Job
+
+    def first_step(self) -> list[Sample]:
+        """Return the samples of the first step."""
+        return self.order.take(0, self.recipe.batch.per_step)
+
+    def new_model(self, config: Any = None) -> list[torch.nn.Module]:
+        """Return the model with new weights; with another ``TransformerConfig`` of it, such as of another dtype."""
+        recipe = self.recipe
+        assert recipe.model.vocab_size is not None, "resolved"
+        return build_chunks(
+            recipe.model,
+            config or self.job.config,
+            vocab_size=padded_vocab_size(recipe.model.vocab_size, recipe),
+            device=self.job.folding.device,
+            scalar_head=self.job.objective.has_scalar_head,
+            fused_head=self.job.fused_head,
+        )
+
+    def starting_model(self, say: Callable[[str], None]) -> list[torch.nn.Module]:
+        """Return the model with the weights that training begins with.
+
+        Args:
+            say: is told which weights these are.
+
+        Raises:
+            RecipeError: ``checkpoint.pretrained_checkpoint`` holds no checkpoint, or it does not fit.
+        """
+        recipe, objective = self.recipe, self.job.objective
+        chunks = self.new_model()
+        folder = recipe.checkpoint.pretrained_checkpoint
+        if folder is None:
+            hint = ""
+            if objective.improves_policy:
+                name = recipe.objective.name
+                hint = f"; objective.name={name} improves a policy, which checkpoint.pretrained_checkpoint would name"
+            say(f"the weights are new, drawn with seed={recipe.seed}{hint}")
+            return chunks
+        iteration = everyone(checkpoint.latest_weights(folder))[0]
+        if iteration is None:
+            raise RecipeError(
+                f"checkpoint.pretrained_checkpoint={folder} holds no checkpoint; name the folder of a run"
+            )
+        has_head = checkpoint.load_pretrained(folder, iteration, chunks, model=recipe.model)
+        new = ", with a new scalar head" if objective.has_scalar_head and not has_head else ""
+        say(f"the weights start from {checkpoint.iteration_folder(folder, iteration)}{new}")
+        return chunks
+
+    def verified(self, chunks: list[torch.nn.Module]) -> VerifyReport:
+        """Compare the first batch folded and unfolded; see :func:`~mcore_prefix_tree.mcore.engine.verify.verify`.
+
+        Raises:
+            RecipeError: the unfolded side cannot be run, or not be compared with.
+        """
+        recipe, config = self.recipe, self.job.config
+        if config.gradient_accumulation_fusion:  # its kernel writes into the buffers of DDP alone
+            raise RecipeError(
+                "verify compares plain gradients, which model.transformer.gradient_accumulation_fusion=true does not "
+                "give; turn it off, or set verify.enabled=false"
+            )
+        in_tf32 = self.job.folding.device.type == "cuda" and not self.job.is_local
+        if in_tf32 and config.params_dtype is torch.float32 and not recipe.verify.tolerance:
+            raise RecipeError(
+                "verify measures model.dtype=float32 against float64, which TransformerEngine does not compute; it "
+                "also multiplies matrices of float32 in TF32, with 10 bits; set model.dtype=bfloat16, "
+                "model.transformer_impl=local or verify.tolerance"
+            )
+
+        def in_dtype(dtype: torch.dtype) -> tuple[list[torch.nn.Module], Any]:
+            name = next(name for name, known in DTYPES.items() if known is dtype)
+            on_gpu = self.job.folding.device.type == "cuda"
+            other = transformer_config(replace(recipe.model, dtype=name), recipe.parallel, on_gpu=on_gpu)
+            return self.new_model(other), other
+
+        try:
+            return verify(chunks, self.first_step(), self.job, in_dtype=in_dtype, tolerance=recipe.verify.tolerance)
+        except CannotVerifyError as error:
+            raise RecipeError(f"{error}, or set verify.enabled=false") from None
+
+
+def resolve(
+    recipe: Recipe,
+    objective: Objective,
+    session: Session,
+    data: Data,
+    *,
+    say: Callable[[str], None] = logger.info,
+) -> Resolved:
+    """Return what a recipe describes, with everything decided that its steps need.
+
+    Args:
+        recipe: the job's.
+        objective: of the recipe.
+        session: of this rank.
+        data: of the recipe.
+        say: is told on the main rank what ``attention_backend: auto`` chose.
+
+    Raises:
+        ValueError: the back-end does not support the run; names those that do.
+        RecipeError: the length buckets fit neither the budget nor the parallel layout.
+    """
+    backend = resolve_backend(
+        recipe.attention_backend,
+        session.config,
+        lambda: data.order.take(0, recipe.batch.per_step),
+        device=session.device,
+        deterministic=recipe.deterministic_attention,
+        say=say if is_main_rank() else logger.debug,
+    )
+    model = replace(recipe.model, vocab_size=data.source.options.vocab_size)
+    recipe = replace(recipe, attention_backend=backend, model=model)
+    work = ModelWork.from_model(model, fused_head=recipe.fused_head, scalar_head=objective.has_scalar_head)
+    cost_model = CostModel.from_work(work)
+    if session.measured:
+        cost_model = cost_model.calibrated(session.measured)
+    deterministic = recipe.deterministic_attention
+    folding = Folding(
+        max_tokens=recipe.batch.max_tokens,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        cost_model=cost_model,
+        device=session.device,
+        micro_batch_multiple=recipe.parallel.micro_batch_multiple,
+        bubble=recipe.parallel.bubble,
+        sharing=recipe.batch.sharing,
+        padding=recipe.padding,
+        attention_backend=backend,
+        attention_cases=cases_of(session.config, device=session.device, deterministic=deterministic),
+        deterministic_attention=deterministic,
+        only_supervised=recipe.fused_head,
+        head_chunk_rows=recipe.head_chunk_rows,
+    )
+    job = Job(
+        objective=objective,
+        folding=folding,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        config=session.config,
+        work=work,
+        is_local=model.transformer_impl == "local",
+        fused_head=recipe.fused_head,
+    )
+    return Resolved(recipe=recipe, order=data.order, job=job)

@@ -1,0 +1,89 @@
+"""A recipe's samples: how its lines become some, and the order in which steps take them."""
+
+from __future__ import annotations
+
+from mcore_prefix_tree.data import LineOptions, Ranks, load_tokenizer
+from mcore_prefix_tree.data.source import Source
+from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
+
+
+def source_of(
+    recipe: Recipe, objective: Objective | None, options: LineOptions, *, ranks: Ranks, every_sample: bool = False
+) -> Source:
+    """Return where a recipe's samples come from.
+
+    Args:
+        recipe: the job's.
+        objective: of the recipe; None reads no group, rollout or pair.
+        options: see :func:`line_options_of`.
+        ranks: that read the samples.
+        every_sample: an epoch leaves none out.
+
+    Raises:
+        RecipeError: steps are to be so many groups of an objective that has none.
+    """
+    data, batch = recipe.data, recipe.batch
+    by = None if objective is None else objective.grouped_by
+    setting = f"objective.name={recipe.objective.name}"
+    if objective is not None and by is None and batch.groups_per_step is not None:
+        raise RecipeError(
+            f"batch.groups_per_step={batch.groups_per_step}: {setting} as it is set takes each sample by itself; set "
+            "batch.global_batch_size instead"
+        )
+    return Source(
+        paths=[data.path] if isinstance(data.path, str) else data.path,
+        options=options,
+        seed=recipe.seed,
+        order=data.order,
+        step=batch.per_step,
+        grouped_by=by,
+        counts_units=batch.groups_per_step is not None,
+        whole_steps=by is not None and not every_sample,
+        on_error=data.on_error,
+        is_streamed=data.streaming,
+        objective=setting,
+        streaming="set data.streaming=true",
+        ranks=ranks,
+    )
+
+
+def line_options_of(recipe: Recipe) -> LineOptions:
+    """Return how a recipe's lines become samples; it loads the tokenizer.
+
+    Raises:
+        RecipeError: the vocabulary is not known or too small, or the chat template has settings without a tokenizer.
+    """
+    data = recipe.data
+    if data.tokenizer is None and data.chat_template_kwargs:
+        raise RecipeError(
+            "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none"
+        )
+    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.chat_template_kwargs)
+    limits = {"batch.max_tokens": recipe.batch.max_tokens}
+    if recipe.model.position_embedding_type == "learned_absolute":
+        limits["model.max_position_embeddings"] = recipe.model.max_position_embeddings
+    return LineOptions(
+        tokenizer=tokenizer,
+        expand_turns=data.expand_turns,
+        vocab_size=_vocab_size(recipe, None if tokenizer is None else tokenizer.vocab_size),
+        limits=limits,
+    )
+
+
+def _vocab_size(recipe: Recipe, tokenizer_size: int | None) -> int:
+    """Return the recipe's size, or else the tokenizer's, padded."""
+    size = recipe.model.vocab_size
+    if size is None and tokenizer_size is None:
+        raise RecipeError("model.vocab_size is missing; set it, or name a data.tokenizer to take it from")
+    if size is not None and tokenizer_size is not None and size < tokenizer_size:
+        raise RecipeError(
+            f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or leave it out"
+        )
+    return size or padded_vocab_size(tokenizer_size or 0, recipe)
+
+
+def padded_vocab_size(size: int, recipe: Recipe) -> int:
+    """Return the rows of the embedding: a vocabulary up to a multiple of the tensor-parallel ranks."""
+    ranks = recipe.parallel.tensor_model_parallel_size
+    return -(-size // ranks) * ranks
