@@ -26,18 +26,18 @@ import torch
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.bench.machine import describe_machine
-from mcore_prefix_tree.data import iter_sample_groups
+from mcore_prefix_tree.data import Ranks, Skipped, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.write import check_output
-from mcore_prefix_tree.mcore.engine.schedule import folding_of
 from mcore_prefix_tree.mcore.engine.score import score
 from mcore_prefix_tree.mcore.readout import Logprobs
 from mcore_prefix_tree.mcore.trainer.logs import open_logs
-from mcore_prefix_tree.mcore.trainer.model import build_chunks
+from mcore_prefix_tree.mcore.trainer.resolve import Data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.mcore.trainer.trainer import Trainer
 from mcore_prefix_tree.recipe import Recipe, load_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
+from mcore_prefix_tree.recipe.source import line_options_of, source_of
 from mcore_prefix_tree.signals import Signals
 
 ALPHABET = "0123456789+=. efhmostu"
@@ -162,12 +162,14 @@ def run(
     order = SampleOrder(lines, seed=recipe.seed, order="shuffled", step=prompts_per_step, whole_steps=True)
     generator = torch.Generator().manual_seed(recipe.seed)
     curve = []
-    with session(recipe) as place, open_logs(recipe.log, done=0, say=print) as log:
-        assert recipe.model.vocab_size is not None
-        chunks = build_chunks(recipe, place.config, vocab_size=recipe.model.vocab_size, device=place.device)
+    objective = objective_of(recipe)
+    source = source_of(recipe, objective, line_options_of(recipe), ranks=Ranks())
+    with session(recipe) as joined, open_logs(recipe.log, done=0, say=print) as log:
+        run = resolve(joined, objective, Data(source=source, order=order, skipped=Skipped()))
+        chunks = run.new_model()
         warm_up(chunks[0], [line[0].tokens.tolist() for line in lines], warm_up_steps)
-        trainer = Trainer(recipe, objective_of(recipe), place, order, chunks)
-        folding, readout = folding_of(recipe, place), Logprobs(fused=recipe.fused_head)
+        trainer = Trainer(run, chunks)
+        folding, readout = run.job.folding, Logprobs(fused=recipe.fused_head)
         for batch in range(recipe.train_iters // UPDATES):
             prompts = order.take(batch * prompts_per_step, prompts_per_step)
             samples = with_old_logprobs(chunks, roll_out(chunks[0], prompts, generator), folding, readout)

@@ -161,6 +161,11 @@ class ParallelConfig:
         """What a rank's micro-batches come in multiples of: interleaved stages take them in groups of the pipeline."""
         return 1 if self.virtual_pipeline_model_parallel_size is None else self.pipeline_model_parallel_size
 
+    def padded_vocab_size(self, size: int) -> int:
+        """Return the rows of the embedding: a vocabulary up to a multiple of the tensor-parallel ranks."""
+        ranks = self.tensor_model_parallel_size
+        return -(-size // ranks) * ranks
+
     @property
     def bubble(self) -> float:
         """What the pipeline's filling and draining costs, in times of a rank's largest micro-batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_prefix_tree.data import LineOptions, Ranks, load_tokenizer
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import ModelConfig, ParallelConfig, Recipe, RecipeError
 
 
 def source_of(
@@ -66,24 +66,18 @@ def line_options_of(recipe: Recipe) -> LineOptions:
     return LineOptions(
         tokenizer=tokenizer,
         expand_turns=data.expand_turns,
-        vocab_size=_vocab_size(recipe, None if tokenizer is None else tokenizer.vocab_size),
+        vocab_size=_vocab_size(recipe.model, recipe.parallel, None if tokenizer is None else tokenizer.vocab_size),
         limits=limits,
     )
 
 
-def _vocab_size(recipe: Recipe, tokenizer_size: int | None) -> int:
+def _vocab_size(model: ModelConfig, parallel: ParallelConfig, tokenizer_size: int | None) -> int:
     """Return the recipe's size, or else the tokenizer's, padded."""
-    size = recipe.model.vocab_size
+    size = model.vocab_size
     if size is None and tokenizer_size is None:
         raise RecipeError("model.vocab_size is missing; set it, or name a data.tokenizer to take it from")
     if size is not None and tokenizer_size is not None and size < tokenizer_size:
         raise RecipeError(
             f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or leave it out"
         )
-    return size or padded_vocab_size(tokenizer_size or 0, recipe)
-
-
-def padded_vocab_size(size: int, recipe: Recipe) -> int:
-    """Return the rows of the embedding: a vocabulary up to a multiple of the tensor-parallel ranks."""
-    ranks = recipe.parallel.tensor_model_parallel_size
-    return -(-size // ranks) * ranks
+    return size or parallel.padded_vocab_size(tokenizer_size or 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -102,7 +102,7 @@ def read(job: Path, place: Any, name: str, options: dict[str, Any], *overrides: 
     for size in (UNITS, SAMPLES):
         recipe = load_recipe(job, [*size, *objective, *overrides])
         try:
-            return read_data(recipe, objective_of(recipe), checked=True), recipe.batch.per_step
+            return read_data(replace(place, recipe=recipe), objective_of(recipe), checked=True), recipe.batch.per_step
         except RecipeError as error:
             if "takes each sample by itself" not in str(error):
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,8 @@ def resolved(recipe: Recipe, place: Any) -> Any:
     from mcore_prefix_tree.recipe.objective import objective_of
 
     objective = objective_of(recipe)
-    return resolve(recipe, objective, place, read_data(recipe, objective))
+    joined = replace(place, recipe=recipe)  # a test may change it after it was joined
+    return resolve(joined, objective, read_data(joined, objective))
 
 
 def built(recipe: Recipe, place: Any) -> torch.nn.Module:

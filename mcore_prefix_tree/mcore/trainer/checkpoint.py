@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -39,7 +39,7 @@ from mcore_prefix_tree.mcore.trainer.session import is_of_lost_rank
 from mcore_prefix_tree.mcore.trainer.settings import check_same_function, write_settings
 from mcore_prefix_tree.mcore.trainer.vetting import UnsafeCheckpointError, check_holds_only_data
 from mcore_prefix_tree.mcore.trainer.writing import WriteInRank
-from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe import ModelConfig, RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -154,7 +154,13 @@ def _appears(path: Path) -> bool:
 
 
 def save(
-    folder: str | Path, chunks: Sequence[Any], optimizer: Any, scheduler: Any, progress: Progress, *, recipe: Recipe
+    folder: str | Path,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    progress: Progress,
+    *,
+    settings: Mapping[str, Any],
 ) -> None:
     """Write a checkpoint, the recipe beside it; all ranks together.
 
@@ -171,7 +177,7 @@ def save(
             sharded_strategy=WriteInRank(),
         )
         write_checksums(target)
-        on_main_rank(partial(write_settings, target, recipe))
+        on_main_rank(partial(write_settings, target, settings))
         on_main_rank(lambda: _name_as_latest(folder, progress.iteration))
         on_main_rank(saving_mark(target).unlink)
 

@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.mcore.trainer.teacher import load_teacher, read_teacher_recipe
 from mcore_prefix_tree.mcore.trainer.trainer import Reporter, Trainer
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.recipe import CheckpointConfig, Recipe, RecipeError, ValidationConfig
+from mcore_prefix_tree.recipe import CheckpointConfig, OptimizerConfig, Recipe, RecipeError, ValidationConfig
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.sample import Sample
 
@@ -60,7 +60,7 @@ def _measuring(recipe: Recipe) -> Iterator[Trainer]:
     """A trainer of new weights that trains nothing."""
     _check_trainable(recipe)
     with _resolved(recipe) as run:
-        yield Trainer(run.recipe, run.job, run.order, run.new_model())
+        yield Trainer(run, run.new_model())
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def _resolved(recipe: Recipe) -> Iterator[Resolved]:
     check_setting(recipe.attention_backend)
     objective = objective_of(recipe)
     with session(recipe) as joined:
-        yield resolve(recipe, objective, joined, read_data(recipe, objective))
+        yield resolve(joined, objective, read_data(joined, objective))
 
 
 def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False) -> None:
@@ -97,7 +97,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         if recipe.checkpoint.save is not None:
             on_main_rank(partial(check_not_overwritten, recipe.checkpoint.save, saved))
         progress = reporter.reading if is_main_rank() else None
-        data = read_data(recipe, objective, checked=True, progress=progress)
+        data = read_data(joined, objective, checked=True, progress=progress)
         if data.skipped.count:
             say(str(data.skipped))
         held_out = _read_held_out(recipe.validation, objective, data, say)
@@ -106,13 +106,13 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             # Where nothing can be written is better known now than after the last step.
             checkpoint.make_folder(recipe.checkpoint.save)
             until_the_end.enter_context(claimed(recipe.checkpoint.save))
-        run = resolve(recipe, objective, joined, data, say=reporter.message)
+        run = resolve(joined, objective, data, say=reporter.message)
         chunks = run.new_model() if saved is not None else run.starting_model(say)
         if teacher_recipe is not None:
-            run = replace(run, job=replace(run.job, teacher=load_teacher(teacher_recipe, joined, run, say=say)))
+            run = replace(run, job=replace(run.job, teacher=load_teacher(teacher_recipe, run, say=say)))
         if recipe.verify.enabled and saved is None:
             _verify(run, chunks, reporter)
-        trainer = Trainer(run.recipe, run.job, run.order, chunks, held_out=_planned(held_out, run))
+        trainer = Trainer(run, chunks, held_out=_planned(held_out, run))
         trainer.train(saved, reporter, new_data=new_data)
         if data.skipped.count:
             say(f"not trained on: {data.skipped}")
@@ -184,33 +184,33 @@ def _report_order(data: Data, say: Callable[[str], None]) -> None:
 
 
 def _check_trainable(recipe: Recipe) -> None:
-    """What Megatron's optimizer would refuse after the model is built."""
+    """Reject what Megatron's optimizer would reject after the model is built."""
+    options = recipe.optimizer
     if recipe.model.dtype == "float64":
-        if recipe.optimizer.clip_grad > 0:
-            raise RecipeError(
-                "optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64"
-            )
-        if recipe.optimizer.use_distributed_optimizer:
-            raise RecipeError(
-                "optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off"
-            )
-        if _fused_adam():
-            raise RecipeError(
-                "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex where it is installed, "
-                "which has no float64; set model.dtype=float32, or device=cpu"
-            )
-    if recipe.optimizer.use_distributed_optimizer and recipe.checkpoint.save is not None and not _fused_adam():
+        _check_float64(options)
+    if options.use_distributed_optimizer and recipe.checkpoint.save is not None and not _fused_adam():
         raise RecipeError(
             "optimizer.use_distributed_optimizer: without the FusedAdam of TransformerEngine or Apex, Megatron cannot "
             "read back the checkpoints that its distributed optimizer writes; turn it off or set checkpoint.save=null"
         )
-    if recipe.optimizer.lr_warmup_steps >= recipe.train_iters:
+    if options.lr_warmup_steps >= recipe.train_iters:
         raise RecipeError(
-            f"optimizer.lr_warmup_steps={recipe.optimizer.lr_warmup_steps} must be below "
-            f"train_iters={recipe.train_iters}"
+            f"optimizer.lr_warmup_steps={options.lr_warmup_steps} must be below train_iters={recipe.train_iters}"
         )
-    if recipe.optimizer.min_lr > recipe.optimizer.lr:
-        raise RecipeError(f"optimizer.min_lr={recipe.optimizer.min_lr} is above optimizer.lr={recipe.optimizer.lr}")
+    if options.min_lr > options.lr:
+        raise RecipeError(f"optimizer.min_lr={options.min_lr} is above optimizer.lr={options.lr}")
+
+
+def _check_float64(options: OptimizerConfig) -> None:
+    if options.clip_grad > 0:
+        raise RecipeError("optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64")
+    if options.use_distributed_optimizer:
+        raise RecipeError("optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off")
+    if _fused_adam():
+        raise RecipeError(
+            "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex where it is installed, "
+            "which has no float64; set model.dtype=float32, or device=cpu"
+        )
 
 
 def _fused_adam() -> bool:

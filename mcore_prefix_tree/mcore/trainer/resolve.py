@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.trainer.session import Session
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.recipe import Recipe, RecipeError
-from mcore_prefix_tree.recipe.source import line_options_of, padded_vocab_size, source_of
+from mcore_prefix_tree.recipe.source import line_options_of, source_of
 from mcore_prefix_tree.sample import Sample, SampleError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Data:
 
 
 def read_data(
-    recipe: Recipe,
+    session: Session,
     objective: Objective | None,
     *,
     every_sample: bool = False,
@@ -58,7 +58,7 @@ def read_data(
     """Read a recipe's samples; all ranks together.
 
     Args:
-        recipe: the job's.
+        session: of this rank.
         objective: of the recipe; None reads no group, rollout or pair.
         every_sample: an epoch leaves none out.
         checked: check before the first step that no sample lacks what the objective reads.
@@ -69,6 +69,7 @@ def read_data(
         RecipeError: the vocabulary is not known or too small, there are fewer samples than a step of whole groups
             takes, or steps are to be so many groups of an objective that has none.
     """
+    recipe = session.recipe
     source = source_of(recipe, objective, line_options_of(recipe), ranks=all_ranks(), every_sample=every_sample)
     check = partial(check_samples, objective) if checked and objective is not None else None
     try:
@@ -105,7 +106,7 @@ class Resolved:
         return build_chunks(
             recipe.model,
             config or self.job.config,
-            vocab_size=padded_vocab_size(recipe.model.vocab_size, recipe),
+            vocab_size=recipe.parallel.padded_vocab_size(recipe.model.vocab_size),
             device=self.job.folding.device,
             scalar_head=self.job.objective.has_scalar_head,
             fused_head=self.job.fused_head,
@@ -173,19 +174,13 @@ class Resolved:
 
 
 def resolve(
-    recipe: Recipe,
-    objective: Objective,
-    session: Session,
-    data: Data,
-    *,
-    say: Callable[[str], None] = logger.info,
+    session: Session, objective: Objective, data: Data, *, say: Callable[[str], None] = logger.info
 ) -> Resolved:
-    """Return what a recipe describes, with everything decided that its steps need.
+    """Return what a session's recipe describes, with everything decided that its steps need.
 
     Args:
-        recipe: the job's.
-        objective: of the recipe.
         session: of this rank.
+        objective: of the recipe.
         data: of the recipe.
         say: is told on the main rank what ``attention_backend: auto`` chose.
 
@@ -193,6 +188,7 @@ def resolve(
         ValueError: the back-end does not support the run; names those that do.
         RecipeError: the length buckets fit neither the budget nor the parallel layout.
     """
+    recipe = session.recipe
     backend = resolve_backend(
         recipe.attention_backend,
         session.config,

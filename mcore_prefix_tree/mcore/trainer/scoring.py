@@ -17,7 +17,7 @@ from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs,
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
-from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.sample import Sample
 
@@ -101,7 +101,9 @@ def run_score(
     if policy is None:
         raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
-    main = recipe.objective.kind.scored_as if teacher_top_k is None else _teacher_column(recipe, teacher_top_k)
+    main = recipe.objective.kind.scored_as
+    if teacher_top_k is not None:
+        main = _teacher_column(recipe.objective, recipe.model.vocab_size, teacher_top_k)
     folders: dict[str, str | Path] = {main: policy}
     if reference is not None:
         if recipe.objective.has_scalar_head or teacher_top_k is not None:
@@ -117,8 +119,8 @@ def run_score(
         objective = objective_of(recipe)
         # Whatever the objective reads of a sample: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
-        data = read_data(recipe, grouping, every_sample=True)
-        run = resolve(recipe, objective, joined, data)
+        data = read_data(joined, grouping, every_sample=True)
+        run = resolve(joined, objective, data)
         models = {}
         for column, iteration in iterations.items():
             models[column] = run.new_model()
@@ -159,10 +161,9 @@ def _existing(folder: str | Path, iteration: int | str | None) -> int | str:
     return iteration
 
 
-def _teacher_column(recipe: Recipe, k: int) -> str:
-    if recipe.objective.has_scalar_head:
-        raise RecipeError(f"--teacher-top-k wants a vocabulary, and objective.name={recipe.objective.name} has none")
-    size = recipe.model.vocab_size
+def _teacher_column(objective: ObjectiveConfig, size: int | None, k: int) -> str:
+    if objective.has_scalar_head:
+        raise RecipeError(f"--teacher-top-k wants a vocabulary, and objective.name={objective.name} has none")
     if k < 1 or (size is not None and k > size):
         raise RecipeError(f"--teacher-top-k {k}: it must be from 1 to the vocabulary's {size or 'size'}")
     return TEACHER

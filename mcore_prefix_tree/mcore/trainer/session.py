@@ -32,12 +32,14 @@ class Session:
     """What a process has joined.
 
     Attributes:
+        recipe: of the job.
         config: the recipe's ``TransformerConfig``.
         device: of all tensors.
         measured: what ``batch.calibration`` names, as the main rank read it when the job started: plans depend on it,
             and the file may change, or not be the same on another machine.
     """
 
+    recipe: Recipe
     config: Any
     device: torch.device
     measured: tuple[Measured, ...] = ()
@@ -84,7 +86,7 @@ def session(recipe: Recipe) -> Iterator[Session]:
         calibration = recipe.batch.calibration
         measured = [] if calibration is None else on_main_rank(partial(read_measured, calibration))
         try:
-            yield Session(config=config, device=device, measured=tuple(measured))
+            yield Session(recipe=recipe, config=config, device=device, measured=tuple(measured))
         except RuntimeError as error:
             if not is_of_lost_rank(error):
                 raise

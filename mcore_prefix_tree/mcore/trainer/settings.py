@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from omegaconf import OmegaConf
 
-from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe import ModelConfig, RecipeError
 
 FILE = "recipe.yaml"
 # Sections that do not change training itself.
@@ -23,17 +23,17 @@ _SAME_FUNCTION = re.compile(
 )
 
 
-def write_settings(folder: Path, recipe: Recipe) -> None:
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write a recipe with all its defaults into a checkpoint's folder."""
-    OmegaConf.save(OmegaConf.create(dataclasses.asdict(recipe)), folder / FILE)
+    OmegaConf.save(OmegaConf.create(dict(settings)), folder / FILE)
 
 
-def changed_settings(folder: Path, recipe: Recipe) -> list[str]:
+def changed_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
     """Return what differs from the recipe in a checkpoint's folder, as ``key before -> now``; empty if it has none."""
     written = _read(folder)
     if written is None:
         return []
-    before, now = dict(_flat(written)), dict(_flat(dataclasses.asdict(recipe)))
+    before, now = dict(_flat(written)), dict(_flat(settings))
     return [
         f"{key} {before.get(key)} -> {now.get(key)}"
         for key in dict.fromkeys([*now, *before])

@@ -12,9 +12,7 @@ from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
-from mcore_prefix_tree.mcore.trainer.session import Session
-from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError, load_recipe
-from mcore_prefix_tree.recipe.source import padded_vocab_size
+from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, Recipe, RecipeError, load_recipe
 
 
 def read_teacher_recipe(recipe: Recipe) -> Recipe | None:
@@ -39,7 +37,7 @@ def read_teacher_recipe(recipe: Recipe) -> Recipe | None:
             f"{setting}: its model.vocab_size={sizes[0]}, but the student's is {sizes[1]}; whole vocabularies are "
             "compared token by token"
         )
-    _check_positions(teacher, recipe, setting)
+    _check_positions(teacher.model, recipe.model, recipe.batch.max_tokens, setting)
     return replace(
         teacher,
         objective=ObjectiveConfig(),
@@ -50,15 +48,15 @@ def read_teacher_recipe(recipe: Recipe) -> Recipe | None:
     )
 
 
-def _check_positions(teacher: Recipe, student: Recipe, setting: str) -> None:
+def _check_positions(teacher: ModelConfig, student: ModelConfig, max_tokens: int, setting: str) -> None:
     """Sooner than at the first sample that is too long for the teacher."""
-    if teacher.model.position_embedding_type != "learned_absolute":
+    if teacher.position_embedding_type != "learned_absolute":
         return
-    limits = {"batch.max_tokens": student.batch.max_tokens}
-    if student.model.position_embedding_type == "learned_absolute":
-        limits["model.max_position_embeddings"] = student.model.max_position_embeddings
+    limits = {"batch.max_tokens": max_tokens}
+    if student.position_embedding_type == "learned_absolute":
+        limits["model.max_position_embeddings"] = student.max_position_embeddings
     name = min(limits, key=lambda name: limits[name])
-    has = teacher.model.max_position_embeddings
+    has = teacher.max_position_embeddings
     if has < limits[name]:
         raise RecipeError(
             f"{setting}: its learned positions end at model.max_position_embeddings={has}, but the student's samples "
@@ -66,12 +64,11 @@ def _check_positions(teacher: Recipe, student: Recipe, setting: str) -> None:
         )
 
 
-def load_teacher(recipe: Recipe, session: Session, student: Resolved, *, say: Callable[[str], None]) -> TeacherModel:
+def load_teacher(recipe: Recipe, student: Resolved, *, say: Callable[[str], None]) -> TeacherModel:
     """Return the teacher with the weights of its last checkpoint.
 
     Args:
         recipe: from :func:`read_teacher_recipe`.
-        session: of this rank.
         student: whose vocabulary it has, and of whose first step ``attention_backend: auto`` takes a look.
         say: is told which weights they are, on every rank.
 
@@ -80,18 +77,19 @@ def load_teacher(recipe: Recipe, session: Session, student: Resolved, *, say: Ca
         NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
         ValueError: see :func:`resolve_backend`.
     """
+    device = student.job.folding.device
     try:
-        config = transformer_config(recipe.model, recipe.parallel, on_gpu=session.device.type == "cuda")
+        config = transformer_config(recipe.model, recipe.parallel, on_gpu=device.type == "cuda")
         check_config(config)
     except (RecipeError, NotImplementedError) as error:
         raise type(error)(f"of the teacher: {error}") from error
     deterministic = recipe.deterministic_attention
     backend = resolve_backend(
-        recipe.attention_backend, config, student.first_step, device=session.device, deterministic=deterministic
+        recipe.attention_backend, config, student.first_step, device=device, deterministic=deterministic
     )
     vocab_size = student.recipe.model.vocab_size
     assert vocab_size is not None, "resolved"
-    chunks = build_chunks(recipe.model, config, vocab_size=padded_vocab_size(vocab_size, recipe), device=session.device)
+    chunks = build_chunks(recipe.model, config, vocab_size=recipe.parallel.padded_vocab_size(vocab_size), device=device)
     folder = recipe.checkpoint.save
     assert folder is not None, "read_teacher_recipe asks for it"
     iteration = everyone(checkpoint.latest_weights(folder))[0]
@@ -101,5 +99,5 @@ def load_teacher(recipe: Recipe, session: Session, student: Resolved, *, say: Ca
     for chunk in chunks:
         chunk.requires_grad_(False)
     say(f"the teacher's weights are {checkpoint.iteration_folder(folder, iteration)}")
-    cases = cases_of(config, device=session.device, deterministic=deterministic)
+    cases = cases_of(config, device=device, deterministic=deterministic)
     return TeacherModel(chunks=chunks, attention_backend=backend, attention_cases=cases)

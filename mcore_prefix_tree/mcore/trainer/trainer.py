@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +15,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.same import CHECKSUMS, are_new_data, difference
 from mcore_prefix_tree.mcore.engine.calibrate import Calibration, calibrate
 from mcore_prefix_tree.mcore.engine.compare import Comparison, compare
 from mcore_prefix_tree.mcore.engine.held_out import Evaluation, HeldOut
-from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
 from mcore_prefix_tree.mcore.engine.steps import FoldedStep, StepPlanner, fold_step
 from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
@@ -29,9 +27,10 @@ from mcore_prefix_tree.mcore.ranks import is_main_rank
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.ending import EndedError, EndRequest
 from mcore_prefix_tree.mcore.trainer.logs import Logs, open_logs
+from mcore_prefix_tree.mcore.trainer.resolve import Resolved
 from mcore_prefix_tree.mcore.trainer.retention import remove_older
 from mcore_prefix_tree.mcore.trainer.settings import changed_settings
-from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe import RecipeError
 from mcore_prefix_tree.sample import Sample
 
 _CALIBRATION_STEPS = 4
@@ -112,26 +111,22 @@ class Trainer:
     """One process's part of a training run.
 
     Args:
-        recipe: how long and how fast to train, and where to save.
-        job: of every step.
-        order: of the samples.
+        run: what to train, on which samples, how long and how fast, and where to save.
         chunks: bare model chunks; they are wrapped in Megatron's DDP.
         held_out: what to evaluate the weights on now and then.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
-        job: Job,
-        order: SampleOrder,
+        run: Resolved,
         chunks: list[torch.nn.Module],
         *,
         held_out: HeldOut | None = None,
     ) -> None:
-        self._recipe, self._job, self._order, self._held_out = recipe, job, order, held_out
+        self._recipe, self._job, self._order, self._held_out = run.recipe, run.job, run.order, held_out
         self._data_from = 0  # steps before the first of the order
-        self._totals = Totals(job)
-        config, options = job.config, recipe.optimizer
+        self._totals = Totals(run.job)
+        recipe, config, options = run.recipe, run.job.config, run.recipe.optimizer
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=options.use_distributed_optimizer
         )
@@ -278,7 +273,7 @@ class Trainer:
         folder = self._recipe.checkpoint.save
         assert folder is not None
         source = checkpoint.iteration_folder(folder, saved)
-        if is_main_rank() and (changed := changed_settings(source, self._recipe)):
+        if is_main_rank() and (changed := changed_settings(source, asdict(self._recipe))):
             # Before it is read: a model that does not fit may be one of them.
             reporter.message(f"changed since {source}: {', '.join(changed)}")
         progress = checkpoint.load(folder, saved, self._chunks, self._optimizer, self._scheduler)
@@ -309,7 +304,9 @@ class Trainer:
         options = self._recipe.checkpoint
         assert options.save is not None
         progress = self._progress(iteration)
-        checkpoint.save(options.save, self._chunks, self._optimizer, self._scheduler, progress, recipe=self._recipe)
+        checkpoint.save(
+            options.save, self._chunks, self._optimizer, self._scheduler, progress, settings=asdict(self._recipe)
+        )
         if options.keep_last is not None and is_main_rank():
             remove_older(options.save, iteration, keep=options.keep_last, say=reporter.message)
 
