@@ -48,7 +48,7 @@ def score(
     loaded = load_recipe(recipe, overrides or [])
     check_output_option("--output", output, [recipe, *loaded.inputs])
     quiet_upstream()
-    from mcore_prefix_tree.mcore.trainer.scoring import run_score
+    from mcore_prefix_tree.mcore.trainer.score_file import run_score
 
     report, is_main = run_score(
         loaded,

@@ -50,7 +50,7 @@ def _train(recipe: str, overrides: list[str], *, resume: bool, new_data: bool) -
     quiet_upstream()
     outlive_output()
     # Megatron takes seconds to import: a wrong recipe is told before.
-    from mcore_prefix_tree.mcore.trainer.ending import EndedError
+    from mcore_prefix_tree.mcore.trainer.end_request import EndedError
     from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_train
 
     reporter = ConsoleReporter(Console())

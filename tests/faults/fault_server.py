@@ -33,7 +33,7 @@ def main() -> None:
     import mcore_prefix_tree.data.huggingface
     import mcore_prefix_tree.data.mistral
     import mcore_prefix_tree.data.tables
-    import mcore_prefix_tree.mcore.trainer.scoring  # noqa: F401
+    import mcore_prefix_tree.mcore.trainer.score_file  # noqa: F401
     from mcore_prefix_tree.cli.main import app
 
     gc.freeze()

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.data.write import row_of, rows_file
-from mcore_prefix_tree.mcore.trainer import checkpoint, scoring
-from mcore_prefix_tree.mcore.trainer.scoring import run_score
+from mcore_prefix_tree.mcore.trainer import checkpoint, score_file
+from mcore_prefix_tree.mcore.trainer.score_file import run_score
 from mcore_prefix_tree.recipe import load_recipe
 
 FLOAT64 = ("model.dtype=float64", "optimizer.clip_grad=0")
@@ -165,7 +165,7 @@ def test_bad_weights_name_the_sample_and_leave_no_file(
         with torch.no_grad():
             chunks[0].embedding.word_embeddings.weight[6] = float("nan")
 
-    monkeypatch.setattr(scoring.checkpoint, "load_weights", broken)
+    monkeypatch.setattr(score_file.checkpoint, "load_weights", broken)
     result = command("score", job, "--output", str(output))
     assert result.exit_code == 2
     assert "the log-probability of token" in result.stderr

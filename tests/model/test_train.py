@@ -28,7 +28,7 @@ from train_jobs import (
 )
 
 from mcore_prefix_tree import fold
-from mcore_prefix_tree.mcore.trainer.ending import EndRequest
+from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
 from mcore_prefix_tree.mcore.trainer.jobs import run_train
 from mcore_prefix_tree.mcore.trainer.trainer import DivergedError
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
@@ -242,7 +242,7 @@ def test_second_ctrl_c_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         os.kill(os.getpid(), number)
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("mcore_prefix_tree.mcore.trainer.ending._TWICE_S", 0.01)
+    monkeypatch.setattr("mcore_prefix_tree.mcore.trainer.end_request._TWICE_S", 0.01)
     with EndRequest(), pytest.raises(KeyboardInterrupt):
         twice(signal.SIGINT, 0.02)
     with EndRequest():

@@ -33,7 +33,7 @@ from train_jobs import (
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.mcore.engine.held_out import HeldOut
-from mcore_prefix_tree.mcore.trainer.ending import EndedError
+from mcore_prefix_tree.mcore.trainer.end_request import EndedError
 from mcore_prefix_tree.mcore.trainer.jobs import run_train
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
 

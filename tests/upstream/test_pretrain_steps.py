@@ -19,9 +19,9 @@ from mcore_prefix_tree.data.batches import Order, SampleOrder
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.megatron_lm import steps
+from mcore_prefix_tree.mcore.megatron_lm import dealing
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
-from mcore_prefix_tree.mcore.megatron_lm.steps import (
+from mcore_prefix_tree.mcore.megatron_lm.dealing import (
     StepDealer,
     StepIterator,
     StepMicroBatch,
@@ -125,7 +125,7 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
     with pytest.raises(ArgumentError, match="need"):
         check_steps(shuffled, lambda _: step, tight, consumed=0, end=10**9)
     check_steps(shuffled, lambda _: step, tight, consumed=0, end=16 * first)
-    monkeypatch.setattr(steps, "CHECKED_SAMPLES", 16)
+    monkeypatch.setattr(dealing, "CHECKED_SAMPLES", 16)
     check_steps(shuffled, lambda _: step, tight, consumed=0, end=10**9)
 
 

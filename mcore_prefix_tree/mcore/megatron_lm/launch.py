@@ -13,9 +13,9 @@ from mcore_prefix_tree.cpu.emulation import enable_training
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.megatron_lm.adapter import run_pretrain
+from mcore_prefix_tree.mcore.megatron_lm.forward_step import tree_forward_step
 from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.providers import TreeDatasetsProvider
-from mcore_prefix_tree.mcore.megatron_lm.step import tree_forward_step
 
 
 def say(text: str) -> None:

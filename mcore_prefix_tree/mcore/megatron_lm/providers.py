@@ -16,12 +16,12 @@ from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
+from mcore_prefix_tree.mcore.megatron_lm.dealing import StepDealer, StepIterator, check_steps
+from mcore_prefix_tree.mcore.megatron_lm.forward_step import tree_forward_step
 from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, folding_of, job_of
 from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.resumed import consumed_before
 from mcore_prefix_tree.mcore.megatron_lm.sizes import current_size, evaluation_size, is_constant
-from mcore_prefix_tree.mcore.megatron_lm.step import tree_forward_step
-from mcore_prefix_tree.mcore.megatron_lm.steps import StepDealer, StepIterator, check_steps
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 

@@ -25,7 +25,7 @@ from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
 from mcore_prefix_tree.mcore.engine.verify import VerifyReport
 from mcore_prefix_tree.mcore.ranks import is_main_rank
 from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.ending import EndedError, EndRequest
+from mcore_prefix_tree.mcore.trainer.end_request import EndedError, EndRequest
 from mcore_prefix_tree.mcore.trainer.logs import Logs, open_logs
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
 from mcore_prefix_tree.mcore.trainer.retention import remove_older

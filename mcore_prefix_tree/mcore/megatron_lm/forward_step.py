@@ -14,7 +14,7 @@ from megatron.training import get_args, get_timers
 
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.megatron_lm.steps import StepMicroBatch, StepStats
+from mcore_prefix_tree.mcore.megatron_lm.dealing import StepMicroBatch, StepStats
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.validation import check_step
 from mcore_prefix_tree.upload import upload
