@@ -132,7 +132,6 @@ class TreeMetadata:
 
     @property
     def num_nodes(self) -> int:
-        """N."""
         return len(self.node_parent)
 
     @property

@@ -87,7 +87,6 @@ class Sample:
         object.__setattr__(self, "signals", checked_signals)
 
     def __len__(self) -> int:
-        """Number of tokens."""
         return len(self.tokens)
 
     @property

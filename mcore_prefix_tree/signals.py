@@ -95,7 +95,6 @@ class Signals:
         return key
 
     def __repr__(self) -> str:
-        """Only what is given."""
         given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) is not f.default]
         return f"Signals({', '.join(given)})"
 

@@ -61,22 +61,18 @@ class FlatLayout:
 
     @property
     def num_nodes(self) -> int:
-        """N."""
         return len(self.node_parent)
 
     @property
     def num_samples(self) -> int:
-        """S."""
         return len(self.cu_sample_lens) - 1
 
     @property
     def num_trees(self) -> int:
-        """Nodes without a parent."""
         return int(np.count_nonzero(self.node_parent < 0))
 
     @property
     def padded_size(self) -> int:
-        """P."""
         return len(self.input_ids)
 
     @property

@@ -36,12 +36,10 @@ class RowSums:
 
     @classmethod
     def empty(cls, *size: int, with_entropy: bool, like: torch.Tensor) -> RowSums:
-        """Return sums to be filled block by block."""
         return cls(like.new_empty(size), like.new_empty(size), like.new_empty(size) if with_entropy else None)
 
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The fields, for autograd to save."""
         return self.maximum, self.total, self.moment
 
     def __getitem__(self, rows: Any) -> RowSums:
@@ -49,7 +47,6 @@ class RowSums:
         return RowSums(self.maximum[rows], self.total[rows], None if self.moment is None else self.moment[rows])
 
     def set(self, other: RowSums) -> None:
-        """Overwrite with another's."""
         for own, new in zip(self.parts, other.parts, strict=True):
             if own is not None:
                 assert new is not None

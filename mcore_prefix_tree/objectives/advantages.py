@@ -37,7 +37,6 @@ class AdvantageEstimator:
     deviation: Literal["group", "step"] | None = None
 
     def __post_init__(self) -> None:
-        """Only a difference from a baseline is divided."""
         assert self.baseline is not None or self.deviation is None
 
     @property

@@ -90,17 +90,14 @@ class Distillation(Objective):
     normalise: By = "token"
 
     def __post_init__(self) -> None:
-        """Refuse settings that others leave without effect."""
         refuse_unused(self, [("jsd_beta", self.divergence == "jsd", "divergence=jsd")])
 
     @property
     def asks_model(self) -> bool:
-        """Whether the loss reads the logits of a second model."""
         return self.teacher == "full"
 
     @property
     def grouped_by(self) -> Unit | None:
-        """Which samples have to be in one step."""
         return counted_as_one(self.normalise)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
@@ -180,7 +177,6 @@ class Distillation(Objective):
         return of_row
 
     def weighed(self, of_row: torch.Tensor, rows: TeacherRows) -> LossOutput:
-        """The weighted sum of ``[R]`` divergences."""
         return LossOutput(
             loss=torch.dot(of_row, rows.weight.to(of_row.dtype)),
             metrics={self.divergence: mean_of(of_row, rows.multiplicity)},

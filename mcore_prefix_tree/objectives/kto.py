@@ -53,7 +53,6 @@ class KTO(Objective):
 
     @property
     def looks_at_steps(self) -> bool:
-        """Whether every step needs mismatched samples."""
         return self.reference_point == "mismatched"
 
     def check(self, samples: Sequence[Sample]) -> None:
@@ -61,7 +60,6 @@ class KTO(Objective):
         replace(self, reference_point="zero").targets(samples)
 
     def check_step(self, iteration: int, samples: Sequence[Sample]) -> None:
-        """Raise SampleError if the reference point cannot be measured in this step."""
         if self.looks_at_steps and not any(sample.signals.mismatched for sample in samples):
             raise SampleError(
                 f"step {iteration}, which {samples[0].source} is in, has no mismatched sample, and kto with "

@@ -134,7 +134,6 @@ class PolicyGradient(Objective):
     }
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other, or that others leave without effect."""
         estimator = ADVANTAGES[self.advantage]
         divides = self.whiten or estimator.deviation is not None
         has_ratio = self.surrogate != "reinforce"
@@ -168,19 +167,16 @@ class PolicyGradient(Objective):
 
     @property
     def estimator(self) -> KLEstimator:
-        """KL estimator in effect."""
         return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
 
     @property
     def grouped_by(self) -> GroupedBy | None:
-        """Which samples have to be in one step."""
         penalised = bool(self.kl_coef) and self.kl_in == "reward"
         units = {ADVANTAGES[self.advantage].grouped_by(penalised=penalised), counted_as_one(self.normalise)}
         return "group" if "group" in units else "rollout" if "rollout" in units else None
 
     @property
     def terms(self) -> Terms:
-        """What each term of the loss reads."""
         of_sequence = (
             "sequence" in (self.ratio_level, self.kl_importance)
             or self.off_policy_mask is not None

@@ -108,7 +108,6 @@ class Preference(Objective):
     grouped_by: ClassVar[GroupedBy | None] = "pair"
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other, or that others leave without effect."""
         if self.link == "odds_ratio" and (self.reference or not self.average):
             raise ValueError("link=odds_ratio takes probabilities: set reference=false and average=true")
         is_sigmoid = self.link == "sigmoid"

@@ -80,7 +80,6 @@ class Rows(LossRows):
 
     @property
     def num_samples(self) -> int:
-        """S."""
         return len(self.last)
 
     def sum_per_sample(self, values: torch.Tensor) -> torch.Tensor:

@@ -62,14 +62,12 @@ class Critic(Objective):
     scored_as: ClassVar[str] = "values"
 
     def __post_init__(self) -> None:
-        """Refuse settings that others leave without effect."""
         has_rewards = self.returns == "gae"
         settings = ("gamma", "lam", "kl_coef", "kl_estimator")
         refuse_unused(self, [(name, has_rewards, "returns=gae") for name in settings])
 
     @property
     def grouped_by(self) -> Unit | None:
-        """Which samples have to be in one step."""
         return counted_as_one(self.normalise)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:

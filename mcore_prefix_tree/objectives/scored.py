@@ -58,7 +58,6 @@ class ScoredTokens:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> ScoredTokens:
-        """Of all samples of a step."""
         # Nothing predicts the first token.
         positions = [np.flatnonzero(sample.loss_mask[1:]) + 1 for sample in samples]
         masks = [sample.loss_mask[own] for sample, own in zip(samples, positions, strict=True)]
@@ -72,7 +71,6 @@ class ScoredTokens:
         )
 
     def __len__(self) -> int:
-        """K."""
         return len(self.position)
 
     @property

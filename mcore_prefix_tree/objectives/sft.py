@@ -48,13 +48,11 @@ class SupervisedFineTuning(Objective):
     normalise_length: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        """Refuse settings that others leave without effect."""
         is_sum = self.normalise == "sample_sum"
         refuse_unused(self, [("normalise_length", is_sum, "normalise=sample_sum")])
 
     @property
     def grouped_by(self) -> Unit | None:
-        """Which samples have to be in one step."""
         return counted_as_one(self.normalise)
 
     @property

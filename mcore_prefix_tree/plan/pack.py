@@ -44,7 +44,6 @@ class Leaves:
     scored: Int64Array
 
     def __len__(self) -> int:
-        """L."""
         return len(self.length)
 
     @classmethod

@@ -46,7 +46,6 @@ class ForestPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per data-parallel rank."""
         return len(self.micro_batches[0])
 
     @property

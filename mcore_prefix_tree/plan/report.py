@@ -75,12 +75,10 @@ class PlanReport:
 
     @property
     def idle_ranks(self) -> int:
-        """Ranks without any sample."""
         return sum(not any(batch.samples for batch in rank) for rank in self.ranks)
 
     @property
     def rank_costs(self) -> list[float]:
-        """Cost of each rank."""
         return [_cost_of(rank, self.bubble) for rank in self.ranks]
 
 

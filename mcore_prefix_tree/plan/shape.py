@@ -11,23 +11,23 @@ class ModelShape(Protocol):
     """Fields of a model configuration that its FLOPs depend on; ``mcore_prefix_tree.recipe.ModelConfig`` has them."""
 
     @property
-    def num_layers(self) -> int: ...  # noqa: D102
+    def num_layers(self) -> int: ...
     @property
-    def hidden_size(self) -> int: ...  # noqa: D102
+    def hidden_size(self) -> int: ...
     @property
-    def num_attention_heads(self) -> int: ...  # noqa: D102
+    def num_attention_heads(self) -> int: ...
     @property
-    def num_query_groups(self) -> int | None: ...  # noqa: D102
+    def num_query_groups(self) -> int | None: ...
     @property
-    def ffn_hidden_size(self) -> int | None: ...  # noqa: D102
+    def ffn_hidden_size(self) -> int | None: ...
     @property
-    def kv_channels(self) -> int | None: ...  # noqa: D102
+    def kv_channels(self) -> int | None: ...
     @property
-    def vocab_size(self) -> int | None: ...  # noqa: D102
+    def vocab_size(self) -> int | None: ...
     @property
-    def swiglu(self) -> bool: ...  # noqa: D102
+    def swiglu(self) -> bool: ...
     @property
-    def transformer(self) -> dict[str, Any]: ...  # noqa: D102
+    def transformer(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,6 @@ class Spread:
 
     @classmethod
     def of(cls, logical: Sequence[int], physical: Sequence[int]) -> Spread:
-        """Compare the tokens of each step."""
         ratios = [one / other for one, other in zip(logical, physical, strict=True)]
         return cls(mean=sum(logical) / sum(physical), lowest=min(ratios), highest=max(ratios))
 

@@ -94,11 +94,9 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Both."""
         return self.forward + self.backward
 
     def __add__(self, other: Flops) -> Flops:
-        """Sum of both passes, each by itself."""
         return Flops(forward=self.forward + other.forward, backward=self.backward + other.backward)
 
 
@@ -111,7 +109,6 @@ class Work(NamedTuple):
 
     @property
     def whole(self) -> Flops:
-        """Sum of the parts."""
         return self.body + self.attention + self.head
 
 
@@ -167,11 +164,9 @@ class Bound:
         return ", ".join([f"{body} of the folded FLOPs", *others])
 
     def __str__(self) -> str:
-        """Return the ratio and, in brackets, the parts."""
         return f"{self.ratio:.2f}x ({self.of_parts})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return ratios, shares and FLOPs for ``json.dump``."""
         return {
             "ratio": self.ratio,
             "forward_ratio": self.forward_ratio,
@@ -302,7 +297,6 @@ class ModelWork:
         )
 
     def of(self, counts: Counts) -> Work:
-        """Return the FLOPs of a run."""
         pairs = self.layers * counts.pairs + self.window_layers * counts.window_pairs
         head = self.position * (counts.predictors if self.fused_head else counts.tokens)
         return Work(

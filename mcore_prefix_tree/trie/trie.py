@@ -47,7 +47,6 @@ class Trie:
 
     @property
     def num_nodes(self) -> int:
-        """N."""
         return len(self.node_parent)
 
     @property

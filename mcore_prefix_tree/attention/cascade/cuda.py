@@ -64,7 +64,6 @@ class TorchFlash:
         return _common_refusal(case, (8, 0), (99, 0))
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-        """See :class:`VarlenKernel`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *qkv,
             sequences.cu_q,
@@ -81,7 +80,6 @@ class TorchFlash:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
-        """See :class:`VarlenKernel`."""
         grads = torch.ops.aten._flash_attention_backward(
             grad_out,
             *qkv,
@@ -114,7 +112,6 @@ class FlashAttention2:
         return _is_missing("flash-attn", 2, 7) or _common_refusal(case, (8, 0), (99, 0))
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-        """See :class:`VarlenKernel`."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
         out, lse, *_ = _flash_attn_varlen_forward(
@@ -132,7 +129,6 @@ class FlashAttention2:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
-        """See :class:`VarlenKernel`."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
         grads = QKV(*map(torch.empty_like, qkv))
@@ -172,7 +168,6 @@ class FlashAttention3:
         return _common_refusal(case, (9, 0), (9, 0))
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-        """See :class:`VarlenKernel`."""
         from flash_attn_interface import _flash_attn_forward
 
         out, lse, *_ = _flash_attn_forward(
@@ -189,7 +184,6 @@ class FlashAttention3:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
-        """See :class:`VarlenKernel`."""
         from flash_attn_interface import _flash_attn_backward
 
         grads = QKV(*map(torch.empty_like, qkv))
@@ -253,7 +247,6 @@ class TransformerEngine:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
-        """See :class:`VarlenKernel`."""
         from transformer_engine.pytorch.cpp_extensions import fused_attn
 
         random_state = torch.zeros(2, dtype=torch.int64, device=grad_out.device)  # of dropout

@@ -80,11 +80,9 @@ class CpuFlash:
     head_dim_multiple: int | None = 1
 
     def refusal(self, case: Case) -> str | None:
-        """For the CPU."""
         return None if case.device.type == "cpu" else f"device={case.device.type}"
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-        """See :class:`VarlenKernel`."""
         query, key, value = qkv
         out = query.new_empty(*query.shape[:2], value.shape[2])
         lse = query.new_empty(query.shape[1], query.shape[0], dtype=exact(query.dtype))
@@ -99,7 +97,6 @@ class CpuFlash:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
-        """See :class:`VarlenKernel`."""
         grads = QKV(*map(torch.empty_like, qkv))
         for q, k in _spans(sequences):
             own = map(_batched, (grad_out[q], qkv.query[q], qkv.key[k], qkv.value[k], result.out[q]))

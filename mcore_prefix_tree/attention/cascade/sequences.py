@@ -40,7 +40,6 @@ class Sequences:
 
     @classmethod
     def of(cls, query_lens: Int64Array, key_lens: Int64Array, *, causal: bool, device: torch.device) -> Sequences:
-        """From the lengths of the runs."""
         cu_q, cu_k = (np.concatenate([[0], np.cumsum(lens)]).astype(np.int32) for lens in (query_lens, key_lens))
         return cls(
             host_cu_q=cu_q.tolist(),
@@ -52,12 +51,10 @@ class Sequences:
 
     @cached_property
     def max_q(self) -> int:
-        """Queries of the longest run."""
         return int(np.diff(self.host_cu_q).max())
 
     @cached_property
     def max_k(self) -> int:
-        """Keys of the longest run."""
         return int(np.diff(self.host_cu_k).max())
 
 

@@ -60,7 +60,6 @@ class Configs:
 
     @classmethod
     def unpack(cls, packed: Sequence[int]) -> Configs:
-        """The inverse of :attr:`packed`."""
         apart, engine, divides, *numbers = packed
         size = len(Launch._fields)
         launches = [Launch(*numbers[start : start + size]) for start in range(0, len(numbers), size)]

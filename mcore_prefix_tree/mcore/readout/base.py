@@ -81,7 +81,6 @@ class VocabularyReadout(Readout[T_co]):
     fused: bool = True
 
     def arguments(self, layer: Any, batch: MicroBatch) -> dict[str, Any]:
-        """Ask for logits, or for what :meth:`_pack` makes of hidden states."""
         name = type(self).__name__
         if isinstance(layer, ScalarHead):
             raise ValueError(f"{name} reads a vocabulary, but the model ends in a scalar head; ask it for Values")

@@ -31,14 +31,12 @@ class Scores(SampleScores):
     entropy: FloatArray | None
 
     def fault(self, sample: Sample) -> str | None:
-        """Name a score that is NaN or infinite."""
         fault = self._not_finite("log-probability", self.logprobs, sample)
         if fault is None and self.entropy is not None:
             fault = self._not_finite("entropy", self.entropy, sample)
         return fault
 
     def columns(self, column: str) -> dict[str, Any]:
-        """Return the log-probabilities under this name, and the entropies."""
         return {column: self.logprobs} | ({} if self.entropy is None else {"entropy": self.entropy})
 
 
@@ -75,7 +73,6 @@ class Logprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor | None]]):
         tokens: npt.NDArray[np.int32],
         scored: npt.NDArray[np.bool_],
     ) -> Scores:
-        """Return the rows of one sample."""
         logprobs, entropy = (
             None if values is None else np.where(scored, values[tokens], values.dtype.type("nan")) for values in flat
         )

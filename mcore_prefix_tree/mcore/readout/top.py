@@ -30,11 +30,9 @@ class TopTokens(SampleScores):
     teacher: Teacher
 
     def fault(self, sample: Sample) -> str | None:
-        """Name a log-probability that is NaN or infinite."""
         return self._not_finite("teacher's log-probability", self.teacher.logprobs.min(axis=1), sample)
 
     def columns(self, column: str) -> dict[str, Any]:
-        """Return the tokens under this name."""
         return {column: self.teacher}
 
 
@@ -66,7 +64,6 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
         return Teacher(token_ids=ids, logprobs=logprobs)
 
     def of_sample(self, flat: Teacher, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> TopTokens:
-        """Return the rows of one sample."""
         before = np.concatenate([tokens[:1], tokens[:-1]])  # nothing comes before the first, and it is not scored
         teacher = Teacher(
             token_ids=np.where(scored[:, None], flat.token_ids[before], np.arange(self.k, dtype=np.int32)),

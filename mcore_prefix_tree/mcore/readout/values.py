@@ -33,20 +33,17 @@ class SampleValues(SampleScores):
     last: float
 
     def fault(self, sample: Sample) -> str | None:
-        """Name a value that is NaN or infinite."""
         fault = self._not_finite("value", self.values, sample)
         if fault is None and not np.isfinite(self.last):
             fault = f"{sample.source}: the value after the last token is {self.last}; the model's weights are bad"
         return fault
 
     def columns(self, column: str) -> dict[str, Any]:
-        """Return ``values`` or ``reward``."""
         return {column: {"values": self.values, "reward": self.last}[column]}
 
 
 class _OfScalarHead(Readout[T_co]):
     def arguments(self, layer: Any, batch: MicroBatch) -> dict[str, Any]:
-        """Ask for nothing: a scalar head has one answer."""
         if not isinstance(layer, ScalarHead):
             raise ValueError(
                 f"{type(self).__name__} reads a scalar head, but the model ends in a vocabulary's; pass the model "
@@ -59,16 +56,13 @@ class Values(_OfScalarHead[torch.Tensor]):
     """What a scalar head says after each token, ``[P]`` in fp32 or better."""
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Read the values."""
         return output.flatten()
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> FloatArray:
-        """Read the values onto the host."""
         values: FloatArray = self.read(output, batch).cpu().numpy()
         return values
 
     def of_sample(self, flat: FloatArray, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> SampleValues:
-        """Return the values of one sample."""
         own = flat[tokens]
         before = np.concatenate([own[:1], own[:-1]])  # nothing comes before the first, and it is not scored
         values = np.where(scored, before, own.dtype.type("nan"))
@@ -86,5 +80,4 @@ class ValueLoss(_OfScalarHead[LossOutput]):
     objective: Objective
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> LossOutput:
-        """Compute the loss."""
         return self.objective.loss(output.flatten(), None, batch.rows)
