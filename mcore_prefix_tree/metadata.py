@@ -143,23 +143,6 @@ class TreeMetadata:
         """What is copied and pickled: plans are derived again, and some hold what cannot be."""
         return vars(self) | {"cache": {}}
 
-    def to(self, device: torch.device | str) -> TreeMetadata:
-        """The same metadata with its token tensors on ``device`` and an empty cache; itself if they are there."""
-        target = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        if self.subtree_end.device == target:
-            return self
-        return TreeMetadata(
-            cu_node_lens=self.cu_node_lens,
-            node_parent=self.node_parent,
-            node_depth=self.node_depth,
-            padded_size=self.padded_size,
-            tree_position_ids=upload(self.host_position_ids, device),
-            subtree_end=upload(self.host_subtree_end, device),
-            host_position_ids=self.host_position_ids,
-            host_subtree_end=self.host_subtree_end,
-            max_path_len=self.max_path_len,
-        )
-
     def with_plans_on(self, device: torch.device | str) -> TreeMetadata:
         """Return a copy on the device with the plans derived so far; what is derived from the copy stays with it.
 

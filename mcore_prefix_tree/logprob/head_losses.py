@@ -48,9 +48,7 @@ def head_weighted_sum(
     nothing.
 
     Args:
-        hidden: as there.
-        weight: as there.
-        head: as there.
+        hidden, weight, head: as there.
         edge_weight: ``[E]``, without gradient.
 
     Returns:
@@ -82,9 +80,7 @@ def head_edge_loss(
     Memory and use are as of :func:`head_weighted_sum`.
 
     Args:
-        hidden: as of :func:`head_logprobs`.
-        weight: as there.
-        head: as there.
+        hidden, weight, head: as of :func:`head_logprobs`.
         loss: of the log-probabilities ``[E]`` and, ``with_entropy``, the entropies ``[R]``: a sum of terms, each of
             which reads rows that are scored together, see :class:`Edges`. It is called once a chunk and once more in
             the end, and not at all without gradients; only what it says of rows whose terms have all they read is
@@ -121,9 +117,7 @@ def head_logit_losses(
     Memory and use are as of :func:`head_weighted_sum`.
 
     Args:
-        hidden: as of :func:`head_logprobs`.
-        weight: as there.
-        head: as there; of its edges the rows alone are read.
+        hidden, weight, head: as of :func:`head_logprobs`; of the edges the rows alone are read.
         loss: is called once a chunk, with and without gradients. The logits are in fp32 or wider and divided by the
             temperature; each rank of the group has its columns, and ranks call it together.
 

@@ -30,7 +30,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.layout import FlatLayout
@@ -41,7 +41,7 @@ from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, nor
 from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import LossRows, Targets
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
-from mcore_prefix_tree.objectives.settings import refuse_unused
+from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
 from mcore_prefix_tree.upload import upload
@@ -72,7 +72,7 @@ class TeacherRows(LossRows):
         return self.edges
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Distillation(Objective):
     """A divergence between teacher and student at every scored token; see the formulas above.
 

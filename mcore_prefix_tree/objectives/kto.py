@@ -11,18 +11,19 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
+from mcore_prefix_tree.objectives.settings import STRICT
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class KTO(Objective):
     """Kahneman-Tversky optimisation of labelled completions (Ethayarajh et al., 2024, arXiv:2402.01306, section 4).
 

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.advantages import ADVANTAGES, Advantage, Alone, Rewards, reward_advantages, whiten
@@ -39,7 +39,7 @@ from mcore_prefix_tree.objectives.normalise import By, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens, rollout_keys
-from mcore_prefix_tree.objectives.settings import refuse_unused
+from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
 
@@ -66,7 +66,7 @@ def clipped_surrogate(
     return loss, active
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyGradient(Objective):
     """Policy gradient on the log-probabilities of sampled tokens; see the formulas above.
 

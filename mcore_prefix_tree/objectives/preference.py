@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.divergence import log1mexp
@@ -34,11 +34,9 @@ from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sa
 from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
-from mcore_prefix_tree.objectives.settings import refuse_unused
+from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy, SampleError
-
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def pairs_of(samples: Sequence[Sample], setting: str) -> Int64Array:
@@ -82,7 +80,7 @@ def pair_targets(samples: Sequence[Sample], setting: str, reference: bool) -> Ta
     return Targets(scored=scored, weight=scored.mask, count=count, columns=columns, pairs=pairs)
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Preference(Objective):
     """Loss on pairs of completions; see the formulas above.
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.gae import gae, token_rewards
@@ -22,14 +22,12 @@ from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.preference import pairs_of, reward_means
 from mcore_prefix_tree.objectives.rows import Rows, Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
-from mcore_prefix_tree.objectives.settings import refuse_unused
+from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
 
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Critic(Objective):
     """Regression of values on returns, clipped around the old values as in PPO's reference implementation.
 
@@ -105,7 +103,7 @@ class Critic(Objective):
         )
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardModel(Objective):
     """Bradley-Terry loss of pairs: ``-log sigma(r(chosen) - r(rejected)) + center_coef (r(chosen) + r(rejected))^2``.
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ConfigDict
 from pydantic_core import PydanticCustomError
+
+# Of every objective: a misspelt option is an error, and so is an option that is no finite number.
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def one_of(known: Iterable[str]) -> AfterValidator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from pydantic import ConfigDict, PositiveFloat
+from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
@@ -13,7 +13,7 @@ from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, nor
 from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import Rows, Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
-from mcore_prefix_tree.objectives.settings import refuse_unused
+from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
 from mcore_prefix_tree.sample import Sample
 
 
@@ -35,7 +35,7 @@ def sft_loss(logprob: torch.Tensor, loss_weight: torch.Tensor) -> torch.Tensor:
     return -torch.dot(logprob, loss_weight.to(logprob.dtype))
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SupervisedFineTuning(Objective):
     """``- sum_t w_t log p_t`` with the loss mask as weight.
 

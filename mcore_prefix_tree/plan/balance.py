@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -46,22 +47,10 @@ def balance(
     """
     trie = trie_from_order(np.arange(len(leaves)), leaves.context, leaves.length)
     least = least_makespan(
-        trie,
-        cost_model,
-        dp_size=dp_size,
-        micro_batches=micro_batches,
-        max_tokens=max_tokens,
-        scored=leaves.scored,
+        trie, cost_model, dp_size=dp_size, micro_batches=micro_batches, max_tokens=max_tokens, scored=leaves.scored
     )
-    search = _Search(
-        leaves=leaves,
-        cost_model=cost_model,
-        dp_size=dp_size,
-        micro_batches=micro_batches,
-        max_tokens=max_tokens,
-        least=least - cost_model.units_of_micro_batch * micro_batches,  # which every plan has
-        bubble=bubble,
-    )
+    least -= cost_model.units_of_micro_batch * micro_batches  # which every plan has
+    search = _Search(leaves, cost_model, dp_size, micro_batches, max_tokens, least, bubble)
     search.even_runs()
     search.even_ranks()
     search.least_repeating_runs()
@@ -71,32 +60,24 @@ def balance(
     return search.best
 
 
+@dataclass(eq=False)
 class _Search:
     """The best assignment so far, and the constructions that look for a better one."""
 
-    def __init__(
-        self,
-        *,
-        leaves: Leaves,
-        cost_model: CostModel,
-        dp_size: int,
-        micro_batches: int,
-        max_tokens: int,
-        least: int,
-        bubble: float,
-    ) -> None:
-        self.leaves = leaves
-        self.cost_model = cost_model
-        self.dp_size = dp_size
-        self.micro_batches = micro_batches
-        self.max_tokens = max_tokens
-        self.least = least
-        self.bubble = bubble
+    leaves: Leaves
+    cost_model: CostModel
+    dp_size: int
+    micro_batches: int
+    max_tokens: int
+    least: int
+    bubble: float
+
+    def __post_init__(self) -> None:
         self.best: list[RankBins] = []
         self.makespan = -1
-        self.context = cost_model.units_of_path(leaves.context)
-        self.fresh = leaves.fresh_units(cost_model)
-        self.token_reach = reach(leaves.context, leaves.length - leaves.context, max_tokens)
+        self.context = self.cost_model.units_of_path(self.leaves.context)
+        self.fresh = self.leaves.fresh_units(self.cost_model)
+        self.token_reach = reach(self.leaves.context, self.leaves.length - self.leaves.context, self.max_tokens)
 
     def done(self) -> bool:
         # The largest micro-batch is no smaller than the average one.

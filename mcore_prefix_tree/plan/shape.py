@@ -4,30 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
-
-
-class ModelShape(Protocol):
-    """Fields of a model configuration that its FLOPs depend on; ``mcore_prefix_tree.recipe.ModelConfig`` has them."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_query_groups(self) -> int | None: ...
-    @property
-    def ffn_hidden_size(self) -> int | None: ...
-    @property
-    def kv_channels(self) -> int | None: ...
-    @property
-    def vocab_size(self) -> int | None: ...
-    @property
-    def swiglu(self) -> bool: ...
-    @property
-    def transformer(self) -> dict[str, Any]: ...
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)

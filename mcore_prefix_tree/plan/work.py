@@ -23,13 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.plan.shape import (
-    Experts,
-    LatentAttention,
-    ModelShape,
-    layers_with_experts,
-    layers_with_window,
-)
+from mcore_prefix_tree.plan.shape import Experts, LatentAttention, layers_with_experts, layers_with_window
 
 
 class Counts(NamedTuple):
@@ -267,12 +261,12 @@ class ModelWork:
 
     @classmethod
     def from_model(
-        cls, model: ModelShape, *, vocab_size: int | None = None, fused_head: bool = False, scalar_head: bool = False
+        cls, model: Any, *, vocab_size: int | None = None, fused_head: bool = False, scalar_head: bool = False
     ) -> ModelWork:
         """Count a recipe's model.
 
         Args:
-            model: ``recipe.model``.
+            model: a recipe's ``ModelConfig``.
             vocab_size: where the recipe leaves it to the tokenizer.
             fused_head: ``recipe.fused_head``.
             scalar_head: of a critic or reward model, instead of the vocabulary's; it has one column, for all tokens.

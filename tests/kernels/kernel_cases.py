@@ -72,7 +72,7 @@ def truth(inputs, grad_out, metadata, **settings):
 
 def assert_is_reference(metadata, *, configs=None, limit=None, settings=None, **shape):
     """All results of the kernels against :func:`truth`; returns them."""
-    metadata = metadata.to(DEVICE)
+    metadata = metadata.with_plans_on(DEVICE)
     settings = settings or {}
     inputs, grad_out = make_inputs(metadata, **shape)
     options = options_of(inputs, **settings)

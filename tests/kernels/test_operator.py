@@ -14,7 +14,7 @@ from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
 
 
 def forest():
-    return metadata_of(*random_forest(3, nodes=5, node_lens=(3, 20)), padding=2).to(DEVICE)
+    return metadata_of(*random_forest(3, nodes=5, node_lens=(3, 20)), padding=2).with_plans_on(DEVICE)
 
 
 @pytest.mark.parametrize(("sinks", "deterministic"), [(False, False), (True, True)])

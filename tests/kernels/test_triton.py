@@ -154,7 +154,7 @@ def test_a_group_that_is_not_divided(monkeypatch):
 @pytest.mark.parametrize("engine", [False, True])
 def test_head_dims(dim, value_dim, engine):
     metadata = metadata_of([40, 60, 30, 33], [-1, 0, 0, -1], padding=2)
-    inputs, _ = make_inputs(metadata.to(DEVICE), dim=dim, value_dim=value_dim)
+    inputs, _ = make_inputs(metadata.with_plans_on(DEVICE), dim=dim, value_dim=value_dim)
     configs = configs_for(Case.of(*inputs, options_of(inputs)))
     assert_is_reference(
         metadata,
@@ -242,7 +242,7 @@ def test_thousands_of_tokens(settings, deterministic):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_same_bits_twice(dtype):
-    metadata = metadata_of(*random_forest(1, nodes=10, node_lens=(3, 20)), padding=2).to(DEVICE)
+    metadata = metadata_of(*random_forest(1, nodes=10, node_lens=(3, 20)), padding=2).with_plans_on(DEVICE)
     inputs, grad_out = make_inputs(metadata, heads=2, dim=32, dtype=dtype, sinks=True)
     options = options_of(inputs, window=50)
     first, second = (run(attend, inputs, grad_out, metadata, options, small_configs()) for _ in range(2))
@@ -251,7 +251,7 @@ def test_the_same_bits_twice(dtype):
 
 def test_a_sibling_cannot_be_seen():
     """Change one leaf's keys and values: nothing outside that leaf may move by a bit."""
-    metadata = metadata_of([40, 30, 50, 20, 60], [-1, 0, 1, 1, 0], padding=2).to(DEVICE)
+    metadata = metadata_of([40, 30, 50, 20, 60], [-1, 0, 1, 1, 0], padding=2).with_plans_on(DEVICE)
     inputs, _ = make_inputs(metadata)
     options = options_of(inputs)
     configs = configs_for(Case.of(*inputs, options))
@@ -286,7 +286,7 @@ def test_every_element_is_written(size, deterministic):
 @pytest.mark.parametrize("engine", [False, True])
 def test_views_of_one_projection(engine):
     """Megatron hands over slices; some are not aligned, and a gradient may be one number, broadcast."""
-    metadata = metadata_of(*random_forest(6, nodes=6, node_lens=(5, 20)), padding=1).to(DEVICE)
+    metadata = metadata_of(*random_forest(6, nodes=6, node_lens=(5, 20)), padding=1).with_plans_on(DEVICE)
     configs = small_configs(engine=engine)
     for offset in (0, 1):
         mixed = torch.randn(metadata.padded_size, 2, 96 + offset, device=DEVICE)
@@ -301,7 +301,7 @@ def test_views_of_one_projection(engine):
 @pytest.mark.parametrize("engine", [False, True])
 def test_offsets_beyond_31_bits(engine):
     """Tokens so far apart in memory that the last one's offset does not fit 32 bits."""
-    metadata = metadata_of([30, 20], [-1, 0]).to(DEVICE)
+    metadata = metadata_of([30, 20], [-1, 0]).with_plans_on(DEVICE)
     size, stride = metadata.padded_size, 1 << 26
     assert (size - 1) * stride > 1 << 31
     # Pages that are never touched cost nothing on the CPU; on a GPU these are 6.4 GB.
@@ -322,7 +322,7 @@ def test_offsets_beyond_31_bits(engine):
 
 
 def test_plans_are_made_once():
-    metadata = metadata_of(*random_forest(1)).to(DEVICE)
+    metadata = metadata_of(*random_forest(1)).with_plans_on(DEVICE)
     inputs, grad_out = make_inputs(metadata)
     for _ in range(2):
         tree_attention(*inputs, metadata, softmax_scale=1.0, backend="triton").backward(grad_out)

@@ -189,7 +189,8 @@ def test_losses_of_logits_and_their_gradients(samples, seed, rows, multiplier, t
     grads = torch.autograd.grad(-0.3 * gradient, (hidden, weight))
     wanted = torch.autograd.grad(-0.3 * torch.dot(expected, of_rows), (hidden, weight))
     for one, other in zip(grads, wanted, strict=True):
-        assert worst(one, other) < 1e-12
+        # Where a distribution is nearly certain, the gradient is the rounding of much larger terms.
+        assert (one - other).norm() <= 1e-12 * max(1e-3, other.norm())
 
 
 def test_a_chunk_border_may_fall_anywhere():

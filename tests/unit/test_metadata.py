@@ -138,19 +138,9 @@ def test_arrays_that_are_no_forest_are_refused(borders, parent, options, says):
         TreeMetadata.from_nodes(borders, parent, **options)
 
 
-def test_to_moves_the_token_tensors_and_starts_an_empty_cache():
-    metadata = metadata_of([3, 2, 2], [-1, 0, 0])
-    metadata.derived("plan", lambda _: object())
-    assert metadata.to("cpu") is metadata
-    assert metadata.to(torch.device("cpu")) is metadata
-    moved = metadata.to("meta")
-    assert moved is not metadata
-    assert moved.subtree_end.device.type == moved.tree_position_ids.device.type == "meta"
-    assert moved.cache == {}
-    assert moved.node_parent is metadata.node_parent
-    assert (moved.padded_size, moved.max_path_len) == (metadata.padded_size, metadata.max_path_len)
+def test_token_tensors_are_made_on_a_device():
     built = TreeMetadata.from_nodes([0, 2], [-1], device="meta")
-    assert built.subtree_end.device.type == "meta"
+    assert built.subtree_end.device.type == built.tree_position_ids.device.type == "meta"
 
 
 def test_derived_plans_are_built_once():

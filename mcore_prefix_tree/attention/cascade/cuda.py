@@ -66,10 +66,7 @@ class TorchFlash:
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *qkv,
-            sequences.cu_q,
-            sequences.cu_k,
-            sequences.max_q,
-            sequences.max_k,
+            *sequences.lengths,
             0.0,
             sequences.causal,
             False,
@@ -84,10 +81,7 @@ class TorchFlash:
             grad_out,
             *qkv,
             *result,
-            sequences.cu_q,
-            sequences.cu_k,
-            sequences.max_q,
-            sequences.max_k,
+            *sequences.lengths,
             0.0,
             sequences.causal,
             torch.zeros(2, dtype=torch.uint64, device=grad_out.device),  # of dropout, like the next
@@ -116,10 +110,7 @@ class FlashAttention2:
 
         out, lse, *_ = _flash_attn_varlen_forward(
             *qkv,
-            sequences.cu_q,
-            sequences.cu_k,
-            sequences.max_q,
-            sequences.max_k,
+            *sequences.lengths,
             0.0,
             options.softmax_scale,
             causal=sequences.causal,
@@ -137,10 +128,7 @@ class FlashAttention2:
             *qkv,
             *result,
             *grads,
-            sequences.cu_q,
-            sequences.cu_k,
-            sequences.max_q,
-            sequences.max_k,
+            *sequences.lengths,
             0.0,
             options.softmax_scale,
             sequences.causal,

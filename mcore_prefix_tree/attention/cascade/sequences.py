@@ -57,6 +57,11 @@ class Sequences:
     def max_k(self) -> int:
         return int(np.diff(self.host_cu_k).max())
 
+    @property
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Borders of both sides on the device, then the longest run of each, as FlashAttention takes them."""
+        return self.cu_q, self.cu_k, self.max_q, self.max_k
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Level:

@@ -6,6 +6,7 @@ Triton is imported when the first call runs, not before.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -68,21 +69,22 @@ _CHECKED = (torch.bfloat16, torch.float16)
 
 
 def attend_as_tabled(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    metadata: TreeMetadata,
+    options: AttentionOptions,
+    *,
+    divides: bool = True,
 ) -> torch.Tensor:
-    """:func:`attention`, unchecked: launched as the table says for the case."""
+    """:func:`attention`, unchecked: launched as the table says for the case, or with whole groups of heads."""
     from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
-    return attend(query, key, value, metadata, options, configs_for(Case.of(query, key, value, options)))
+    configs = configs_for(Case.of(query, key, value, options))
+    return attend(query, key, value, metadata, options, configs if divides else replace(configs, divides=False))
 
 
-def _attend_whole_groups(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
-) -> torch.Tensor:
-    from mcore_prefix_tree.attention.triton_tree.config import configs_for
-
-    configs = replace(configs_for(Case.of(query, key, value, options)), divides=False)
-    return attend(query, key, value, metadata, options, configs)
+_attend_whole_groups = partial(attend_as_tabled, divides=False)
 
 
 def attend(
