@@ -29,10 +29,7 @@ AUTO = "auto"
 
 # By kind of device, where nothing was measured. On GPUs nothing has been yet: the order there is that of the clocks
 # that the instructions of the compiled kernels take. FlashAttention-4 is a package that a user has to install.
-PREFERENCE = {
-    "cuda": ("fa4", "triton", "cascade", "flex", "path"),
-    "cpu": ("path", "cascade"),
-}
+PREFERENCE = {"cuda": ("fa4", "triton", "cascade", "flex", "path"), "cpu": ("path", "cascade")}
 
 
 @dataclass(frozen=True, kw_only=True)

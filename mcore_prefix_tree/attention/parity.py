@@ -18,10 +18,7 @@ from mcore_prefix_tree.attention import reference
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.metadata import TreeMetadata
 
-Attention = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, TreeMetadata, AttentionOptions],
-    torch.Tensor,
-]
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TreeMetadata, AttentionOptions], torch.Tensor]
 
 # In machine epsilons of a 16-bit dtype. Sound kernels stay below 1 on this forest; one key too few, of a query that
 # sees 400, makes 6 in bfloat16 and 50 in float16.

@@ -148,11 +148,7 @@ class FlatLayout:
 
 
 def fold(
-    samples: Sequence[Sample],
-    *,
-    trie: Trie | None = None,
-    pad_to_multiple_of: int = 1,
-    padded_size: int | None = None,
+    samples: Sequence[Sample], *, trie: Trie | None = None, pad_to_multiple_of: int = 1, padded_size: int | None = None
 ) -> FlatLayout:
     """Fold samples into one flat layout.
 

@@ -64,11 +64,7 @@ class Edges:
 
     @classmethod
     def from_layout(
-        cls,
-        layout: FlatLayout,
-        *,
-        needed: npt.NDArray[np.bool_] | None = None,
-        device: torch.device | str = "cpu",
+        cls, layout: FlatLayout, *, needed: npt.NDArray[np.bool_] | None = None, device: torch.device | str = "cpu"
     ) -> Edges:
         """The edges of the tokens that something predicts, which are all but the first of each root.
 

@@ -97,11 +97,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def add_gradients(
-    chunks: Chunks,
-    grads: Grads,
-    sums: RowSums,
-    grad_logprob: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
+    chunks: Chunks, grads: Grads, sums: RowSums, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
 ) -> None:
     """Form the logits again, and from them the gradients.
 

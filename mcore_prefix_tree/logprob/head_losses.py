@@ -136,13 +136,7 @@ def head_logit_losses(
 
 
 def _with_gradient(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    head: Head,
-    row_grads: _RowGrads,
-    *,
-    by_rows: bool,
-    with_entropy: bool,
+    hidden: torch.Tensor, weight: torch.Tensor, head: Head, row_grads: _RowGrads, *, by_rows: bool, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     with_grad = _forms_gradient(hidden, weight, head)
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _HeadEdgeLoss.apply(  # type: ignore[no-untyped-call]
@@ -282,12 +276,7 @@ class _Waiting:
         return grad_logprob, None if grad_entropy is None else grad_entropy.masked_fill(self._rows, 0)
 
     def add_gradients(
-        self,
-        chunks: Chunks,
-        grads: Grads,
-        sums: RowSums,
-        grad_logprob: torch.Tensor,
-        grad_entropy: torch.Tensor | None,
+        self, chunks: Chunks, grads: Grads, sums: RowSums, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None
     ) -> None:
         """Of all these rows, when everything is known; arguments as of :func:`add_gradients`, of all rows."""
         edges, rows, of_edge = self._edges.some_rows(self.rows, self._rows)

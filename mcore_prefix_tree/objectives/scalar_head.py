@@ -136,7 +136,5 @@ class RewardModel(Objective):
             loss = loss + self.center_coef * (chosen + rejected).square()
         of_sample = torch.arange(rows.num_samples, device=score.device)
         return LossOutput(
-            loss=loss.sum(),
-            metrics=reward_means(chosen, rejected),
-            bad_sample=first_bad_sample(score, of_sample),
+            loss=loss.sum(), metrics=reward_means(chosen, rejected), bad_sample=first_bad_sample(score, of_sample)
         )

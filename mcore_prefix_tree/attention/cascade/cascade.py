@@ -18,12 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mcore_prefix_tree.attention.cascade.cuda import (
-    FlashAttention2,
-    FlashAttention3,
-    TorchFlash,
-    TransformerEngine,
-)
+from mcore_prefix_tree.attention.cascade.cuda import FlashAttention2, FlashAttention3, TorchFlash, TransformerEngine
 from mcore_prefix_tree.attention.cascade.kernels import QKV, CpuFlash, Result, VarlenKernel, exact
 from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Level, Rows, build_plan
 from mcore_prefix_tree.attention.options import AttentionOptions, Case

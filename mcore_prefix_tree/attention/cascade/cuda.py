@@ -65,12 +65,7 @@ class TorchFlash:
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *qkv,
-            *sequences.lengths,
-            0.0,
-            sequences.causal,
-            False,
-            scale=options.softmax_scale,
+            *qkv, *sequences.lengths, 0.0, sequences.causal, False, scale=options.softmax_scale
         )
         return Result(out, lse)
 
@@ -109,11 +104,7 @@ class FlashAttention2:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
         out, lse, *_ = _flash_attn_varlen_forward(
-            *qkv,
-            *sequences.lengths,
-            0.0,
-            options.softmax_scale,
-            causal=sequences.causal,
+            *qkv, *sequences.lengths, 0.0, options.softmax_scale, causal=sequences.causal
         )
         return Result(out, lse)
 

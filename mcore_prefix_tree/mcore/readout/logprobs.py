@@ -68,10 +68,7 @@ class Logprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor | None]]):
         return logprob.cpu().numpy(), None if entropy is None else entropy.cpu().numpy()
 
     def of_sample(
-        self,
-        flat: tuple[FloatArray, FloatArray | None],
-        tokens: npt.NDArray[np.int32],
-        scored: npt.NDArray[np.bool_],
+        self, flat: tuple[FloatArray, FloatArray | None], tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]
     ) -> Scores:
         logprobs, entropy = (
             None if values is None else np.where(scored, values[tokens], values.dtype.type("nan")) for values in flat

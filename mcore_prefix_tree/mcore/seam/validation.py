@@ -66,10 +66,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             config.qk_clip or config.log_max_attention_logit,
             "qk_clip or log_max_attention_logit: tree attention does not report its largest logit; turn both off",
         ),
-        (
-            bool(config.fp8 or config.fp4),
-            "fp8 or fp4: not proven exact under folding yet; use bf16",
-        ),
+        (bool(config.fp8 or config.fp4), "fp8 or fp4: not proven exact under folding yet; use bf16"),
         (
             config.cuda_graph_impl != "none",
             f"cuda_graph_impl={config.cuda_graph_impl!r}: the shape of a tree changes with every micro-batch; "
