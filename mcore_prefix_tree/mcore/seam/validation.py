@@ -7,6 +7,13 @@ from typing import Any
 import numpy as np
 from megatron.core.utils import get_model_config
 
+_FLAGS = {
+    "cache_mla_latents": "it is for inference alone",  # a field of MLATransformerConfig
+    "fused_single_qkv_rope": "that kernel takes no packed_seq_params",
+    "tp_comm_overlap": "its buffers have one sequence length, micro-batches do not",
+    "overlap_moe_expert_parallel_comm": "its schedule plan does not go through the layer's forward",
+}
+
 
 def _refusals(config: Any) -> list[tuple[bool, str]]:
     """(whether it applies, sentence) for every setting of a TransformerConfig that folding does not support."""
@@ -18,15 +25,10 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             f"context_parallel_size={config.context_parallel_size}: a tree is not split over context-parallel ranks; "
             "set context_parallel_size=1 and use tensor, sequence or pipeline parallelism",
         ),
-        (
-            config.attention_dropout > 0,
-            f"attention_dropout={config.attention_dropout}: samples that share a token would share its dropout; "
-            "set attention_dropout=0",
-        ),
-        (
-            config.hidden_dropout > 0,
-            f"hidden_dropout={config.hidden_dropout}: samples that share a token would share its dropout; "
-            "set hidden_dropout=0",
+        *(
+            (value > 0, f"{name}={value}: samples that share a token would share its dropout; set {name}=0")
+            for name in ("attention_dropout", "hidden_dropout")
+            for value in (getattr(config, name),)
         ),
         (
             config.multi_latent_attention and config.apply_rope_fusion,
@@ -38,10 +40,6 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             f"multi_latent_attention with tensor_model_parallel_size={config.tensor_model_parallel_size} and without "
             "sequence_parallel: Megatron-Core's own gradient of the rotary keys lacks the other ranks' heads "
             "(NVIDIA/Megatron-LM issue 1699); set sequence_parallel=True",
-        ),
-        (
-            config.multi_latent_attention and getattr(config, "cache_mla_latents", False),
-            "cache_mla_latents=True: it is for inference alone; set cache_mla_latents=False",
         ),
         (
             config.experimental_attention_variant is not None,
@@ -59,10 +57,6 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "set window_size=(that number, 0) or None",
         ),
         (
-            config.fused_single_qkv_rope,
-            "fused_single_qkv_rope=True: that kernel takes no packed_seq_params; set fused_single_qkv_rope=False",
-        ),
-        (
             config.qk_clip or config.log_max_attention_logit,
             "qk_clip or log_max_attention_logit: tree attention does not report its largest logit; turn both off",
         ),
@@ -72,16 +66,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             f"cuda_graph_impl={config.cuda_graph_impl!r}: the shape of a tree changes with every micro-batch; "
             "set cuda_graph_impl='none'",
         ),
-        (
-            config.tp_comm_overlap,
-            "tp_comm_overlap=True: its buffers have one sequence length, micro-batches do not; set "
-            "tp_comm_overlap=False",
-        ),
-        (
-            config.overlap_moe_expert_parallel_comm,
-            "overlap_moe_expert_parallel_comm=True: its schedule plan does not go through the layer's forward; turn it "
-            "off",
-        ),
+        *((getattr(config, name, False), f"{name}=True: {why}; set {name}=False") for name, why in _FLAGS.items()),
         *(
             (
                 moe and name in balancing,
@@ -90,26 +75,21 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             )
             for name in ("sinkhorn", "quantile_balancing")
         ),
-        (
-            moe and bool(np.any(config.moe_aux_loss_coeff)),
-            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff}: the auxiliary loss would count a shared token once "
-            "instead of once per sample; set moe_aux_loss_coeff=0",
+        *(
+            (
+                moe and bool(np.any(value)),
+                f"{name}={value}: it would count a shared token once instead of once per sample; set {name}={off}",
+            )
+            for name, off in (("moe_aux_loss_coeff", 0), ("moe_z_loss_coeff", None))
+            for value in (getattr(config, name),)
         ),
-        (
-            moe and bool(config.moe_z_loss_coeff),
-            f"moe_z_loss_coeff={config.moe_z_loss_coeff}: the z-loss would count a shared token once instead of once "
-            "per sample; set moe_z_loss_coeff=None",
-        ),
-        (
-            moe and config.moe_expert_capacity_factor is not None,
-            f"moe_expert_capacity_factor={config.moe_expert_capacity_factor}: which tokens are dropped depends on the "
-            "batch; set moe_expert_capacity_factor=None",
-        ),
-        (
-            # A field since megatron-core 0.18.
-            moe and getattr(config, "moe_expert_rank_capacity_factor", None) is not None,
-            "moe_expert_rank_capacity_factor: which tokens are dropped depends on the batch; "
-            "set moe_expert_rank_capacity_factor=None",
+        *(
+            (
+                moe and value is not None,
+                f"{name}={value}: which tokens are dropped depends on the batch; set {name}=None",
+            )
+            for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor")  # the second: since 0.18
+            for value in (getattr(config, name, None),)
         ),
         (
             # The second is a field since megatron-core 0.17.
