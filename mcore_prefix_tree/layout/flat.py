@@ -152,16 +152,14 @@ def fold(
 ) -> FlatLayout:
     """Fold samples into one flat layout.
 
+    It depends on the samples only, not on their order, apart from ``sample_map``, ``cu_sample_lens``, ``sample_node``
+    and ``sample_order``, which follow the caller's order.
+
     Args:
         samples: any number; no samples give a layout of padding alone (a rank without work).
-        trie: of these samples, where it is known already or shares less than everything; ``build_trie(samples)`` by
-            default.
+        trie: of these samples, where it is known or shares less than everything; ``build_trie(samples)`` by default.
         pad_to_multiple_of: round the size up to a multiple of this (tensor parallel size, under sequence parallelism).
         padded_size: pad to this size exactly; it must hold all tokens and be such a multiple.
-
-    Returns:
-        The layout. It depends on the samples only, not on their order, apart from ``sample_map``, ``cu_sample_lens``,
-        ``sample_node`` and ``sample_order``, which follow the caller's order.
 
     Raises:
         ValueError: if ``padded_size`` cannot hold the tokens or is not a multiple of ``pad_to_multiple_of``; if

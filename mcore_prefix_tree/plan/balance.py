@@ -35,15 +35,13 @@ _GOOD_ENOUGH = 10  # thousandths above the lower bound
 def balance(
     leaves: Leaves, cost_model: CostModel, *, dp_size: int, micro_batches: int, max_tokens: int, bubble: float = 0.0
 ) -> list[RankBins]:
-    """The best found assignment of all leaves to ``dp_size`` ranks of ``micro_batches`` each.
+    """Return the best assignment found of all leaves to D ranks of K micro-batches.
 
     Args:
         leaves: of the whole step; ``fewest_runs`` under ``max_tokens`` must need no more than D * K.
         cost_model: of a micro-batch.
-        dp_size: D.
-        micro_batches: K.
-        max_tokens: physical tokens that a micro-batch may hold.
-        bubble: how many times the cost of its largest micro-batch a rank takes on top of the sum of all.
+        dp_size, micro_batches: D and K.
+        max_tokens, bubble: as in :func:`~mcore_prefix_tree.plan.plan.plan_step`.
     """
     trie = trie_from_order(np.arange(len(leaves)), leaves.context, leaves.length)
     least = least_makespan(
@@ -175,14 +173,8 @@ class _Search:
             return
 
     def placed(self, bins: int, bound: int, ceiling: int, max_tokens: int) -> Iterator[list[Int64Array]]:
-        """Leaves of each bin, under the tightest limit on its cost that placing succeeds with, then under looser ones.
-
-        Args:
-            bins: how many.
-            bound: the tightest limit to try, in units.
-            ceiling: limits from here on are of no use.
-            max_tokens: of a bin.
-        """
+        """Leaves of each bin under the tightest limit, from ``bound`` to below ``ceiling``, that placing succeeds with;
+        then under looser ones."""
         atoms = Atoms.of_leaves(self.leaves, self.cost_model, bins=bins, target=bound, max_tokens=max_tokens)
         if len(atoms.runs) > MAX_ATOMS:
             return

@@ -19,15 +19,12 @@ Run = tuple[int, int]
 
 
 def reach(context: Int64Array, fresh: Int64Array, budget: int) -> Int64Array:
-    """How far a run may go.
+    """Return int64 ``[S]``: the exclusive end of the longest run under the budget that begins with each sample.
 
     Args:
         context: int64 ``[S]``, what the path of each sample has in common with the one before; 0 for the first.
         fresh: int64 ``[S]``, what each sample adds to the one before.
         budget: for a run. A sample that does not fit by itself is a run of its own.
-
-    Returns:
-        int64 ``[S]``: the exclusive end of the longest run under the budget that begins with each sample.
     """
     ends = np.cumsum(fresh)
     furthest = np.searchsorted(ends, budget + (ends - fresh) - context, side="right")
@@ -83,9 +80,7 @@ def least_repeating_runs(
     window is kept in a queue: O(S).
 
     Args:
-        context: int64 ``[S]``, as in :func:`reach`.
-        fresh: int64 ``[S]``, the same.
-        budget: for each run. A sample that does not fit it by itself is a run of its own.
+        context, fresh, budget: as in :func:`reach`.
         repeats: int64 ``[S]``, what a run that begins here costs besides its fresh part; ``context`` by default.
     """
     count = len(fresh)

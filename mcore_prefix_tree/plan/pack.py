@@ -140,12 +140,8 @@ class Atoms:
     def of_leaves(cls, leaves: Leaves, cost_model: CostModel, *, bins: int, target: int, max_tokens: int) -> Atoms:
         """Every leaf by itself, or where there are many to a bin, the runs that repeat the least and stay small.
 
-        Args:
-            leaves: at least one.
-            cost_model: of a micro-batch.
-            bins: how many the atoms are for.
-            target: cost of a bin, in units; a run of several leaves has at most an eighth of it.
-            max_tokens: of a bin; no atom has more, unless a leaf by itself has.
+        A run of several leaves costs at most an eighth of ``target``, the cost of a bin in units, and no atom has more
+        than ``max_tokens``, unless a leaf by itself has.
         """
         fresh = leaves.fresh_units(cost_model)
         context = cost_model.units_of_path(leaves.context)
@@ -167,13 +163,10 @@ class Atoms:
 
 
 def place(atoms: Atoms, cost_model: CostModel, *, bins: int, max_units: int, max_tokens: int) -> Int64Array | None:
-    """A bin for every atom such that no bin exceeds its limits, or None if this heuristic finds none.
+    """Return a bin for every atom, int64 ``[A]``, such that no bin exceeds its limits; None if this finds none.
 
     The most expensive atom first, each into the bin where it adds least (the one that has most of its path), of several
     such into the emptiest, so that room is left beside it for what shares with it.
-
-    Returns:
-        int64 ``[A]``, the bin of each atom.
     """
     count = len(atoms.runs)
     bin_of = np.full(count, -1, dtype=np.int64)

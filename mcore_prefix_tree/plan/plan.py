@@ -66,34 +66,30 @@ def plan_step(
     sharing: Sharing = SHARE_ALL,
     together: Sequence[Hashable] | None = None,
 ) -> ForestPlan:
-    """Plan one step.
+    """Plan one step, in as few micro-batches per rank as the budget allows.
 
-    Uses as few micro-batches per rank as the budget allows. With a cost model, looks for the plan whose slowest rank
-    costs least; a rank's micro-batches are ordered with the cheap ones first and last, which fill and drain a pipeline.
-    Without one, makes the largest micro-batch as small as it can be, repeats as few tokens as that allows, and deals
-    the largest first, back and forth over the ranks.
+    With a cost model, look for the plan whose slowest rank costs least; a rank's cheap micro-batches come first and
+    last, which fill and drain a pipeline. Without one, make the largest micro-batch as small as it can be, repeat as
+    few tokens as that allows, and deal the largest first, back and forth over the ranks.
 
     Args:
         samples: of the whole step, all ranks together.
         max_tokens: physical tokens that a micro-batch may hold, before padding.
         dp_size: D.
-        micro_batch_multiple: micro-batches per rank come in multiples of this (the pipeline size, where stages are
-            interleaved).
-        micro_batches: K, where it is not to be chosen; such a multiple.
+        micro_batch_multiple: K is a multiple of this (the pipeline size, where stages are interleaved).
+        micro_batches: K, such a multiple; None chooses it.
         cost_model: what the ranks' work is compared by; None counts tokens of micro-batches.
         bubble: what a pipeline adds to a rank's cost, in times that of its largest micro-batch: the stages but one,
-            over the virtual stages of each (Narayanan et al., SC 2021, section 2.2). Needs a cost model; without one
-            the largest micro-batch is as small as can be anyway.
+            over the virtual stages of each (Narayanan et al., SC 2021, section 2.2). Without a cost model it is unused.
         sharing: which common prefixes are shared; fold the micro-batches with the same.
-        together: a key for each sample; those with the same key are put into one micro-batch, and None leaves a sample
-            free. The micro-batches are then runs of neighbours as even in tokens as can be found, and only their
-            distribution over the ranks looks at a cost model.
+        together: a key for each sample; samples with the same key share a micro-batch, None leaves a sample free. The
+            micro-batches are then runs of neighbours as even in tokens as can be found, and a cost model only decides
+            their distribution over the ranks.
 
     Raises:
-        BudgetError: if one sample alone is longer than ``max_tokens``, or those that stay together have more unique
-            tokens than that; names them and ``batch.max_tokens``. If ``micro_batches`` are too few for the budget; says
-            how many are enough.
-        ValueError: if ``micro_batches`` is not a multiple of ``micro_batch_multiple``.
+        BudgetError: a sample, or samples that stay together, have more than ``max_tokens`` unique tokens, or
+            ``micro_batches`` are too few.
+        ValueError: ``micro_batches`` is not a multiple of ``micro_batch_multiple``.
     """
     if micro_batches is not None and (micro_batches < 1 or micro_batches % micro_batch_multiple):
         raise ValueError(
@@ -136,11 +132,7 @@ def fewest_micro_batches(
     micro_batch_multiple: int = 1,
     sharing: Sharing = SHARE_ALL,
 ) -> int:
-    """Micro-batches per rank that :func:`plan_step` makes of a step where none are given; arguments as there.
-
-    Raises:
-        BudgetError: if one sample alone is longer than ``max_tokens``.
-    """
+    """Return K as :func:`plan_step` chooses it; arguments and errors as there."""
     _, shared, lengths = _in_order(samples, max_tokens, sharing)
     return _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
 

@@ -28,7 +28,7 @@ def refine(
     max_tokens: int,
     enough: int,
 ) -> Int64Array:
-    """A better assignment, or the same.
+    """Return a better assignment, int64 ``[L]``, or the same.
 
     Each move takes one leaf from the slowest rank to a bin of another, the pair for which the slower of the two ends up
     fastest; it stops where no move helps.
@@ -37,13 +37,9 @@ def refine(
         leaves: L of them.
         cost_model: of their tokens.
         bin_of: int64 ``[L]``; rank r has the bins from ``r * bins_per_rank`` on.
-        ranks: how many.
-        bins_per_rank: how many.
+        ranks, bins_per_rank: how many.
         max_tokens: of a bin.
         enough: units of a rank below which nothing more is moved.
-
-    Returns:
-        int64 ``[L]``.
     """
     bins = ranks * bins_per_rank
     rank_of = np.arange(bins) // bins_per_rank

@@ -97,16 +97,15 @@ def report_plan(
     bubble: float = 0.0,
     sharing: Sharing = SHARE_ALL,
 ) -> PlanReport:
-    """Count a plan.
+    """Count a plan of samples, from :func:`plan_step` or from anywhere else.
 
     Args:
         samples: that were planned.
-        plan: of them; from :func:`plan_step` or from anywhere else.
+        plan: of them.
         cost_model: to judge it by.
         max_tokens: the budget, which the lower bound respects.
         padding: of the micro-batches.
-        bubble: as in :func:`plan_step`.
-        sharing: as in :func:`plan_step`.
+        bubble, sharing: as in :func:`plan_step`.
     """
     order, shared = sort_samples(samples, sharing)
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]

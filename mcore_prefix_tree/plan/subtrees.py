@@ -24,12 +24,7 @@ _SLACK = 8
 
 
 class SubtreePlacer:
-    """Places the leaves of a forest, under one limit or another.
-
-    Args:
-        leaves: in depth-first order.
-        cost_model: of their tokens.
-    """
+    """Places the leaves of a forest under a limit."""
 
     def __init__(self, leaves: Leaves, cost_model: CostModel) -> None:
         self._context = leaves.context
@@ -44,22 +39,18 @@ class SubtreePlacer:
     def place(
         self, *, ranks: int, bins_per_rank: int, max_units: int, max_tokens: int, by_size: bool
     ) -> Int64Array | None:
-        """A bin for every leaf such that no limit is exceeded, or None if this heuristic finds none.
+        """Return a bin for every leaf, int64 ``[L]``, such that no limit is exceeded; None if this finds none.
 
         A tree goes whole into the bin where it adds least, of several such into that of the fullest rank. One that fits
         nowhere is cut: the bin with the most room takes as many of its first leaves as it can hold, and the rest is a
         tree to place like the others.
 
         Args:
-            ranks: whose cost is limited.
-            bins_per_rank: whose tokens are.
+            ranks, bins_per_rank: rank r has the bins from ``r * bins_per_rank`` on.
             max_units: of a rank.
             max_tokens: of a bin.
             by_size: the most expensive tree first. Otherwise those that have to be cut anyway, then those whose leaves
                 have most in common: what comes last is cut to fill the bins, at the least price.
-
-        Returns:
-            int64 ``[L]``; rank r has the bins from ``r * bins_per_rank`` on.
         """
         bins = ranks * bins_per_rank
         rank_of = np.arange(bins) // bins_per_rank

@@ -218,14 +218,10 @@ class ModelWork:
         """Count a GPT's weights, each of which a token multiplies once.
 
         Args:
-            num_layers: transformer layers.
-            hidden_size: of the residual stream.
-            ffn_hidden_size: width of a dense layer's MLP.
-            num_attention_heads: query heads.
+            num_layers, hidden_size, ffn_hidden_size, num_attention_heads, swiglu: as in Megatron's arguments.
             vocab_size: columns of the output layer.
             num_query_groups: key and value heads; as many as query heads by default.
             kv_channels: head size; ``hidden_size / num_attention_heads`` by default.
-            swiglu: the MLPs have a gate.
             fused_head: see above.
             settings: further ones by the names of Megatron's ``TransformerConfig``, of which multi-latent attention,
                 experts, ``attention_output_gate`` and sliding windows count.

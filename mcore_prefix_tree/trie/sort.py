@@ -46,18 +46,11 @@ SHARE_ALL = Sharing()
 
 
 def sort_samples(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> tuple[IntArray, IntArray]:
-    """Depth-first order of the samples and the prefix each shares with the one before it.
+    """Return ``order`` and ``shared`` of a :class:`Trie`, int64 ``[S]`` each: a depth-first order of the samples.
 
     The order depends on the samples' content alone (those that score the same of equal tokens keep the caller's order),
     so every rank and every shuffle of the same samples builds the same trie and plans the same. Needs 4 bytes for every
     logical token while it sorts.
-
-    Args:
-        samples: any number.
-        sharing: which common prefixes are shared.
-
-    Returns:
-        ``order`` int64 ``[S]``, sample indices, and ``shared`` int64 ``[S]``, as in :class:`Trie`.
     """
     shareable = [
         sample.tokens if sharing.share == "all" else sample.tokens[: prompt_length(sample)] for sample in samples

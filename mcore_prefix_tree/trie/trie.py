@@ -56,14 +56,9 @@ class Trie:
 
 
 def build_trie(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> Trie:
-    """Fold samples into a trie.
+    """Fold any number of samples into a trie; those with different ``merge_key`` never share a node.
 
-    Args:
-        samples: any number of samples; those with different ``merge_key`` never share a node.
-        sharing: which common prefixes are shared.
-
-    Returns:
-        The trie; a sample that is a prefix of another ends in an inner node, equal samples end in the same node.
+    A sample that is a prefix of another ends in an inner node, equal samples end in the same node.
     """
     order, shared = sort_samples(samples, sharing)
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
