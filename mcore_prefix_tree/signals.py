@@ -100,16 +100,10 @@ class Signals:
 
 
 def check_signals(signals: Signals, loss_mask: npt.NDArray[np.float32], source: str) -> Signals:
-    """The same signals with their numbers as read-only arrays.
+    """Return a sample's signals with their numbers as read-only arrays.
 
-    Args:
-        signals: as a user made them.
-        loss_mask: ``[n]`` of the sample.
-        source: of the sample, for messages.
-
-    Returns:
-        Fields per token are float32, or float64 if they were given as such; ``reward`` and ``advantage`` are a float or
-        float64.
+    Fields per token are float32, or float64 if they were given as such; ``reward`` and ``advantage`` are a float or
+    float64.
 
     Raises:
         SampleError: names ``source`` and the field.

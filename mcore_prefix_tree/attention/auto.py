@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_prefix_tree.attention.api import check_backend, load_backend
 from mcore_prefix_tree.attention.blocks import visible_pairs
@@ -50,15 +50,11 @@ class TreeShape:
 
     @classmethod
     def of(cls, forests: Sequence[TreeMetadata]) -> TreeShape:
-        """Of all micro-batches of a step together.
-
-        Raises:
-            ValueError: if there is no token.
-        """
+        """Of all micro-batches of a step together; raises ValueError if there is no token."""
         spans = [cut_into_spans(forest) for forest in forests]
         tokens = sum(forest.num_tokens for forest in forests)
         if not tokens:
-            raise ValueError("the shape of no forest at all is asked for")
+            raise ValueError("cannot compute the shape of an empty forest")
         return cls(
             tokens=tokens,
             segments=sum(len(one.runs) - 1 for one in spans) + sum(len(one.keys) for one in spans),
@@ -76,14 +72,8 @@ class TreeShape:
         return sum(abs(math.log2(ratio)) for ratio in ratios)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A back-end and why.
-
-    Attributes:
-        backend: a name of ``mcore_prefix_tree.attention.BACKENDS``.
-        reason: for a log.
-    """
+class Choice(NamedTuple):
+    """A back-end, by its name, and why, for a log."""
 
     backend: str
     reason: str
@@ -96,10 +86,10 @@ def check_setting(name: str) -> None:
 
 
 def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> Choice:
-    """Choose the back-end for a run.
+    """Choose the back-end for a run, among those that train it, so that validation runs the same one.
 
     Args:
-        case: of its calls. Only back-ends that train it are considered, so that validation runs the same one.
+        case: of its calls.
         shape: of its first step, the same on every rank.
         device_name: of its GPU, as torch names it; the measurements of other GPUs do not count.
 

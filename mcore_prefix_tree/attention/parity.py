@@ -59,12 +59,7 @@ def check_parity(name: str, attention: Attention, case: Case) -> None:
     """Compare on first use of a (dtype, group of heads, head dims, options, with backward or not); later ones return.
 
     It reads numbers back, so nothing is compared while torch.compile traces or a CUDA graph is captured; the next call
-    outside of these makes up for it.
-
-    Args:
-        name: of the back-end.
-        attention: a module-level function: what was checked is remembered by it.
-        case: of the call that is about to be made; bfloat16 or float16.
+    outside of these makes up for it. What was checked is remembered by ``attention``, a module-level function.
 
     Raises:
         ParityError: the kernel is wrong.

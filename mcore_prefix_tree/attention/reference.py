@@ -28,15 +28,7 @@ def attention(
 ) -> torch.Tensor:
     """``softmax(scale * q k^T, over the visible keys) v``, each group of ``H / K`` query heads sharing a key head.
 
-    Args:
-        query: ``[P, H, D]``.
-        key: ``[P, K, D]``.
-        value: ``[P, K, W]``.
-        metadata: of the micro-batch.
-        options: scale, window and sinks.
-
-    Returns:
-        ``[P, H, W]``.
+    ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
     """
     group = query.shape[1] // key.shape[1]
     visible = metadata.derived("reference", visibility)

@@ -68,13 +68,8 @@ class Edges:
     ) -> Edges:
         """The edges of the tokens that something predicts, which are all but the first of each root.
 
-        Rows are scored together where a sample goes through both.
-
-        Args:
-            layout: of the micro-batch.
-            needed: bool ``[P]``, by predicted token; the others are left out and their log-probability is 0. None
-                takes all.
-            device: of the tensors.
+        Rows are scored together where a sample goes through both. ``needed``, bool ``[P]`` by predicted token, leaves
+        out the others, whose log-probability is 0.
         """
         token = np.flatnonzero(layout.predictor >= 0 if needed is None else (layout.predictor >= 0) & needed)
         token = token[np.argsort(layout.predictor[token], kind="stable")]
@@ -111,8 +106,7 @@ class Edges:
         Args:
             predictor: int64 ``[R]``, flat indices of what the questions are about, ascending; some may be the same.
             token_ids: ``[R, k]``.
-            padded_size: P.
-            device: of the tensors.
+            padded_size, device: of the edges.
         """
         k = token_ids.shape[1]
         row, first, row_of_question = np.unique(predictor, return_index=True, return_inverse=True)
@@ -149,9 +143,7 @@ class Edges:
     ) -> tuple[Edges, torch.Tensor, torch.Tensor]:
         """The edges of some rows, no two of them scored together; and int64, which rows and edges of these they are.
 
-        Args:
-            chosen: bool ``[R]`` on the host.
-            on_device: the same on the edges' device, which is not asked for anything.
+        ``chosen`` is bool ``[R]`` on the host, ``on_device`` the same on the edges' device, which is not asked.
         """
         count = np.diff(self.first_edge)[chosen]
         rows = _places(on_device, len(count))

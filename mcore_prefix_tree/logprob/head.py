@@ -99,15 +99,7 @@ class _HeadLogprobs(torch.autograd.Function):
 def add_gradients(
     chunks: Chunks, grads: Grads, sums: RowSums, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
 ) -> None:
-    """Form the logits again, and from them the gradients.
-
-    Args:
-        chunks: of the logits.
-        grads: to add to.
-        sums: of all rows.
-        grad_logprob: ``[E]``, None if nobody uses the log-probabilities.
-        grad_entropy: ``[R]``, None if nobody uses the entropies.
-    """
+    """Form the logits again, and add the gradients that follow from ``[E]`` and ``[R]``; None for what nobody uses."""
     row_of_edge = chunks.head.edges.row_of_edge
     per_row = None if grad_logprob is None else sum_per_row(grad_logprob, row_of_edge, sums.total)
     for rows, edges, logits in chunks:

@@ -45,11 +45,7 @@ def head_weighted_sum(
     """``sum_e edge_weight[e] log p(e)``: three products instead of the four of :func:`head_logprobs`.
 
     Forward keeps the gradient of ``weight`` in fp32 until backward; it can be taken once. Without gradients it keeps
-    nothing.
-
-    Args:
-        hidden, weight, head: as there.
-        edge_weight: ``[E]``, without gradient.
+    nothing. ``edge_weight`` is ``[E]``, without gradient; the others as there.
 
     Returns:
         Scalar, fp32 or better, equal on all ranks of the group; and what it sums, the log-probabilities ``[P]`` as
@@ -74,8 +70,7 @@ def head_edge_loss(
     by_rows: bool = False,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradient of a known loss: three products instead of the four of :func:`head_logprobs`, where all that a term
-    of it reads is in one chunk.
+    """The gradient of a known loss, in three products where all that a term of it reads is in one chunk.
 
     Memory and use are as of :func:`head_weighted_sum`.
 

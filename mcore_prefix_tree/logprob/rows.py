@@ -129,7 +129,7 @@ def softmax_backward_(
     grad_entropy: torch.Tensor | None,
     edges: EdgeGrads | None,
 ) -> torch.Tensor:
-    """Logits to their gradient, in place.
+    """Turn logits into their gradient, in place.
 
     Args:
         block: ``[B, Vl]``, logits.

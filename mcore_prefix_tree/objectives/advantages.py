@@ -99,12 +99,7 @@ class Rewards:
 
     @classmethod
     def of(cls, scored: ScoredTokens, *, setting: str, grouped: bool) -> Rewards:
-        """Collect them.
-
-        Args:
-            scored: of the step.
-            setting: what needs the rewards, for messages.
-            grouped: whether every sample needs a ``group``.
+        """Collect the rewards of a step; ``grouped`` demands a ``group`` of every sample.
 
         Raises:
             SampleError: a sample lacks ``reward`` or ``group``; two samples of one rollout do not agree on the reward.

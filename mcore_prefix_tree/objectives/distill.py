@@ -164,13 +164,9 @@ class Distillation(Objective):
         *,
         group: dist.ProcessGroup | None = None,
     ) -> torch.Tensor:
-        """``[C]`` divergences of ``full``; turns the student's logits into the gradient of their weighted sum.
+        """Return ``[C]`` divergences of ``full``; turn the student's logits into the gradient of their weighted sum.
 
-        Args:
-            student: ``[C, Vl]``; see :func:`~mcore_prefix_tree.objectives.divergence.divergence_gradient_`.
-            teacher: see there.
-            weight: ``[C]`` of the rows.
-            group: see there.
+        ``weight`` is ``[C]``; for the others see :func:`~mcore_prefix_tree.objectives.divergence.divergence_gradient_`.
         """
         of_row = divergence_gradient_(student, teacher, self.divergence, jsd_beta=self.jsd_beta, group=group)
         student.mul_(weight.to(student.dtype)[:, None])
@@ -200,12 +196,7 @@ def _answers(scored: ScoredTokens, indices: Sequence[int]) -> tuple[np.ndarray, 
 
 
 def _unique_rows(predictor: Int64Array, token_ids: np.ndarray, logprobs: np.ndarray) -> tuple[Int64Array, Int64Array]:
-    """Join the scored tokens that read one row.
-
-    Args:
-        predictor: int64 ``[K']``, of each token.
-        token_ids: ``[K', k]``.
-        logprobs: ``[K', k]``.
+    """Join the K' scored tokens that read one row.
 
     Returns:
         int64 ``[R]``, a token of each row, by ascending predictors; and int64 ``[K']``, the row of each token.

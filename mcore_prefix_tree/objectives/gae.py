@@ -12,10 +12,7 @@ from mcore_prefix_tree.signals import SampleError
 
 
 def token_rewards(scored: ScoredTokens, setting: str, *, penalty: Float64Array | None = None) -> Float64Array:
-    """Each sample's reward at its last scored token, each turn's reward at the turn's last, less a penalty per token.
-
-    Returns:
-        float64 ``[K]``.
+    """Return float64 ``[K]``: each sample's or turn's reward at its last scored token, less a penalty per token.
 
     Raises:
         SampleError: a sample with scored tokens lacks ``reward``, or is one turn of several.
@@ -64,16 +61,7 @@ def gae(
 
 
 def sums_to_go(values: Float64Array, cu_lens: Int64Array, *, decay: float = 1.0) -> Float64Array:
-    """Return ``S_t = x_t + decay S_{t+1}`` within each segment; what other segments hold never enters.
-
-    Args:
-        values: x, float64 ``[N]``.
-        cu_lens: int64, segment s is ``cu_lens[s]:cu_lens[s + 1]``.
-        decay: of what comes later.
-
-    Returns:
-        float64 ``[N]``.
-    """
+    """Return ``S_t = x_t + decay S_{t+1}``, float64 ``[N]``, within each segment ``cu_lens[s]:cu_lens[s + 1]``."""
     remaining = np.repeat(cu_lens[1:], np.diff(cu_lens)) - 1 - np.arange(len(values))  # entries after this one
     total = values
     reach = 1  # twice as many at a time: after the pass with reach d, entry t holds the first 2 d terms of its sum

@@ -52,12 +52,7 @@ def add_means(outputs: Iterable[Mapping[str, torch.Tensor]]) -> Means:
 
 
 def first_bad_sample(values: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-    """The first sample with a value that is not finite, or NO_SAMPLE; does not wait for the device.
-
-    Args:
-        values: ``[K]``.
-        sample: int64 ``[K]``, whose each of them is.
-    """
+    """The first sample of ``[K]`` with a value that is not finite, or NO_SAMPLE; does not wait for the device."""
     none = torch.full((1,), NO_SAMPLE, dtype=torch.int64, device=values.device)
     return torch.cat([torch.where(torch.isfinite(values.detach()), none, sample), none]).amin()
 

@@ -30,16 +30,9 @@ Mode = Literal["truncate", "mask"]
 def importance_weight(
     old: torch.Tensor, rollout: torch.Tensor, rows: Rows, *, level: Level, mode: Mode, floor: float, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[K]`` weights without a gradient, and where the ratio was out of bounds; see the formulas above.
+    """Return ``[K]`` weights without a gradient, and where the ratio was out of bounds; see the formulas above.
 
-    Args:
-        old: ``[K]``.
-        rollout: ``[K]``.
-        rows: of the micro-batch.
-        level: of a token, or of a sequence: the product does not heed the loss mask, which is no matter of sampling.
-        mode: what becomes of a ratio out of bounds.
-        floor: the lower bound.
-        cap: the upper bound.
+    The product of a sequence ignores the loss mask, which has nothing to do with sampling.
     """
     difference = (old - rollout).detach()
     if level == "sequence":

@@ -187,9 +187,6 @@ class PolicyGradient(Objective):
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Advantages, weights and columns of a step, on the host.
 
-        Args:
-            samples: of the whole step, all micro-batches and ranks.
-
         Raises:
             SampleError: a sample lacks a field that these settings read, or its group has no other rollout.
         """

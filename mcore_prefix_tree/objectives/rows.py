@@ -121,12 +121,7 @@ class Targets:
         return int(self.count.sum())
 
     def rows(self, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu") -> Rows:
-        """The part of one micro-batch.
-
-        Args:
-            layout: of the samples at ``indices``, in this order.
-            indices: into the step's samples.
-            device: of the tensors.
+        """Return the part of one micro-batch: ``layout`` has the step's samples at ``indices``, in this order.
 
         Raises:
             ValueError: the two sides of a pair are not both in the micro-batch.
@@ -150,11 +145,10 @@ class Targets:
         )
 
     def located(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Of the K' scored tokens of one micro-batch; arguments as of :meth:`rows`.
+        """Find the K' scored tokens of one micro-batch; arguments as of :meth:`rows`.
 
         Returns:
-            int64 ``[K']`` each: which of the step's scored tokens it is, its sample's place in the micro-batch, and
-            its flat index.
+            int64 ``[K']`` each: which of the step's scored tokens, its sample's place here, and its flat index.
         """
         assert layout.num_samples == len(indices)
         chosen = np.asarray(indices, dtype=np.int64)

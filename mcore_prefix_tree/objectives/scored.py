@@ -90,14 +90,10 @@ class ScoredTokens:
         return turn
 
     def column(self, name: str, setting: str) -> npt.NDArray[Any]:
-        """``[K]``, a signal per token.
-
-        Args:
-            name: a field of ``Signals`` that is a number per token, or one for all tokens of the sample.
-            setting: what needs it, for the message.
+        """``[K]``: a field of ``Signals`` that is a number per token, or one for all tokens of the sample.
 
         Raises:
-            MissingSignalError: a sample with scored tokens does not have the field.
+            MissingSignalError: a sample with scored tokens lacks it; names ``setting``, which needs it.
         """
         parts = []
         for index in np.flatnonzero(self.lens).tolist():
@@ -108,11 +104,7 @@ class ScoredTokens:
         return np.concatenate(parts) if parts else np.empty(0)
 
     def required(self, index: int, name: str, setting: str) -> Any:
-        """The field of a sample's signals.
-
-        Raises:
-            MissingSignalError: it is not there.
-        """
+        """Return a field of a sample's signals; raises as :meth:`column`."""
         sample = self.samples[index]
         value = getattr(sample.signals, name)
         if value is None:

@@ -72,12 +72,8 @@ class MicroBatch:
     ) -> MicroBatch:
         """Make a micro-batch of a layout.
 
-        Args:
-            layout: of the samples.
-            device: of the tensors.
-            attention_backend, deterministic_attention: see :class:`TreePackedSeqParams`.
-            needed: bool ``[P]``, tokens whose log-probabilities will be read; None is all.
-            head_chunk_rows: as above.
+        ``needed``, bool ``[P]``, are the tokens whose log-probabilities will be read; None is all. For the attention's
+        settings see :class:`TreePackedSeqParams`.
         """
         metadata = TreeMetadata.from_layout(layout)
         on_host = cls(
