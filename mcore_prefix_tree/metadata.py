@@ -187,10 +187,10 @@ class TreeMetadata:
 
 
 def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64]:
-    """Floating numbers too, which NumPy makes of no numbers at all, so long as nothing is cut off."""
+    """Return integers; whole floating numbers too, because NumPy makes them of an empty list."""
     array = np.asarray(values)
     if array.dtype.kind not in "iuf":
-        raise ValueError(f"{name} is of {array.dtype}; give integers")
+        raise ValueError(f"{name} has dtype {array.dtype}; expected integers")
     if array.dtype.kind == "f" and (wrong := np.argwhere((array != np.trunc(array)) | np.isinf(array))).size:
         at = tuple(wrong[0].tolist())
         raise ValueError(f"{name}{list(at)} = {array[at]} is no integer")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +12,11 @@ import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import SEEDS
+from mcore_prefix_tree.data import OnError
+from mcore_prefix_tree.data.batches import Order
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.trie import Share, Sharing
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
@@ -23,29 +25,6 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.recipe import Recipe
     from mcore_prefix_tree.recipe.sections import DataConfig
     from mcore_prefix_tree.sample import Sample
-    from mcore_prefix_tree.trie import Sharing
-
-
-class OnErrorName(str, Enum):
-    """What becomes of bad samples; see :func:`mcore_prefix_tree.data.iter_sample_groups`."""
-
-    raise_ = "raise"
-    skip = "skip"
-
-
-class ShareName(str, Enum):
-    """Which common prefixes are shared; see :class:`mcore_prefix_tree.trie.Sharing`."""
-
-    all = "all"
-    prompt = "prompt"
-
-
-class OrderName(str, Enum):
-    """Which samples a step takes; see :class:`mcore_prefix_tree.data.batches.SampleOrder`."""
-
-    shuffled = "shuffled"
-    folded = "folded"
-    file = "file"
 
 
 class TokenizerOnDemand:
@@ -115,7 +94,7 @@ class SampleOptions:
         typer.Option(min=1, max=MOST, metavar="N", help="Samples of a training step, to report what steps fold to."),
     ] = None
     order: Annotated[
-        OrderName | None,
+        Order | None,
         typer.Option(help="How samples are dealt to steps: data.order of a recipe; shuffled if none is given."),
     ] = None
     seed: Annotated[int | None, typer.Option(min=0, max=SEEDS, metavar="N", help="Of that order.")] = None
@@ -139,13 +118,13 @@ class SampleOptions:
         bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
     ] = False
     on_error: Annotated[
-        OnErrorName | None,
+        OnError | None,
         typer.Option(
             help="raise: end at the first bad sample (if none is given). skip: leave bad ones out and say so."
         ),
     ] = None
     share: Annotated[
-        ShareName | None,
+        Share | None,
         typer.Option(help="all: every common prefix (if none is given). prompt: those before the first scored token."),
     ] = None
     min_shared_tokens: Annotated[
@@ -164,8 +143,8 @@ class SampleOptions:
             "tokenizer": self.tokenizer,
             "chat_template_kwargs": object_of(self.chat_template_kwargs),
             "expand_turns": self.expand_turns or None,
-            "on_error": self.on_error and self.on_error.value,
-            "order": self.order and self.order.value,
+            "on_error": self.on_error,
+            "order": self.order,
         }
         base = DataConfig(path=self.files) if self._file is None else self._file.data
         known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -176,7 +155,7 @@ class SampleOptions:
         """The recipe, with the options in place of its own settings."""
         if self._file is None:
             return None
-        batch = {"share": self.share and self.share.value, "min_shared_tokens": self.min_shared_tokens}
+        batch = {"share": self.share, "min_shared_tokens": self.min_shared_tokens}
         given: dict[str, Any] = {name: value for name, value in batch.items() if value is not None}
         if self.global_batch_size is not None:
             given |= {"global_batch_size": self.global_batch_size, "groups_per_step": None}
@@ -204,11 +183,9 @@ class SampleOptions:
     @property
     def sharing(self) -> Sharing:
         """Which common prefixes are shared."""
-        from mcore_prefix_tree.trie import Sharing
-
         if self.recipe is not None:
             return self.recipe.batch.sharing
-        return Sharing(share=(self.share or ShareName.all).value, min_shared_tokens=self.min_shared_tokens or 0)
+        return Sharing(share=self.share or "all", min_shared_tokens=self.min_shared_tokens or 0)
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:
         """Read the files. Says on standard error what was skipped, if anything.

@@ -112,6 +112,6 @@ def test_the_bound_is_what_torch_counts(
     # Megatron's own way multiplies as much in the body, and projects all positions.
     stock, whole_head = (
         found["unfolded, stock"],
-        3 * ModelWork.from_model(recipe.model).position * comparison.logical_tokens,
+        3 * ModelWork.from_model(recipe.model, scalar_head=recipe.objective.has_scalar_head).position * comparison.logical_tokens,
     )
     assert stock["body"] + stock["head"] == bound.unfolded.body.total + whole_head

@@ -27,7 +27,7 @@ def test_known_costs_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """On a machine that takes exactly what a cost model says, in the best of rounds that noise slows."""
     noise = random.Random(0)
 
-    def seconds(chunks: object, batch: Any, step: object, place: object) -> float:
+    def seconds(chunks: object, batch: Any, job: object) -> float:
         return noise.choice([1.0, 1.3, 1.7]) * KNOWN.of_micro_batch(
             batch.layout.padded_size, batch.layout.visible_pairs, int((batch.layout.loss_weight != 0).sum())
         )
@@ -47,7 +47,7 @@ def test_known_costs_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_head_that_computes_all_tokens_has_no_cost_of_its_own(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = CostModel(token=3e-4, pair=5e-6, micro_batch=2e-3)
 
-    def seconds(chunks: object, batch: Any, step: object, place: object) -> float:
+    def seconds(chunks: object, batch: Any, job: object) -> float:
         return known.of_micro_batch(batch.layout.padded_size, batch.layout.visible_pairs)
 
     monkeypatch.setattr(module, "_seconds", seconds)

@@ -30,9 +30,8 @@ from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import EncodedTurn, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
-from mcore_prefix_tree.mcore.trainer import reading
 from mcore_prefix_tree.objectives import make_objective
-from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe, source
 
 # Turns of each rollout of each prompt: 5 prompts, 12 rollouts, 35 turns.
 SHAPE = ((1, 6, 2), (3, 3), (1, 5, 1, 4), (2, 6), (1,))
@@ -64,7 +63,7 @@ class Letters:
 
 @pytest.fixture(autouse=True)
 def letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "load_tokenizer", lambda name, kwargs: Letters())
+    monkeypatch.setattr(source, "load_tokenizer", lambda name, kwargs: Letters())
 
 
 def conversations(shape: Sequence[Sequence[int]] = SHAPE) -> list[dict[str, Any]]:

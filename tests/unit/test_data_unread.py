@@ -12,7 +12,7 @@ from mcore_prefix_tree.data import read_samples, unread
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch):
-    monkeypatch.setattr(unread, "_told", set())
+    monkeypatch.setattr(unread, "_seen", set())
 
 
 @pytest.mark.parametrize(

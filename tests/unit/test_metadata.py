@@ -120,7 +120,7 @@ def test_no_nodes_are_padding_alone():
         ([0, 2, 5], [-1, 0.6], {}, r"node_parent\[1\] = 0.6 is no integer"),
         ([0, 2, 5], [float("nan"), 0], {}, r"node_parent\[0\] = nan is no integer"),
         ([0, 2, float("inf")], [-1, 0], {}, r"cu_node_lens\[2\] = inf is no integer"),
-        ([0, 2, 5], np.array([False, True]), {}, "node_parent is of bool; give integers"),
+        ([0, 2, 5], np.array([False, True]), {}, "node_parent has dtype bool; expected integers"),
         ([1, 2], [-1], {}, "cu_node_lens must begin at 0"),
         ([0, 3, 2], [-1, 0], {}, "cu_node_lens must begin at 0 and never decrease"),
         ([0, 1, 2], [0, -1], {}, r"node_parent\[0\] = 0 is not on the path"),
