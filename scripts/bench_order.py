@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_prefix_tree.bench.machine import describe_machine
-from mcore_prefix_tree.data import iter_sample_groups, load_tokenizer
+from mcore_prefix_tree.data import LineOptions, iter_sample_groups, load_tokenizer
 from mcore_prefix_tree.data.batches import Order, SampleOrder
 from mcore_prefix_tree.plan import report_steps
 from mcore_prefix_tree.sample import Sample
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/order.json"))
     arguments = parser.parse_args()
     tokenizer = load_tokenizer(arguments.tokenizer)
-    conversations = list(iter_sample_groups(arguments.file, tokenizer=tokenizer, expand_turns=True))
+    conversations = list(iter_sample_groups(arguments.file, LineOptions(tokenizer=tokenizer, expand_turns=True)))
     samples = [sample for line in conversations for sample in line]
     whole = report_steps([samples])
     views = {"a line per conversation": conversations, "a line per turn": [[sample] for sample in samples]}

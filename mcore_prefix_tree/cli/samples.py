@@ -198,7 +198,7 @@ class SampleOptions:
             ValueError: there is no such tokenizer, or nothing says how large a step is that ``order`` or ``seed``
                 are given for.
         """
-        from mcore_prefix_tree.data import DEFAULT_TOKENIZER, Skipped, iter_sample_groups
+        from mcore_prefix_tree.data import DEFAULT_TOKENIZER, LineOptions, Skipped, iter_sample_groups
 
         for name in ("order", "seed"):
             if getattr(self, name) is not None and self.model is None and self.global_batch_size is None:
@@ -210,16 +210,8 @@ class SampleOptions:
             tokenizer.load()  # a wrong name is an error whatever the files hold
         skipped = Skipped()
         with naming_memory(lambda: "the samples do not fit; give fewer files"):
-            lines = list(
-                iter_sample_groups(
-                    data.path,
-                    tokenizer=tokenizer,
-                    expand_turns=data.expand_turns,
-                    limits=limits,
-                    on_error=data.on_error,
-                    skipped=skipped,
-                )
-            )
+            options = LineOptions(tokenizer=tokenizer, expand_turns=data.expand_turns, limits=limits or {})
+            lines = list(iter_sample_groups(data.path, options, on_error=data.on_error, skipped=skipped))
         if skipped.count:
             typer.echo(str(skipped), err=True)
         return Samples(lines=lines, tokenizer=tokenizer, skipped=skipped, options=self)

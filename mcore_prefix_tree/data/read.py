@@ -23,30 +23,19 @@ def read_samples(
     on_error: OnError = "raise",
     skipped: Skipped | None = None,
 ) -> list[Sample]:
-    """All samples of all files, in order. See ``iter_sample_groups``."""
-    groups = iter_sample_groups(
-        paths,
-        tokenizer=tokenizer,
-        expand_turns=expand_turns,
-        vocab_size=vocab_size,
-        limits=limits,
-        on_error=on_error,
-        skipped=skipped,
-    )
-    return list(chain.from_iterable(groups))
+    """Return all samples of all files, in order; see :class:`LineOptions` and :func:`iter_sample_groups`."""
+    options = LineOptions(tokenizer=tokenizer, expand_turns=expand_turns, vocab_size=vocab_size, limits=limits or {})
+    return list(chain.from_iterable(iter_sample_groups(paths, options, on_error=on_error, skipped=skipped)))
 
 
 def iter_sample_groups(
     paths: PathLike | Iterable[PathLike],
+    options: LineOptions | None = None,
     *,
-    tokenizer: ChatTokenizer | None = None,
-    expand_turns: bool = False,
-    vocab_size: int | None = None,
-    limits: Mapping[str, int] | None = None,
     on_error: OnError = "raise",
     skipped: Skipped | None = None,
 ) -> Iterator[list[Sample]]:
-    """The samples of one record after another. Whoever shuffles, shuffles these lists: a line's turns share its prefix.
+    """Yield the samples of one record after another; shuffle these lists, because the turns of a line share its prefix.
 
     A record is a line of JSON Lines, or a row of a ``.parquet``, ``.arrow`` or ``.feather`` file (Arrow IPC), whose
     columns are the fields. It is ``{"tokens": [...]}`` with an optional ``loss_mask``, or ``{"messages": [...]}`` in
@@ -61,13 +50,10 @@ def iter_sample_groups(
 
     Args:
         paths: one or several of: a file (``.gz`` is unpacked), a glob (sorted), ``-`` for JSON Lines on standard input.
-        tokenizer: as in :class:`LineOptions`, like the next three.
-        expand_turns: the same.
-        vocab_size: the same.
-        limits: the same.
+        options: how records become samples.
         on_error: ``"raise"`` ends at the first bad record. ``"skip"`` leaves out what cannot be used and nothing else:
             a record that cannot be read or encoded, or a single turn of one that is too long.
-        skipped: counts what was left out; without it, a warning at the end says so.
+        skipped: counts what was left out; without it, a warning at the end reports it.
 
     Yields:
         lists of at least one sample; ``source`` is ``path:line`` (from 1) or ``path row number`` (from 0), and
@@ -80,13 +66,12 @@ def iter_sample_groups(
         ValueError: for another ``on_error``.
     """
     check_on_error(on_error)
-    options = LineOptions(tokenizer=tokenizer, expand_turns=expand_turns, vocab_size=vocab_size, limits=limits or {})
     left_out = Skipped()
     resolved = resolve_paths(paths)
     empty = True
     for path in resolved:
         for record in read_records(path):
-            samples = samples_of_record(record, options, left_out if on_error == "skip" else None)
+            samples = samples_of_record(record, options or LineOptions(), left_out if on_error == "skip" else None)
             if samples:
                 yield samples
                 empty = False

@@ -165,7 +165,7 @@ class Source:
         def read() -> tuple[list[list[Sample]], Skipped]:
             skipped = Skipped()
             with naming_memory(lambda: f"the samples of {', '.join(paths)} do not fit; {self.streaming}"):
-                lines = iter_sample_groups(paths, **vars(self.options), on_error=self.on_error, skipped=skipped)
+                lines = iter_sample_groups(paths, self.options, on_error=self.on_error, skipped=skipped)
                 return list(lines), skipped
 
         if STDIN in paths and self.ranks.size > 1:

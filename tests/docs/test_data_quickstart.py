@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_prefix_tree.data import iter_sample_groups, load_tokenizer
+from mcore_prefix_tree.data import LineOptions, iter_sample_groups, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLLOUTS = ROOT / "recipes" / "data" / "quickstart_rollouts.jsonl"
@@ -21,7 +21,9 @@ def rows():
 
 @pytest.fixture(scope="module")
 def groups():
-    return list(iter_sample_groups(ROLLOUTS, tokenizer=load_tokenizer(), expand_turns=True, vocab_size=32768))
+    return list(
+        iter_sample_groups(ROLLOUTS, LineOptions(tokenizer=load_tokenizer(), expand_turns=True, vocab_size=32768))
+    )
 
 
 def fold_ratio(samples):

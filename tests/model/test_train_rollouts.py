@@ -27,7 +27,7 @@ from train_jobs import (
 )
 
 from mcore_prefix_tree import Sample, SampleError
-from mcore_prefix_tree.data import EncodedTurn, iter_sample_groups
+from mcore_prefix_tree.data import EncodedTurn, LineOptions, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
 from mcore_prefix_tree.objectives import make_objective
@@ -91,7 +91,7 @@ def options(objective: str = "grpo", **more: Any) -> list[str]:
 
 def whole_rollouts(recipe: Recipe, iteration: int) -> list[Sample]:
     """The rollouts of a step, one sample each, from the documented order alone."""
-    lines = iter_sample_groups(recipe.data.path, tokenizer=Letters())
+    lines = iter_sample_groups(recipe.data.path, LineOptions(tokenizer=Letters()))
     groups = whole_groups(list(lines), "group", step=None, setting="the test")
     order = SampleOrder(
         groups, seed=recipe.seed, order=recipe.data.order, by_line=True, step=PER_STEP, whole_steps=True

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mcore_prefix_tree import Sample, SampleError
-from mcore_prefix_tree.data import EncodedTurn, iter_sample_groups
+from mcore_prefix_tree.data import EncodedTurn, LineOptions, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
 from mcore_prefix_tree.objectives import SupervisedFineTuning
@@ -59,7 +59,7 @@ def test_turns_of_a_conversation_are_one_rollout(tmp_path):
     write = tmp_path / "chats.jsonl"
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant") * 3]
     write.write_text("".join(f"{json.dumps({'messages': chat[:count]})}\n" for count in (4, 6)))
-    read = list(iter_sample_groups(write, tokenizer=Words(), expand_turns=True))
+    read = list(iter_sample_groups(write, LineOptions(tokenizer=Words(), expand_turns=True)))
     assert [len(group) for group in whole_groups(read, "rollout", step=None, setting="sft")] == [2, 3]
     targets = SupervisedFineTuning(normalise="rollout").targets([sample for line in read for sample in line])
     assert (targets.divisor, targets.weight.tolist()) == (2, [1 / 2] * 2 + [1 / 3] * 3)

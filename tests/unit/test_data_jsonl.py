@@ -234,7 +234,7 @@ def test_conversation_is_one_sample_with_every_turn_scored(write):
 def test_expanded_turns_branch_where_the_conversations_do(write):
     other = [*CHAT[:3], message("assistant", "b")]
     path = write({"messages": CHAT, "merge_key": 1}, {"tokens": [1, 2]}, {"messages": other})
-    groups = list(iter_sample_groups(path, tokenizer=CharacterTokenizer(), expand_turns=True))
+    groups = list(iter_sample_groups(path, LineOptions(tokenizer=CharacterTokenizer(), expand_turns=True)))
     assert [[text_of(s) for s in group] for group in groups] == [
         ["UhiAyo\0", "UhiAyo\0UokAa\0"],
         ["\1\2"],

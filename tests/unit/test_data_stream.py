@@ -84,17 +84,7 @@ def told(samples):
 
 def in_memory(paths, skipped=None):
     on_error = "raise" if skipped is None else "skip"
-    return list(
-        iter_sample_groups(
-            paths,
-            tokenizer=OPTIONS.tokenizer,
-            expand_turns=True,
-            vocab_size=128,
-            limits=OPTIONS.limits,
-            on_error=on_error,
-            skipped=skipped,
-        )
-    )
+    return list(iter_sample_groups(paths, OPTIONS, on_error=on_error, skipped=skipped))
 
 
 @given(st.lists(st.binary(max_size=40).map(lambda text: text.replace(b"\r", b"\n")), min_size=1, max_size=4))

@@ -320,7 +320,9 @@ def test_skipping_loses_nothing_else(tmp_path, form):
 def test_the_order_is_that_of_samples_in_memory(tmp_path, form, num_workers):
     paths = [write_table(tmp_path, MIXED, form, rows_a_chunk=2), write_lines(tmp_path, GOOD[:3])]
     held = SampleOrder(
-        list(iter_sample_groups(paths, vocab_size=128, on_error="skip", skipped=Skipped())), seed=3, order="shuffled"
+        list(iter_sample_groups(paths, LineOptions(vocab_size=128), on_error="skip", skipped=Skipped())),
+        seed=3,
+        order="shuffled",
     )
     streamed = SampleOrder(StreamedGroups(paths, OPTIONS, on_error="skip"), seed=3, order="shuffled")
     epoch = held.samples_per_epoch
