@@ -1,4 +1,4 @@
-"""Which samples each step takes: a function of the seed and of how much was consumed, so it can be resumed."""
+"""Samples of each step: a function of the seed and of how much was consumed, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class SampleOrder:
     The samples of one line stay together, because they share their prefix.
 
     Args:
-        groups: the samples of each line, at least one sample in all: a list of lists, or what reads them as needed.
-        seed: of the order.
+        groups: the samples of each line, at least one sample in all: a list of lists, or streamed groups.
+        seed: seed of the order.
         order: ``shuffled`` draws the lines in a new order each epoch. ``folded`` deals neighbours in the trie to the
             same step, see :mod:`mcore_prefix_tree.data.folded`; it needs ``step`` and holds the samples in memory.
             ``file`` keeps the order of the files in every epoch.
@@ -64,8 +64,8 @@ class SampleOrder:
             samples, all lines have as many, a divisor of ``step``. Needs ``step``.
 
     Attributes:
-        per_epoch: how many samples, or lines, an epoch draws.
-        left_out: how many it draws less than there are.
+        per_epoch: number of samples, or lines, that an epoch draws.
+        left_out: number that it does not draw.
 
     Raises:
         ValueError: there are no samples, or not enough for one step; or ``folded`` samples are streamed.
@@ -108,22 +108,22 @@ class SampleOrder:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether samples are read as they are needed."""
+        """Whether samples are read when they are needed."""
         return isinstance(self.groups, StreamedGroups)
 
     @cached_property
     def checksums(self) -> dict[str, int]:
-        """What the same samples have again when a run resumes, by how they were read."""
+        """Checksums, by the way of reading, that a resumed run compares."""
         of_all = not self.is_streamed
         return {"read" if of_all else "streamed": checksum(self.groups, self._sizes, all_of_them=of_all)}
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples that the first epoch draws; others draw as many, but where lines of other sizes are left out."""
+        """Samples that the first epoch draws; others may leave out lines of other sizes."""
         return self.samples_before(self.per_epoch)
 
     def samples_before(self, consumed: int) -> int:
-        """How many samples the first ``consumed`` samples, or lines, are."""
+        """Return the number of samples in the first ``consumed`` samples, or lines."""
         if not self.by_line:
             return consumed
         epochs, offset = divmod(consumed, self.per_epoch)
@@ -134,19 +134,19 @@ class SampleOrder:
         return whole + int(self._sizes[self._epoch(epochs).lines[:offset]].sum())
 
     def take(self, consumed: int, count: int) -> list[Sample]:
-        """The ``count`` samples, or lines' samples, that follow the first ``consumed``; may reach into a next epoch."""
+        """Return the ``count`` samples, or samples of ``count`` lines, behind the first ``consumed``."""
         with self.stream(consumed) as stream:
             return stream.take(count)
 
     def first_epoch(self) -> Iterator[list[Sample]]:
-        """The samples of each step that begins in the first epoch; needs ``step``."""
+        """Yield the samples of each step that begins in the first epoch; needs ``step``."""
         assert self.step is not None
         with self.stream(0) as stream:
             for _ in range(0, self.per_epoch, self.step):
                 yield stream.take(self.step)
 
     def pieces(self, consumed: int) -> Iterator[tuple[int, slice]]:
-        """The lines that follow the first ``consumed``, for ever; of each, which of its samples."""
+        """Yield the lines behind the first ``consumed``, for ever, each with the samples to take of it."""
         number, offset = divmod(consumed, self.per_epoch)
         while True:
             epoch = self._epoch(number)
@@ -160,7 +160,7 @@ class SampleOrder:
             number, offset = number + 1, 0
 
     def stream(self, consumed: int, *, num_workers: int = 0) -> SampleStream:
-        """What follows the first ``consumed`` samples, or lines, read ahead by worker processes if there are any."""
+        """Return a stream of what follows the first ``consumed``, read ahead by worker processes if there are any."""
         return SampleStream(self, consumed, num_workers=num_workers)
 
     @cached_property
@@ -208,12 +208,12 @@ class SampleStream:
     """Samples in an order, one batch after another.
 
     Workers are those of a torch ``DataLoader``: each reads and encodes whole lines, a bounded number ahead. They start
-    when the stream is made and end with :meth:`close`, a ``with`` block or the process, however that ends. Signals that
-    a scheduler sends to all processes are for the main one to heed, which may have a checkpoint to save.
+    when the stream is made and end with :meth:`close`, a ``with`` block or the process, however that ends. They ignore
+    the signals that a scheduler sends to all processes: the main one may have a checkpoint to save.
 
     Args:
-        order: of the samples.
-        consumed: how many of them, or of its lines, come before the first.
+        order: order of the samples.
+        consumed: samples, or lines, before the first one.
         num_workers: processes; 0 reads a line when it is asked for.
     """
 
@@ -242,11 +242,7 @@ class SampleStream:
         self.close()
 
     def take(self, count: int) -> list[Sample]:
-        """The next ``count`` samples, or the samples of as many lines.
-
-        Raises:
-            SampleError: a file has changed since the run began.
-        """
+        """Return the next ``count`` samples, or samples of as many lines; raises SampleError if a file has changed."""
         if self._by_line:
             taken = [sample for _ in range(count) for sample in self._next()]
         else:
@@ -299,7 +295,7 @@ def _end_with(parent: int) -> None:
 
 
 class _Lines:
-    """What a worker has: torch asks it for one place after another."""
+    """A worker's data set: torch asks it for one place after another."""
 
     def __init__(self, groups: Sequence[Sequence[Sample]]) -> None:
         self._groups = groups

@@ -1,4 +1,4 @@
-"""The files that ``data.path`` names, and their records, one after another or by number."""
+"""Files that ``data.path`` names, and their records, one after another or by number."""
 
 from __future__ import annotations
 
@@ -22,32 +22,24 @@ class RecordIndex(Protocol):
     """Random access to the records of a file: its lines or its rows. It can be pickled."""
 
     def __len__(self) -> int:
-        """Records."""
+        """Number of records."""
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
 
     def offset(self, number: int) -> int:
-        """Bytes before a record, of a table about."""
+        """Return the bytes before a record; for a table, an estimate."""
 
     def first_at(self, byte: int) -> int:
-        """The first record with an :meth:`offset` of at least so many bytes; the number of records if there is none."""
+        """Return the first record with an :meth:`offset` of at least so many bytes, or the number of records."""
 
     def read(self, number: int) -> Record:
-        """A record, from 0.
-
-        Raises:
-            SampleError: the file cannot be read any more, or has changed.
-        """
+        """Return a record, from 0; raises SampleError if the file has changed or cannot be read any more."""
 
 
 def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
-    """Files in the order given, globs expanded and sorted.
-
-    Raises:
-        SampleError: for a path or glob without a file.
-    """
+    """Return files in the order given, globs expanded and sorted; raises SampleError for one without a file."""
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
         raise SampleError("no data paths; give data.path at least one file, glob or '-' for standard input")
@@ -68,11 +60,11 @@ def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
 
 
 def read_records(path: str) -> Iterator[Record]:
-    """The records of a file, in bounded memory.
+    """Yield the records of a file, in bounded memory.
 
     Raises:
-        SampleError: it cannot be read.
-        ImportError: it is a table and there is no pyarrow.
+        SampleError: the file cannot be read.
+        ImportError: the file is a table and pyarrow is missing.
     """
     if not is_table(path):
         return read_lines(path)
@@ -83,11 +75,11 @@ def read_records(path: str) -> Iterator[Record]:
 
 
 def index_files(paths: Sequence[str]) -> list[RecordIndex]:
-    """Random access to the records of files; tables share one cache.
+    """Return random access to the records of files; tables share one cache.
 
     Raises:
-        SampleError: one cannot be read, or not from the middle.
-        ImportError: as :func:`read_records`.
+        SampleError: a file cannot be read from the middle.
+        ImportError: a file is a table and pyarrow is missing.
     """
     tables = [path for path in paths if is_table(path)]
     if not tables:
@@ -100,12 +92,12 @@ def index_files(paths: Sequence[str]) -> list[RecordIndex]:
 
 
 def is_table(path: str) -> bool:
-    """Whether a file holds rows and columns, by its name."""
+    """Return whether a file's name is that of a table."""
     return path.lower().endswith(TABLES)
 
 
 def no_samples(paths: Sequence[str], skipped: Skipped) -> SampleError:
-    """The error of files that hold nothing to train on."""
+    """Return the error for files that hold nothing to train on."""
     why = "there are no rows" if all(map(is_table, paths)) else "every line is blank"
     if skipped.count:
         why = f"all are bad: {skipped}"
@@ -113,11 +105,7 @@ def no_samples(paths: Sequence[str], skipped: Skipped) -> SampleError:
 
 
 def require_pyarrow(path: str) -> None:
-    """See that a table can be read or written.
-
-    Raises:
-        ImportError: pyarrow is not installed.
-    """
+    """Raise ImportError if pyarrow is missing, which reads and writes tables."""
     try:
         import pyarrow  # noqa: F401  # takes its time, and JSON Lines need none
     except ImportError:

@@ -32,9 +32,6 @@ def trie_order(lines: Sequence[Sequence[Sample]]) -> Int64Array:
     """Return the lines' indices in depth-first order of the trie.
 
     A line stands where its longest sample does: the longest turn of a rollout begins with the others.
-
-    Args:
-        lines: the samples of each, at least one.
     """
     order, _ = sort_samples([max(line, key=len) for line in lines])
     return order
@@ -72,7 +69,7 @@ def deal_runs(sizes: Int64Array, *, step: int, head: int, start: int, rng: np.ra
 
 
 def _runs(pieces: list[Piece], step: int) -> list[list[Piece]]:
-    """Runs of exactly ``step``, cutting few pieces."""
+    """Return runs of exactly ``step``, cutting few pieces."""
     waiting = deque(pieces)
     runs: list[list[Piece]] = []
     room = 0

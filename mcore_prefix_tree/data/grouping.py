@@ -51,16 +51,13 @@ def whole_groups(
 def streamed_whole_groups(
     stream: Callable[..., StreamedGroups], by: GroupedBy, *, step: int | None, setting: str
 ) -> StreamedGroups:
-    """Return the groups, rollouts or pairs of files that memory does not hold.
+    """Return the groups, rollouts or pairs of files that memory does not hold; otherwise as :func:`whole_groups`.
 
     Args:
-        stream: :class:`StreamedGroups` of them, but for its ``key``.
-        by: as in :func:`whole_groups`.
-        step: the same.
-        setting: the same.
-
-    Raises:
-        SampleError: as there.
+        stream: makes :class:`StreamedGroups` of the files with a ``key``.
+        by: see :func:`whole_groups`, like the next two.
+        step: samples per step.
+        setting: name for messages.
     """
     groups = stream(key=partial(_key, by=by, setting=setting))
     if groups.repeated is not None:

@@ -34,14 +34,14 @@ _TABLES = {b"PAR1": ("Parquet", ".parquet"), b"ARROW1": ("Arrow", ".arrow"), b"\
 
 
 class _Doubled(dict[str, Any]):
-    """An object with a key more than once, of which a dictionary holds the last."""
+    """An object that has a key more than once; the dictionary holds the last value."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
         self._times = Counter(name for name, _ in pairs)
 
     def twice(self) -> str:
-        """The first such key."""
+        """Return the first such key."""
         return next(name for name, times in self._times.items() if times > 1)
 
 
@@ -68,7 +68,7 @@ class Line:
     is_first: bool = False
 
     def fields(self) -> dict[str, Any] | None:
-        """The object of the line, without what is null; None of a blank one."""
+        """Return the line's object without null fields, or None for a blank line."""
         raw = self.raw
         if self.is_first:
             raw = raw.removeprefix(codecs.BOM_UTF8)
@@ -99,11 +99,7 @@ class Line:
 
 
 def read_lines(path: str) -> Iterator[Line]:
-    """All lines of a file, ``.gz`` unpacked, or of standard input.
-
-    Raises:
-        SampleError: it cannot be read.
-    """
+    """Yield all lines of a file, ``.gz`` unpacked, or of standard input; raises SampleError if it cannot be read."""
     label = "<stdin>" if path == STDIN else path
     number = blank = 0
     try:
@@ -148,18 +144,15 @@ def _open(path: str) -> Iterator[BinaryIO]:
 
 
 def is_gzip(path: str) -> bool:
-    """Whether a file is packed, by its name."""
+    """Return whether a file's name is that of a packed file."""
     return path.lower().endswith(".gz")
 
 
 class LineIndex:
-    """Random access to the lines of a file, blank ones included. Nothing but their offsets is held.
-
-    Args:
-        path: of a plain file.
+    """Random access to the lines of a plain file, blank ones included. Only their offsets are held.
 
     Raises:
-        SampleError: it cannot be read, or not from the middle.
+        SampleError: the file cannot be read, or not from the middle.
     """
 
     def __init__(self, path: str) -> None:
@@ -195,11 +188,7 @@ class LineIndex:
         return int(np.searchsorted(self._offsets[:-1], byte))
 
     def read(self, number: int) -> Line:
-        """A line, from 0.
-
-        Raises:
-            SampleError: the file cannot be read any more, or has changed.
-        """
+        """Return a line, from 0; raises SampleError if the file has changed or cannot be read any more."""
         start, end = self._offsets[number : number + 2].tolist()
         source = f"{self._path}:{number + 1}"
         try:
@@ -213,11 +202,7 @@ class LineIndex:
 
 
 def _line_offsets(path: str) -> npt.NDArray[np.int64]:
-    """int64 ``[lines + 1]``: where each line begins, and the end of the file.
-
-    Raises:
-        SampleError: a line is too long, or too much is blank.
-    """
+    """Return the offset of each line and the end of the file, int64 ``[lines + 1]``."""
     found = [np.zeros(1, dtype=np.int64)]
     at = begun = lines = 0
     with Path(path).open("rb", buffering=0) as stream:

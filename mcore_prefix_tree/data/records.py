@@ -1,4 +1,4 @@
-"""One record of a data file to samples: a JSON line or a row of a table, holding tokens or chat messages."""
+"""Samples of one record of a data file: a JSON line or a row of a table, with tokens or chat messages."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LineOptions:
-    """What a record's samples depend on beside the record.
+    """Settings that a record's samples depend on.
 
     Attributes:
         tokenizer: encodes ``messages``; data that is all ``tokens`` needs none.
-        expand_turns: a sample for every assistant turn, with its whole history as prefix and only that turn scored,
+        expand_turns: make a sample of every assistant turn, with its whole history as prefix and only that turn scored,
             instead of one sample a conversation with every turn scored. They are the turns of one rollout: its reward
             counts once.
-        vocab_size: token ids have to be below; that of the model.
-        limits: most tokens that a sample may have, by the name of the setting that says so (``batch.max_tokens``).
+        vocab_size: the model's; token ids have to be below it.
+        limits: largest number of tokens of a sample, by the name of the setting (``batch.max_tokens``).
     """
 
     tokenizer: ChatTokenizer | None = None
@@ -53,25 +53,14 @@ class Record(Protocol):
         """Its file and place in it, for messages."""
 
     def fields(self) -> Mapping[str, Any] | None:
-        """Its content by :data:`FIELDS`, others aside; None for a blank line.
-
-        A list of numbers is a Python list or an array.
-
-        Raises:
-            SampleError: it cannot be read.
-        """
+        """Return the content by :data:`FIELDS`, or None for a blank line; a list of numbers may be an array."""
 
 
 def samples_of_record(record: Record, options: LineOptions, skipped: Skipped | None) -> list[Sample]:
-    """The samples of one record; none of a blank line.
-
-    Args:
-        record: a line or a row.
-        options: of the reader.
-        skipped: takes note of what is bad and left out; None makes it an error.
+    """Return the samples of one record; none for a blank line.
 
     Raises:
-        SampleError: for bad data, without ``skipped``.
+        SampleError: for bad data, without ``skipped``, which otherwise counts it.
     """
     kind: Kind = "unreadable"
     try:
@@ -113,7 +102,7 @@ def _merge_key(value: object, source: str) -> Hashable:
 
 
 def _tempered(value: object, key: Hashable, source: str) -> Hashable:
-    """The merge key of a record that says its temperature; 1 is that of a record that does not."""
+    """Return the merge key of a record with a temperature; 1 is the same as none."""
     if value is None:
         return key
     if (

@@ -1,4 +1,4 @@
-"""Whether all ranks of a job read the same samples: each reads by itself, and nothing later would notice."""
+"""Checks that all ranks of a job read the same samples: each reads by itself, and nothing later would notice."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ def _by_itself(action: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Who reads the same data, and shares the work of counting them.
+    """Ranks that read the same data and share the work of counting them.
 
     Attributes:
-        rank: this process.
-        size: how many there are; all see the same files.
-        gather: everyone's value, by rank.
-        on_main: what an action gives that the main rank alone does, on every rank.
+        gather: returns the value of each rank, on every rank.
+        on_main: runs an action on the main rank, and returns its result on every rank.
     """
 
     rank: int = 0
@@ -51,14 +49,7 @@ ALONE = Ranks()
 
 @dataclass(frozen=True, kw_only=True)
 class Digest:
-    """What one rank has read.
-
-    Attributes:
-        host: its machine.
-        what: how much it is, in words.
-        crc: of the content; equal where that is, but for chance.
-        files: bytes of each, by path.
-    """
+    """What one rank has read: its machine, the amount in words, a checksum of the content, the bytes of each file."""
 
     host: str
     what: str
@@ -67,18 +58,13 @@ class Digest:
 
 
 def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str], ranks: Ranks) -> None:
-    """See that every rank holds the same samples; all ranks together, once after reading and after a resume too.
+    """Check that every rank holds the same samples; all ranks together, once after reading and after a resume too.
 
-    Compares tokens, masks, merge keys and signals by a checksum that takes milliseconds a million tokens. Streamed
-    files compare themselves, see :func:`check_same_files`; so does what one rank reads for all, by being sent.
-
-    Args:
-        groups: the samples of each record, in order.
-        paths: of the files, for the message.
-        ranks: of the job.
+    Compares tokens, masks, merge keys and signals by a checksum that takes milliseconds a million tokens. For streamed
+    files see :func:`check_same_files`; samples that one rank reads for all need no check.
 
     Raises:
-        SampleError: some rank holds others than the first; names ranks, machines and files. On every rank.
+        SampleError: on every rank, if one holds other samples than the first; names ranks, machines and files.
     """
     if ranks.size == 1:
         return
@@ -89,16 +75,13 @@ def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str],
 
 
 def check_same_files(records: int, paths: Sequence[str], read: Callable[[int], Sequence[Sample]], ranks: Ranks) -> None:
-    """As :func:`check_same_samples`, of files that no rank reads as a whole: their sizes and a few of their records.
+    """Check as :func:`check_same_samples` does, by the sizes and a few records of files that no rank reads as a whole.
 
     Args:
-        records: how many there are.
-        paths: of the files.
-        read: the samples of a record; it may raise SampleError, and then has none here.
-        ranks: of the job.
-
-    Raises:
-        SampleError: as there.
+        records: number of records.
+        paths: the files.
+        read: returns the samples of a record; a record for which it raises SampleError counts as empty.
+        ranks: ranks of the job.
     """
     if ranks.size == 1:
         return
@@ -109,30 +92,25 @@ def check_same_files(records: int, paths: Sequence[str], read: Callable[[int], S
 
 
 def checksum(groups: Sequence[Sequence[Sample]], sizes: npt.NDArray[np.int64], *, all_of_them: bool) -> int:
-    """By which a later run knows samples and their order again, whatever their signals have become since.
+    """Return a checksum by which a later run recognises samples and their order, even if their signals have changed.
 
     Args:
         groups: the samples of each record.
-        sizes: how many each has.
-        all_of_them: or four groups, and the sizes of all.
+        sizes: number of samples of each.
+        all_of_them: read all groups; otherwise four groups, and the sizes of all.
     """
     some = groups if all_of_them else [groups[index] for index in _some_of(len(groups))]
     return _crc_of(chain.from_iterable(some), crc32(np.ascontiguousarray(sizes, dtype=np.int64).data), signals=False)
 
 
 def is_other(before: Mapping[str, int], now: Mapping[str, int]) -> bool | None:
-    """Whether checksums are of other samples; None where they were made in different ways and cannot tell.
-
-    Args:
-        before: of an earlier run, by how its samples were read.
-        now: of this one.
-    """
+    """Return whether two runs' checksums, by the way of reading, differ; None if they have no way in common."""
     ways = before.keys() & now.keys()
     return any(before[way] != now[way] for way in ways) if ways else None
 
 
 def _some_of(number: int) -> list[int]:
-    """The first, the last and two between them."""
+    """Return the first, the last and two between them."""
     return sorted(set(np.linspace(0, number - 1, 4).astype(int).tolist())) if number else []
 
 
@@ -144,11 +122,9 @@ def _read(read: Callable[[int], Sequence[Sample]], record: int) -> Sequence[Samp
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Some ranks of a job by number and machine, ``ranks 8-15 on node-b and rank 16 on node-c``.
+    """Return the names of some ranks, in order, such as ``ranks 8-15 on node-b and rank 16 on node-c``.
 
-    Args:
-        ranks: in order, at least one.
-        hosts: of all ranks of the job.
+    ``hosts`` are the machines of all ranks of the job.
     """
     by_host: dict[str, list[int]] = {}
     for rank in ranks:
@@ -183,7 +159,7 @@ def _check_same(what: str, crc: int, paths: Sequence[str], ranks: Ranks) -> None
 
 
 def _files(odd: Digest, first: Digest) -> str:
-    """Those that differ in size, or all where none does, or where their names do."""
+    """Return the files that differ in size; all of them if none does, or if their names differ."""
     sizes = [f"{path} ({odd.files.get(path, 0):,} bytes and {size:,})" for path, size in first.files.items()]
     if odd.files.keys() != first.files.keys():
         return f"{_listed([*odd.files])} and {_listed([*first.files])}"

@@ -1,4 +1,4 @@
-"""The training signals of one record: rewards, log-probabilities, preferences, a teacher."""
+"""Training signals of one record: rewards, log-probabilities, preferences, a teacher."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ _IDS = ("group", "rollout", "pair")
 
 
 def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
-    """Of a record with ``tokens``; None if it has no such field, or only null ones.
+    """Return the signals of a record with ``tokens``, or None if all its fields are missing or null.
 
-    ``Sample`` checks the values; here only ids and the shape of objects are.
-
-    Raises:
-        SampleError: names ``source`` and the field.
+    Checks ids and the shape of objects; ``Sample`` checks the values.
     """
     given: dict[str, Any] = {name: row[name] for name in _NAMES if row.get(name) is not None}
     for name in _IDS:
@@ -42,7 +39,7 @@ def _teacher(value: Any, source: str) -> Teacher:
 
 
 def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | None:
-    """Of a record with ``messages``; as :func:`signals_of_tokens`, and refuses what has an entry for each token."""
+    """Return the signals of a record with ``messages``; a field with an entry for each token is an error."""
     for name in (*PER_TOKEN, "teacher"):
         if row.get(name) is not None:
             raise SampleError(f"{source}: field '{name}' goes with 'tokens'; it has an entry for each of them")
@@ -52,11 +49,7 @@ def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | No
 
 
 def signals_of_turns(row: Mapping[str, Any], source: str, turns: int) -> list[Signals]:
-    """Of the samples that the turns of a conversation become: parts of one rollout.
-
-    Raises:
-        SampleError: also if there is not one reward for every turn, or a side of a preference pair has several turns.
-    """
+    """Return the signals of each turn of a conversation, the turns being the parts of one rollout."""
     signals = signals_of_conversation(row, source) or Signals()
     if isinstance(signals.reward, (list, np.ndarray)) and len(signals.reward) != turns:
         raise SampleError(

@@ -1,4 +1,4 @@
-"""What is left out of data that is not all good."""
+"""Counts of bad samples that were left out."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _NAMED = 10
 
 @dataclass
 class Skipped:
-    """What ``on_error="skip"`` left out: lines that cannot be read, and samples that are too long.
+    """Samples that ``on_error="skip"`` left out: lines that cannot be read, and samples that are too long.
 
     Attributes:
-        count: of these. A conversation that cannot be encoded counts once, however many turns it has.
-        kinds: how many for which reason. What is ``"unreadable"`` is no record at all; no samples can be made of the
-            fields of a ``"malformed"`` one.
-        first: why, of the first few of them; each names file, line and field.
+        count: number of them. A conversation that cannot be encoded counts once, however many turns it has.
+        kinds: number for each reason. An ``"unreadable"`` line is not a record; the fields of a ``"malformed"`` record
+            give no samples.
+        first: reasons of the first few; each names file, line and field.
     """
 
     count: int = 0
@@ -32,7 +32,7 @@ class Skipped:
         self.merge(Skipped(count=1, kinds=Counter([kind]), first=[str(error)]))
 
     def merge(self, other: Skipped) -> None:
-        """Count all of another's, which come after these."""
+        """Add the counts of data that comes after this."""
         self.count += other.count
         self.kinds += other.kinds
         self.first = (self.first + other.first)[:_NAMED]
@@ -46,10 +46,6 @@ class Skipped:
 
 
 def check_on_error(on_error: str) -> None:
-    """See that it is one of the choices.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise ValueError unless ``on_error`` is one of the choices."""
     if on_error not in get_args(OnError):
         raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, get_args(OnError)))}")

@@ -1,8 +1,8 @@
 """Records of files larger than memory: an index of where they begin, samples made when they are asked for.
 
 Memory is 12 bytes a line, or 4 bytes a row and the chunks of tables that were read last, and 12 bytes a group where
-records are grouped. The files are gone through once at the start, which finds every bad record before training begins
-and how many samples each makes; the ranks of a job share that work.
+records are grouped. One pass at the start, shared by the ranks of a job, finds every bad record before training begins,
+and how many samples each record makes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,7 @@ _PROGRESS_BYTES = 1 << 24
 
 
 class FileIndex:
-    """Random access to the records of some files, all numbered together.
-
-    Args:
-        paths: of plain files.
-
-    Raises:
-        SampleError: if a file cannot be read from the middle.
-        ImportError: a table needs pyarrow.
-    """
+    """Random access to the records of some plain files, numbered together; see :func:`index_files`."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._files = index_files(paths)
@@ -53,24 +45,20 @@ class FileIndex:
         return int(self._first_byte[-1])
 
     def bytes_before(self, record: int) -> int:
-        """Bytes of all records before one; as many as there are after the last."""
+        """Return the bytes of all records before one."""
         if record == len(self):
             return self.total_bytes
         file, number = self._place(record)
         return int(self._first_byte[file]) + self._files[file].offset(number)
 
     def record_at(self, byte: int) -> int:
-        """The first record that begins at or after a byte, in all files together."""
+        """Return the first record that begins at or after a byte, in all files together."""
         file = min(int(np.searchsorted(self._first_byte, byte, side="right")), len(self._files)) - 1
         within = int(byte - self._first_byte[file])
         return int(self._first_record[file]) + (self._files[file].first_at(within) if within else 0)
 
     def read(self, record: int) -> Record:
-        """A record.
-
-        Raises:
-            SampleError: the file cannot be read any more, or has changed.
-        """
+        """Return a record; raises SampleError if its file has changed or cannot be read any more."""
         file, number = self._place(record)
         return self._files[file].read(number)
 
@@ -81,27 +69,26 @@ class FileIndex:
 
 
 class StreamedGroups(Sequence[list[Sample]]):
-    """The samples of each record, read and encoded when asked for; what one cannot give was left out once and for all.
+    """The samples of each record, read and encoded when asked for; bad samples were left out at the start.
 
-    With a ``key``, the samples of neighbouring records that have the same one: of each such group.
-
-    Can be pickled, and read from any number of processes.
+    With a ``key``, the samples of each group: of neighbouring records with the same key. Can be pickled, and read from
+    any number of processes.
 
     Args:
-        paths: as in :func:`mcore_prefix_tree.data.iter_sample_groups`, but no packed files and no standard input.
-        options: the same, in one.
-        on_error: the same.
+        paths: as in :func:`mcore_prefix_tree.data.iter_sample_groups`, without packed files and standard input.
+        options: how records become samples.
+        on_error: as in ``iter_sample_groups``.
         skipped: counts what is left out, the same on every rank.
-        ranks: that go through the files together.
-        progress: is told bytes done and bytes in all, of this rank's part.
+        ranks: ranks that share the first pass.
+        progress: called with the bytes done and all bytes of this rank's part.
         key: returns a string, a number or a tuple of them for a sample, the same for all of one record; None for a
             record that is a group by itself. It may raise SampleError.
-        check: is shown the samples of each record, or group, once, and may raise SampleError.
+        check: called once with the samples of each record, or group; it may raise SampleError.
 
     Attributes:
-        sizes: int32 ``[len(self)]``, how many samples each record, or group, has.
-        repeated: the first group whose key an earlier one has too, or None.
-        fault: what ``check`` raised first, or nothing.
+        sizes: int32 ``[len(self)]``, number of samples of each record, or group.
+        repeated: the first group with the key of an earlier one, or None.
+        fault: the first error that ``check`` raised, or "".
 
     Raises:
         SampleError: bad data, the first in the order of the files, on every rank; or other files on some rank, see
@@ -168,7 +155,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         self.repeated = int(again.min()) if len(again) else None
 
     def _fault_near(self, borders: Sequence[int], check: Callable[[list[Sample]], None]) -> str:
-        """What is wrong with a group at the border of two ranks, of which neither has seen all."""
+        """Return the fault of a group at the border of two ranks, neither of which has seen all of it."""
         assert self._first_record is not None
         records = np.flatnonzero(self._record_sizes)
         after = np.searchsorted(records, borders)
@@ -177,7 +164,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         return next((fault for fault in (_fault(self[group], check) for group in groups) if fault), "")
 
     def __len__(self) -> int:
-        """Records, those without samples included; or groups."""
+        """Number of records, those without samples included; or of groups."""
         return len(self.sizes)
 
     @overload
@@ -185,11 +172,7 @@ class StreamedGroups(Sequence[list[Sample]]):
     @overload
     def __getitem__(self, place: slice) -> list[list[Sample]]: ...
     def __getitem__(self, place: int | slice) -> list[Sample] | list[list[Sample]]:
-        """The samples of a record, or of a group.
-
-        Raises:
-            SampleError: the file has changed since it was counted.
-        """
+        """Return the samples of a record, or of a group; raises SampleError if its file has changed."""
         if isinstance(place, slice):
             return [self[one] for one in range(len(self))[place]]
         place = range(len(self))[place]  # negative ones count from the end
@@ -215,10 +198,10 @@ class _Found:
 
     Attributes:
         sizes: int32 ``[N]``, samples of each record.
-        digests: uint64 ``[N, 2]``, of each record's key, equal where keys are.
+        digests: uint64 ``[N, 2]``, digest of each record's key.
         left_out: bad samples.
-        failure: why it ended early, or nothing.
-        fault: what ``check`` raised first, of the groups that it has seen all of, or nothing.
+        failure: the error that ended the pass, or "".
+        fault: the first error of ``check``, among groups that lie in this rank's records alone, or "".
     """
 
     sizes: npt.NDArray[np.int32]
@@ -298,7 +281,7 @@ class _CheckedGroups:
 
 
 def _fault(samples: list[Sample] | None, check: Callable[[list[Sample]], None] | None) -> str:
-    """What is wrong with a group; nothing if that cannot be said yet."""
+    """Return the error that ``check`` raises, or "" if there is none or nothing to check."""
     if not samples or check is None:
         return ""
     try:
@@ -309,14 +292,13 @@ def _fault(samples: list[Sample] | None, check: Callable[[list[Sample]], None] |
 
 
 def _digest(key: Hashable, record: int) -> bytes:
-    """16 bytes, the same in every process; equal for equal keys only, but for chance. A record without a key has its
-    own."""
+    """Return 16 bytes, the same in every process; keys that differ, and records without a key, have different ones."""
     told = f"record {record}" if key is None else repr(_as_compared(key))
     return blake2b(told.encode(), digest_size=16).digest()
 
 
 def _as_compared(key: Hashable) -> Hashable:
-    """Python holds 1, 1.0 and True to be equal: one of them stands for all, also within a tuple."""
+    """Return one of 1, 1.0 and True for all three, which are equal to Python, also within a tuple."""
     if isinstance(key, tuple):
         return tuple(map(_as_compared, key))
     return int(key) if isinstance(key, bool) or (isinstance(key, float) and key.is_integer()) else key

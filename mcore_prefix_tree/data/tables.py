@@ -115,11 +115,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def read_rows(path: str) -> Iterator[Row]:
-    """All rows of a table, decoded a few at a time.
-
-    Raises:
-        SampleError: it cannot be read, or has neither tokens nor messages.
-    """
+    """Yield all rows of a table, decoded a few at a time; raises SampleError if it cannot be read or has no samples."""
     number = 0
     try:
         with closing(_open(path)) as table:
@@ -159,14 +155,10 @@ class RecentChunks:
 
 
 class RowIndex:
-    """Random access to the rows of a table; the chunks that hold them are kept for a while.
-
-    Args:
-        path: of the file.
-        recent: chunks of all tables of the process.
+    """Random access to the rows of a table, through chunks that all tables of the process share.
 
     Raises:
-        SampleError: it cannot be read, or has neither tokens nor messages.
+        SampleError: the file cannot be read, or has neither tokens nor messages.
     """
 
     def __init__(self, path: str, recent: RecentChunks) -> None:
@@ -192,11 +184,7 @@ class RowIndex:
         return min(-(-byte * len(self) // self.size), len(self))
 
     def read(self, number: int) -> Row:
-        """A row, from 0.
-
-        Raises:
-            SampleError: the file cannot be read any more, or has changed; a chunk of it is too large.
-        """
+        """Return a row, from 0; raises SampleError if the file has changed, or a chunk of it is too large."""
         source = f"{self._path} row {number}"
         try:
             self._file.check()  # also where the chunk is here: a part of the file may be mapped
@@ -253,11 +241,7 @@ def _open(path: str) -> _Table:
 
 
 def _known(path: str, schema: Any) -> list[str]:
-    """The columns that are read.
-
-    Raises:
-        SampleError: there is nothing to make samples of.
-    """
+    """Return the columns that are read; raises SampleError if there is nothing to make samples of."""
     names = [name for name in schema.names if name in FIELDS]
     notice_unread(schema.names, FIELDS, path)
     if not {"tokens", "messages"} & set(names):

@@ -20,13 +20,13 @@ def load_tokenizer(
     Args:
         name_or_path: ``mistral-v7`` (32,768 tokens), ``mistral-v3`` (32,768) or ``mistral-v3-tekken`` (131,072), which
             the mistral-common wheel carries; or the path of a folder with a Hugging Face tokenizer.
-        chat_template_kwargs: what the chat template of a folder is given besides, such as ``enable_thinking``. With
+        chat_template_kwargs: further variables of a folder's chat template, such as ``enable_thinking``. With
             ``strftime_now``, a date as ``2026-11-20``, a template that reads the clock finds it at that date.
 
     Raises:
-        ValueError: for a name that is neither, or a folder that holds no tokenizer with a chat template that makes the
-            same of a conversation each time; for ``chat_template_kwargs`` that are not a template's.
-        ImportError: for a folder when transformers is not installed.
+        ValueError: the name is neither; the folder holds no tokenizer, or its chat template is missing or gives other
+            output each time; or ``chat_template_kwargs`` are not a template's.
+        ImportError: the name is a folder and transformers is missing.
     """
     # Both libraries take their time to import, and data that is already tokens needs neither.
     if os.path.isdir(name_or_path):

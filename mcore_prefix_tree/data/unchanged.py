@@ -1,4 +1,4 @@
-"""Whether a file that is read again and again is still the one that was indexed."""
+"""Checks that a file that is read again and again is still the one that was indexed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from mcore_prefix_tree.sample import SampleError
 
 @dataclass(frozen=True)
 class Unchanged:
-    """A file as it is while it is indexed, which its content is held to later.
-
-    Attributes:
-        path: of the file.
-        size: its bytes.
-        mtime_ns: when it was last written to.
-    """
+    """Size and time of the last change of a file, noted before it is indexed."""
 
     path: str
     size: int
@@ -24,28 +18,24 @@ class Unchanged:
 
     @classmethod
     def since_now(cls, path: str) -> Unchanged:
-        """Take note of a file, before its content is looked at.
-
-        Raises:
-            OSError: there is no such file any more.
-        """
+        """Note a file's size and time; raises OSError if it does not exist any more."""
         now = os.stat(path)
         return cls(path, now.st_size, now.st_mtime_ns)
 
     def check(self, descriptor: int | None = None) -> None:
-        """See that it is the same; with every read, which costs far more than asking.
+        """Check that the file is the same. Every read does, which costs far more than this check.
 
         Args:
-            descriptor: of the file, where it is open; the path may name another one by now.
+            descriptor: the open file, because the path may name another one by now.
 
         Raises:
-            SampleError: it has been written to, or is another one.
-            OSError: there is none any more.
+            SampleError: the file has been written to, or replaced.
+            OSError: the file does not exist any more.
         """
         now = os.stat(self.path if descriptor is None else descriptor)
         if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
             raise self.error()
 
     def error(self) -> SampleError:
-        """Of a file that is not the same."""
+        """Return the error for a file that is not the same."""
         return SampleError(f"{self.path}: has changed since the run began; leave the files alone while it runs")

@@ -1,4 +1,4 @@
-"""Samples to files that this package reads back: JSON Lines, Parquet, Arrow. A file is whole or not there."""
+"""Writers of files that this package reads back: JSON Lines, Parquet, Arrow. A file appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LINES, _PACKED_LINES = (".jsonl", ".json"), (".jsonl.gz", ".json.gz")
 
 
 class RowWriter(Protocol):
-    """Takes rows in order: of each, values by name. A list of numbers is an array, NaN where it has none."""
+    """Takes rows in order, each as values by name; a list of numbers is an array, NaN where an entry is missing."""
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write some more.
@@ -40,7 +40,7 @@ class RowWriter(Protocol):
 
 
 def row_of(sample: Sample) -> dict[str, Any]:
-    """A sample with everything that it carries; ``source`` is for people and is not read back."""
+    """Return all fields of a sample; ``source`` is for people and is not read back."""
     key = sample.merge_key
     row: dict[str, Any] = {"source": sample.source, "tokens": sample.tokens, "loss_mask": sample.loss_mask}
     if isinstance(key, Tempered):
@@ -72,7 +72,7 @@ def check_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
     if Path(path).is_dir():
         raise ValueError(f"{path}: is a folder; name a file in it, such as {Path(path) / 'scored.jsonl'}")
     if Path(path).exists() and not Path(path).is_file():
-        raise ValueError(f"{path}: is no file, and would be replaced by one; name another")
+        raise ValueError(f"{path}: exists and is not a regular file; name another")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{path}: its folder cannot be written to; name another")
     for given in map(str, inputs):
@@ -83,12 +83,7 @@ def check_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
 
 
 def check_rows_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
-    """As :func:`check_output`, for :func:`rows_file`: a name that promises other contents is refused.
-
-    Raises:
-        ValueError: no rows are written into a file of this name.
-        ImportError: see :func:`check_output`.
-    """
+    """Check as :func:`check_output` does, and that :func:`rows_file` writes files of this name."""
     name = str(path)
     if not name.lower().endswith((*_LINES, *_PACKED_LINES, *TABLES)):
         raise ValueError(
@@ -100,12 +95,11 @@ def check_rows_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> No
 
 @contextmanager
 def rows_file(path: str | Path) -> Iterator[RowWriter]:
-    """Write rows to a file, of the kind that its name says (``.parquet``, ``.arrow``, ``.feather``, or JSON Lines).
+    """Write rows to a file; its name sets the format (``.parquet``, ``.arrow``, ``.feather``, or JSON Lines).
 
     Raises:
         SampleError: a table cannot hold the rows.
         OSError: the file cannot be written.
-        ImportError: a table needs pyarrow.
     """
     if is_table(str(path)):
         require_pyarrow(str(path))
@@ -122,7 +116,7 @@ def rows_file(path: str | Path) -> Iterator[RowWriter]:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Where to write a file that appears under its name once all of it is written, and not at all after an error.
+    """Yield a path to write to; the file takes its name once all is written, and disappears after an error.
 
     Raises:
         OSError: the file cannot be written; names it.

@@ -1,7 +1,7 @@
-"""Rows to Parquet and Arrow files that :mod:`mcore_prefix_tree.data.tables` reads back.
+"""Writer of Parquet and Arrow files that :mod:`mcore_prefix_tree.data.tables` reads back.
 
-A table says the types of its columns before its first row, and which fields samples have is known after the last. So
-rows are put into a nameless file beside the table's, in parts that say their own types, and copied from there.
+A table begins with the types of its columns, but which fields samples have is known only after the last. So rows go to
+a nameless file beside the table's, in parts with types of their own, and are copied from there.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ _PART_BYTES = 1 << 24
 
 
 class TableSpool:
-    """A table that is being written; see :class:`mcore_prefix_tree.data.write.RowWriter`.
-
-    Args:
-        path: of the table.
-        is_parquet: rather than an Arrow file.
-    """
+    """A table that is being written; see :class:`mcore_prefix_tree.data.write.RowWriter`."""
 
     def __init__(self, path: Path, *, is_parquet: bool) -> None:
         self._path, self._is_parquet = path, is_parquet
@@ -46,7 +41,7 @@ class TableSpool:
         self._spool.close()
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write some more; each names its ``source``."""
+        """Write more rows; each names its ``source``."""
         names = dict.fromkeys(name for row in rows for name in row)
         part = pa.table({name: self._column(name, rows) for name in names})
         self._schemas.append(part.schema)
@@ -112,7 +107,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _array(values: Sequence[Any]) -> Any:
-    """An Arrow array of one kind of values. In a list of numbers, NaN becomes null."""
+    """Return an Arrow array of values of one kind. In a list of numbers, NaN becomes null."""
     example = next(value for value in values if value is not None)
     if isinstance(example, Teacher):
         both = [

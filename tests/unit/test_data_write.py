@@ -188,7 +188,7 @@ def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch):
     for path, says in [
         (tmp_path / "no" / "rows.jsonl", "its folder does not exist; create it"),
         (tmp_path, "is a folder; name a file in it, such as"),
-        ("/dev/null", "/dev/null: is no file, and would be replaced by one; name another"),
+        ("/dev/null", "/dev/null: exists and is not a regular file; name another"),
     ]:
         with pytest.raises(ValueError, match=says):
             check_output(path)
