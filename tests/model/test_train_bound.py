@@ -110,8 +110,6 @@ def test_the_bound_is_what_torch_counts(
     assert_agree(found["folded"], bound.folded)
     assert_agree(found["unfolded, packed"], bound.unfolded)
     # Megatron's own way multiplies as much in the body, and projects all positions.
-    stock, whole_head = (
-        found["unfolded, stock"],
-        3 * ModelWork.from_model(recipe.model, scalar_head=recipe.objective.has_scalar_head).position * comparison.logical_tokens,
-    )
+    work = ModelWork.from_model(recipe.model, scalar_head=recipe.objective.has_scalar_head)
+    stock, whole_head = found["unfolded, stock"], 3 * work.position * comparison.logical_tokens
     assert stock["body"] + stock["head"] == bound.unfolded.body.total + whole_head
