@@ -1,4 +1,4 @@
-"""The last words of a process that a user's mistake ends: one sentence, by one rank of a machine, and exit code 2."""
+"""Exit with one sentence, from one rank of a machine, and exit code 2 after a user's mistake."""
 
 from __future__ import annotations
 
@@ -60,13 +60,9 @@ def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: Tr
 
 @contextmanager
 def naming_memory(describe: Callable[[], str]) -> Iterator[None]:
-    """Turn an allocation that fails, of the host or of a device, into a sentence.
+    """Raise OutOfMemoryError for an allocation that fails, of the host or of a device.
 
-    Args:
-        describe: returns what was being done and what to do about it; only called if memory runs out.
-
-    Raises:
-        OutOfMemoryError: memory ran out.
+    ``describe`` returns what was being done and what to do about it.
     """
     try:
         yield
@@ -111,7 +107,7 @@ def leave(code: int, sentence: str | None = None) -> NoReturn:
 
 
 def sentence_of(error: BaseException) -> str:
-    """An error of :data:`USER_ERRORS` in one line."""
+    """Return an error of :data:`USER_ERRORS` in one line."""
     if _NO_FILES in str(error):  # gloo and torch raise a RuntimeError
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"too many open files: this process may have {limit} (ulimit -n); raise that"
@@ -123,13 +119,10 @@ def sentence_of(error: BaseException) -> str:
 
 
 def tell(sentence: str | None) -> None:
-    """Say why this process is about to exit: under torchrun, one rank of a machine for all.
+    """Report why this process is about to exit: under torchrun, one rank of a machine reports for all.
 
-    torchrun ends every rank as soon as one exits, so the others wait for that. Where it does not come, what happened is
-    theirs alone, and they say it themselves.
-
-    Args:
-        sentence: None where everything is said already.
+    torchrun ends every rank as soon as one exits, so the others wait for that. A rank that is not ended had an error of
+    its own, and reports it. ``sentence`` is None if everything is reported already.
     """
     if not speaks_first():
         # To be ended is what it waits for; a trainer's handler would only take note of the signal.

@@ -17,11 +17,7 @@ MOST = 2**31 - 1  # of tokens, which are counted in int32, and of whatever else 
 
 
 def open_input(path: PathLike) -> BinaryIO:
-    """Open a file for reading from its beginning to its end.
-
-    Raises:
-        OSError: the file cannot be opened, or is a FIFO that no process writes to.
-    """
+    """Open a file for reading; raises OSError for a FIFO that no process writes to."""
     if not stat.S_ISFIFO(os.stat(path).st_mode):
         return open(path, "rb")
     # Opening a FIFO waits for a writer; only a thread can wait for a limited time and lose nothing that is written.
@@ -50,11 +46,7 @@ def read_text(path: PathLike) -> str:
 
 
 def check_regular(path: PathLike) -> None:
-    """Check that a file can be read from any place in it.
-
-    Raises:
-        OSError: the path names a FIFO, a device or a socket, or nothing.
-    """
+    """Raise OSError unless a path names a regular file, which can be read from any place in it."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.ESPIPE, "is not a regular file, and cannot be read from the middle", os.fspath(path))
 

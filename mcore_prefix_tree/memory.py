@@ -32,14 +32,14 @@ class PeakMemory:
             self._held = _status_bytes("VmRSS")
 
     def bytes(self) -> int | None:
-        """Bytes at the peak so far, beyond those held at the start; None where it cannot be known."""
+        """Return the bytes at the peak so far, beyond those held at the start; None if that is not known."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._held
         return _status_bytes("VmHWM") - self._held if _CLEAR.exists() else None
 
 
 def available_bytes(device: torch.device) -> int:
-    """What this rank can still allocate; on the CPU its share of what the machine has left."""
+    """Return the bytes that this rank can still allocate; on the CPU its share of what the machine has left."""
     if device.type == "cuda":
         # What torch has reserved and does not use is free for torch alone.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -28,11 +28,7 @@ def _ignore(error: OSError) -> None:
 
 
 class LostOutput:
-    """A stream whose reader may go away, whose terminal may close, whose device may be full.
-
-    Attributes:
-        when_lost: called once, with the error.
-    """
+    """A stream that calls ``when_lost`` if its reader goes away, its terminal closes or its device is full."""
 
     def __init__(self, stream: TextIO, when_lost: Callable[[OSError], None]) -> None:
         self._stream, self.when_lost = stream, when_lost

@@ -1,4 +1,4 @@
-"""What a forest is worth: counts and ratios of a layout, and the shape of each of its trees.
+"""Counts and ratios of a layout, and the shape of each of its trees.
 
 Legend: N nodes, G segments (maximal chains of nodes without branching), S samples.
 """
@@ -106,7 +106,7 @@ class Tree(NamedTuple):
 
 
 def largest_trees(layout: FlatLayout, count: int) -> list[Tree]:
-    """The ``count`` trees with the most physical tokens, largest first; ties in the order of the layout."""
+    """Return the ``count`` trees with the most physical tokens, largest first; ties in the order of the layout."""
     borders = layout.cu_node_lens.astype(np.int64)
     through, ends = samples_through(layout), _subtree_ends(layout)
     logical_before = np.concatenate([[0], np.cumsum(np.diff(borders) * through)])

@@ -25,13 +25,7 @@ _WORDS_WIDTH = 48
 
 
 def summary(stats: ForestStats, bound: Bound | None, more: Sequence[tuple[str, str, str]]) -> Table:
-    """Return the counts, one a row, and what folding gains by them, as far as is known without a model.
-
-    Args:
-        stats: of all samples.
-        bound: of a step, if there is a model.
-        more: rows below the fold ratio.
-    """
+    """Return the counts, one a row, and what folding gains by them; ``more`` rows go below the fold ratio."""
     ratios = (stats.fold_ratio, stats.pair_ratio, stats.predictor_ratio)
     between = f"{min(ratios):.2f}x-{max(ratios):.2f}x"
     parts = "by the model: --model RECIPE computes it" if bound is None else bound.of_parts
@@ -57,13 +51,9 @@ def summary(stats: ForestStats, bound: Bound | None, more: Sequence[tuple[str, s
 
 
 def draw_tree(layout: FlatLayout, tree: Tree, tokenizer: ChatTokenizer | None) -> Drawing:
-    """One tree, cut down to its largest branches; every cut says what it leaves out.
+    """Draw one tree, cut down to its largest branches; every cut shows what it leaves out.
 
-    Args:
-        layout: of the forest.
-        tree: from :func:`mcore_prefix_tree.stats.largest_trees`.
-        tokenizer: decodes the first words of every line; None shows the ids, which also stand where it has not all of
-            them.
+    A line begins with its first words, or with token ids without a tokenizer or where the tokenizer lacks some of them.
     """
     grouped = chains(layout)
     root = int(grouped.segment_of_node[tree.root])

@@ -119,7 +119,7 @@ def plan(
 
 
 def _cost_of(recipe: Recipe | None, samples: Samples, calibration: str | None) -> tuple[CostModel, str]:
-    """The cost model and its unit."""
+    """Return the cost model and its unit."""
     from mcore_prefix_tree.plan import CostModel, read_measured
 
     cost_model, unit = CostModel(), "tokens"
@@ -225,12 +225,7 @@ def _idle_rows(idle: int, ranks: int) -> list[tuple[str, str, str]]:
 
 
 def _check_plot(path: str, options: SampleOptions) -> None:
-    """Check that a plot can be drawn into a file of this name.
-
-    Raises:
-        ValueError: it is of another format, or cannot be written.
-        ImportError: there is no matplotlib.
-    """
+    """Check the name of a plot, that it can be written, and that matplotlib is installed."""
     if not path.lower().endswith((".png", ".svg")):
         raise ValueError(f"--plot {path}: give a file name that ends with .png or .svg")
     check_output_option("--plot", path, [*options.files, options.model or ""])
@@ -241,7 +236,7 @@ def _check_plot(path: str, options: SampleOptions) -> None:
 
 
 def _draw(report: PlanReport, unit: str, path: str) -> None:
-    """One bar a rank, stacked from its micro-batches, under the mean and the lower bound."""
+    """Draw a bar for each rank, stacked from its micro-batches, with the mean and the lower bound."""
     import matplotlib
 
     matplotlib.use("Agg")  # there may be no display

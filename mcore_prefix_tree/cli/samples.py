@@ -1,4 +1,4 @@
-"""The options that say which samples a command reads and how training takes them, and what comes of both."""
+"""Options for the samples that a command reads, and the samples read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TokenizerOnDemand:
         self.conversations = 0  # encoded so far
 
     def load(self) -> ChatTokenizer:
-        """The tokenizer, from now on at least."""
+        """Return the tokenizer, loading it the first time."""
         from mcore_prefix_tree.data import load_tokenizer
 
         if self.loaded is None:
@@ -46,11 +46,11 @@ class TokenizerOnDemand:
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer."""
+        """Number of the tokenizer's tokens."""
         return self.load().vocab_size
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens."""
+        """Return the text of tokens."""
         return self.load().decode(tokens)
 
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
@@ -60,11 +60,7 @@ class TokenizerOnDemand:
 
 
 def object_of(option: str | None) -> dict[str, Any] | None:
-    """``--chat-template-kwargs``.
-
-    Raises:
-        ValueError: it is not an object in JSON.
-    """
+    """Return the value of ``--chat-template-kwargs``; raises ValueError if it is not a JSON object."""
     try:
         found = None if option is None else json.loads(option)
     except (ValueError, RecursionError) as error:
@@ -188,15 +184,14 @@ class SampleOptions:
         return Sharing(share=self.share or "all", min_shared_tokens=self.min_shared_tokens or 0)
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:
-        """Read the files. Says on standard error what was skipped, if anything.
+        """Read the files; report on standard error what was skipped, if anything.
 
         Args:
-            limits: most tokens that a sample may have, by the name of the setting that says so.
+            limits: largest number of tokens of a sample, by the name of the setting.
 
         Raises:
             SampleError: bad data; names file, line and field.
-            ValueError: there is no such tokenizer, or nothing says how large a step is that ``order`` or ``seed``
-                are given for.
+            ValueError: the tokenizer is unknown, or ``order`` or ``seed`` are given without the size of a step.
         """
         from mcore_prefix_tree.data import DEFAULT_TOKENIZER, LineOptions, Skipped, iter_sample_groups
 
@@ -219,14 +214,7 @@ class SampleOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples:
-    """What was read.
-
-    Attributes:
-        lines: the samples of each line.
-        tokenizer: loaded if a line or the caller named one.
-        skipped: bad samples.
-        options: by which it was read.
-    """
+    """Samples of each line, bad samples, and the options by which they were read."""
 
     lines: list[list[Sample]]
     tokenizer: TokenizerOnDemand

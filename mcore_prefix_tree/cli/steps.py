@@ -1,4 +1,4 @@
-"""What training steps fold to, beside a whole file, as rows and JSON; and what would fold better."""
+"""Fold ratios of training steps as rows and JSON, and hints about options that fold better."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def steps_rows(steps: StepsReport | None, order: SampleOrder | None) -> list[tuple[str, str, str]]:
-    """Rows of a table: name, value, remark. None where the size of a step is not known."""
+    """Return rows of name, value and remark; none if the size of a step is not known."""
     if steps is None or order is None:
         return []
     of = f"{order.step:,} {'groups' if order.by_line else 'samples'}"
@@ -29,7 +29,7 @@ def _row(name: str, ratio: Spread, where: str) -> tuple[str, str, str]:
 
 
 def steps_json(steps: StepsReport | None, order: SampleOrder | None) -> dict[str, Any] | None:
-    """The same for programs."""
+    """Return the same for programs."""
     if steps is None or order is None:
         return None
     size = {"groups_per_step" if order.by_line else "global_batch_size": order.step}
@@ -37,12 +37,7 @@ def steps_json(steps: StepsReport | None, order: SampleOrder | None) -> dict[str
 
 
 def ways_to_more(samples: Samples, physical_tokens: int) -> list[str]:
-    """Sentences about options that would show, or fold, more.
-
-    Args:
-        samples: that were read.
-        physical_tokens: that all of them fold to.
-    """
+    """Return sentences about options that show, or fold, more; all samples fold to ``physical_tokens``."""
     from mcore_prefix_tree.trie import SHARE_ALL
 
     lines = []

@@ -163,7 +163,7 @@ def _replacements() -> list[tuple[object, str, object]]:
 
 
 def _torch_optimizers() -> list[tuple[object, str, object]]:
-    """Megatron's own stand-ins for the optimizers of TransformerEngine or Apex, whose kernels want a GPU.
+    """Return Megatron's own stand-ins for the optimizers of TransformerEngine or Apex, whose kernels need a GPU.
 
     It takes them by itself where neither is installed; a container for Megatron has both.
     """
@@ -193,9 +193,7 @@ def _torch_optimizers() -> list[tuple[object, str, object]]:
 
 
 def _without_transformer_engine() -> list[tuple[object, str, object]]:
-    """What megatron-core 0.16.1 does not notice where TransformerEngine is missing, and what it takes of it where it is
-    not, for tensors of a CPU too; as in :func:`_replacements`.
-    """
+    """Return replacements for what megatron-core 0.16.1 gets wrong without TransformerEngine, or on CPU tensors."""
     moe_utils, latent, extension = (
         importlib.import_module(f"megatron.core.{name}")
         for name in ("transformer.moe.moe_utils", "transformer.multi_latent_attention", "extensions.transformer_engine")
@@ -256,16 +254,12 @@ _whole_process = ExitStack()
 
 
 def enable() -> None:
-    """Turn the emulation on for the rest of the process; for workers started by ``torchrun``.
-
-    Raises:
-        RuntimeError: there is a GPU.
-    """
+    """Turn the emulation on for the rest of the process; raises RuntimeError if there is a GPU."""
     _whole_process.enter_context(cpu_emulation())
 
 
 def _training_replacements() -> list[tuple[object, str, object]]:
-    """What ``megatron.training`` of a Megatron-LM checkout needs on top, as in :func:`_replacements`."""
+    """Return further replacements for ``megatron.training`` of a Megatron-LM checkout."""
     initialize = importlib.import_module("megatron.training.initialize")
     training = importlib.import_module("megatron.training.training")
     replacements: list[tuple[object, str, object]] = []
@@ -291,12 +285,7 @@ def _training_replacements() -> list[tuple[object, str, object]]:
 
 
 def enable_training() -> None:
-    """As :func:`enable`, and let ``megatron.training.pretrain`` of the Megatron-LM on the path run too.
-
-    Raises:
-        RuntimeError: there is a GPU.
-        ImportError: ``megatron.training`` is not on the path.
-    """
+    """As :func:`enable`, and let ``megatron.training.pretrain`` of the Megatron-LM on the path run too."""
     enable()
     for owner, name, replacement in _training_replacements():
         _whole_process.enter_context(mock.patch.object(owner, name, replacement))

@@ -1,7 +1,7 @@
 """Layer specs of stock megatron-core, with what its local layers lack on a CPU.
 
 TransformerEngine has norms for sequence parallelism and an attention for multi-latent heads; megatron-core's own layers
-have neither, though all of their arithmetic. So a spec that is built under emulation has those classes exchanged.
+have the arithmetic of both, but not the classes. A spec that is built under emulation has those classes exchanged.
 """
 
 from __future__ import annotations
@@ -54,15 +54,10 @@ def exchanged(spec: S, classes: Mapping[type, type]) -> S:
 def cpu_spec(
     spec: ModuleSpec | TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None = None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return local layers that run without a GPU whatever the configuration says; the same spec if they do already.
+    """Return local layers that run without a GPU under any configuration; the same spec if they do already.
 
-    Under sequence parallelism the answer is a whole block: a layer's spec cannot say which final norm the block gets
-    (Megatron then takes ``WrappedTorchNorm``).
-
-    Args:
-        spec: a layer, repeated as often as this stage has layers; or a block, or its submodules.
-        config: of the model.
-        vp_stage: index of the model chunk within this stage, under virtual pipelining.
+    Under sequence parallelism the result is a whole block: a layer's spec cannot set the final norm of the block, and
+    Megatron takes ``WrappedTorchNorm`` then. A layer is repeated as often as this stage has layers.
     """
     if config.multi_latent_attention:
         spec = exchanged(spec, {DotProductAttention: LatentDotProductAttention})

@@ -1,4 +1,4 @@
-"""Chat conversations: the messages of one record, and what a tokenizer makes of them."""
+"""Chat conversations: the messages of one record, and the protocol of tokenizers that encode them."""
 
 from __future__ import annotations
 
@@ -119,20 +119,16 @@ class ChatTokenizer(Protocol):
         """Token ids are below this."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, control tokens included; for people to read."""
+        """Return the text of some tokens, control tokens included, for people to read."""
 
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """Encode every assistant turn, in order; messages after the last one are not encoded.
 
         The turns of one conversation usually are prefixes of each other, but need not be: some chat formats rewrite
-        the history as the conversation goes on.
-
-        Args:
-            messages: a conversation with at least one assistant message, as ``parse_messages`` returns it.
-            tools: that the model was told of, as ``parse_tools`` returns them.
+        the history as the conversation goes on. Messages and tools are those of ``parse_messages`` and ``parse_tools``.
 
         Raises:
-            ChatError: if the chat format cannot express the conversation or the tools.
+            ChatError: the chat format cannot express the conversation or the tools.
         """
 
 
@@ -256,11 +252,7 @@ def _check_depth(value: object, field: str) -> None:
 
 
 def check_json_depth(text: str, field: str) -> None:
-    """Reject JSON text of more than ``MAX_DEPTH`` levels, without decoding it. Text that is no JSON passes.
-
-    Raises:
-        ChatError: names ``field``.
-    """
+    """Reject JSON text of more than ``MAX_DEPTH`` levels, without decoding it. Text that is not JSON passes."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
     depth = at = 0
@@ -342,6 +334,6 @@ def _json_text(value: object, field: str) -> str:
 
 
 def _kind(value: object) -> str:
-    """How JSON calls the type of ``value``."""
+    """Return JSON's name for the type of ``value``."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)

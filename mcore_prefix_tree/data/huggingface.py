@@ -43,21 +43,12 @@ class HuggingFaceChatTokenizer:
     given) and the history with the message (what it must continue to). Whitespace that the template writes behind the
     end-of-turn token is not part of the turn, because the model does not generate it.
 
-    A template that reads the clock or draws at random is refused: a line would be other tokens on another rank, on
-    another day and when it is read again. ``chat_template_kwargs`` can say what the date was.
+    A template that reads the clock or draws at random is rejected: a line would be other tokens on another rank, on
+    another day and when it is read again. ``chat_template_kwargs`` can set the date.
     """
 
     def __init__(self, folder: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Load it.
-
-        Args:
-            folder: holds what ``save_pretrained`` of a tokenizer writes.
-            chat_template_kwargs: see :func:`mcore_prefix_tree.data.load_tokenizer`.
-
-        Raises:
-            ValueError: if transformers cannot load the folder, the tokenizer has no chat template, or one that cannot
-                be parsed or that makes something else of a conversation each time; or a keyword is not the template's.
-        """
+        """Load what ``save_pretrained`` of a tokenizer wrote; see :func:`mcore_prefix_tree.data.load_tokenizer`."""
         self._tokenizer: Any = _loaded(folder)
         self._folder = folder
         given = dict(chat_template_kwargs or {})
@@ -108,8 +99,8 @@ class HuggingFaceChatTokenizer:
                 if written is None:
                     raise ChatError(
                         f"field 'messages[{turn_indices[number]}]' begins with characters that tokenizer "
-                        f"'{self._folder}' joins with its generation prompt, and cannot write apart from it; end the "
-                        "prompt of the chat template otherwise, such as without a space, or use another tokenizer"
+                        f"'{self._folder}' joins with its generation prompt, and cannot write apart from it; change "
+                        "how the chat template ends its prompt, for example without a space, or use another tokenizer"
                     )
                 whole = prompt + written
             if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
@@ -141,7 +132,7 @@ class HuggingFaceChatTokenizer:
         return str(rendered)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, ``[n]`` each. The last text is the longest rendering of the conversation.
+        """Return the token ids of each text. The last text is the longest rendering of the conversation.
 
         The texts of one conversation repeat each other, so what lies between added tokens is encoded once. It is
         encoded between the two that are beside it (or the border of the text), because that decides: a token may take
@@ -171,15 +162,10 @@ class HuggingFaceChatTokenizer:
         return ids_of
 
     def _written_behind(self, prompt: list[int], text: str, joined: list[int]) -> list[int] | None:
-        """Token ids of ``text`` as the model wrote it behind a prompt, None if the tokenizer has no way to say it.
+        """Return the token ids of ``text`` as the model wrote it behind a prompt, or None if the tokenizer has none.
 
-        Some tokenizers put a space before a text, which nobody wrote here. Behind something that ``text`` is not joined
-        with they do not, and how the result decodes tells whether that was found.
-
-        Args:
-            prompt: its token ids, ``[p]``.
-            text: what follows it.
-            joined: token ids of both as one text, which tell how they decode, ``[n]``.
+        Some tokenizers put a space before a text, but not behind something that the text is not joined with. The ids
+        are right if they decode as ``joined`` does, the ids of prompt and text as one text.
         """
         if self._separator is not None and self._separator.match(text):
             return self._token_ids([text])[0]  # no token is put before an added one
@@ -241,7 +227,7 @@ def _date_of(given: object) -> date | None:
 
 
 def _with_clock(template: str, shown: date | None) -> str:
-    """A template whose ``strftime_now`` is a macro: of a fixed date, or of a refusal where none is given.
+    """Return a template whose ``strftime_now`` is a macro that shows a fixed date, or raises if none is given.
 
     Transformers hands a template plain data and no functions. The line break belongs to the macro's end.
     """

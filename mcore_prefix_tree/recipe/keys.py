@@ -1,4 +1,4 @@
-"""What somebody may have meant by a key that a recipe does not have."""
+"""Hints for keys that a recipe does not have."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from typing import get_args, get_type_hints
 
 
 def instead_of(key: str, recipe: type) -> str:
-    """The end of a sentence: a key that is like this one, or one of its name elsewhere, or all of its section.
-
-    Args:
-        key: with dots, such as ``model.hiden_size``.
-        recipe: a dataclass, whose fields are the keys and, where they are dataclasses, sections of more.
-    """
+    """Return the end of a sentence: a similar key, a key of this name elsewhere, or all keys of the section."""
     known = [one.rpartition(".") for one in _keys(recipe)]
     section, _, name = key.rpartition(".")
     beside = [own for of, _, own in known if of == section]
@@ -25,7 +20,7 @@ def instead_of(key: str, recipe: type) -> str:
 
 
 def _keys(section: type, prefix: str = "") -> list[str]:
-    """All keys of a section, those of the sections in it too."""
+    """Return all keys of a section and of the sections in it."""
     keys = []
     for name, hint in get_type_hints(section).items():
         keys.append(prefix + name)

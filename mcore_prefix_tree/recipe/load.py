@@ -1,7 +1,4 @@
-"""From a YAML file and ``key=value`` overrides to a recipe.
-
-Unknown keys, wrong types and values out of range are refused by the name of the key.
-"""
+"""Loader of recipes from a YAML file and ``key=value`` overrides; errors name the key."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from mcore_prefix_tree.inputs import read_text
 from mcore_prefix_tree.recipe.keys import instead_of
 from mcore_prefix_tree.recipe.sections import AT_ODDS, Recipe, RecipeError
 
-# Numbers that YAML 1.1 reads otherwise than they look: 1:30 as 90, to base 60, and 010 as 8.
+# Numbers that YAML 1.1 does not read as they look: 1:30 is 90, to base 60, and 010 is 8.
 _MISLEADING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 # OmegaConf takes it for a value that comes later, and ignores it in an override.
 _MISSING = "???"
