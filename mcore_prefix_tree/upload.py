@@ -44,20 +44,24 @@ def moved(value: T, device: torch.device | str) -> T:
     Whatever holds no tensor that has to move is returned as it is, not copied. Lists are long and of the host: they are
     not looked into.
     """
-    result: Any = value
     if isinstance(value, torch.Tensor):
-        result = upload(value, device)
-    elif is_dataclass(value) and not isinstance(value, type):
-        old = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        new = {name: moved(part, device) for name, part in old.items()}
-        if any(new[name] is not old[name] for name in old):
-            result = replace(value, **new)
-    elif isinstance(value, Mapping):
-        new = {name: moved(part, device) for name, part in value.items()}
-        if any(new[name] is not value[name] for name in value):
-            result = new
+        return cast("T", upload(value, device))
+    parts = _parts(value)
+    new = {name: moved(part, device) for name, part in parts.items()}
+    if all(new[name] is part for name, part in parts.items()):
+        return value
+    result: Any = new  # of a mapping
+    if is_dataclass(value) and not isinstance(value, type):
+        result = replace(value, **new)
     elif isinstance(value, tuple):
-        parts = [moved(part, device) for part in value]
-        if any(part is not before for part, before in zip(parts, value, strict=True)):
-            result = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)  # a NamedTuple, or a plain one
+        result = type(value)(*new.values()) if hasattr(value, "_fields") else tuple(new.values())  # a NamedTuple or not
     return cast("T", result)
+
+
+def _parts(value: object) -> dict[Any, Any]:
+    """Return the parts of a dataclass, a mapping or a tuple by name."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+    if isinstance(value, Mapping):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, tuple) else {}
