@@ -37,7 +37,7 @@ from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.mcore.trainer.trainer import Trainer
 from mcore_prefix_tree.recipe import Recipe, load_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
-from mcore_prefix_tree.recipe.source import line_options_of, source_of
+from mcore_prefix_tree.recipe.source import source_of
 from mcore_prefix_tree.signals import Signals
 
 ALPHABET = "0123456789+=. efhmostu"
@@ -163,7 +163,7 @@ def run(
     generator = torch.Generator().manual_seed(recipe.seed)
     curve = []
     objective = objective_of(recipe)
-    source = source_of(recipe, objective, line_options_of(recipe), ranks=Ranks())
+    source = source_of(recipe, objective, ranks=Ranks())
     with session(recipe) as joined, open_logs(recipe.log, done=0, say=print) as log:
         run = resolve(joined, objective, Data(source=source, order=order, skipped=Skipped()))
         chunks = run.new_model()

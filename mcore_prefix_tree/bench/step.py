@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.mcore.engine.compare import Comparison
-from mcore_prefix_tree.recipe import Recipe
 
 
-def step_result(recipe: Recipe, comparison: Comparison) -> dict[str, Any]:
+def step_result(recipe: Mapping[str, Any], comparison: Comparison) -> dict[str, Any]:
     """Return what ``json.dump`` writes."""
     speedups = comparison.speedups
     derived = {"fold_ratio": comparison.fold_ratio, "bound": comparison.bound.to_json()}
     return {
         "kind": "step",
         "machine": describe_machine(),
-        "recipe": asdict(recipe),
+        "recipe": dict(recipe),
         "comparison": asdict(comparison) | derived,
         "speedup": {"min": speedups[0], "median": comparison.speedup, "max": speedups[-1]},
         "share_of_bound": comparison.share_of_bound,

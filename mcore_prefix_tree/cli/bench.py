@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -46,4 +47,4 @@ def step(
     Console().print(comparison_table(comparison))
     if output is not None:
         with whole_file(output) as unfinished:
-            unfinished.write_text(json.dumps(step_result(loaded, comparison), indent=2, allow_nan=False) + "\n")
+            unfinished.write_text(json.dumps(step_result(asdict(loaded), comparison), indent=2, allow_nan=False) + "\n")

@@ -17,9 +17,7 @@ from mcore_prefix_tree.inputs import MOST
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.layout import Padding
-    from mcore_prefix_tree.objectives import Objective
-    from mcore_prefix_tree.plan import CostModel, ForestPlan, PlanReport, StepsReport
-    from mcore_prefix_tree.recipe import Recipe
+    from mcore_prefix_tree.plan import CostModel, ForestPlan, ModelWork, PlanReport, StepsReport
     from mcore_prefix_tree.sample import Sample
 
 _RANKS_SHOWN = 16
@@ -60,6 +58,7 @@ def plan(
     Where the size of a step is known, show what training steps fold to as well. A recipe gives the cost of its model;
     without one a token costs 1.
     """
+    from mcore_prefix_tree.layout import Padding
     from mcore_prefix_tree.plan import plan_step, report_plan, report_steps
 
     if plot is not None:
@@ -73,8 +72,10 @@ def plan(
             raise ValueError("--max-tokens is missing: give the tokens that a micro-batch may hold, or --model RECIPE")
         limit, max_tokens = "batch.max_tokens", recipe.batch.max_tokens
     samples = options.read({limit: max_tokens})
-    cost_model, unit = _cost_of(recipe, samples, calibration)
-    padding = _padding_of(recipe, length_buckets, max_tokens)
+    if recipe is not None:
+        calibration = calibration or recipe.batch.calibration
+    cost_model, unit = _cost_of(samples.work, calibration)
+    padding = _padding_of(Padding() if recipe is None else recipe.padding, length_buckets, max_tokens)
     bubble = 0.0 if recipe is None else recipe.parallel.bubble
     settled = partial(
         plan_step,
@@ -85,7 +86,7 @@ def plan(
         bubble=bubble,
         sharing=options.sharing,
     )
-    objective = _objective_of(recipe)
+    objective = samples.objective
 
     def planned(step: Sequence[Sample], micro_batches: int | None = None) -> ForestPlan:
         together = None if objective is None else objective.together(step)
@@ -118,24 +119,21 @@ def plan(
         _print(report, steps, samples, unit, max_tokens)
 
 
-def _cost_of(recipe: Recipe | None, samples: Samples, calibration: str | None) -> tuple[CostModel, str]:
+def _cost_of(work: ModelWork | None, calibration: str | None) -> tuple[CostModel, str]:
     """Return the cost model and its unit."""
     from mcore_prefix_tree.plan import CostModel, read_measured
 
     cost_model, unit = CostModel(), "tokens"
-    if recipe is not None:
-        assert samples.work is not None
-        cost_model, unit = CostModel.from_work(samples.work), "FLOPs"
-        calibration = calibration or recipe.batch.calibration
+    if work is not None:
+        cost_model, unit = CostModel.from_work(work), "FLOPs"
     if calibration is not None:
         cost_model, unit = cost_model.calibrated(read_measured(calibration)), "seconds"
     return cost_model, unit
 
 
-def _padding_of(recipe: Recipe | None, length_buckets: str | None, max_tokens: int) -> Padding:
+def _padding_of(padding: Padding, length_buckets: str | None, max_tokens: int) -> Padding:
     from mcore_prefix_tree.layout import Padding
 
-    padding = Padding() if recipe is None else recipe.padding
     name = "batch.length_buckets" if length_buckets is None else "--length-buckets"
     try:
         if length_buckets is not None:
@@ -144,14 +142,6 @@ def _padding_of(recipe: Recipe | None, length_buckets: str | None, max_tokens: i
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return padding
-
-
-def _objective_of(recipe: Recipe | None) -> Objective | None:
-    if recipe is None:
-        return None
-    from mcore_prefix_tree.recipe.objective import objective_of
-
-    return objective_of(recipe)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

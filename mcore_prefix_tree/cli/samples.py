@@ -21,6 +21,7 @@ from mcore_prefix_tree.trie import Share, Sharing
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
     from mcore_prefix_tree.data.batches import SampleOrder
+    from mcore_prefix_tree.objectives import Objective
     from mcore_prefix_tree.plan import ModelWork
     from mcore_prefix_tree.recipe import Recipe
     from mcore_prefix_tree.recipe.sections import DataConfig
@@ -251,6 +252,15 @@ class Samples:
             raise ValueError(f"model.transformer: no FLOPs can be counted with these settings ({error})") from error
 
     @cached_property
+    def objective(self) -> Objective | None:
+        """The recipe's objective; None without a recipe."""
+        if self.options.recipe is None:
+            return None
+        from mcore_prefix_tree.recipe.objective import objective_of
+
+        return objective_of(self.options.recipe)
+
+    @cached_property
     def order(self) -> SampleOrder | None:
         """The order in which training takes the samples; None if nothing says how large a step is.
 
@@ -260,11 +270,9 @@ class Samples:
         options = self.options
         if options.recipe is not None:
             from mcore_prefix_tree.data import LineOptions, Ranks
-            from mcore_prefix_tree.recipe.objective import objective_of
             from mcore_prefix_tree.recipe.source import source_of
 
-            objective = objective_of(options.recipe)
-            source = source_of(options.recipe, objective, LineOptions(), ranks=Ranks())
+            source = source_of(options.recipe, self.objective, ranks=Ranks(), options=LineOptions())
             return source.of_lines(self.lines)
         if options.global_batch_size is None:
             return None

@@ -5,23 +5,29 @@ from __future__ import annotations
 from mcore_prefix_tree.data import LineOptions, Ranks, load_tokenizer
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.recipe.sections import ModelConfig, ParallelConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import BatchConfig, DataConfig, ModelConfig, ParallelConfig, Recipe, RecipeError
 
 
 def source_of(
-    recipe: Recipe, objective: Objective | None, options: LineOptions, *, ranks: Ranks, every_sample: bool = False
+    recipe: Recipe,
+    objective: Objective | None,
+    *,
+    ranks: Ranks,
+    every_sample: bool = False,
+    options: LineOptions | None = None,
 ) -> Source:
     """Return where a recipe's samples come from.
 
     Args:
         recipe: the job's.
         objective: of the recipe; None reads no group, rollout or pair.
-        options: see :func:`line_options_of`.
         ranks: that read the samples.
         every_sample: an epoch leaves none out.
+        options: how lines become samples, where that is known already; by default the tokenizer is loaded for it.
 
     Raises:
-        RecipeError: steps are to be so many groups of an objective that has none.
+        RecipeError: steps are to be so many groups of an objective that has none; the vocabulary is not known or too
+            small; or the chat template has settings without a tokenizer.
     """
     data, batch = recipe.data, recipe.batch
     by = None if objective is None else objective.grouped_by
@@ -33,7 +39,7 @@ def source_of(
         )
     return Source(
         paths=[data.path] if isinstance(data.path, str) else data.path,
-        options=options,
+        options=options or _line_options(data, batch, recipe.model, recipe.parallel),
         seed=recipe.seed,
         order=data.order,
         step=batch.per_step,
@@ -48,25 +54,19 @@ def source_of(
     )
 
 
-def line_options_of(recipe: Recipe) -> LineOptions:
-    """Return how a recipe's lines become samples; it loads the tokenizer.
-
-    Raises:
-        RecipeError: the vocabulary is not known or too small, or the chat template has settings without a tokenizer.
-    """
-    data = recipe.data
+def _line_options(data: DataConfig, batch: BatchConfig, model: ModelConfig, parallel: ParallelConfig) -> LineOptions:
     if data.tokenizer is None and data.chat_template_kwargs:
         raise RecipeError(
             "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none"
         )
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.chat_template_kwargs)
-    limits = {"batch.max_tokens": recipe.batch.max_tokens}
-    if recipe.model.position_embedding_type == "learned_absolute":
-        limits["model.max_position_embeddings"] = recipe.model.max_position_embeddings
+    limits = {"batch.max_tokens": batch.max_tokens}
+    if model.position_embedding_type == "learned_absolute":
+        limits["model.max_position_embeddings"] = model.max_position_embeddings
     return LineOptions(
         tokenizer=tokenizer,
         expand_turns=data.expand_turns,
-        vocab_size=_vocab_size(recipe.model, recipe.parallel, None if tokenizer is None else tokenizer.vocab_size),
+        vocab_size=_vocab_size(model, parallel, None if tokenizer is None else tokenizer.vocab_size),
         limits=limits,
     )
 

@@ -26,7 +26,14 @@ from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.mcore.trainer.teacher import load_teacher, read_teacher_recipe
 from mcore_prefix_tree.mcore.trainer.trainer import Reporter, Trainer
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.recipe import CheckpointConfig, OptimizerConfig, Recipe, RecipeError, ValidationConfig
+from mcore_prefix_tree.recipe import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Recipe,
+    RecipeError,
+    ValidationConfig,
+)
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.sample import Sample
 
@@ -45,28 +52,22 @@ def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
 
 def run_compare(recipe: Recipe, *, repeats: int) -> tuple[Comparison, bool]:
     """Measure the recipe's first batch folded and unfolded; for benchmarks. Also says whether this is the main rank."""
-    with _measuring(recipe) as trainer:
-        return trainer.compare(1, repeats=repeats), is_main_rank()
+    with _resolved(recipe, is_trained=True) as run:
+        return Trainer(run, run.new_model()).compare(1, repeats=repeats), is_main_rank()
 
 
 def run_calibrate(recipe: Recipe, *, repeats: int) -> tuple[Calibration, bool]:
     """``mcore-prefix-tree calibrate``: time micro-batches. Also says whether this is the main rank."""
-    with _measuring(recipe) as trainer:
-        return trainer.calibrate(repeats=repeats), is_main_rank()
+    with _resolved(recipe, is_trained=True) as run:
+        return Trainer(run, run.new_model()).calibrate(repeats=repeats), is_main_rank()
 
 
 @contextmanager
-def _measuring(recipe: Recipe) -> Iterator[Trainer]:
-    """A trainer of new weights that trains nothing."""
-    _check_trainable(recipe)
-    with _resolved(recipe) as run:
-        yield Trainer(run, run.new_model())
-
-
-@contextmanager
-def _resolved(recipe: Recipe) -> Iterator[Resolved]:
+def _resolved(recipe: Recipe, *, is_trained: bool = False) -> Iterator[Resolved]:
     check_setting(recipe.attention_backend)
     objective = objective_of(recipe)
+    if is_trained:
+        _check_trainable(recipe.optimizer, recipe.checkpoint, recipe.model, steps=recipe.train_iters)
     with session(recipe) as joined:
         yield resolve(joined, objective, read_data(joined, objective))
 
@@ -87,7 +88,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
     check_setting(recipe.attention_backend)
     check_logs(recipe.log, recipe.inputs)
     objective = objective_of(recipe)
-    _check_trainable(recipe)
+    _check_trainable(recipe.optimizer, recipe.checkpoint, recipe.model, steps=recipe.train_iters)
     teacher_recipe = read_teacher_recipe(recipe)
     saved = _last_checkpoint(recipe.checkpoint, resume=resume, new_data=new_data)
     with session(recipe) as joined, ExitStack() as until_the_end:
@@ -183,20 +184,17 @@ def _report_order(data: Data, say: Callable[[str], None]) -> None:
         say(f"a step of {source.step} samples takes the {order.per_epoch} there are more than once")
 
 
-def _check_trainable(recipe: Recipe) -> None:
+def _check_trainable(options: OptimizerConfig, checkpoint: CheckpointConfig, model: ModelConfig, *, steps: int) -> None:
     """Reject what Megatron's optimizer would reject after the model is built."""
-    options = recipe.optimizer
-    if recipe.model.dtype == "float64":
+    if model.dtype == "float64":
         _check_float64(options)
-    if options.use_distributed_optimizer and recipe.checkpoint.save is not None and not _fused_adam():
+    if options.use_distributed_optimizer and checkpoint.save is not None and not _fused_adam():
         raise RecipeError(
             "optimizer.use_distributed_optimizer: without the FusedAdam of TransformerEngine or Apex, Megatron cannot "
             "read back the checkpoints that its distributed optimizer writes; turn it off or set checkpoint.save=null"
         )
-    if options.lr_warmup_steps >= recipe.train_iters:
-        raise RecipeError(
-            f"optimizer.lr_warmup_steps={options.lr_warmup_steps} must be below train_iters={recipe.train_iters}"
-        )
+    if options.lr_warmup_steps >= steps:
+        raise RecipeError(f"optimizer.lr_warmup_steps={options.lr_warmup_steps} must be below train_iters={steps}")
     if options.min_lr > options.lr:
         raise RecipeError(f"optimizer.min_lr={options.min_lr} is above optimizer.lr={options.lr}")
 

@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.trainer.session import Session
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.recipe import Recipe, RecipeError
-from mcore_prefix_tree.recipe.source import line_options_of, source_of
+from mcore_prefix_tree.recipe.source import source_of
 from mcore_prefix_tree.sample import Sample, SampleError
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def read_data(
             takes, or steps are to be so many groups of an objective that has none.
     """
     recipe = session.recipe
-    source = source_of(recipe, objective, line_options_of(recipe), ranks=all_ranks(), every_sample=every_sample)
+    source = source_of(recipe, objective, ranks=all_ranks(), every_sample=every_sample)
     check = partial(check_samples, objective) if checked and objective is not None else None
     try:
         order, skipped = source.read(check=check, progress=progress)
