@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.flat import starts_of_chains
 from mcore_prefix_tree.upload import moved, upload
 
 Int32Array = npt.NDArray[np.int32]
@@ -168,12 +169,7 @@ class TreeMetadata:
     @cached_property
     def segments(self) -> Segments:
         """The forest without the node borders that do not branch: what attention works on."""
-        parent = self.node_parent.astype(np.int64)
-        has_parent = parent >= 0
-        children = np.bincount(parent[has_parent], minlength=self.num_nodes)
-        # Only children continue their parent's segment. In pre-order such a chain of nodes is contiguous.
-        head = ~has_parent
-        head[has_parent] = children[parent[has_parent]] > 1
+        parent, head = self.node_parent.astype(np.int64), starts_of_chains(self.node_parent)
         segment_of_node = np.cumsum(head) - 1
         heads = np.flatnonzero(head)
         segment_parent = np.where(parent[heads] >= 0, segment_of_node[parent[heads]], -1)

@@ -12,73 +12,37 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.flat import starts_of_chains
 
 Int64Array = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForestStats:
-    """Counts of one layout.
-
-    Attributes:
-        samples: sequences given.
-        trees: nodes without a parent.
-        nodes: maximal token runs shared by the same set of samples.
-        logical_tokens: sum of the sample lengths.
-        physical_tokens: unique tokens.
-        fold_ratio: logical over physical tokens: the bound of token-wise work alone.
-        unfolded_pairs: (query, key) pairs of causal attention over each sample alone.
-        visible_pairs: (query, key) pairs of tree attention.
-        pair_ratio: unfolded over visible pairs: the bound of attention alone.
-        supervised_tokens: logical tokens that have a predictor and a non-zero loss mask.
-        predictors: unique tokens that predict one of these: the positions that a fused head projects.
-        predictor_ratio: supervised tokens over predictors: the bound of a fused head alone.
-        longest_path: tokens on the longest path; that is the longest sample.
-        deepest_node: nodes on the path with the most nodes.
-    """
-
-    samples: int
-    trees: int
-    nodes: int
-    logical_tokens: int
-    physical_tokens: int
-    fold_ratio: float
-    unfolded_pairs: int
-    visible_pairs: int
-    pair_ratio: float
-    supervised_tokens: int
-    predictors: int
-    predictor_ratio: float
-    longest_path: int
-    deepest_node: int
+def forest_counts(layout: FlatLayout) -> dict[str, int | float]:
+    """Count a layout, padding aside; a ratio is a bound, see :class:`FlatLayout`."""
+    return {
+        "samples": layout.num_samples,
+        "trees": layout.num_trees,
+        "nodes": layout.num_nodes,
+        "logical_tokens": layout.logical_tokens,
+        "physical_tokens": layout.physical_tokens,
+        "fold_ratio": layout.fold_ratio,
+        "unfolded_pairs": layout.unfolded_pairs,
+        "visible_pairs": layout.visible_pairs,
+        "pair_ratio": layout.pair_ratio,
+        "supervised_tokens": layout.num_supervised,
+        "predictors": layout.num_predictors,
+        "predictor_ratio": layout.predictor_ratio,
+        "longest_path": int(np.diff(layout.cu_sample_lens).max(initial=0)),
+        "deepest_node": max(_levels(layout), default=0),
+    }
 
 
-def forest_stats(layout: FlatLayout) -> ForestStats:
-    """Count a layout, padding aside."""
-    return ForestStats(
-        samples=layout.num_samples,
-        trees=layout.num_trees,
-        nodes=layout.num_nodes,
-        logical_tokens=layout.logical_tokens,
-        physical_tokens=layout.physical_tokens,
-        fold_ratio=layout.fold_ratio,
-        unfolded_pairs=layout.unfolded_pairs,
-        visible_pairs=layout.visible_pairs,
-        pair_ratio=layout.pair_ratio,
-        supervised_tokens=layout.num_supervised,
-        predictors=layout.num_predictors,
-        predictor_ratio=layout.predictor_ratio,
-        longest_path=int(np.diff(layout.cu_sample_lens).max(initial=0)),
-        deepest_node=int(_levels(layout).max(initial=0)),
-    )
-
-
-def _levels(layout: FlatLayout) -> Int64Array:
+def _levels(layout: FlatLayout) -> list[int]:
     """``[N]``: nodes on the path to each node, itself included."""
     levels: list[int] = []
     for parent in layout.node_parent.tolist():
         levels.append(1 + (levels[parent] if parent >= 0 else 0))
-    return np.asarray(levels, dtype=np.int64)
+    return levels
 
 
 def _subtree_ends(layout: FlatLayout) -> Int64Array:
@@ -145,12 +109,8 @@ class Chains:
 
 
 def chains(layout: FlatLayout) -> Chains:
-    """Group the nodes of a layout; a node that is its parent's only child continues the parent's segment."""
-    parent = layout.node_parent.astype(np.int64)
-    below = parent >= 0
-    child_count = np.bincount(parent[below], minlength=layout.num_nodes)
-    is_first = ~below
-    is_first[below] = child_count[parent[below]] > 1
+    """Group the nodes of a layout."""
+    parent, is_first = layout.node_parent.astype(np.int64), starts_of_chains(layout.node_parent)
     first_node = np.flatnonzero(is_first)
     segment_of_node = np.cumsum(is_first) - 1
     children: list[list[int]] = [[] for _ in first_node]

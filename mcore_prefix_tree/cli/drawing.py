@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from rich.tree import Tree as Drawing
 from mcore_prefix_tree.data import ChatTokenizer
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.plan import Bound
-from mcore_prefix_tree.stats import Chains, ForestStats, Tree, chains
+from mcore_prefix_tree.stats import Chains, Tree, chains
 
 # A drawing is for a glance: about a screen of lines, narrow enough for the deepest one.
 MAX_LINES = 24
@@ -24,9 +24,9 @@ _WORDS_TOKENS = 24
 _WORDS_WIDTH = 48
 
 
-def summary(stats: ForestStats, bound: Bound | None, more: Sequence[tuple[str, str, str]]) -> Table:
+def summary(counts: Mapping[str, int | float], bound: Bound | None, more: Sequence[tuple[str, str, str]]) -> Table:
     """Return the counts, one a row, and what folding gains by them; ``more`` rows go below the fold ratio."""
-    ratios = (stats.fold_ratio, stats.pair_ratio, stats.predictor_ratio)
+    ratios = (counts["fold_ratio"], counts["pair_ratio"], counts["predictor_ratio"])
     between = f"{min(ratios):.2f}x-{max(ratios):.2f}x"
     parts = "by the model: --model RECIPE computes it" if bound is None else bound.of_parts
     table = Table.grid(padding=(0, 2))
@@ -34,16 +34,16 @@ def summary(stats: ForestStats, bound: Bound | None, more: Sequence[tuple[str, s
     table.add_column(justify="right")
     table.add_column(style="dim")
     rows = [
-        ("samples", f"{stats.samples:,}", f"longest {stats.longest_path:,} tokens"),
-        ("logical tokens", f"{stats.logical_tokens:,}", f"{stats.supervised_tokens:,} supervised"),
-        ("physical tokens", f"{stats.physical_tokens:,}", "each computed once"),
-        ("fold ratio", f"{stats.fold_ratio:.2f}x", "bound of a model's body alone"),
+        ("samples", f"{counts['samples']:,}", f"longest {counts['longest_path']:,} tokens"),
+        ("logical tokens", f"{counts['logical_tokens']:,}", f"{counts['supervised_tokens']:,} supervised"),
+        ("physical tokens", f"{counts['physical_tokens']:,}", "each computed once"),
+        ("fold ratio", f"{counts['fold_ratio']:.2f}x", "bound of a model's body alone"),
         *more,
-        ("visible-pair ratio", f"{stats.pair_ratio:.2f}x", "bound of attention alone"),
-        ("predictor ratio", f"{stats.predictor_ratio:.2f}x", "bound of the fused vocabulary head alone"),
+        ("visible-pair ratio", f"{counts['pair_ratio']:.2f}x", "bound of attention alone"),
+        ("predictor ratio", f"{counts['predictor_ratio']:.2f}x", "bound of the fused vocabulary head alone"),
         ("bound of a step", between if bound is None else f"{bound.ratio:.2f}x", parts),
-        ("trees", f"{stats.trees:,}", ""),
-        ("nodes", f"{stats.nodes:,}", f"at most {stats.deepest_node:,} deep"),
+        ("trees", f"{counts['trees']:,}", ""),
+        ("nodes", f"{counts['nodes']:,}", f"at most {counts['deepest_node']:,} deep"),
     ]
     for row in rows:
         table.add_row(*row)

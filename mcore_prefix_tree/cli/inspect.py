@@ -25,12 +25,12 @@ def inspect(
 
     from mcore_prefix_tree.layout import fold
     from mcore_prefix_tree.plan import plan_step, report_steps
-    from mcore_prefix_tree.stats import forest_stats, largest_trees
+    from mcore_prefix_tree.stats import forest_counts, largest_trees
     from mcore_prefix_tree.trie import build_trie
 
     samples, recipe = options.read(), options.recipe
     layout = fold(samples.all, trie=build_trie(samples.all, options.sharing))
-    stats = forest_stats(layout)
+    counts = forest_counts(layout)
     bound = None if samples.work is None else samples.work.bound([layout])
     longest = samples.all[int(np.argmax(np.diff(layout.cu_sample_lens)))].source
     largest = largest_trees(layout, trees)
@@ -43,7 +43,7 @@ def inspect(
 
     if as_json:
         report: dict[str, Any] = {
-            **vars(stats),
+            **counts,
             "bound": None if bound is None else bound.to_json(),
             "steps": steps_json(steps, order),
             "skipped": samples.skipped.count,
@@ -63,12 +63,12 @@ def inspect(
 
     # Which vocabulary plain tokens are of, only the caller knows: their text is shown if a tokenizer is named.
     console = Console()
-    console.print(summary(stats, bound, steps_rows(steps, order)))
+    console.print(summary(counts, bound, steps_rows(steps, order)))
     console.print(f"longest sample: {longest}", style="dim", markup=False, highlight=False, soft_wrap=True)
     for tree in largest:
         console.print()
         console.print(draw_tree(layout, tree, samples.tokenizer.loaded))
-    if stats.trees > len(largest) > 0:
-        console.print(f"\n… {stats.trees - len(largest):,} more trees", style="dim", highlight=False)
-    for line in ways_to_more(samples, stats.physical_tokens):
+    if layout.num_trees > len(largest) > 0:
+        console.print(f"\n… {layout.num_trees - len(largest):,} more trees", style="dim", highlight=False)
+    for line in ways_to_more(samples, layout.physical_tokens):
         console.print(f"\n{line}", style="dim", highlight=False, soft_wrap=True)

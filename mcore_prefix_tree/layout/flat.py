@@ -269,3 +269,11 @@ def _loss_weights(
             loss_weight[path[keep:length]] = on_path[keep:length]
             on_path[keep:length] = 0.0
     return loss_weight, num_supervised
+
+
+def starts_of_chains(node_parent: Int32Array) -> npt.NDArray[np.bool_]:
+    """bool ``[N]``: roots and nodes with siblings; an only child continues its parent's chain, next to it."""
+    starts = node_parent < 0
+    above = node_parent[~starts]
+    starts[~starts] = np.bincount(above, minlength=len(node_parent))[above] > 1
+    return starts

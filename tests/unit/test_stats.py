@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 from hypothesis import given
 from oracles import comb, flat_paths, paths_of, sample_lists, samples_through
@@ -10,7 +12,7 @@ from mcore_prefix_tree import Sample, fold, stats
 @given(sample_lists())
 def test_counts(samples):
     layout = fold(samples, pad_to_multiple_of=4)
-    found = stats.forest_stats(layout)
+    found = SimpleNamespace(**stats.forest_counts(layout))
     through = samples_through(samples)
     assert found.samples == len(samples)
     assert found.logical_tokens == sum(map(len, samples))
@@ -75,7 +77,7 @@ def test_chains_end_where_a_node_branches(samples):
 
 def test_a_deep_comb_and_a_wide_star():
     layout = fold([*comb(2_000), *(Sample(tokens=[9, leaf]) for leaf in range(5_000))])
-    found = stats.forest_stats(layout)
+    found = SimpleNamespace(**stats.forest_counts(layout))
     assert found.deepest_node == 2_000
     assert found.nodes == 2 * 2_000 - 1 + 5_001
     assert [tree.samples for tree in stats.largest_trees(layout, 5)] == [5_000, 2_000]
