@@ -180,7 +180,7 @@ def test_the_shape_of_several_forests_is_their_sum():
     together, alone = TreeShape.of(forests), [TreeShape.of([forest]) for forest in forests]
     assert together.tokens == sum(one.tokens for one in alone)
     assert together.depth == max(one.depth for one in alone)
-    with pytest.raises(ValueError, match="no forest"):
+    with pytest.raises(ValueError, match="empty forest"):
         TreeShape.of([])
 
 
