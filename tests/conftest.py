@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 from pathlib import Path
@@ -20,6 +21,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Tests are of the CPU, on every machine, but for those of these folders when they are named, as scripts/gpu_check does.
 _ON_GPU = [Path(__file__).with_name(name) for name in ("gpu", "kernels")]
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of every later garbage collection, which would look at millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

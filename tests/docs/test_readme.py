@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
+
+from torchrun_jobs import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,14 +21,9 @@ def test_the_tables_come_from_the_result_files() -> None:
 
 
 def test_the_example_of_an_own_trainer_runs() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "examples" / "own_trainer.py")],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    first, *_, last = done.stdout.splitlines()
+    done = run(1, program=(str(ROOT / "examples" / "own_trainer.py"),))
+    assert done.code == 0, done.err
+    first, *_, last = done.out.splitlines()
     assert first == "40 tokens of 5 samples, computed as 18"
     error = float(last.removeprefix("largest relative difference of a gradient: "))
     assert 0 < error < 1e-13

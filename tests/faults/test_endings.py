@@ -150,7 +150,13 @@ def is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(other, torch.Tensor) else repr(one) == repr(other)
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=pytest.mark.slow if case.stage == "reading data" else [])
+        for case in QUICK
+    ],
+)
 def test_run_ends_whole_and_resumes(
     case: Case, recipe: Path, tmp_path: Path, undisturbed: Any, outcomes: list[dict[str, Any]]
 ) -> None:

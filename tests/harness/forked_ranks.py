@@ -7,6 +7,7 @@ that say so.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -96,6 +97,7 @@ def _wait(processes: Sequence[BaseProcess], deadline: float) -> int | None:
 
 def _rank(arguments: list[str], variables: dict[str, str], folder: str, stdin: Path, output: Path) -> None:
     """Become ``python ARGUMENTS``, with files as its streams."""
+    gc.freeze()  # what was imported before the fork
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from placement_job import BACKENDS, READOUTS
+from torchrun_jobs import run
 
 from mcore_prefix_tree.objectives import OBJECTIVES
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    job = Path(__file__).with_name("placement_job.py")
-    environment = os.environ | {"PYTHONPATH": str(job.parent)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(job)], capture_output=True, text=True, timeout=600, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    done = run(1, program=(str(Path(__file__).with_name("placement_job.py")),), timeout_s=600)
+    assert done.code == 0, done.err
+    found: dict[str, str] = json.loads(done.out.splitlines()[-1])
     return found
 
 

@@ -24,7 +24,7 @@ NARROW = (
 
 
 def test_the_recipe_for_one_gpu_trains(tmp_path: Path) -> None:
-    notes = train(RECIPE, *NARROW, f"checkpoint.save={tmp_path / 'saved'}", "verify.enabled=true", "compare=true")
+    notes = train(RECIPE, *NARROW, f"checkpoint.save={tmp_path / 'saved'}", "verify.enabled=true", "compare=false")
     (verified,) = notes.verifications
     assert verified.passed
     assert notes.spans == [(1, 2)]

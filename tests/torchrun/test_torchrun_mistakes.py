@@ -15,8 +15,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bad_standard_input_is_told_once(job: Path) -> None:
-    done = run_torchrun(2, "train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 99]}\n')
-    assert done.code == 1
+    done = run(2, "train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 99]}\n')
+    assert done.code == 2
     assert done.errors == [
         "error: <stdin>:2: field 'tokens' has 99 at index 1, outside the model's vocabulary of 64; use the model's "
         "tokenizer or a larger vocabulary"

@@ -49,9 +49,9 @@ def alone(job: Path) -> tuple[Path, Ended]:
 
 @pytest.fixture(scope="module")
 def undisturbed(job: Path) -> tuple[Path, Ended]:
-    """Two tensor-parallel ranks under torchrun, all steps."""
+    """Two tensor-parallel ranks, all steps."""
     folder = job.parent / "undisturbed"
-    done = run_torchrun(2, "train", job, TP2, *saving(folder), f"log.metrics={folder / 'metrics.jsonl'}")
+    done = run(2, "train", job, TP2, *saving(folder), f"log.metrics={folder / 'metrics.jsonl'}")
     assert done.code == 0, done.err
     assert list(done.losses) == list(range(1, STEPS + 1))
     return folder, done
@@ -205,7 +205,7 @@ def test_all_ranks_go_on_from_the_main_rank_s_checkpoint(
     ]
 
 
-def test_standard_input_reaches_every_rank(job: Path, undisturbed: tuple[Path, Ended]) -> None:
+def test_torchrun_starts_ranks_that_all_get_standard_input(job: Path, undisturbed: tuple[Path, Ended]) -> None:
     _, reference = undisturbed
     text = "".join(json.dumps(row) + "\n" for row in rows())
     done = run_torchrun(2, "train", job, TP2, "data.path=-", stdin=text)

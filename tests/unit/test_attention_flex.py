@@ -115,6 +115,7 @@ def eager(monkeypatch):
     flex._compiled.cache_clear()
 
 
+@torch._dynamo.config.patch(recompile_limit=3)
 def test_more_configurations_than_torch_compiles_of_one_function(eager):
     """A model and its teacher, layers with windows and without: none of them uses up another one's recompilations."""
     metadata = metadata_of(*random_forest(0, nodes=10, node_lens=(1, 30, 60, 200)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from attention_cases import case_of
 from bench_attention import app
 from oracles import metadata_of, random_forest, worst
 from torch.multiprocessing.reductions import StorageWeakRef
+from torchrun_jobs import run
 from typer.testing import CliRunner
 
 from mcore_prefix_tree import Sample, fold
@@ -586,20 +586,13 @@ def test_mistakes_are_told(arguments, says):
     assert says in str(done.exception)
 
 
-def test_the_step_command_writes_a_well_formed_file(tmp_path):
+def test_the_step_command_writes_a_well_formed_file(tmp_path, monkeypatch):
     output = tmp_path / "step.json"
     small = ["model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2", "model.ffn_hidden_size=16"]
     small += ["model.kv_channels=8", "model.num_query_groups=1", "batch.global_batch_size=4", "device=cpu"]
-    command = [sys.executable, "-m", "mcore_prefix_tree", "bench", "step", "recipes/quickstart.yaml", *small]
-    done = subprocess.run(
-        [*command, "--repeats", "2", "--output", str(output)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(ROOT)
+    done = run(1, "bench", "step", "recipes/quickstart.yaml", *small, "--repeats", 2, "--output", output)
+    assert done.code == 0, done.err
     result = json.loads(output.read_text())
     assert result["kind"] == "step"
     assert result["machine"]["torch"] == version("torch")
@@ -609,7 +602,7 @@ def test_the_step_command_writes_a_well_formed_file(tmp_path):
     assert comparison["fold_ratio"] == bound["body"]["ratio"] > bound["ratio"] > bound["head"]["ratio"] >= 1
     assert result["share_of_bound"] == pytest.approx(speedup["median"] / bound["ratio"])
     assert speedup["min"] <= speedup["median"] <= speedup["max"]
-    assert "of its bound by FLOPs, " in " ".join(done.stdout.split())
+    assert "of its bound by FLOPs, " in " ".join(done.out.split())
 
 
 def test_settings_are_the_case():

@@ -339,6 +339,6 @@ def test_native_functions_are_those_that_patches_call() -> None:
     called = set()
     for _, patch in every_patch():
         called |= set(
-            re.findall(r"^\+ +from mcore_prefix_tree\.mcore\.native import (\w+)$", patch.path.read_text(), re.M)
+            re.findall(r"^\+ +from mcore_prefix_tree\.mcore\.seam\.native import (\w+)$", patch.path.read_text(), re.M)
         )
     assert called == public

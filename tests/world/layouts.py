@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from harness.worlds import Layout
 
@@ -20,6 +22,8 @@ LAYOUTS = {
 }
 
 
-def in_layouts(*names: str) -> pytest.MarkDecorator:
-    """Gives a test ``size`` and ``layout`` of each."""
-    return pytest.mark.parametrize(("size", "layout"), [pytest.param(*LAYOUTS[name], id=name) for name in names])
+def in_layouts(*names: str, slow: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Give a test the ``size`` and ``layout`` of each name; the ``slow`` ones only with the slow tests."""
+    cases = [pytest.param(*LAYOUTS[name], id=name) for name in names]
+    cases += [pytest.param(*LAYOUTS[name], id=name, marks=pytest.mark.slow) for name in slow]
+    return pytest.mark.parametrize(("size", "layout"), cases)

@@ -70,9 +70,17 @@ def oracle(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
     return loss, assemble(parts)
 
 
-@pytest.mark.parametrize("share_embeddings", [False, True], ids=["untied", "tied"])
+# Every layout with each way and with each kind of embeddings; all three together are slow.
+@pytest.mark.parametrize(
+    ("way", "share_embeddings"),
+    [
+        pytest.param("logprobs", False, id="logprobs-untied"),
+        pytest.param("weighted sum", True, id="weighted sum-tied"),
+        pytest.param("logprobs", True, id="logprobs-tied", marks=pytest.mark.slow),
+        pytest.param("weighted sum", False, id="weighted sum-untied", marks=pytest.mark.slow),
+    ],
+)
 @in_layouts("tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-sp-pp2-vpp2", "tp2-dp2")
-@pytest.mark.parametrize("way", ["logprobs", "weighted sum"])
 def test_every_parameters_gradient(size: int, layout: Layout, share_embeddings: bool, way: str) -> None:
     job = Job(max_tokens=LONGEST + 10, share_embeddings=share_embeddings, way=way)
     results = world(size).run(folded_gradients, layout, job, SAMPLES, layout=layout)
@@ -92,7 +100,7 @@ def test_a_model_that_gathers_its_logits_is_scored_alike(size: int, layout: Layo
         assert all(torch.equal(*pair) for pair in zip(grads, grads_of_whole, strict=True))
 
 
-EVERY_LAYOUT = in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-pp2")
+EVERY_LAYOUT = in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", slow=["tp2-pp2"])
 
 
 @functools.cache
@@ -118,8 +126,15 @@ def test_scores_are_those_of_each_sample_alone(size: int, layout: Layout, fused:
 
 
 @EVERY_LAYOUT
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fused", "dtype"),
+    [
+        pytest.param(True, torch.bfloat16, id="fused-bfloat16"),
+        pytest.param(False, torch.float32, id="logits-float32"),
+        pytest.param(True, torch.float32, id="fused-float32", marks=pytest.mark.slow),
+        pytest.param(False, torch.bfloat16, id="logits-bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_the_first_importance_ratios_are_one_to_the_bit(
     size: int, layout: Layout, fused: bool, dtype: torch.dtype
 ) -> None:

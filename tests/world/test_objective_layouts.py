@@ -55,6 +55,11 @@ TAUGHT = Job(
     teacher_config=(("hidden_size", 48), ("ffn_hidden_size", 64), ("num_layers", 8)),
 )
 OBJECTIVES = [pytest.param(job, id=job.name) for job in (GRPO, DPO, CRITIC, REWARD_MODEL, DISTILL)]
+# Each asks the last stage for something else; the others share their way with one of them.
+UNLIKE = [
+    pytest.param(job, id=job.name, marks=[] if job in (GRPO, CRITIC) else pytest.mark.slow)
+    for job in (GRPO, CRITIC, DPO, REWARD_MODEL, DISTILL)
+]
 MOE = (
     ("num_moe_experts", 4),
     ("moe_ffn_hidden_size", 32),
@@ -122,17 +127,33 @@ def test_the_batch_is_a_hard_one() -> None:
     assert len({sample.signals.group for sample in SAMPLES}) >= 3
 
 
+EVERY = [
+    *OBJECTIVES,
+    pytest.param(GSPO, id="gspo"),
+    pytest.param(KTO, id="kto"),
+    pytest.param(TAUGHT, id="distill from a model"),
+]
+
+
+@pytest.mark.parametrize("job", EVERY)
+@in_layouts("tp2-sp", "pp2-vpp2", "dp2", slow=["single"])
+def test_every_layout(size: int, layout: Layout, job: Job) -> None:
+    check_layout(size, layout, job)
+
+
 @pytest.mark.parametrize(
     "job",
     [
-        *OBJECTIVES,
-        pytest.param(GSPO, id="gspo"),
-        pytest.param(KTO, id="kto"),
-        pytest.param(TAUGHT, id="distill from a model"),
+        pytest.param(*one.values, id=one.id, marks=[] if one.values[0] in (GRPO, CRITIC, TAUGHT) else pytest.mark.slow)
+        for one in EVERY
     ],
 )
-@in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2")
-def test_every_layout(size: int, layout: Layout, job: Job) -> None:
+@in_layouts("tp2", "pp2")
+def test_plain_tensor_and_pipeline_parallelism(size: int, layout: Layout, job: Job) -> None:
+    check_layout(size, layout, job)
+
+
+def check_layout(size: int, layout: Layout, job: Job) -> None:
     outcomes = check(size, layout, replace(job, max_tokens=max(LONGEST, PAIR) + 10))
     assert outcomes[0].micro_batches > 1
     if size == 2 and layout == Layout():
@@ -177,13 +198,13 @@ def test_a_rank_without_samples(job: Job) -> None:
     assert min(outcome.samples_here for outcome in outcomes) == 0
 
 
-@pytest.mark.parametrize("job", [*OBJECTIVES, pytest.param(TAUGHT, id="distill from a model")])
+@pytest.mark.parametrize("job", [*UNLIKE, pytest.param(TAUGHT, id="distill from a model")])
 def test_a_mixture_of_experts(job: Job) -> None:
     layout = Layout(tp=2, sequence_parallel=True)
     check(2, layout, replace(job, max_tokens=2 * LONGEST, config=MOE), limit=FP32_INSIDE)
 
 
-@pytest.mark.parametrize("job", OBJECTIVES)
+@pytest.mark.parametrize("job", UNLIKE)
 def test_bfloat16_is_about_as_close_to_the_truth_as_unfolded(job: Job) -> None:
     """Against fp64 with the same weights, both in loss and in the worst parameter's gradient."""
     half = replace(job, dtype=torch.bfloat16, max_tokens=2 * LONGEST)
