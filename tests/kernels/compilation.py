@@ -6,7 +6,9 @@ what another version of Triton makes of it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -196,13 +198,26 @@ def needed(kernel, case, launch, absent):
 
 
 def dump(cubin, tool, option):
-    """What one of CUDA's tools, those that come with Triton, says of it."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+    """Return what one of CUDA's tools, those that come with Triton, prints of machine code.
+
+    It is kept for the next run of the tests, by the code itself, the tool and its version; Triton keeps the code, by
+    its source, its target and its options.
+    """
+    said_of = hashlib.sha256(f"{triton.__version__} {tool} {option} ".encode() + cubin).hexdigest()
+    kept = KEPT / said_of
+    if not kept.exists():
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            done = subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True)
+        KEPT.mkdir(parents=True, exist_ok=True)
+        unfinished = kept.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(done.stdout)
+        unfinished.replace(kept)
+    return kept.read_text()
 
 
+KEPT = Path(__file__).parents[2] / ".pytest_cache" / "machine_code"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Every row of the table, and dimensions that a row rounds up.
 HEAD_DIMS = sorted({*UP_TO, (32, 32), (96, 96)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from train_jobs import FLOAT64, VOCAB, Notes, command, train, world_of_one, writ
 from mcore_prefix_tree.mcore.trainer.resolve import Data, read_data
 from mcore_prefix_tree.objectives import KTO, OBJECTIVES, PolicyGradient, Targets, make_objective
 from mcore_prefix_tree.objectives.advantages import ADVANTAGES
-from mcore_prefix_tree.recipe import RecipeError, load_recipe
+from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
 
 # Turns of each rollout of each group: 6 groups, 16 rollouts, 28 turns.
@@ -96,11 +97,16 @@ def settings_of(name: str) -> Iterator[dict[str, Any]]:
 FIRST = {kind: name for name, (kind, _) in reversed(OBJECTIVES.items())}.values()
 
 
+@functools.cache
+def loaded(job: Path, *overrides: str) -> Recipe:
+    return load_recipe(job, overrides)
+
+
 def read(job: Path, place: Any, name: str, options: dict[str, Any], *overrides: str) -> tuple[Data, int]:
     """The data as a run reads them, in steps of whole units where the objective has any, and the size of a step."""
-    objective = [f"objective.name={name}", f"objective.options={json.dumps(options)}"]
     for size in (UNITS, SAMPLES):
-        recipe = load_recipe(job, [*size, *objective, *overrides])
+        recipe = loaded(job, *size, *overrides)
+        recipe = replace(recipe, objective=replace(recipe.objective, name=name, options=options))
         try:
             return read_data(replace(place, recipe=recipe), objective_of(recipe), checked=True), recipe.batch.per_step
         except RecipeError as error:
