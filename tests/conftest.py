@@ -15,7 +15,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)
 
 # Machines that run tests are busy; a slow example is not a failure. Time limits are in the tests that are about time.
-settings.register_profile("quick", deadline=None, print_blob=True, max_examples=30)
+settings.register_profile("quick", deadline=None, print_blob=True, max_examples=20)
 settings.register_profile("thorough", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
