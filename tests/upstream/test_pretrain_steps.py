@@ -100,7 +100,7 @@ def test_too_small_a_budget_names_the_micro_batch_size_that_fits() -> None:
 
 
 def test_steps_are_checked_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "CHECKED_SAMPLES", 10_000)
+    monkeypatch.setattr(dealing, "CHECKED_SAMPLES", 10_000)
     loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
     with pytest.raises(ArgumentError, match="the first of these samples is sample 0"):
         check_steps(loners, lambda _: size(2, 4), folding(max_tokens=75), consumed=0, end=10**9)
