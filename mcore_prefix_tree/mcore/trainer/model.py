@@ -50,16 +50,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     hints = get_type_hints(kind)
     settings = {name: _typed(name, value, hints[name]) for name, value in model.transformer.items()}
-    if model.num_query_groups is not None and model.num_attention_heads % model.num_query_groups:
-        raise RecipeError(
-            f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
-            f"model.num_query_groups={model.num_query_groups}"
-        )
-    if latent is None and model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        raise RecipeError(
-            f"model.hidden_size={model.hidden_size} is not a multiple of "
-            f"model.num_attention_heads={model.num_attention_heads}; change one of them, or set model.kv_channels"
-        )
+    _check_heads(model, has_latent_attention=latent is not None)
     if latent is None:
         _check_rotary_channels(model)
     else:
@@ -123,6 +114,19 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
         for name, value in vars(model.yarn).items():
             setattr(config, f"yarn_{name}", value)
     return config
+
+
+def _check_heads(model: ModelConfig, *, has_latent_attention: bool) -> None:
+    if model.num_query_groups is not None and model.num_attention_heads % model.num_query_groups:
+        raise RecipeError(
+            f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
+            f"model.num_query_groups={model.num_query_groups}"
+        )
+    if not has_latent_attention and model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise RecipeError(
+            f"model.hidden_size={model.hidden_size} is not a multiple of "
+            f"model.num_attention_heads={model.num_attention_heads}; change one of them, or set model.kv_channels"
+        )
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
