@@ -6,6 +6,7 @@ from mcore_prefix_tree.mcore import compat
 compat.check_version()
 compat.check(compat.SEAM)
 
+from mcore_prefix_tree.mcore.inside import fold_inside, folding_model  # noqa: E402
 from mcore_prefix_tree.mcore.seam.layer_specs import local_layer_spec, te_layer_spec, with_prefix_tree  # noqa: E402
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head  # noqa: E402
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams  # noqa: E402
@@ -13,6 +14,8 @@ from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head  # noqa: E
 
 __all__ = [
     "TreePackedSeqParams",
+    "fold_inside",
+    "folding_model",
     "local_layer_spec",
     "te_layer_spec",
     "with_edge_head",

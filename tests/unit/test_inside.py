@@ -1,0 +1,573 @@
+"""A model that folds packed rows inside answers what the stock model answers for each row by itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from oracles import sample_lists, worst
+from seam_models import VOCAB, branching_samples, build, local_spec, tiny_config, twins
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
+from mcore_prefix_tree.mcore.inside import FoldCheckError, RowLogprobs
+from mcore_prefix_tree.mcore.seam.output_layer import HAS_OUTPUT_PROCESSOR
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+
+FP64, FP32 = 1e-12, 1e-5
+Rows = list[np.ndarray]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_on_the_cpu():
+    with cpu_emulation(force=True), single_process():
+        yield
+
+
+def rows_of(samples: list[Sample]) -> Rows:
+    return [sample.tokens.astype(np.int64) for sample in samples]
+
+
+ROWS = rows_of(branching_samples())
+UNLIKE = [np.array([1, 2, 3]), np.array([2, 3]), np.array([4])]
+
+
+def packed(rows: Rows, *, gap: int = 0, tail: int = 0, fill: int = 7) -> dict[str, Any]:
+    """Rows one after another, each with ``gap`` tokens of padding behind it and ``tail`` behind the last."""
+    ids, borders, slots = [], [0], [0]
+    for row in rows:
+        ids += [*row.tolist(), *[fill] * gap]
+        borders.append(borders[-1] + len(row))
+        slots.append(len(ids))
+    cu, cu_padded = (torch.tensor(one, dtype=torch.int32) for one in (borders, slots))
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        cu_seqlens_q_padded=cu_padded if gap else None,
+        cu_seqlens_kv_padded=cu_padded if gap else None,
+        max_seqlen_q=max(map(len, rows), default=0),
+        max_seqlen_kv=max(map(len, rows), default=0),
+    )
+    input_ids = torch.tensor([ids + [fill] * tail], dtype=torch.int64)
+    return {"input_ids": input_ids, "position_ids": None, "attention_mask": None, "packed_seq_params": params}
+
+
+def spans(call: dict[str, Any]) -> list[slice]:
+    params = call["packed_seq_params"]
+    slots = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    lengths = params.cu_seqlens_q.diff().tolist()
+    return [slice(start, start + n) for start, n in zip(slots.tolist(), lengths, strict=False) if n]
+
+
+def alone(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    positions = torch.arange(ids.shape[1]).unsqueeze(0)
+    return model(input_ids=ids, position_ids=positions, attention_mask=None, **arguments)
+
+
+def some_labels(call: dict[str, Any]) -> torch.Tensor:
+    """Another label at every position, also where rows share a predictor."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(VOCAB, call["input_ids"].shape, generator=generator)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def check_gradients(model: Any, stock: Any, limit: float) -> None:
+    actual, expected = gradients(model), gradients(stock)
+    assert actual.keys() == expected.keys()
+    assert expected
+    for name, grad in expected.items():
+        assert worst(actual[name], grad) <= limit, name
+
+
+def cotangent(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
+
+
+def check_logits(model: Any, stock: Any, call: dict[str, Any], limit: float = FP64) -> None:
+    """Logits and gradients of an arbitrary function of them; padding answers 0."""
+    logits = model(**call)
+    assert logits.shape[:2] == call["input_ids"].shape
+    weight = cotangent(logits.shape, logits.dtype)
+    padding = torch.ones(logits.shape[1], dtype=torch.bool)
+    (logits * weight).sum().backward()
+    for span in spans(call):
+        expected = alone(stock, call["input_ids"][:, span])
+        assert worst(logits[:, span], expected) <= limit, span
+        (expected * weight[:, span]).sum().backward()
+        padding[span] = False
+    assert not logits[:, padding].any()
+    check_gradients(model, stock, limit)
+
+
+def log_softmax_alone(stock: Any, call: dict[str, Any], span: slice) -> torch.Tensor:
+    return torch.log_softmax(alone(stock, call["input_ids"][:, span])[0], dim=-1)
+
+
+def check_losses(model: Any, stock: Any, call: dict[str, Any], limit: float = FP64) -> None:
+    """The loss of each label, whose own gradient differs from position to position."""
+    labels = some_labels(call)
+    losses = model(**call, labels=labels)
+    assert losses.shape == labels.shape
+    weight = cotangent(losses.shape, losses.dtype)
+    padding = torch.ones(losses.shape[1], dtype=torch.bool)
+    (losses * weight).sum().backward()
+    for span in spans(call):
+        # Megatron's own loss is in fp32 whatever the dtype.
+        assert worst(losses[:, span], alone(stock, call["input_ids"][:, span], labels=labels[:, span])) <= 1e-6
+        expected = -log_softmax_alone(stock, call, span).gather(1, labels[0, span, None])[:, 0]
+        assert worst(losses[0, span], expected) <= limit
+        (expected * weight[0, span]).sum().backward()
+        padding[span] = False
+    assert not losses[:, padding].any()
+    check_gradients(model, stock, limit)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped queries": {},
+    "experts": {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 32,
+        "moe_router_load_balancing_type": "none",
+    },
+    "latent": {
+        "multi_latent_attention": True,
+        "num_query_groups": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 6,
+    },
+    "window": {"window_size": (3, 0)},
+    "recomputed": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+def inside(config: Any = None, **model: Any) -> tuple[Any, Any]:
+    """A model that folds, and a stock one with its weights."""
+    stock, tree = twins(tiny_config() if config is None else config, **model)
+    return fold_inside(tree, attention_backend=backend_of(tree.config)), stock
+
+
+def backend_of(config: Any) -> str:
+    """Only this back-end of a CPU takes windows."""
+    return "auto" if config.window_size is None else "reference"
+
+
+@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+def test_logits_and_losses(settings: dict[str, Any]) -> None:
+    # Upstream routes in fp32 whatever the dtype of the model.
+    limit = 1e-6 if "num_moe_experts" in settings else FP64
+    model, stock = inside(tiny_config(**settings))
+    check_logits(model, stock, packed(ROWS), limit)
+    check_losses(model, stock, packed(ROWS), limit)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        packed(ROWS, gap=2, tail=3),
+        packed(ROWS, tail=5),
+        packed([ROWS[0]]),
+        packed([np.array([5])] * 3),
+        packed(UNLIKE),
+        packed([ROWS[0]] * 4),
+        packed([ROWS[0], np.array([], dtype=np.int64), ROWS[1]]),
+    ],
+    ids=["slots and a tail", "a tail", "one row", "one token each", "nothing shared", "the same row", "an empty row"],
+)
+def test_packed_forms(call: dict[str, Any]) -> None:
+    model, stock = inside()
+    check_logits(model, stock, call)
+    check_losses(model, stock, call)
+
+
+@given(sample_lists(max_samples=6, min_samples=1))
+def test_random_forests(samples: list[Sample]) -> None:
+    model, stock = random_pair()
+    call = packed(rows_of(samples), gap=len(samples) % 2)
+    check_logits(model, stock, call)
+    check_losses(model, stock, call)
+
+
+_PAIR: list[tuple[Any, Any]] = []
+
+
+def random_pair() -> tuple[Any, Any]:
+    if not _PAIR:
+        _PAIR.append(inside(tiny_config(num_layers=1)))
+    return _PAIR[0]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"share_embeddings_and_output_weights": True}, {"position_embedding_type": "learned_absolute"}],
+    ids=["tied", "learned positions"],
+)
+def test_other_models(model: dict[str, Any]) -> None:
+    folding, stock = inside(**model)
+    check_logits(folding, stock, packed(ROWS))
+    check_losses(folding, stock, packed(ROWS))
+
+
+def test_float32() -> None:
+    model, stock = inside(tiny_config(torch.float32))
+    check_logits(model, stock, packed(ROWS), FP32)
+    check_losses(model, stock, packed(ROWS), FP32)
+
+
+def test_bfloat16_sums_rows_in_float32() -> None:
+    """1,000 rows end in the same token: each adds a gradient of 1 to its logit, and bf16 counts to 256."""
+    model, _ = inside(tiny_config(torch.bfloat16, bf16=True, num_layers=1))
+    call = packed([np.array([3])] * 1000)
+    logits: list[torch.Tensor] = []
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        output[0].retain_grad()
+        logits.append(output[0])
+
+    model.output_layer.register_forward_hook(keep)
+    model(**call)[..., 5].sum().backward()
+    assert logits[0].grad[0, 0, 5] == 1000
+
+
+def test_labels_without_the_fused_head() -> None:
+    stock, tree = twins(tiny_config())
+    model = fold_inside(tree, fused_head=False)
+    call = packed(ROWS, gap=1)
+    labels = some_labels(call)
+    losses = model(**call, labels=labels)
+    losses.sum().backward()
+    for span in spans(call):
+        expected = alone(stock, call["input_ids"][:, span], labels=labels[:, span])
+        assert worst(losses[:, span], expected) <= 1e-6
+        expected.sum().backward()
+    assert losses[0, spans(call)[0].stop] == 0
+    check_gradients(model, stock, 1e-6)
+
+
+def test_labels_outside_the_vocabulary_have_no_loss() -> None:
+    model, stock = inside()
+    call = packed(ROWS)
+    labels = some_labels(call)
+    ignored = torch.arange(labels.shape[1]) % 3 == 0
+    losses = model(**call, labels=labels.masked_fill(ignored, -100))
+    assert not losses[0, ignored].any()
+    losses.sum().backward()
+    for span in spans(call):
+        expected = -log_softmax_alone(stock, call, span).gather(1, labels[0, span, None])[:, 0]
+        expected[~ignored[span]].sum().backward()
+    check_gradients(model, stock, FP64)
+
+
+@pytest.mark.parametrize("rows", [ROWS, UNLIKE], ids=["shared", "nothing shared"])
+def test_logprobs_and_entropy_of_rows(rows: Rows) -> None:
+    model, stock = inside()
+    call = packed(rows, gap=1)
+    labels = some_labels(call)
+    asked = RowLogprobs(labels=labels, temperature=0.7, entropy=True)
+    answer = model(**call, output_processor=asked)
+    assert answer.shape == (*labels.shape, 2)
+    answer.sum().backward()
+    for span in spans(call):
+        logprob = torch.log_softmax(alone(stock, call["input_ids"][:, span])[0] / 0.7, dim=-1)
+        of_label = logprob.gather(1, labels[0, span, None])[:, 0]
+        entropy = -(logprob.exp() * logprob).sum(dim=1)
+        assert worst(answer[0, span, 0], of_label) <= FP64
+        assert worst(answer[0, span, 1], entropy) <= FP64
+        (of_label + entropy).sum().backward()
+    assert not answer[0, spans(call)[0].stop].any()
+    check_gradients(model, stock, FP64)
+
+
+@pytest.mark.skipif(not HAS_OUTPUT_PROCESSOR, reason="came with megatron-core 0.18")
+def test_an_output_processor_sees_unfolded_rows() -> None:
+    model, stock = inside()
+    call = packed(ROWS, gap=1) | {"labels": torch.ones(1, 1)}
+    seen = {}
+
+    def process(*, hidden_states: Any, output_layer: Any, output_weight: Any, context: Any, **others: Any) -> Any:
+        seen.update(others)
+        logits, _ = output_layer(hidden_states, weight=output_weight)
+        return logits.transpose(0, 1) * context
+
+    answer = model(**call, output_processor=process, output_processor_context=2.0)
+    answer.sum().backward()
+    for name in ("labels", "input_ids", "packed_seq_params"):
+        assert seen[name] is call[name]
+    for span in spans(call):
+        expected = 2 * alone(stock, call["input_ids"][:, span])
+        assert worst(answer[:, span], expected) <= FP64
+        expected.sum().backward()
+    # At padding the processor was given a hidden state of zeros, which the output layer's weight gets nothing from.
+    check_gradients(model, stock, FP64)
+
+
+def test_hidden_states_without_a_head() -> None:
+    model, stock = inside(post_process=False)
+    call = packed(ROWS, gap=1)
+    hidden = model(**call)
+    hidden.square().sum().backward()
+    for span in spans(call):
+        expected = alone(stock, call["input_ids"][:, span])
+        assert worst(hidden[span], expected) <= FP64
+        expected.square().sum().backward()
+    check_gradients(model, stock, FP64)
+
+
+def test_values_of_a_scalar_head() -> None:
+    stock, tree = (with_scalar_head(one) for one in twins(tiny_config()))
+    tree.load_state_dict(stock.state_dict())
+    check_logits(fold_inside(tree), stock, packed(ROWS, gap=1))
+
+
+def test_forward_only_keeps_no_graph() -> None:
+    model, stock = inside()
+    with torch.no_grad():
+        logits = model(**packed(ROWS))
+        assert not logits.requires_grad
+        assert worst(logits[:, : len(ROWS[0])], alone(stock, packed(ROWS[:1])["input_ids"])) <= FP64
+
+
+def test_arguments_by_position() -> None:
+    model, _ = inside()
+    call = packed(ROWS)
+    others = {name: call[name] for name in ("packed_seq_params",)}
+    assert torch.equal(model(call["input_ids"], None, None, **others), model(**call))
+
+
+def test_logits_can_be_changed_in_place() -> None:
+    """As trainers divide them by a temperature."""
+    model, stock = inside()
+    call = packed(ROWS)
+    model(**call).div_(2).sum().backward()
+    for span in spans(call):
+        (alone(stock, call["input_ids"][:, span]) / 2).sum().backward()
+    check_gradients(model, stock, FP64)
+
+
+def test_a_class_that_folds() -> None:
+    kind = folding_model(GPTModel, fused_head=False)
+    assert issubclass(kind, GPTModel)
+    assert kind.__name__ == "FoldingGPTModel"
+    config = tiny_config()
+    stock = build(config, local_spec(config))
+    model = kind(config, with_prefix_tree(local_spec(config)), VOCAB, 64, position_embedding_type="rope").double()
+    model.load_state_dict(stock.state_dict(), strict=True)
+    check_logits(model, stock, packed(ROWS))
+
+
+def test_state_dict_and_class_stay() -> None:
+    model, stock = inside()
+    assert type(model) is GPTModel
+    assert model.state_dict().keys() == stock.state_dict().keys()
+
+
+def test_a_provider_of_megatron_bridge() -> None:
+    """Stands in for one: it asks its spec for layers, and lets hooks have the models before they are wrapped."""
+    config, hooks = tiny_config(), []
+    provider = SimpleNamespace(
+        transformer_layer_spec=lambda config: local_spec(config), register_pre_wrap_hook=hooks.append
+    )
+    assert fold_inside(provider, fused_head=False) is provider
+    stock = build(config, local_spec(config))
+    (model,) = hooks[0]([build(config, provider.transformer_layer_spec(config, vp_stage=None))])
+    check_logits(model, stock, packed(ROWS))
+
+
+def test_the_report() -> None:
+    model, _ = inside()
+    call = packed([ROWS[0]] * 4)
+    for _ in range(2):
+        model(**call)
+    last = model.folding.last
+    assert last.rows == 4
+    assert last.fold_ratio == 4
+    assert last.unique_tokens == len(ROWS[0])
+    assert last.speedup == pytest.approx(4)
+    assert last.expanded_bytes == 3 * len(ROWS[0]) * VOCAB * 8
+    model(**call, labels=some_labels(call))
+    assert model.folding.last.expanded_bytes == 0
+    step = model.folding.report()
+    assert (step.micro_batches, step.rows, step.fold_ratio) == (3, 12, 4)
+    assert step.to_log()["fold/fold_ratio"] == 4
+    assert "fold ratio 4.00" in str(step)
+    assert model.folding.report() is None
+
+
+class PackedAttention(torch.nn.Module):
+    """A core attention that takes packed rows, as TransformerEngine's does; it remembers their borders."""
+
+    seen: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, softmax_scale: Any = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(
+        self, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, packed_seq_params: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self.seen.append(packed_seq_params)
+        borders = packed_seq_params.cu_seqlens_q.tolist()
+        out = []
+        for start, end in zip(borders, borders[1:], strict=False):
+            q, k, v = (one[start:end].transpose(0, 1) for one in (query, key, value))
+            out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
+        return torch.cat(out).flatten(1)
+
+
+def packed_attention_spec(config: Any) -> Any:
+    spec = local_spec(config)
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec
+
+
+def test_what_shares_nothing_goes_through_the_stock_model() -> None:
+    config = tiny_config()
+    model = fold_inside(build(config, with_prefix_tree(packed_attention_spec(config))))
+    stock = build(config, local_spec(config))
+    PackedAttention.seen.clear()
+    call = packed(UNLIKE)
+    check_logits(model, stock, call)
+    assert {id(params) for params in PackedAttention.seen} == {id(call["packed_seq_params"])}
+    assert model.folding.last.left_alone == 1
+    assert model.folding.last.speedup == 1
+    labels = some_labels(call)
+    answer = model(**call, output_processor=RowLogprobs(labels=labels, entropy=True))
+    for span in spans(call):
+        logprob = log_softmax_alone(stock, call, span)
+        assert worst(answer[0, span, 0], logprob.gather(1, labels[0, span, None])[:, 0]) <= FP64
+        assert worst(answer[0, span, 1], -(logprob.exp() * logprob).sum(dim=1)) <= FP64
+    check_logits(model, stock, packed(ROWS))
+    assert model.folding.last.left_alone == 0
+
+
+def test_the_first_micro_batch_is_checked() -> None:
+    for settings in MODELS.values():
+        _, tree = twins(tiny_config(**settings))
+        model = fold_inside(tree, check_first=True, attention_backend=backend_of(tree.config))
+        call = packed(ROWS, gap=1)
+        model.train()
+        loss = model(**call, labels=some_labels(call))
+        assert all(module.training for module in model.modules())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        loss.sum().backward()
+
+
+@pytest.mark.parametrize("fault", ["answers", "gradients"])
+def test_the_check_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that computes something else for folded tokens, or gives them another gradient."""
+    plain = TransformerLayer.forward
+
+    def wrong(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden, context = plain(layer, *args, **kwargs)
+        if kwargs.get("packed_seq_params") is None or layer.layer_number != 2:
+            return hidden, context
+        changed = hidden * 1.01
+        return changed if fault == "answers" else changed - changed.detach() + hidden.detach(), context
+
+    def wrong_pair(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden, context = wrong(layer, *args, **kwargs)
+        return (hidden[0] if isinstance(hidden, tuple) else hidden), context
+
+    monkeypatch.setattr(TransformerLayer, "forward", wrong_pair)
+    _, tree = twins(tiny_config())
+    model = fold_inside(tree, check_first=True)
+    expected = "row 0 .* differs from the stock model" if fault == "answers" else "the gradient of .* differs"
+    with pytest.raises(FoldCheckError, match=expected):
+        model(**packed(ROWS))
+
+
+def refused_calls() -> dict[str, tuple[dict[str, Any], str]]:
+    call = packed(ROWS)
+    params = call["packed_seq_params"]
+
+    def with_params(**changes: Any) -> dict[str, Any]:
+        return call | {"packed_seq_params": PackedSeqParams(**{"qkv_format": "thd"} | changes)}
+
+    ends = params.cu_seqlens_q
+    return {
+        "a mask": (call | {"attention_mask": torch.ones(1, 1, 2, 2)}, "attention_mask"),
+        "embeddings": (call | {"decoder_input": torch.ones(1)}, "decoder_input"),
+        "generation": (call | {"inference_context": object()}, "inference_context"),
+        "no rows": (call | {"packed_seq_params": None}, "qkv_format='thd'.*no packed_seq_params"),
+        "another format": (with_params(qkv_format="bshd", cu_seqlens_q=ends), "found qkv_format='bshd'"),
+        "no borders": (with_params(), "cu_seqlens_q is missing"),
+        "too many tokens": (with_params(cu_seqlens_q=ends + ends.max()), "must both begin at 0"),
+        "beyond the end": (with_params(cu_seqlens_q=torch.tensor([0, 10_000])), "ends at 10000"),
+        "a row larger than its slot": (
+            with_params(cu_seqlens_q=torch.tensor([0, 4]), cu_seqlens_q_padded=torch.tensor([0, 3])),
+            "fit into its slot",
+        ),
+        "split over ranks": (with_params(cu_seqlens_q=ends, local_cp_size=2), "local_cp_size"),
+        "no ids": (call | {"input_ids": None}, "every pipeline stage, not None"),
+        "a batch": (call | {"input_ids": torch.ones(2, 3)}, r"every pipeline stage, not Tensor \[2, 3\]"),
+    }
+
+
+@pytest.mark.parametrize("name", refused_calls())
+def test_calls_that_are_refused(name: str) -> None:
+    model, _ = inside(tiny_config(num_layers=1))
+    call, message = refused_calls()[name]
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        model(**call)
+
+
+def test_positions_that_do_not_restart_are_refused() -> None:
+    model, _ = inside(tiny_config(num_layers=1), position_embedding_type="learned_absolute")
+    call = packed(ROWS)
+    restarting = torch.cat([torch.arange(len(row)) for row in ROWS]).unsqueeze(0)
+    model(**call | {"position_ids": restarting})
+    with pytest.raises(ValueError, match="position_ids must restart"):
+        model(**call | {"position_ids": torch.arange(restarting.shape[1]).unsqueeze(0)})
+
+
+def test_models_that_are_refused() -> None:
+    config = tiny_config()
+    with pytest.raises(NotImplementedError, match=r"self_attention is a SelfAttention.*with_prefix_tree"):
+        fold_inside(build(config, local_spec(config)))
+    with pytest.raises(TypeError, match="not Linear"):
+        fold_inside(torch.nn.Linear(1, 1))
+    model, _ = inside(config)
+    with pytest.raises(ValueError, match="folds inside already"):
+        fold_inside(model)
+    for name, value, message in (
+        ("context_parallel_size", 2, "context_parallel_size=2"),
+        ("mtp_num_layers", 1, "mtp_num_layers=1"),
+        ("attention_dropout", 0.1, "attention_dropout"),
+        ("moe_aux_loss_coeff", 0.1, "moe_aux_loss_coeff"),
+        ("pipeline_model_parallel_size", 2, "variable_seq_lengths"),
+    ):
+        changed = tiny_config(num_moe_experts=2, moe_router_load_balancing_type="none", num_layers=1)
+        _, tree = twins(changed)
+        setattr(changed, name, value)
+        with pytest.raises(NotImplementedError, match=message):
+            fold_inside(tree)
+    _, tree = twins(tiny_config(num_layers=1))
+    with pytest.raises(ValueError, match="no back-end|nonsense"):
+        fold_inside(tree, attention_backend="nonsense")
+    tree.config.gradient_accumulation_fusion = True
+    with pytest.raises(NotImplementedError, match="gradient_accumulation_fusion"):
+        fold_inside(tree, check_first=True)

@@ -1,0 +1,102 @@
+"""A trainer's step with packed rows, in worlds of gloo processes: it knows nothing of folding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from folded_jobs import ADAM_EPS, VOCAB, tree_spec
+
+from mcore_prefix_tree import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class InsideJob:
+    """What the trainer reads (``logits``, ``labels``) and how the model was built."""
+
+    reads: str = "labels"
+    micro_batches: int = 2
+    check_first: bool = False
+    share_embeddings: bool = False
+    config: tuple[tuple[str, Any], ...] = ()
+
+
+def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> tuple[float, list[Any], float]:
+    """Every rank: the step's loss, its parts of the gradients, and its fold ratio."""
+    from harness.models import Trainer, build_chunks, tiny_gpt_config
+    from harness.weights import local_parts
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    from mcore_prefix_tree.mcore import fold_inside
+
+    config = tiny_gpt_config(layout=layout, **dict(job.config))
+    chunks = build_chunks(config, tree_spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)
+    chunks = [fold_inside(chunk, check_first=job.check_first) for chunk in chunks]
+    trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
+    dp, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    multiple = layout.tp if layout.sequence_parallel else 1
+    parts = [samples[start :: dp * job.micro_batches] for start in range(dp * job.micro_batches)]
+    batches = [packed(part, multiple) for part in parts[rank * job.micro_batches : (rank + 1) * job.micro_batches]]
+    reported = trainer.backward(functools.partial(train_step, reads=job.reads), batches, seq_length=1)
+    reports = [unwrap_model(chunk).folding.report() for chunk in trainer.chunks]
+    assert {report.micro_batches for report in reports} == {job.micro_batches}
+    from folded_jobs import _loss
+
+    return _loss(reported), local_parts(trainer.chunks, lambda p: p.main_grad), reports[0].fold_ratio
+
+
+def packed(samples: Sequence[Sample], multiple: int) -> dict[str, Any]:
+    """Rows in slots of a multiple of tokens, each followed by the labels' and the weights' last entry, which is none."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    def row(values: np.ndarray, length: int) -> np.ndarray:
+        return np.pad(values, (0, -length % multiple))
+
+    ids = np.concatenate([row(sample.tokens, len(sample)) for sample in samples]).astype(np.int64)
+    labels = np.concatenate([row(np.append(sample.tokens[1:], 0), len(sample)) for sample in samples])
+    weights = np.concatenate([row(np.append(sample.loss_mask[1:], 0), len(sample)) for sample in samples])
+    lengths = [len(sample) for sample in samples]
+    borders, slots = ([0, *np.cumsum(one)] for one in (lengths, [n + -n % multiple for n in lengths]))
+    cu, cu_padded = (torch.tensor(np.array(one), dtype=torch.int32) for one in (borders, slots))
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        cu_seqlens_q_padded=cu_padded,
+        cu_seqlens_kv_padded=cu_padded,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    return {
+        "input_ids": torch.from_numpy(ids).unsqueeze(0),
+        "labels": torch.from_numpy(labels.astype(np.int64)).unsqueeze(0),
+        "weights": torch.from_numpy(weights.astype(np.float64)),
+        "packed_seq_params": params,
+    }
+
+
+def train_step(data_iterator: Any, model: Any, *, reads: str) -> Any:
+    """``forward_step_func`` of a trainer."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    batch = dict(next(data_iterator))
+    weights, labels = batch.pop("weights"), batch.pop("labels")
+    given = {"labels": labels} if reads == "labels" else {}
+    output = model(position_ids=None, attention_mask=None, **batch, **given)
+
+    def loss_func(output: torch.Tensor) -> Any:
+        if reads == "labels":
+            losses = output[0]
+        else:
+            logits = gather_from_tensor_model_parallel_region(output)
+            losses = -torch.log_softmax(logits[0], dim=-1).gather(1, labels[0, :, None])[:, 0]
+        loss = (losses * weights.to(losses.dtype)).sum()
+        num_tokens = weights.count_nonzero().to(torch.int)
+        return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
+
+    return output, loss_func

@@ -1,0 +1,85 @@
+"""Folding inside the model equals each sample alone through the stock model, in every parallel layout."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from folded_jobs import Job, branching_samples, unfolded_gradients
+from harness.weights import assemble
+from harness.worlds import Layout, WorkerError, world
+from inside_jobs import InsideJob, inside_gradients
+from layouts import in_layouts
+from megatron.core.transformer import multi_latent_attention
+from test_folded_layouts import FP32_INSIDE, FP64, LATENT, MOE, check
+
+SAMPLES = branching_samples()
+RECOMPUTE = (
+    ("recompute_granularity", "full"),
+    ("recompute_method", "uniform"),
+    ("recompute_num_layers", 1),
+)
+
+Result = tuple[float, dict[str, torch.Tensor]]
+
+
+@functools.cache
+def oracle(config: tuple[object, ...] = (), share_embeddings: bool = False) -> Result:
+    job = Job(config=config, share_embeddings=share_embeddings)  # type: ignore[arg-type]
+    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, SAMPLES, layout=Layout())
+    return loss, assemble(parts)
+
+
+def inside(size: int, layout: Layout, job: InsideJob) -> Result:
+    results = world(size).run(inside_gradients, layout, job, SAMPLES, layout=layout)
+    assert all(ratio > 1.1 for _, _, ratio in results), "the rows share tokens"
+    return results[0][0], assemble(itertools.chain.from_iterable(parts for _, parts, _ in results))
+
+
+@pytest.mark.parametrize("reads", ["labels", "logits"])
+@in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2")
+def test_every_layout(size: int, layout: Layout, reads: str) -> None:
+    check(inside(size, layout, InsideJob(reads=reads)), oracle(), FP64)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "job"),
+    [
+        pytest.param(2, Layout(pp=2), InsideJob(share_embeddings=True), id="tied-pp2"),
+        pytest.param(2, Layout(tp=2, sequence_parallel=True), InsideJob(config=LATENT), id="latent-tp2-sp"),
+        pytest.param(2, Layout(pp=2), InsideJob(config=LATENT), id="latent-pp2"),
+        pytest.param(2, Layout(tp=2, sequence_parallel=True), InsideJob(config=MOE), id="moe-tp2-sp"),
+        pytest.param(2, Layout(ep=2), InsideJob(config=MOE), id="moe-ep2"),
+        pytest.param(2, Layout(tp=2), InsideJob(config=RECOMPUTE), id="recompute-tp2"),
+        pytest.param(2, Layout(pp=2), InsideJob(config=RECOMPUTE), id="recompute-pp2"),
+    ],
+)
+def test_other_models(size: int, layout: Layout, job: InsideJob) -> None:
+    if job.config == LATENT and layout.sequence_parallel and multi_latent_attention.Linear is None:
+        pytest.skip("this megatron-core takes projections that all ranks hold whole only with TransformerEngine")
+    limit = FP32_INSIDE if job.config == MOE else FP64
+    check(inside(size, layout, job), oracle(job.config, job.share_embeddings), limit)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "job"),
+    [
+        pytest.param(2, Layout(tp=2), InsideJob(reads="logits"), id="tp2"),
+        pytest.param(2, Layout(tp=2, sequence_parallel=True), InsideJob(), id="tp2-sp"),
+        pytest.param(2, Layout(pp=2), InsideJob(config=RECOMPUTE), id="recompute-pp2"),
+        pytest.param(2, Layout(pp=2, vpp=2), InsideJob(), id="pp2-vpp2"),
+        pytest.param(2, Layout(ep=2), InsideJob(config=MOE), id="moe-ep2"),
+    ],
+)
+def test_checking_the_first_micro_batch_changes_nothing(size: int, layout: Layout, job: InsideJob) -> None:
+    limit = FP32_INSIDE if job.config == MOE else FP64
+    check(inside(size, layout, replace(job, check_first=True)), oracle(job.config), limit)
+
+
+def test_stages_that_cannot_send_other_sizes_are_refused() -> None:
+    layout, job = Layout(pp=2), InsideJob(config=(("variable_seq_lengths", False),))
+    with pytest.raises(WorkerError, match="set variable_seq_lengths=True"):
+        world(2).run(inside_gradients, layout, job, SAMPLES, layout=layout)
