@@ -2,8 +2,8 @@
 
 The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
 stand in for, with the parameters that it uses. They are checked by signature alone, when the folder that relies on them
-is imported: :data:`SEAM` by ``mcore_prefix_tree.mcore``, :data:`ENGINE` and :data:`TRAINER` by the folders of these
-names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called.
+is imported: :data:`SEAM` by ``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`INSIDE` and :data:`TRAINER` by the
+folders of these names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called.
 """
 
 from __future__ import annotations
@@ -164,6 +164,19 @@ ENGINE = (
         keywords="forward_step_func data_iterator model num_microbatches seq_length micro_batch_size forward_only "
         "collect_non_loss_data",
     ),
+)
+
+INSIDE = (
+    Uses(f"{_ATTENTION}:Attention"),
+    Uses(
+        "megatron.core.models.gpt:GPTModel.forward",
+        "input_ids position_ids attention_mask",
+        "decoder_input labels inference_context packed_seq_params inference_params loss_mask padding_mask",
+    ),
+    Uses("megatron.core.models.gpt:GPTModel.compute_language_model_loss", "labels logits"),
+    Uses("megatron.core.models.gpt:GPTModel.set_input_tensor", "input_tensor"),
+    Uses("megatron.core.tensor_parallel:scatter_to_sequence_parallel_region", "input_", "group"),
+    Uses(f"{_STATE}:get_expert_model_parallel_group"),
 )
 
 TRAINER = (

@@ -131,6 +131,16 @@ def test_the_order_has_no_cycle():
             del rooms[room]
 
 
+def test_folding_inside_a_model_needs_neither_door():
+    """It is for trainers of others; and nothing that they do not have may need it."""
+    for file in FILES:
+        rooms = {name.split(".")[2] for name in imports_of(file) if name.startswith(f"{PACKAGE}.mcore.")}
+        if file.parent == ROOT / "mcore" / "inside":
+            assert rooms <= {"compat", "seam", "readout", "engine", "inside"}, file
+        elif file.is_relative_to(ROOT / "mcore") and file.parent != ROOT / "mcore":
+            assert "inside" not in rooms, file
+
+
 def attention_kernel(file: Path) -> bool:
     """Calls the kernels of other packages, which it imports when one runs; TransformerEngine's are among them."""
     return file == ROOT / "attention" / "cascade" / "cuda.py"

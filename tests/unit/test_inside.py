@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -406,14 +407,14 @@ def test_the_report() -> None:
     assert last.rows == 4
     assert last.fold_ratio == 4
     assert last.unique_tokens == len(ROWS[0])
-    assert last.speedup == pytest.approx(4)
+    assert last.bound.ratio == pytest.approx(4)
     assert last.expanded_bytes == 3 * len(ROWS[0]) * VOCAB * 8
     model(**call, labels=some_labels(call))
     assert model.folding.last.expanded_bytes == 0
     step = model.folding.report()
     assert (step.micro_batches, step.rows, step.fold_ratio) == (3, 12, 4)
     assert step.to_log()["fold/fold_ratio"] == 4
-    assert "fold ratio 4.00" in str(step)
+    assert step.to_log()["fold/expected_speedup"] == pytest.approx(4)
     assert model.folding.report() is None
 
 
@@ -432,7 +433,7 @@ class PackedAttention(torch.nn.Module):
         self.seen.append(packed_seq_params)
         borders = packed_seq_params.cu_seqlens_q.tolist()
         out = []
-        for start, end in zip(borders, borders[1:], strict=False):
+        for start, end in pairwise(borders):
             q, k, v = (one[start:end].transpose(0, 1) for one in (query, key, value))
             out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
         return torch.cat(out).flatten(1)
@@ -453,7 +454,7 @@ def test_what_shares_nothing_goes_through_the_stock_model() -> None:
     check_logits(model, stock, call)
     assert {id(params) for params in PackedAttention.seen} == {id(call["packed_seq_params"])}
     assert model.folding.last.left_alone == 1
-    assert model.folding.last.speedup == 1
+    assert model.folding.last.bound.ratio == 1
     labels = some_labels(call)
     answer = model(**call, output_processor=RowLogprobs(labels=labels, entropy=True))
     for span in spans(call):
@@ -495,7 +496,7 @@ def test_the_check_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(TransformerLayer, "forward", wrong_pair)
     _, tree = twins(tiny_config())
     model = fold_inside(tree, check_first=True)
-    expected = "row 0 .* differs from the stock model" if fault == "answers" else "the gradient of .* differs"
+    expected = "row 0 differs from the stock model" if fault == "answers" else "the gradient of .* differs"
     with pytest.raises(FoldCheckError, match=expected):
         model(**packed(ROWS))
 
@@ -512,8 +513,8 @@ def refused_calls() -> dict[str, tuple[dict[str, Any], str]]:
         "a mask": (call | {"attention_mask": torch.ones(1, 1, 2, 2)}, "attention_mask"),
         "embeddings": (call | {"decoder_input": torch.ones(1)}, "decoder_input"),
         "generation": (call | {"inference_context": object()}, "inference_context"),
-        "no rows": (call | {"packed_seq_params": None}, "qkv_format='thd'.*no packed_seq_params"),
-        "another format": (with_params(qkv_format="bshd", cu_seqlens_q=ends), "found qkv_format='bshd'"),
+        "no rows": (call | {"packed_seq_params": None}, "qkv_format='thd'.*not None"),
+        "another format": (with_params(qkv_format="bshd", cu_seqlens_q=ends), "not qkv_format='bshd'"),
         "no borders": (with_params(), "cu_seqlens_q is missing"),
         "too many tokens": (with_params(cu_seqlens_q=ends + ends.max()), "must both begin at 0"),
         "beyond the end": (with_params(cu_seqlens_q=torch.tensor([0, 10_000])), "ends at 10000"),
@@ -522,8 +523,8 @@ def refused_calls() -> dict[str, tuple[dict[str, Any], str]]:
             "fit into its slot",
         ),
         "split over ranks": (with_params(cu_seqlens_q=ends, local_cp_size=2), "local_cp_size"),
-        "no ids": (call | {"input_ids": None}, "every pipeline stage, not None"),
-        "a batch": (call | {"input_ids": torch.ones(2, 3)}, r"every pipeline stage, not Tensor \[2, 3\]"),
+        "no ids": (call | {"input_ids": None}, "not None; every pipeline stage"),
+        "a batch": (call | {"input_ids": torch.ones(2, 3)}, r"not a tensor of \[2, 3\]"),
     }
 
 
@@ -540,7 +541,7 @@ def test_positions_that_do_not_restart_are_refused() -> None:
     call = packed(ROWS)
     restarting = torch.cat([torch.arange(len(row)) for row in ROWS]).unsqueeze(0)
     model(**call | {"position_ids": restarting})
-    with pytest.raises(ValueError, match="position_ids must restart"):
+    with pytest.raises(ValueError, match="position_ids of row 1 must count from 0"):
         model(**call | {"position_ids": torch.arange(restarting.shape[1]).unsqueeze(0)})
 
 
@@ -548,7 +549,7 @@ def test_models_that_are_refused() -> None:
     config = tiny_config()
     with pytest.raises(NotImplementedError, match=r"self_attention is a SelfAttention.*with_prefix_tree"):
         fold_inside(build(config, local_spec(config)))
-    with pytest.raises(TypeError, match="not Linear"):
+    with pytest.raises(TypeError, match="not a Linear"):
         fold_inside(torch.nn.Linear(1, 1))
     model, _ = inside(config)
     with pytest.raises(ValueError, match="folds inside already"):
@@ -566,7 +567,7 @@ def test_models_that_are_refused() -> None:
         with pytest.raises(NotImplementedError, match=message):
             fold_inside(tree)
     _, tree = twins(tiny_config(num_layers=1))
-    with pytest.raises(ValueError, match="no back-end|nonsense"):
+    with pytest.raises(ValueError, match="nonsense"):
         fold_inside(tree, attention_backend="nonsense")
     tree.config.gradient_accumulation_fusion = True
     with pytest.raises(NotImplementedError, match="gradient_accumulation_fusion"):

@@ -51,7 +51,7 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
 
 
 def packed(samples: Sequence[Sample], multiple: int) -> dict[str, Any]:
-    """Rows in slots of a multiple of tokens, each followed by the labels' and the weights' last entry, which is none."""
+    """Rows in slots of a multiple of tokens; nothing is scored after a row's last token."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     def row(values: np.ndarray, length: int) -> np.ndarray:

@@ -1,8 +1,12 @@
-"""Folding inside a model, for trainers that hand it packed rows and read an answer for every token of every row."""
+"""Folding inside a model: for trainers that hand it packed rows and read an answer for each of their tokens."""
 
-from mcore_prefix_tree.mcore.inside.answers import RowLogprobs
-from mcore_prefix_tree.mcore.inside.check import FoldCheckError
-from mcore_prefix_tree.mcore.inside.model import Folding, Inside, fold_inside, folding_model
-from mcore_prefix_tree.mcore.inside.report import FoldReport
+from mcore_prefix_tree.mcore import compat
+
+compat.check(compat.INSIDE)
+
+from mcore_prefix_tree.mcore.inside.answers import RowLogprobs  # noqa: E402
+from mcore_prefix_tree.mcore.inside.check import FoldCheckError  # noqa: E402
+from mcore_prefix_tree.mcore.inside.model import Folding, Inside, fold_inside, folding_model  # noqa: E402
+from mcore_prefix_tree.mcore.inside.report import FoldReport  # noqa: E402
 
 __all__ = ["FoldCheckError", "FoldReport", "Folding", "Inside", "RowLogprobs", "fold_inside", "folding_model"]

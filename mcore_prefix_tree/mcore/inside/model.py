@@ -1,8 +1,8 @@
 """A model that takes packed rows, computes every unique token once, and answers row for row.
 
-Folding happens in torch's own forward hooks of the ``GPTModel``: the first exchanges the call's arguments for those of
-the folded micro-batch, the second turns the output into the rows'. What belongs to a micro-batch travels with it in
-``packed_seq_params``. The model's class, parameters and state-dict keys stay.
+Folding happens in torch's own forward hooks of the ``GPTModel``: the first exchanges the arguments of a call for those
+of the folded micro-batch, the second turns the output into the rows'. What belongs to a micro-batch travels with it in
+``packed_seq_params``. Class, parameters and state-dict keys of the model stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.utils import unwrap_model
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mcore_prefix_tree.attention.api import check_case
 from mcore_prefix_tree.attention.auto import AUTO, TreeShape, check_setting, choose
@@ -26,20 +27,27 @@ from mcore_prefix_tree.mcore.engine.backend import case_of
 from mcore_prefix_tree.mcore.inside.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
 from mcore_prefix_tree.mcore.inside.check import check_comparable, compare
 from mcore_prefix_tree.mcore.inside.report import FoldReport, work_of
-from mcore_prefix_tree.mcore.inside.rows import FoldedRows, RowsPackedSeqParams, on_device, read_rows
-from mcore_prefix_tree.mcore.seam.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin
+from mcore_prefix_tree.mcore.inside.rows import FoldedRows, RowsPackedSeqParams, read_rows
+from mcore_prefix_tree.mcore.seam.attention import TreeSelfAttentionMixin
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
 from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.validation import check_model, check_positions
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.upload import moved, upload
 
 # ``auto`` chooses a back-end for this, so that every rank chooses the same: eight answers to each of four prompts.
 _TYPICAL = TreeShape(tokens=4 * (2048 + 8 * 1024), segments=36, pairs=4 * (2048**2 // 2 + 8 * 1024 * 2560), depth=1)
-# Arguments of a call that are of the packed micro-batch and have no counterpart in the folded one.
-_OF_ROWS = ("labels", "loss_mask", "padding_mask", "output_processor", "output_processor_context")
+# Arguments of the packed micro-batch that the folded one has no counterpart of.
+_OF_ROWS = {"labels", "loss_mask", "padding_mask", "output_processor", "output_processor_context"}
+# Arguments that must be None.
+_REFUSED = {
+    "attention_mask": "the tree is the mask, and it is causal; pass None",
+    "decoder_input": "rows are folded by their token ids; pass input_ids",
+    "inference_context": "generation does not read packed rows; generate with a model that does not fold inside",
+    "inference_params": "generation does not read packed rows; generate with a model that does not fold inside",
+}
 
 Target = TypeVar("Target")
 
@@ -51,11 +59,10 @@ class Inside:
     Attributes:
         attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`; ``auto`` chooses for the device of
             the first micro-batch.
-        fused_head: score ``labels`` a chunk of logits at a time. False expands the logits for them.
+        fused_head: score ``labels`` a chunk of logits at a time; False expands the logits for them.
         least_fold_ratio: micro-batches that fold no more than this go through the stock model as they are, if its
-            attention takes packed rows; a common first token is no gain.
+            attention takes packed rows. A common first token is no gain.
         check_first: compare the first micro-batch with the stock model; see :func:`compare`.
-        tolerance: relative error that this comparison allows; None is that of the model's dtype.
 
     Raises:
         ValueError: on construction, if there is no such back-end.
@@ -65,46 +72,44 @@ class Inside:
     fused_head: bool = True
     least_fold_ratio: float = 1.02
     check_first: bool = False
-    tolerance: float | None = None
 
     def __post_init__(self) -> None:
         check_setting(self.attention_backend)
 
 
 class Folding:
-    """Folds the micro-batches of one model chunk and reports them; a model keeps it as ``model.folding``.
+    """Folds the micro-batches of a model chunk and reports them; the model keeps it as ``model.folding``.
 
     Attributes:
-        settings: how it folds.
         last: report of the last micro-batch; None before the first.
     """
 
     def __init__(self, model: Any, settings: Inside) -> None:
-        self.settings = settings
         self.last: FoldReport | None = None
         self._since: FoldReport | None = None
+        self._settings = settings
         self._backend: str | None = None
-        self._checked = not settings.check_first
+        self._to_check = settings.check_first
         self._work = work_of(model)
-        cores = [module for module in model.modules() if isinstance(module, TreeCoreAttentionMixin)]
-        # Megatron's local attention takes no packed_seq_params.
-        self._stock_takes_rows = not any(isinstance(core, DotProductAttention) for core in cores)
+        # Megatron's local attention takes no packed rows.
+        self._always_folds = any(isinstance(module, DotProductAttention) for module in model.modules())
 
     def report(self) -> FoldReport | None:
-        """Return the sum over the micro-batches since the last call, or None; a trainer calls it once a step."""
+        """Return the sum over the micro-batches since the last call, None if there are none. Call it once a step."""
         since, self._since = self._since, None
         return since
 
     def before(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """Fold a call; torch's forward pre-hook.
+        """Exchange the arguments of a call; torch's forward pre-hook.
 
         Raises:
-            NotImplementedError: the call asks for something that folding cannot do; names it.
-            ValueError: the call does not describe packed rows.
+            FoldCheckError: see :func:`compare`.
+            NotImplementedError: folding does not support an argument; names it.
+            ValueError: the arguments do not describe packed rows.
         """
-        call = dict(zip(_positional(type(model)), args, strict=False)) | kwargs
+        call = dict(zip(_positional(model.__class__), args, strict=False)) | kwargs
         if isinstance(call.get("packed_seq_params"), TreePackedSeqParams):
             return None  # the caller folded it
         _check_call(call)
@@ -117,22 +122,23 @@ class Folding:
             position_ids=call.get("position_ids") if learned else None,
         )
         check_positions(model, rows.layout.max_path_len)
-        if not self._checked:
-            compare(model, rows, call, partial(self._folded, model, rows), tolerance=self.settings.tolerance)
-            self._checked = True
-        if not self._stock_takes_rows or rows.layout.fold_ratio > self.settings.least_fold_ratio:
+        if self._to_check:
+            compare(model, rows, call, partial(self._folded, model, rows))
+            self._to_check = False
+        if self._always_folds or rows.layout.fold_ratio > self._settings.least_fold_ratio:
             return (), self._folded(model, rows, call)
         self._record(FoldReport.of(rows.layout, self._work, left_alone=True))
         return (), _left_alone(model, rows, call)
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Return the rows' answers; torch's forward hook."""
+        """Answer for the rows; torch's forward hook."""
         params = kwargs.get("packed_seq_params")
         if not isinstance(params, RowsPackedSeqParams):
             return None
         answer = params.finish(output)
-        copied = answer.nbytes - output.nbytes if isinstance(output, torch.Tensor) else 0
-        self._record(replace(params.report, expanded_bytes=max(0, copied)))
+        assert params.report is not None
+        tensors = isinstance(output, torch.Tensor) and isinstance(answer, torch.Tensor)
+        self._record(replace(params.report, expanded_bytes=max(0, answer.nbytes - output.nbytes) if tensors else 0))
         return answer
 
     def _record(self, report: FoldReport) -> None:
@@ -142,56 +148,54 @@ class Folding:
     def _folded(self, model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the folded call."""
         metadata = TreeMetadata.from_layout(rows.layout, device=rows.device)
-        params = cast(
-            "RowsPackedSeqParams",
-            RowsPackedSeqParams.from_metadata(
-                metadata,
-                attention_backend=self._resolved(model, rows.device),
-                deterministic_attention=model.config.deterministic_mode,
-            ),
+        asked, finish, head_rows = _asked(model, rows, call)
+        params = RowsPackedSeqParams.from_metadata(
+            metadata,
+            attention_backend=self._resolved(model, rows.device),
+            deterministic_attention=model.config.deterministic_mode,
         )
-        arguments, params.finish, head_rows = _answers(model, rows, call)
-        params.report = FoldReport.of(rows.layout, self._work, head_rows=head_rows)
-        kept = {name: value for name, value in call.items() if name not in _OF_ROWS}
-        return {
-            **kept,
-            **arguments,
+        report = FoldReport.of(rows.layout, self._work, head_rows=head_rows)
+        return {name: value for name, value in call.items() if name not in _OF_ROWS} | {
             "input_ids": upload(rows.layout.input_ids, rows.device).long().unsqueeze(0),
             "position_ids": metadata.tree_position_ids.long().unsqueeze(0),
-            "packed_seq_params": params,
+            "packed_seq_params": replace(cast("RowsPackedSeqParams", params), finish=finish, report=report),
+            **asked,
         }
 
     def _resolved(self, model: Any, device: torch.device) -> str:
         if self._backend is None:
-            name = self.settings.attention_backend
-            case = case_of(model.config, device=device, deterministic=model.config.deterministic_mode)
+            name, config = self._settings.attention_backend, model.config
+            case = case_of(config, device=device, deterministic=config.deterministic_mode)
             if name == AUTO:
-                on_gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-                name = choose(case, _TYPICAL, device_name=on_gpu).backend
+                gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+                name = choose(case, _TYPICAL, device_name=gpu).backend
             check_case(name, case, any_order="deterministic_mode=False")
             self._backend = name
         return self._backend
 
 
-def _answers(
+def _asked(
     model: Any, rows: FoldedRows, call: dict[str, Any]
 ) -> tuple[dict[str, Any], Callable[[Any], Any], int | None]:
-    """Return what to ask of the last stage, how to read its output, and the positions that its head computes."""
-    processor, labels = call.get("output_processor"), call.get("labels")
+    """Return what the last stage is asked for, what is made of its output, and how many positions its head computes."""
     if not model.post_process:
-        return {}, (partial(expand_hidden, rows=rows, model=model) if _is_last(model) else _same), None
-    if processor is not None and not isinstance(processor, RowLogprobs):
-        return {"output_processor": for_rows(processor, call, rows, model)}, _same, rows.layout.logical_tokens
-    fused = isinstance(model.output_layer, EdgeHeadMixin)
+        return {}, partial(expand_hidden, rows=rows, model=model) if _is_last(model) else _same, None
+    processor, labels = call.get("output_processor"), call.get("labels")
+    if isinstance(processor, RowLogprobs):
+        return _requested(model, processor, rows, folded=True), _same, None
     if processor is not None:
-        if not fused:
-            raise ValueError("RowLogprobs needs the fused head: use fold_inside(..., fused_head=True)")
-        return request_arguments(processor.request(rows, folded=True)), _same, None
-    if labels is not None and fused:
-        return request_arguments(RowLogprobs(labels=labels).request(rows, folded=True)), _loss, None
-    if labels is not None:
-        return {}, lambda logits: loss_of_logits(model, labels, expand(logits, rows, dim=1), rows), None
-    return {}, partial(expand, rows=rows, dim=1), None
+        return {"output_processor": for_rows(processor, call, rows, model)}, _same, rows.layout.logical_tokens
+    if labels is None:
+        return {}, partial(expand, rows=rows, dim=1), None
+    if isinstance(model.output_layer, EdgeHeadMixin):
+        return _requested(model, RowLogprobs(labels=labels), rows, folded=True), _loss, None
+    return {}, partial(loss_of_logits, labels=labels, rows=rows, model=model), None
+
+
+def _requested(model: Any, logprobs: RowLogprobs, rows: FoldedRows, *, folded: bool) -> dict[str, Any]:
+    if not isinstance(model.output_layer, EdgeHeadMixin):
+        raise ValueError("RowLogprobs needs a vocabulary's fused head: set fused_head=True in fold_inside")
+    return request_arguments(logprobs.request(rows, folded=folded))
 
 
 def _same(output: Any) -> Any:
@@ -204,113 +208,101 @@ def _loss(logprobs: torch.Tensor) -> torch.Tensor:
 
 def _left_alone(model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the stock call, on the device."""
-    call = call | {
-        "input_ids": upload(call["input_ids"], rows.device),
-        "packed_seq_params": on_device(call["packed_seq_params"], rows.device),
-    }
-    processor = call.get("output_processor")
-    if isinstance(processor, RowLogprobs):
-        del call["output_processor"]
-        if model.post_process:
-            call |= request_arguments(processor.request(rows, folded=False))
+    names = ("input_ids", "packed_seq_params")
+    call = call | {name: moved(call[name], rows.device) for name in names}
+    if isinstance(call.get("output_processor"), RowLogprobs):
+        logprobs = call.pop("output_processor")
+        call |= _requested(model, logprobs, rows, folded=False) if model.post_process else {}
     return call
 
 
 def _is_last(model: Any) -> bool:
-    """Whether no pipeline stage reads what this chunk answers."""
-    last_chunk = model.vp_stage is None or model.vp_stage == model.config.virtual_pipeline_model_parallel_size - 1
-    return last_chunk and model.pp_group.rank() == model.pp_group.size() - 1
+    """Whether no other pipeline stage reads what this chunk answers."""
+    last_chunk = model.vp_stage is None or model.vp_stage == model.vp_size - 1
+    return bool(last_chunk and model.pp_group.rank() == model.pp_group.size() - 1)
 
 
 @cache
-def _positional(kind: type) -> list[str]:
-    return list(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+def _positional(kind: Any) -> list[str]:
+    return list(inspect.signature(kind.forward).parameters)[1:]
 
 
 def _check_call(call: dict[str, Any]) -> None:
-    """Refuse what folding cannot do, by the name of the argument."""
-    params = call.get("packed_seq_params")
-    reasons = {
-        "attention_mask": "the tree is the mask, and it is causal; pass attention_mask=None",
-        "decoder_input": "rows are folded by their token ids; pass input_ids",
-        "inference_context": "generation reads no packed rows; generate with a model that does not fold inside",
-        "inference_params": "generation reads no packed rows; generate with a model that does not fold inside",
-    }
-    for name, reason in reasons.items():
+    """Refuse what folding does not support, by the name of the argument."""
+    for name, reason in _REFUSED.items():
         if call.get(name) is not None:
             raise NotImplementedError(f"folding inside the model does not support {name}: {reason}")
-    if (getattr(params, "local_cp_size", None) or 1) > 1:
-        raise NotImplementedError(
-            "folding inside the model does not support packed_seq_params.local_cp_size: a tree is not split over "
-            "context-parallel ranks"
-        )
+    params: Any = call.get("packed_seq_params")
     if getattr(params, "qkv_format", None) != "thd":
+        found = "None" if params is None else f"qkv_format={params.qkv_format!r}"
         raise ValueError(
-            "folding inside the model takes packed rows: pass packed_seq_params with qkv_format='thd' and cu_seqlens_q "
-            f"(found {'no packed_seq_params' if params is None else f'qkv_format={params.qkv_format!r}'})"
+            "folding inside the model takes packed rows: pass packed_seq_params with qkv_format='thd' and "
+            f"cu_seqlens_q, not {found}"
+        )
+    if (params.local_cp_size or 1) > 1:
+        raise NotImplementedError(
+            f"folding inside the model does not support packed_seq_params.local_cp_size={params.local_cp_size}: a tree "
+            "is not split over context-parallel ranks"
         )
     ids = call.get("input_ids")
-    if not isinstance(ids, torch.Tensor) or ids.is_nested or ids.ndim != 2 or ids.shape[0] != 1:
-        found = "None" if ids is None else f"{type(ids).__name__} {[] if ids.is_nested else list(ids.shape)}"
+    if ids is None or ids.is_nested or ids.ndim != 2 or len(ids) != 1:
+        found = "None" if ids is None else "a nested tensor" if ids.is_nested else f"a tensor of {list(ids.shape)}"
         raise ValueError(
-            f"folding inside the model takes input_ids [1, T] on every pipeline stage, not {found}: each stage folds "
-            "for itself"
+            f"folding inside the model takes input_ids [1, T], not {found}; every pipeline stage folds for itself, so "
+            "pass them to all"
         )
 
 
-def _check(model: Any) -> None:
-    """Refuse models that cannot fold, before their first forward."""
+def _check_model(model: Any) -> None:
+    """Refuse models that cannot fold, by the name of the setting or the layer."""
     if not isinstance(model, GPTModel):
-        raise TypeError(f"fold_inside takes a GPTModel or a provider of one, not {type(model).__name__}")
+        raise TypeError(f"fold_inside takes a GPTModel or a provider of one, not a {type(model).__name__}")
     check_model(model)
-    config = model.config
     for name, module in model.named_modules():
-        if isinstance(module, Attention) and not (
-            isinstance(module, TreeSelfAttentionMixin | TreeLatentAttentionMixin)
-            and isinstance(module.core_attention, TreeCoreAttentionMixin)
-        ):
+        follows = isinstance(module, TreeSelfAttentionMixin | TreeLatentAttentionMixin)
+        if isinstance(module, Attention) and not follows:
             raise NotImplementedError(
                 f"{name} is a {type(module).__name__}, which does not follow a tree; build the model from "
                 "with_prefix_tree(spec)"
             )
-    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
+    if model.config.pipeline_model_parallel_size > 1 and not model.config.variable_seq_lengths:
         raise NotImplementedError(
-            "variable_seq_lengths=False: pipeline stages send folded micro-batches, whose sizes differ; set "
+            "variable_seq_lengths=False: pipeline stages send each other folded micro-batches of many sizes; set "
             "variable_seq_lengths=True"
         )
-    if getattr(config, "moe_enable_routing_replay", False):
+    if getattr(model.config, "moe_enable_routing_replay", False):
         raise NotImplementedError(
-            "moe_enable_routing_replay=True: recorded routes are of rows, and folding does not compare them; set "
+            "moe_enable_routing_replay=True: rows that share a token may have recorded different routes for it; set "
             "moe_enable_routing_replay=False"
         )
 
 
 def fold_inside(target: Target, **settings: Any) -> Target:
-    """Let a model fold the packed rows it is given.
+    """Let a model fold the packed rows that it is called with.
 
     Args:
-        target: a ``GPTModel`` that was built from a :func:`with_prefix_tree` spec, or one of its pipeline chunks, in
-            whatever wrappers; or a provider of Megatron-Bridge, whose layer spec is then made tree-capable too. It is
-            changed in place.
+        target: a ``GPTModel`` built from a :func:`with_prefix_tree` spec, or one of its pipeline chunks, bare; or a
+            Megatron-Bridge provider, whose layer spec and models are changed when it provides them. Changed in place.
         settings: fields of :class:`Inside`.
 
     Returns:
-        The same object. ``model.folding`` has the reports.
+        The same object.
 
     Raises:
         NotImplementedError: the model has a setting that folding does not support; names it.
-        TypeError: this is neither a model nor a provider, or no such field.
-        ValueError: the model folds already, or no such back-end.
+        TypeError: for other objects, or other settings.
+        ValueError: the model folds already, or there is no such back-end.
     """
     inside = Inside(**settings)
-    if hasattr(target, "register_pre_wrap_hook"):
-        _fold_inside_provider(target, settings)
+    model: Any = target
+    if hasattr(model, "register_pre_wrap_hook"):
+        model.transformer_layer_spec = _tree_spec_of(model.transformer_layer_spec)
+        model.register_pre_wrap_hook(lambda chunks: [fold_inside(chunk, **settings) for chunk in chunks])
         return target
-    model = unwrap_model(target)
-    _check(model)
+    _check_model(model)
     if inside.check_first:
         check_comparable(model.config)
-    if getattr(model, "folding", None) is not None:
+    if hasattr(model, "folding"):
         raise ValueError("this model folds inside already")
     if inside.fused_head and model.post_process and isinstance(model.output_layer, ColumnParallelLinear):
         with_edge_head(model)
@@ -320,27 +312,23 @@ def fold_inside(target: Target, **settings: Any) -> Target:
     return target
 
 
-def _fold_inside_provider(provider: Any, settings: dict[str, Any]) -> None:
-    given = provider.transformer_layer_spec
+def _tree_spec_of(given: Any) -> Callable[..., Any]:
+    """Return a provider's function of its configuration that makes its layer spec tree-capable."""
 
     def spec(config: Any, vp_stage: int | None = None) -> Any:
-        if not callable(given):
+        if isinstance(given, ModuleSpec | TransformerBlockSubmodules):
             return with_prefix_tree(given)
         takes_stage = "vp_stage" in inspect.signature(given).parameters
         return with_prefix_tree(given(config, vp_stage=vp_stage) if takes_stage else given(config))
 
-    provider.transformer_layer_spec = spec
-    provider.register_pre_wrap_hook(lambda models: [fold_inside(model, **settings) for model in models])
+    return spec
 
 
 def folding_model(base: type[Any], **settings: Any) -> type[Any]:
-    """Return a subclass of ``GPTModel``, or of a subclass of it, whose models fold inside; see :func:`fold_inside`."""
+    """Return a subclass of a ``GPTModel`` class whose models fold inside; see :func:`fold_inside`."""
 
-    class FoldingModel(base):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            fold_inside(self, **settings)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)
+        fold_inside(self, **settings)
 
-    FoldingModel.__name__ = FoldingModel.__qualname__ = f"Folding{base.__name__}"
-    FoldingModel.__doc__ = base.__doc__
-    return FoldingModel
+    return type(f"Folding{base.__name__}", (base,), {"__init__": __init__, "__module__": __name__})

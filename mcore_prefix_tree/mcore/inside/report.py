@@ -1,42 +1,35 @@
-"""What folding inside a model was worth, for the trainer's log."""
+"""What folding inside a model is worth, for the trainer's log."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.plan.work import Bound, Counts, ModelWork
 
-_NOTHING = Counts(0, 0, 0, 0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class FoldReport:
-    """Micro-batches that a model folded. Reports add up.
+    """Micro-batches that a model folded; reports add up.
 
     Attributes:
-        work: FLOPs of the whole model, all pipeline stages; for :attr:`speedup`.
+        work: FLOPs of the whole model, with all pipeline stages.
+        folded: counts of what was computed.
+        unfolded: counts of the same rows, each by itself.
         micro_batches: number of forward passes.
-        left_alone: how many of them went through the stock model, because they share too little.
+        left_alone: number of those that the stock model computed, because their rows share too little.
         rows: number of rows.
-        logical_tokens: tokens of all rows.
-        unique_tokens: tokens that the layers computed, before padding.
-        expanded_bytes: memory of logits that were copied for rows that share them, on this rank. A trainer that passes
-            ``labels`` or :class:`~mcore_prefix_tree.mcore.inside.answers.RowLogprobs` has none.
-        folded: what was computed.
-        unfolded: what the rows would take, each by itself.
+        expanded_bytes: memory of the answers beyond that of the folded output: logits, where rows share theirs.
     """
 
     work: ModelWork
-    micro_batches: int = 0
+    folded: Counts
+    unfolded: Counts
+    micro_batches: int = 1
     left_alone: int = 0
     rows: int = 0
-    logical_tokens: int = 0
-    unique_tokens: int = 0
     expanded_bytes: int = 0
-    folded: Counts = _NOTHING
-    unfolded: Counts = _NOTHING
 
     @classmethod
     def of(
@@ -47,33 +40,34 @@ class FoldReport:
         Args:
             layout: folded rows.
             work: of the model.
-            left_alone: whether it goes through the stock model.
+            left_alone: whether the stock model computes it.
             head_rows: positions that the head computes; None is the unique tokens.
         """
         unfolded = Counts.unfolded([layout], work.window)._replace(predictors=layout.logical_tokens)
-        folded = unfolded
-        if not left_alone:
-            predictors = layout.physical_tokens if head_rows is None else head_rows
-            folded = Counts.folded([layout], work.window)._replace(predictors=predictors)
-        return cls(
-            work=work,
-            micro_batches=1,
-            left_alone=int(left_alone),
-            rows=layout.num_samples,
-            logical_tokens=unfolded.tokens,
-            unique_tokens=folded.tokens,
-            folded=folded,
-            unfolded=unfolded,
-        )
+        folded = Counts.folded([layout], work.window)
+        folded = folded._replace(predictors=folded.tokens if head_rows is None else head_rows)
+        computed = unfolded if left_alone else folded
+        return cls(work=work, folded=computed, unfolded=unfolded, left_alone=int(left_alone), rows=layout.num_samples)
 
     def __add__(self, other: FoldReport) -> FoldReport:
-        """Sum of both."""
-        mine, theirs = vars(self), vars(other)
-        sums = {name: mine[name] + theirs[name] for name in mine if isinstance(mine[name], int)}
-        counts = {
-            name: Counts(*map(sum, zip(mine[name], theirs[name], strict=True))) for name in ("folded", "unfolded")
-        }
-        return FoldReport(work=self.work, **sums, **counts)
+        """Return the report of both."""
+        sums: dict[str, Any] = {}
+        for name in (field.name for field in fields(self) if field.name != "work"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            sums[name] = (
+                Counts(*map(sum, zip(mine, theirs, strict=True))) if isinstance(mine, Counts) else mine + theirs
+            )
+        return FoldReport(work=self.work, **sums)
+
+    @property
+    def logical_tokens(self) -> int:
+        """Tokens of all rows."""
+        return self.unfolded.tokens
+
+    @property
+    def unique_tokens(self) -> int:
+        """Tokens that the layers computed, before padding."""
+        return self.folded.tokens
 
     @property
     def fold_ratio(self) -> float:
@@ -82,30 +76,18 @@ class FoldReport:
 
     @property
     def bound(self) -> Bound:
-        """FLOPs of forward and backward, folded and unfolded, by parts."""
+        """Bound of the speed-up by FLOPs."""
         return Bound(folded=self.work.of(self.folded), unfolded=self.work.of(self.unfolded))
 
-    @property
-    def speedup(self) -> float:
-        """Bound of the speed-up by FLOPs."""
-        return self.bound.ratio
-
-    def to_log(self, prefix: str = "fold/") -> dict[str, Any]:
-        """Return plain numbers under names, as loggers take them."""
-        names = ("micro_batches", "left_alone", "rows", "logical_tokens", "unique_tokens", "expanded_bytes")
-        names += ("fold_ratio", "speedup")
-        return {prefix + name: getattr(self, name) for name in names}
-
-    def __str__(self) -> str:
-        """Return one line."""
-        return (
-            f"{self.rows} rows, {self.logical_tokens} tokens, {self.unique_tokens} unique: fold ratio "
-            f"{self.fold_ratio:.2f}, expected speed-up {self.bound}"
-        )
+    def to_log(self) -> dict[str, float]:
+        """Return numbers by name, as loggers take them."""
+        names = ("micro_batches", "left_alone", "rows", "logical_tokens", "unique_tokens", "fold_ratio")
+        numbers = {f"fold/{name}": getattr(self, name) for name in names}
+        return numbers | {"fold/expanded_bytes": self.expanded_bytes, "fold/expected_speedup": self.bound.ratio}
 
 
 def work_of(model: Any) -> ModelWork:
-    """Count the FLOPs of a ``GPTModel`` with all its pipeline stages, whose head is counted by the rows it computes."""
+    """Count the FLOPs of a ``GPTModel`` with all its pipeline stages."""
     config = model.config
     return ModelWork.from_dimensions(
         num_layers=config.num_layers,
@@ -116,6 +98,6 @@ def work_of(model: Any) -> ModelWork:
         num_query_groups=config.num_query_groups,
         kv_channels=config.kv_channels,
         swiglu=config.gated_linear_unit,
-        fused_head=True,
+        fused_head=True,  # a report counts the positions that the head computes
         settings=vars(config),
     )
