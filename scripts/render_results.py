@@ -273,7 +273,31 @@ def endings_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def inside_table(result: dict[str, Any]) -> str:
+    """Markdown for the result of benchmarks/inside.py."""
+    lines = [
+        "| rows | tokens | fold ratio | bound | faster, reading losses | faster, reading logits |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["workloads"]:
+        faster = row["speedup"]
+        lines.append(
+            f"| {row['name']} | {row['logical_tokens']:,} | {row['fold_ratio']:.2f} | {row['bound']['ratio']:.2f}x "
+            f"| {faster['labels']:.2f}x | {faster['logits']:.2f}x |"
+        )
+    host = "; ".join(f"{row['rows']} rows, {row['median_seconds'] * 1e3:.1f} ms" for row in result["host"])
+    model, machine = result["model"], result["machine"]
+    lines += [
+        "",
+        f"A GPT of {model['num_layers']} layers, hidden size {model['hidden_size']}, vocabulary {model['vocab_size']:,}, "
+        f"fp32, one thread of {device_of(machine)}; medians of {result['rounds']} rounds in CPU time. Folding "
+        f"{result['host'][0]['tokens']:,} tokens that share nothing takes the host: {host}.",
+    ]
+    return "\n".join(lines)
+
+
 TABLES = {
+    "inside": ("inside.json", inside_table),
     "endings": ("endings.json", endings_table),
     "bench_step": ("step_*_cpu.json", bench_step_tables),
     "bound": ("step_*_cpu.json", bound_table),
@@ -288,7 +312,7 @@ TABLES = {
     "attention_gpu": ("gpu_*.json", gpu_tables),
     "faults": ("faults.json", fault_table),
 }
-PAGES = ("README.md", "docs/planning.md", "docs/attention.md", "docs/head.md", "docs/correctness.md")
+PAGES = ("README.md", "docs/planning.md", "docs/attention.md", "docs/head.md", "docs/correctness.md", "docs/inside.md")
 COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"
 ROOFLINE = ROOT / "docs" / "attention_roofline.png"
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from oracles import sample_lists, worst
 from seam_models import VOCAB, branching_samples, build, local_spec, tiny_config, twins
@@ -549,6 +550,11 @@ def test_models_that_are_refused() -> None:
     config = tiny_config()
     with pytest.raises(NotImplementedError, match=r"self_attention is a SelfAttention.*with_prefix_tree"):
         fold_inside(build(config, local_spec(config)))
+    spec = with_prefix_tree(local_spec(config))
+    spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
+    with pytest.raises(NotImplementedError, match="attn_mask_type=no_mask"):
+        fold_inside(build(config, spec))
+    spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
     with pytest.raises(TypeError, match="not a Linear"):
         fold_inside(torch.nn.Linear(1, 1))
     model, _ = inside(config)

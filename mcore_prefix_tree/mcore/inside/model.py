@@ -117,7 +117,7 @@ class Folding:
         rows = read_rows(
             call["input_ids"],
             call["packed_seq_params"],
-            device=next(model.parameters()).device,
+            device=next(model.parameters(), call["input_ids"]).device,
             pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1,
             position_ids=call.get("position_ids") if learned else None,
         )
@@ -259,11 +259,18 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"fold_inside takes a GPTModel or a provider of one, not a {type(model).__name__}")
     check_model(model)
     for name, module in model.named_modules():
+        if not isinstance(module, Attention):
+            continue
         follows = isinstance(module, TreeSelfAttentionMixin | TreeLatentAttentionMixin)
-        if isinstance(module, Attention) and not follows:
+        if not follows:
             raise NotImplementedError(
                 f"{name} is a {type(module).__name__}, which does not follow a tree; build the model from "
                 "with_prefix_tree(spec)"
+            )
+        if "causal" not in module.attn_mask_type.name:
+            raise NotImplementedError(
+                f"{name} has attn_mask_type={module.attn_mask_type.name}: a token of a tree sees the tokens before it "
+                "and no others; use a causal layer spec"
             )
     if model.config.pipeline_model_parallel_size > 1 and not model.config.variable_seq_lengths:
         raise NotImplementedError(
