@@ -289,9 +289,9 @@ def inside_table(result: dict[str, Any]) -> str:
     model, machine = result["model"], result["machine"]
     lines += [
         "",
-        f"A GPT of {model['num_layers']} layers, hidden size {model['hidden_size']}, vocabulary {model['vocab_size']:,}, "
-        f"fp32, one thread of {device_of(machine)}; medians of {result['rounds']} rounds in CPU time. Folding "
-        f"{result['host'][0]['tokens']:,} tokens that share nothing takes the host: {host}.",
+        f"A GPT of {model['num_layers']} layers, hidden size {model['hidden_size']} and a vocabulary of "
+        f"{model['vocab_size']:,} in fp32, on {device_of(machine)}; medians of {result['rounds']} rounds in CPU time. "
+        f"Folding {result['host'][0]['tokens']:,} tokens that share nothing takes the host: {host}.",
     ]
     return "\n".join(lines)
 

@@ -100,7 +100,7 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     reported = trainer.backward(step, batches, seq_length=1)
     # Where the optimizer is distributed, gradients are scattered: the weights tell instead.
     parts = local_parts(trainer.chunks, lambda p: p.data if job.distributed_optimizer else p.main_grad)
-    return _loss(reported), parts, len(batches)
+    return step_loss(reported), parts, len(batches)
 
 
 def supervised(way: str) -> Any:
@@ -140,7 +140,8 @@ def stock_spec(config: Any, vp_stage: int | None) -> Any:
     return cpu_spec(block, config, vp_stage)
 
 
-def _loss(reported: Sequence[dict[str, torch.Tensor]]) -> float:
+def step_loss(reported: Sequence[dict[str, torch.Tensor]]) -> float:
+    """Mean over the scored tokens of all ranks."""
     from megatron.core import parallel_state
 
     total = torch.zeros(2, dtype=torch.float64)
@@ -169,7 +170,7 @@ def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tupl
         trainer.step(_stock_step, samples, seq_length=1)
     reported = trainer.backward(_stock_step, samples, seq_length=1)
     parts = local_parts(trainer.chunks, lambda p: p.data if job.distributed_optimizer else p.main_grad)
-    return _loss(reported), parts
+    return step_loss(reported), parts
 
 
 def _stock_step(data_iterator: Any, model: Any) -> Any:

@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from folded_jobs import ADAM_EPS, VOCAB, tree_spec
+from folded_jobs import ADAM_EPS, VOCAB, step_loss, tree_spec
 
 from mcore_prefix_tree import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class InsideJob:
-    """What the trainer reads (``logits``, ``labels``) and how the model was built."""
+    """How the model was built, and what the trainer asks it for.
+
+    ``reads`` is ``labels``, ``logits``, ``logprobs`` or, by an output processor of its own, ``processor``.
+    """
 
     reads: str = "labels"
     micro_batches: int = 2
@@ -45,9 +48,7 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
     reported = trainer.backward(functools.partial(train_step, reads=job.reads), batches, seq_length=1)
     reports = [unwrap_model(chunk).folding.report() for chunk in trainer.chunks]
     assert {report.micro_batches for report in reports} == {job.micro_batches}
-    from folded_jobs import _loss
-
-    return _loss(reported), local_parts(trainer.chunks, lambda p: p.main_grad), reports[0].fold_ratio
+    return step_loss(reported), local_parts(trainer.chunks, lambda p: p.main_grad), reports[0].fold_ratio
 
 
 def packed(samples: Sequence[Sample], multiple: int) -> dict[str, Any]:
@@ -84,14 +85,23 @@ def train_step(data_iterator: Any, model: Any, *, reads: str) -> Any:
     """``forward_step_func`` of a trainer."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+    from mcore_prefix_tree.mcore.inside import RowLogprobs
+
     batch = dict(next(data_iterator))
     weights, labels = batch.pop("weights"), batch.pop("labels")
-    given = {"labels": labels} if reads == "labels" else {}
+    given: dict[str, Any] = {
+        "labels": {"labels": labels},
+        "logits": {},
+        "logprobs": {"output_processor": RowLogprobs(labels=labels)},
+        "processor": {"output_processor": logits_of},
+    }[reads]
     output = model(position_ids=None, attention_mask=None, **batch, **given)
 
     def loss_func(output: torch.Tensor) -> Any:
         if reads == "labels":
             losses = output[0]
+        elif reads == "logprobs":
+            losses = -output[0, :, 0]
         else:
             logits = gather_from_tensor_model_parallel_region(output)
             losses = -torch.log_softmax(logits[0], dim=-1).gather(1, labels[0, :, None])[:, 0]
@@ -100,3 +110,9 @@ def train_step(data_iterator: Any, model: Any, *, reads: str) -> Any:
         return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
 
     return output, loss_func
+
+
+def logits_of(*, hidden_states: torch.Tensor, output_layer: Any, output_weight: Any, **_: Any) -> torch.Tensor:
+    """An output processor that does what the model does without one."""
+    logits: torch.Tensor = output_layer(hidden_states, weight=output_weight)[0]
+    return logits.transpose(0, 1)

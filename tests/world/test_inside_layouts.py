@@ -16,12 +16,16 @@ from layouts import in_layouts
 from megatron.core.transformer import multi_latent_attention
 from test_folded_layouts import FP32_INSIDE, FP64, LATENT, MOE, check
 
+from mcore_prefix_tree.mcore.seam.output_layer import HAS_OUTPUT_PROCESSOR
+
 SAMPLES = branching_samples()
 RECOMPUTE = (
     ("recompute_granularity", "full"),
     ("recompute_method", "uniform"),
     ("recompute_num_layers", 1),
 )
+
+NEEDS_PROCESSOR = pytest.mark.skipif(not HAS_OUTPUT_PROCESSOR, reason="came with megatron-core 0.18")
 
 Result = tuple[float, dict[str, torch.Tensor]]
 
@@ -42,6 +46,12 @@ def inside(size: int, layout: Layout, job: InsideJob) -> Result:
 @pytest.mark.parametrize("reads", ["labels", "logits"])
 @in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2")
 def test_every_layout(size: int, layout: Layout, reads: str) -> None:
+    check(inside(size, layout, InsideJob(reads=reads)), oracle(), FP64)
+
+
+@pytest.mark.parametrize("reads", ["logprobs", pytest.param("processor", marks=NEEDS_PROCESSOR)])
+@in_layouts("tp2-sp", "pp2")
+def test_output_processors(size: int, layout: Layout, reads: str) -> None:
     check(inside(size, layout, InsideJob(reads=reads)), oracle(), FP64)
 
 
