@@ -71,7 +71,7 @@ class RowLogprobs:
             return torch.stack(columns, dim=1)
 
         edges = replace(edges, token_id=label)
-        return HeadRequest(edges=edges, temperature=temperature, chunk_rows=None, answer=answer)
+        return HeadRequest(edges=edges, temperature=temperature, head_chunk_rows=None, answer=answer)
 
 
 def expand(values: torch.Tensor, rows: FoldedRows, dim: int) -> torch.Tensor:
