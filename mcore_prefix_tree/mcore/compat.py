@@ -173,7 +173,6 @@ INSIDE = (
         "input_ids position_ids attention_mask",
         "decoder_input labels inference_context packed_seq_params inference_params loss_mask padding_mask",
     ),
-    Uses("megatron.core.models.gpt:GPTModel.compute_language_model_loss", "labels logits"),
     Uses("megatron.core.models.gpt:GPTModel.set_input_tensor", "input_tensor"),
     Uses("megatron.core.tensor_parallel:scatter_to_sequence_parallel_region", "input_", "group"),
     Uses(f"{_STATE}:get_expert_model_parallel_group"),

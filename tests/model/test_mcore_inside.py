@@ -255,19 +255,10 @@ def test_bfloat16_sums_rows_in_float32() -> None:
     assert logits[0].grad[0, 0, 5] == 1000
 
 
-def test_labels_without_the_fused_head() -> None:
-    stock, tree = twins(tiny_config())
-    model = fold_inside(tree, fused_head=False)
-    call = packed(ROWS, gap=1)
-    labels = some_labels(call)
-    losses = model(**call, labels=labels)
-    losses.sum().backward()
-    for span in spans(call):
-        expected = alone(stock, call["input_ids"][:, span], labels=labels[:, span])
-        assert worst(losses[:, span], expected) <= 1e-6
-        expected.sum().backward()
-    assert losses[0, spans(call)[0].stop] == 0
-    check_gradients(model, stock, 1e-6)
+@pytest.mark.parametrize("model", [{}, {"parallel_output": False}], ids=["", "gathered logits"])
+def test_labels_without_the_fused_head(model: dict[str, Any]) -> None:
+    stock, tree = twins(tiny_config(), **model)
+    check_losses(fold_inside(tree, fused_head=False), stock, packed(ROWS, gap=1))
 
 
 def test_labels_outside_the_vocabulary_have_no_loss() -> None:

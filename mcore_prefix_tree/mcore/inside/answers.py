@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
-from mcore_prefix_tree.logprob import Edges, Head, head_logprobs
+from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs
 from mcore_prefix_tree.mcore.inside.rows import FoldedRows
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
 from mcore_prefix_tree.upload import upload
@@ -44,7 +44,24 @@ class RowLogprobs:
     entropy: bool = False
 
     def request(self, rows: FoldedRows, *, folded: bool) -> HeadRequest:
-        """Return the request to the output layer.
+        """Return the request to the output layer; see :meth:`edges`."""
+        edges, position = self.edges(rows, folded=folded)
+        temperature = None
+        if self.temperature != 1:
+            temperature = torch.full((edges.padded_size,), self.temperature, dtype=torch.float64, device=rows.device)
+
+        def answer(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+            vocabulary = len(weight) * (1 if head.group is None else head.group.size())
+            logprob, entropy = head_logprobs(hidden, weight, head, with_entropy=self.entropy)
+            columns = [_at_positions(logprob, edges, position, rows, vocabulary)]
+            if entropy is not None:
+                columns.append(expand(entropy, rows, dim=0) if folded else entropy)
+            return torch.stack(columns, dim=1)
+
+        return HeadRequest(edges=edges, temperature=temperature, head_chunk_rows=None, answer=answer)
+
+    def edges(self, rows: FoldedRows, *, folded: bool = True) -> tuple[Edges, torch.Tensor]:
+        """Return an edge to every label of a row, and int64 ``[E]``, its position in the packed micro-batch.
 
         Args:
             rows: of the micro-batch.
@@ -56,22 +73,28 @@ class RowLogprobs:
         unknown = np.zeros((len(order), 1), dtype=np.int64)  # the labels stay on the device
         edges = Edges.of_candidates(predictor[order], unknown, padded_size=padded_size, device=rows.device)
         position = upload(rows.position[order], rows.device)
-        label = self.labels.reshape(-1).index_select(0, position)
-        temperature = None
-        if self.temperature != 1:
-            temperature = torch.full((padded_size,), self.temperature, dtype=torch.float64, device=rows.device)
+        return replace(edges, token_id=self.labels.reshape(-1).index_select(0, position)), position
 
-        def answer(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-            vocabulary = len(weight) * (1 if head.group is None else head.group.size())
-            logprob, entropy = head_logprobs(hidden, weight, head, with_entropy=self.entropy)
-            logprob = torch.where((label >= 0) & (label < vocabulary), logprob, 0)
-            columns = [logprob.new_zeros(rows.size).index_put((position,), logprob)]
-            if entropy is not None:
-                columns.append(expand(entropy, rows, dim=0) if folded else entropy)
-            return torch.stack(columns, dim=1)
 
-        edges = replace(edges, token_id=label)
-        return HeadRequest(edges=edges, temperature=temperature, head_chunk_rows=None, answer=answer)
+def _at_positions(
+    logprob: torch.Tensor, edges: Edges, position: torch.Tensor, rows: FoldedRows, vocabulary: int
+) -> torch.Tensor:
+    """Return ``[T]`` of ``[E]``; 0 at padding and for labels outside the vocabulary."""
+    known = (edges.token_id >= 0) & (edges.token_id < vocabulary)
+    return logprob.new_zeros(rows.size).index_put((position,), torch.where(known, logprob, 0))
+
+
+def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, rows: FoldedRows, model: Any) -> torch.Tensor:
+    """Return the loss ``[1, T]`` of logits ``[1, P, V / tp]``, which backward overwrites."""
+    edges, position = RowLogprobs(labels=labels).edges(rows)
+    logprob, _ = edge_logprobs(
+        logits.squeeze(0),
+        edges,
+        vocab_start=model.tp_group.rank() * logits.shape[-1],
+        group=model.tp_group if model.tp_group.size() > 1 else None,
+        in_place=True,
+    )
+    return -_at_positions(logprob, edges, position, rows, model.vocab_size).unsqueeze(0)
 
 
 def expand(values: torch.Tensor, rows: FoldedRows, dim: int) -> torch.Tensor:
@@ -128,13 +151,6 @@ def own_part(hidden: torch.Tensor, model: Any) -> torch.Tensor:
 def expand_hidden(hidden: torch.Tensor, rows: FoldedRows, model: Any) -> torch.Tensor:
     """Return ``[T, 1, h]`` of ``[P, 1, h]``, or this rank's part of each."""
     return own_part(expand(whole(hidden, model), rows, dim=0), model)
-
-
-def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, rows: FoldedRows, model: Any) -> torch.Tensor:
-    """Return the model's own loss ``[1, T]`` of logits ``[1, P, V / tp]``, 0 at padding."""
-    expanded = expand(logits, rows, dim=1).transpose(0, 1).contiguous()
-    loss: torch.Tensor = model.compute_language_model_loss(labels, expanded)
-    return loss.masked_fill(rows.place == rows.layout.padded_size, 0)
 
 
 def for_rows(

@@ -59,7 +59,8 @@ class Inside:
     Attributes:
         attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`; ``auto`` chooses for the device of
             the first micro-batch.
-        fused_head: score ``labels`` a chunk of logits at a time; False expands the logits for them.
+        fused_head: score ``labels`` of rows that share tokens a chunk of logits at a time; False makes the logits of
+            all unique tokens.
         least_fold_ratio: micro-batches that fold no more than this go through the stock model as they are, if its
             attention takes packed rows. A common first token is no gain.
         check_first: compare the first micro-batch with the stock model; see :func:`compare`.
@@ -187,9 +188,11 @@ def _asked(
         return {"output_processor": for_rows(processor, call, rows, model)}, _same, rows.layout.logical_tokens
     if labels is None:
         return {}, partial(expand, rows=rows, dim=1), None
-    if isinstance(model.output_layer, EdgeHeadMixin):
+    # The fused head forms logits twice, which sharing pays for.
+    if isinstance(model.output_layer, EdgeHeadMixin) and rows.layout.fold_ratio > 1:
         return _requested(model, RowLogprobs(labels=labels), rows, folded=True), _loss, None
-    return {}, partial(loss_of_logits, labels=labels, rows=rows, model=model), None
+    finish = partial(loss_of_logits, labels=labels, rows=rows, model=model)
+    return {"runtime_gather_output": False}, finish, None
 
 
 def _requested(model: Any, logprobs: RowLogprobs, rows: FoldedRows, *, folded: bool) -> dict[str, Any]:
