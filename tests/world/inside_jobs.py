@@ -24,6 +24,7 @@ class InsideJob:
     reads: str = "labels"
     micro_batches: int = 2
     check_first: bool = False
+    forward_only: bool = False
     share_embeddings: bool = False
     config: tuple[tuple[str, Any], ...] = ()
 
@@ -45,7 +46,8 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
     multiple = layout.tp if layout.sequence_parallel else 1
     parts = [samples[start :: dp * job.micro_batches] for start in range(dp * job.micro_batches)]
     batches = [packed(part, multiple) for part in parts[rank * job.micro_batches : (rank + 1) * job.micro_batches]]
-    reported = trainer.backward(functools.partial(train_step, reads=job.reads), batches, seq_length=1)
+    step = functools.partial(train_step, reads=job.reads)
+    reported = trainer.backward(step, batches, seq_length=1, forward_only=job.forward_only)
     reports = [unwrap_model(chunk).folding.report() for chunk in trainer.chunks]
     assert {report.micro_batches for report in reports} == {job.micro_batches}
     return step_loss(reported), local_parts(trainer.chunks, lambda p: p.main_grad), reports[0].fold_ratio

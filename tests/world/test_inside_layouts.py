@@ -89,6 +89,15 @@ def test_checking_the_first_micro_batch_changes_nothing(size: int, layout: Layou
     check(inside(size, layout, replace(job, check_first=True)), oracle(job.config), limit)
 
 
+@in_layouts("tp2-sp", "pp2-vpp2")
+def test_forward_only(size: int, layout: Layout) -> None:
+    """As trainers compute the log-probabilities of old and reference policies."""
+    loss, gradients = inside(size, layout, InsideJob(forward_only=True))
+    expected, _ = oracle()
+    assert abs(loss - expected) <= FP64 * abs(expected)
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
 def test_stages_that_cannot_send_other_sizes_are_refused() -> None:
     layout, job = Layout(pp=2), InsideJob(config=(("variable_seq_lengths", False),))
     with pytest.raises(WorkerError, match="set variable_seq_lengths=True"):

@@ -73,7 +73,8 @@ class RowLogprobs:
         unknown = np.zeros((len(order), 1), dtype=np.int64)  # the labels stay on the device
         edges = Edges.of_candidates(predictor[order], unknown, padded_size=padded_size, device=rows.device)
         position = upload(rows.position[order], rows.device)
-        return replace(edges, token_id=self.labels.reshape(-1).index_select(0, position)), position
+        labels = upload(self.labels, rows.device).reshape(-1)
+        return replace(edges, token_id=labels.index_select(0, position)), position
 
 
 def _at_positions(

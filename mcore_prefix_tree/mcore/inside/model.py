@@ -211,8 +211,8 @@ def _loss(logprobs: torch.Tensor) -> torch.Tensor:
 
 def _left_alone(model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the stock call, on the device."""
-    names = ("input_ids", "packed_seq_params")
-    call = call | {name: moved(call[name], rows.device) for name in names}
+    names = ("input_ids", "position_ids", "labels", "packed_seq_params")
+    call = call | {name: moved(call[name], rows.device) for name in names if name in call}
     if isinstance(call.get("output_processor"), RowLogprobs):
         logprobs = call.pop("output_processor")
         call |= _requested(model, logprobs, rows, folded=False) if model.post_process else {}
