@@ -138,8 +138,8 @@ class Folding:
             return None
         answer = params.finish(output)
         assert params.report is not None
-        tensors = isinstance(output, torch.Tensor) and isinstance(answer, torch.Tensor)
-        self._record(replace(params.report, expanded_bytes=max(0, answer.nbytes - output.nbytes) if tensors else 0))
+        copied = 0 if answer is output else max(0, answer.nbytes - output.nbytes)
+        self._record(replace(params.report, expanded_bytes=copied))
         return answer
 
     def _record(self, report: FoldReport) -> None:
