@@ -325,7 +325,10 @@ def tensors_in(value):
     """All tensors of a plan, wherever an object keeps them."""
     if isinstance(value, torch.Tensor):
         return [value]
-    parts = list(value) if isinstance(value, list | tuple) else list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, list | tuple):
+        parts = list(value)
+    else:
+        parts = list((value if isinstance(value, dict) else getattr(value, "__dict__", {})).values())
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def save(checkpoint, monkeypatch):
             iteration=iteration, consumed_samples=8, global_batch_size=4, seed=1, order="shuffled", samples_per_epoch=9
         )
         with single_process():
-            checkpoint.save(folder, [], None, Stateless(), progress, recipe=load_recipe(RECIPE))
+            checkpoint.save(folder, [], None, Stateless(), progress, settings=asdict(load_recipe(RECIPE)))
 
     return run
 
