@@ -37,6 +37,7 @@ ALLOWED = {
     "attention": {"metadata", "upload"},
     "logprob": {"layout", "upload"},
     "objectives": {"signals", "sample", "layout", "logprob", "upload"},
+    "integrations": {"sample", "trie", "layout", "metadata", "attention", "logprob", "upload"},
     "recipe": {"inputs", "data", "trie", "layout", "objectives", "sample", "signals"},
     "mcore": {
         "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",

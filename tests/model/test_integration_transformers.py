@@ -1,0 +1,223 @@
+"""A plain Hugging Face model with attn_implementation="prefix_tree" against each sample alone, in double precision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracles import forest_samples, random_forest, worst
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.sample import Tempered
+
+transformers = pytest.importorskip("transformers")
+from mcore_prefix_tree.integrations.transformers import model_inputs, sample_logprobs  # noqa: E402
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "attn_implementation": "prefix_tree",
+}
+LAYERS = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+MODELS = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "gemma3": ("Gemma3", {"layer_types": LAYERS, "sliding_window": 5}),
+    "gpt_oss": ("GptOss", dict(layer_types=LAYERS, sliding_window=5, **EXPERTS)),
+}
+
+
+class InDouble(TorchFunctionMode):
+    """Norms, softmax and routers of Transformers compute in float32 whatever the model's dtype: make that float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+
+        def wide(one):
+            return torch.float64 if one is torch.float32 else one
+
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+def tiny(name, **settings):
+    family, own = MODELS[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config" if family != "Gemma3" else "Gemma3TextConfig")
+    model = getattr(transformers, f"{family}ForCausalLM")
+    return model._from_config(config(**SMALL | own | settings), attn_implementation="prefix_tree").double()
+
+
+def forest(seed):
+    rng = np.random.default_rng(seed)
+    samples = forest_samples(*random_forest(seed, nodes=9))
+    ids = rng.permutation(97)
+    samples = [Sample(tokens=ids[sample.tokens]) for sample in samples]
+    return [samples[at] for at in rng.permutation(len(samples))]
+
+
+def loss_of(rows, seed):
+    rng = torch.Generator().manual_seed(seed)
+    return sum((row * torch.randn(len(row), generator=rng, dtype=torch.float64)).sum() for row in rows)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def alone(model, sample):
+    """Log-probabilities by Transformers' own attention, without a batch."""
+    tokens = torch.tensor(sample.tokens[None], dtype=torch.long)
+    logits = model(input_ids=tokens).logits[0, :-1] / sample.temperature
+    row = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+    return torch.cat([row.new_zeros(1), row])
+
+
+def compare(name, backend, seed, **settings):
+    model, samples = tiny(name, **settings), forest(seed)
+    with InDouble():
+        folded = sample_logprobs(model, fold(samples, pad_to_multiple_of=8), backend=backend)
+        actual = gradients(model, loss_of(folded, seed))
+        model.set_attn_implementation("eager")
+        plain = [alone(model, sample) for sample in samples]
+        expected = gradients(model, loss_of(plain, seed))
+    assert max(worst(one, other) for one, other in zip(folded, plain, strict=True)) < 1e-12
+    assert len(actual) == len(expected) == len(list(model.parameters()))
+    assert max(worst(actual[weight], expected[weight]) for weight in actual) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_rows_and_gradients_are_those_of_each_sample_alone(name, seed):
+    compare(name, "auto", seed)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_windows_and_sinks_are_exact_with_the_reference(name):
+    compare(name, "reference", 5)
+
+
+def test_samples_that_share_nothing_are_exact():
+    model = tiny("llama")
+    samples = [
+        Sample(tokens=[1, 2, 3]),
+        Sample(tokens=[4]),
+        Sample(tokens=[5, 2, 3], merge_key=Tempered(temperature=2)),
+    ]
+    with InDouble():
+        folded = sample_logprobs(model, fold(samples))
+        model.set_attn_implementation("sdpa")
+        assert all(worst(row, alone(model, one)) < 1e-12 for row, one in zip(folded, samples, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
+def test_recomputed_layers_are_given_the_tree_of_their_batch():
+    model = tiny("llama").train()
+    layouts = [fold(forest(seed)) for seed in (3, 4)]
+
+    def both():  # two batches go forward before either goes back
+        rows = [row for layout in layouts for row in sample_logprobs(model, layout)]
+        return gradients(model, loss_of(rows, 0))
+
+    kept = both()
+    model.gradient_checkpointing_enable()
+    recomputed = both()
+    assert max(worst(recomputed[weight], kept[weight]) for weight in kept) < 1e-12
+
+
+def test_no_tensor_is_as_large_as_a_mask():
+    model = tiny("qwen3")
+    layout = fold([Sample(tokens=[*range(90), *[last] * 400]) for last in (1, 2)])
+    with Shapes() as seen:
+        sample_logprobs(model, layout, backend="path")
+    size = layout.padded_size
+    assert (1, size, 32) in seen.shapes
+    assert not any(shape[-2:] == (size, size) for shape in seen.shapes)
+
+
+class Shapes(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        self.shapes |= {tuple(one.shape) for one in tree_leaves(made) if isinstance(one, torch.Tensor)}
+        return made
+
+
+def call(model, **changed):
+    return model(**model_inputs(model, fold([Sample(tokens=[1, 2, 3]), Sample(tokens=[1, 2, 4])])) | changed)
+
+
+REFUSED_CALLS = {
+    "did not receive the argument prefix_tree": {"prefix_tree": None},
+    "attention_mask": {"attention_mask": torch.ones(1, 4)},
+    "batch of 2": {"input_ids": torch.ones(2, 4, dtype=torch.long)},
+    "not causal": {"is_causal": False},
+    "backend 'fastest' does not exist": {"prefix_tree_backend": "fastest"},
+    "must all have the 4 tokens": {"input_ids": torch.ones(1, 5, dtype=torch.long), "position_ids": None},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_CALLS)
+def test_calls_that_cannot_be_folded_are_refused(message):
+    with pytest.raises(ValueError, match=message):
+        call(tiny("llama"), **REFUSED_CALLS[message])
+
+
+def test_plain_calls_and_generation_need_another_attention():
+    model = tiny("llama")
+    with pytest.raises(ValueError, match=r"set_attn_implementation\('sdpa'\)"):
+        model.generate(torch.tensor([[1, 2]]), max_new_tokens=1)
+    model.set_attn_implementation("sdpa")
+    assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=1).shape == (1, 3)
+    with pytest.raises(ValueError, match="'sdpa'"):
+        call(model)
+
+
+def test_dropout_is_refused_in_training():
+    model = tiny("llama", attention_dropout=0.1)
+    call(model.eval())
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
+        call(model.train())
+
+
+def test_windows_are_refused_where_no_fast_backend_has_them():
+    with pytest.raises(ValueError, match=r"window=5.*name 'reference'"):
+        call(tiny("gemma3"))
+
+
+MIXER = torch.nn.Conv1d(1, 1, 1)
+REFUSED_MODELS = {
+    "flash attention": lambda model: setattr(model, "_supports_flash_attn", False),
+    "layers of type chunked_attention": lambda model: setattr(model.config, "layer_types", ["chunked_attention"]),
+    "mixes tokens by Conv1d": lambda model: model.add_module("conv", MIXER),
+    "rope_type='dynamic'": lambda model: model.config.rope_parameters.update(rope_type="dynamic"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_MODELS)
+def test_models_that_cannot_be_folded_are_refused(message):
+    model = tiny("llama")
+    REFUSED_MODELS[message](model)
+    with pytest.raises(ValueError, match=message):
+        call(model)
+
+
+def test_capped_scores_are_refused():
+    config = transformers.Gemma2Config(**SMALL, layer_types=["full_attention"] * 2)
+    with pytest.raises(ValueError, match="attn_logit_softcapping=50"):
+        call(transformers.Gemma2ForCausalLM(config))
