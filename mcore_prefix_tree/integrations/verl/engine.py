@@ -1,0 +1,173 @@
+"""verl's Megatron engines with a model that folds inside, for ``VERL_ENGINE_VENDOR=mcore_prefix_tree``.
+
+They are subclasses of verl's own, which build the model, own the optimizer and keep checkpoints. What differs: the
+provider's layer spec, the head, and how micro-batches are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from tensordict import TensorDict
+from verl.models.mcore.util import postprocess_thd_engine, preprocess_thd_engine
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.utils.megatron.pipeline_parallel import make_batch_generator
+from verl.utils.megatron_utils import unwrap_model
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
+from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
+
+from mcore_prefix_tree.integrations.verl import VENDOR
+from mcore_prefix_tree.integrations.verl.micro_batches import cut
+from mcore_prefix_tree.mcore.inside import RowLogprobs, fold_inside
+
+# What a batch can ask of verl's own engine only.
+_NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
+_register = partial(EngineRegistry.register, backend="megatron", vendor=VENDOR)
+
+
+def _refuse(asked: dict[str, Any]) -> None:
+    """Raise NotImplementedError with the name of the first setting that is asked for."""
+    for setting in (name for name, value in asked.items() if value):
+        raise NotImplementedError(f"VERL_ENGINE_VENDOR={VENDOR} does not support {setting}; change it")
+
+
+@_register(model_type="language_model")
+class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
+    """Computes every unique token of a micro-batch once. Its log-probabilities and entropies make no full logits.
+
+    ``override_mcore_model_config.prefix_tree`` takes the settings of :func:`fold_inside`.
+    """
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        replay = engine_config.router_replay.mode
+        _refuse(
+            {
+                "vanilla_mbridge=True": engine_config.vanilla_mbridge,
+                "use_remove_padding=False": not engine_config.use_remove_padding,
+                "use_fused_kernels=True (the head is fused already)": engine_config.use_fused_kernels,
+                "dynamic_context_parallel=True": engine_config.dynamic_context_parallel,
+                "pad_to_length=True": engine_config.pad_to_length,
+                "use_megatron_fsdp=True": engine_config.use_megatron_fsdp,
+                f"router_replay.mode={replay}": replay != "disabled",
+                "qat.enable=True": engine_config.qat.enable,
+                "mtp.enable=True": model_config.mtp.enable,
+                "a vision model": hasattr(model_config.hf_config, "vision_config"),
+            }
+        )
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_tf_config(self) -> None:
+        super()._build_tf_config()
+        _refuse({"calculate_per_token_loss=True": getattr(self.provider, "calculate_per_token_loss", False)})
+        fold_inside(self.provider, **self.engine_config.override_mcore_model_config.get("prefix_tree", {}))
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Run a mini-batch; see verl's ``BaseEngine``. The metrics gain the report of folding.
+
+        Raises:
+            NotImplementedError: the batch asks for what needs full logits; names it.
+            ValueError: see :func:`cut`.
+        """
+        _refuse({f"{name}=True": tu.get_non_tensor_data(data, key=name, default=False) for name in _NEED_LOGITS})
+        mask, group = data["loss_mask"], self.get_data_parallel_group()
+        tokens = (mask.values() if mask.is_nested else mask).sum().to(get_device_id())
+        dist.all_reduce(tokens, group=group)
+        micro_batches, indices = self._micro_batches(data)
+        shared = {
+            "batch_num_tokens": tokens.item(),
+            "dp_size": self.get_data_parallel_size(),
+            "num_micro_batch": len(micro_batches),
+        }
+        for part in (data, *micro_batches):
+            tu.assign_non_tensor(part, **shared)
+        finish = partial(self.postprocess_micro_batch_func, forward_only=forward_only, loss_function=loss_function)
+        outputs = get_forward_backward_func()(
+            forward_step_func=partial(
+                self.forward_step, logits_processor_func=None, postprocess_micro_batch_func=finish
+            ),
+            data_iterator=make_batch_generator(micro_batches, vpp_size=len(self.module)),
+            model=self.module,
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # pipeline stages send the sizes: variable_seq_lengths
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        report = unwrap_model(self.module[-1]).folding.report()
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return {}
+        output: dict[str, Any] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
+        output["metrics"] |= {name: [value] for name, value in report.to_log().items()}
+        return output
+
+    def _micro_batches(self, data: TensorDict) -> tuple[list[TensorDict], list[list[int]] | None]:
+        """Return the micro-batches, and the rows of each if they are not in the order of the mini-batch."""
+        if not tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True):
+            chunks: list[TensorDict] = prepare_micro_batches(data)[0]
+            return chunks, None
+        stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        indices = cut(
+            data["input_ids"].unbind(),
+            max_tokens=data["max_token_len_per_gpu"],
+            group=self.get_data_parallel_group(),
+            device=get_device_id(),
+            multiple=self.tf_config.microbatch_group_size_per_vp_stage if stages > 1 else 1,
+            group_size=tu.get_non_tensor_data(data, key="force_group_size", default=1),
+        )
+        return [tu.index_select_tensor_dict(data, rows) for rows in indices], indices
+
+    def forward_step(
+        self,
+        batch_iter: Iterator[TensorDict],
+        model: Any,
+        logits_processor_func: Any,
+        postprocess_micro_batch_func: Callable[..., Any],
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """Answer for one micro-batch; Megatron's ``forward_step_func``. Rows are folded where verl has them: the host.
+
+        Raises:
+            NotImplementedError: the rows have different temperatures.
+        """
+        batch = next(batch_iter)
+        rows = batch["input_ids"]
+        packed, params, _ = preprocess_thd_engine(rows)
+        output = model(
+            input_ids=packed, position_ids=None, attention_mask=None, packed_seq_params=params, **self._asked(batch)
+        )
+        if unwrap_model(model).post_process:
+            answers = [postprocess_thd_engine(column, params, rows, len(rows)) for column in output.unbind(-1)]
+            output = self._named(answers)
+        return output, partial(postprocess_micro_batch_func, data=batch.to(get_device_id()))
+
+    def _asked(self, batch: TensorDict) -> dict[str, Any]:
+        temperature = torch.as_tensor(batch["temperature"]).unique()
+        _refuse({f"different temperatures in a micro-batch, {temperature.tolist()}": len(temperature) != 1})
+        labels, _, _ = preprocess_thd_engine(batch["input_ids"], need_roll=True)
+        entropy = tu.get_non_tensor_data(batch, key="calculate_entropy", default=False)
+        # verl's own engine takes a temperature of 0 for 1e-8.
+        return {
+            "output_processor": RowLogprobs(labels=labels, temperature=max(temperature.item(), 1e-8), entropy=entropy)
+        }
+
+    def _named(self, answers: list[torch.Tensor]) -> Any:
+        return dict(zip(("log_probs", "entropy"), answers, strict=False))
+
+
+@_register(model_type="value_model")
+class FoldingValueEngine(FoldingEngine, MegatronEngineWithValueHead):  # type: ignore[misc]
+    """The same for critics."""
+
+    def _asked(self, batch: TensorDict) -> dict[str, Any]:
+        return {}
+
+    def _named(self, answers: list[torch.Tensor]) -> Any:
+        return answers[0]

@@ -1,0 +1,78 @@
+"""verl's own Megatron engine and the one that folds inside answer the same for the same batch.
+
+Needs verl: ``pip install --no-deps -r requirements-peers.txt``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed")
+from harness.worlds import Layout, world
+from layouts import in_layouts
+from verl_engines import compare, emulated, engine
+
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+
+ROOT = Path(__file__).parents[2]
+
+
+@in_layouts("single", "tp2-sp", "pp2", "dp2")
+@pytest.mark.parametrize("kind", ["language_model", "value_model"])
+def test_answers_losses_and_gradients(size: int, layout: Layout, kind: str) -> None:
+    results = world(size).run(compare, layout, kind, layout=layout)
+    last = results[-1]
+    answers = ("values",) if kind == "value_model" else ("entropy", "log_probs")
+    assert {"loss", *(f"{name} {run}" for name in answers for run in (0, 1))} <= {*last["names"]}
+    assert last["fold"]["fold/fold_ratio"][0] > 1.3
+    assert (last["fold"]["fold/expanded_bytes"] == [0]) == (kind == "language_model")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"vanilla_mbridge": True}, "vanilla_mbridge=True"),
+        ({"use_fused_kernels": True}, "use_fused_kernels=True"),
+        ({"pad_to_length": True}, "pad_to_length=True"),
+        ({"use_remove_padding": False}, "use_remove_padding=False"),
+    ],
+)
+def test_refusals_by_name(settings: dict[str, bool], named: str) -> None:
+    with cpu_emulation(force=True), emulated("mcore_prefix_tree"), pytest.raises(NotImplementedError, match=named):
+        engine("language_model", **settings)
+
+
+def test_verl_finds_the_engines_by_their_entry_point(tmp_path: Path) -> None:
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["verl.plugins"]
+    installed = tmp_path / "plugin-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: plugin\nVersion: 1\n")
+    lines = [f"{name} = {module}" for name, module in group.items()]
+    (installed / "entry_points.txt").write_text("\n".join(["[verl.plugins]", *lines]))
+    code = """
+import sys
+import megatron.core
+from verl_engines import _StandIn
+sys.modules["transformer_engine"] = _StandIn("transformer_engine")
+sys.modules["transformer_engine.pytorch"] = _StandIn("transformer_engine.pytorch")
+import verl
+from verl.workers.engine import EngineRegistry
+print(*(EngineRegistry.get_engine_cls(kind, "megatron").__name__ for kind in ("language_model", "value_model")))
+"""
+    paths = [tmp_path, ROOT, *(ROOT / "tests" / folder for folder in (".", "unit", "model", "peers")), *sys.path]
+    chosen = {}
+    for vendor in ("mcore_prefix_tree", "nvidia"):
+        settings = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "VERL_ENGINE_VENDOR": vendor}
+        environment = os.environ | settings | {"VERL_ENGINE_DEVICE": "cuda"}
+        ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        chosen[vendor] = ran.stdout.split()[-2:]
+    assert chosen == {
+        "mcore_prefix_tree": ["FoldingEngine", "FoldingValueEngine"],
+        "nvidia": ["MegatronEngineWithLMHead", "MegatronEngineWithValueHead"],
+    }

@@ -1,0 +1,270 @@
+"""verl's own Megatron engines on a CPU, around a tiny model.
+
+TransformerEngine and Megatron-Bridge need a GPU or another Python: stand-ins take their places, and the model that a
+provider would make of a checkpoint is a tiny one. Everything else is verl's.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from seam_models import build, local_spec, tiny_config
+
+from mcore_prefix_tree.cpu.specs import exchanged
+
+VOCAB = 64
+
+
+class _StandIn(ModuleType):
+    def __init__(self, name: str, **members: Any) -> None:
+        super().__init__(name)
+        vars(self).update(members, __path__=[], __spec__=importlib.machinery.ModuleSpec(name, None))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class PackedAttention(DotProductAttention):
+    """Attention for packed rows, which TransformerEngine has and Megatron's local attention has not."""
+
+    def forward(self, query: Any, key: Any, value: Any, *args: Any, packed_seq_params: Any = None, **kw: Any) -> Any:
+        if packed_seq_params is None:
+            return super().forward(query, key, value, *args, **kw)
+        rows = []
+        for start, end in pairwise(packed_seq_params.cu_seqlens_q_padded.tolist()):
+            q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))
+            rows.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
+        return torch.cat(rows).flatten(1)
+
+
+class Provider:
+    """What Megatron-Bridge's provider does for verl."""
+
+    fp16 = bf16 = sequence_parallel = False
+
+    def __init__(self) -> None:
+        self.hooks: list[Any] = []
+        self.overrides: dict[str, Any] = {}
+
+    def transformer_layer_spec(self, config: Any) -> Any:
+        return exchanged(local_spec(config), {DotProductAttention: PackedAttention})
+
+    def apply_overrides_and_finalize(self, *, dtype: torch.dtype, overrides: dict[str, Any]) -> None:
+        self.overrides = overrides
+        self.sequence_parallel = overrides["sequence_parallel"]
+
+    def register_pre_wrap_hook(self, hook: Any) -> None:
+        self.hooks.append(hook)
+
+    def provide_distributed_model(self, *, wrap_with_ddp: bool, ddp_config: Any, **_: Any) -> list[Any]:
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
+        config = tiny_config(
+            num_layers=4,
+            calculate_per_token_loss=False,
+            variable_seq_lengths=True,
+            moe_token_dispatcher_type="alltoall",
+            pipeline_dtype=torch.float64,
+            **{name: self.overrides[name] for name in names},
+        )
+        chunks = [
+            build(
+                config,
+                self.transformer_layer_spec(config),
+                vocab_size=VOCAB,
+                pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )
+        ]
+        for hook in self.hooks:
+            chunks = hook(chunks) or chunks
+        for chunk in chunks:
+            chunk.double()  # a critic's head is verl's, in float32
+        return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+
+
+class AutoBridge:
+    @classmethod
+    def from_hf_pretrained(cls, *_: Any, **__: Any) -> AutoBridge:
+        return cls()
+
+    def to_megatron_provider(self, load_weights: bool) -> Provider:
+        return Provider()
+
+    def load_hf_weights(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+@contextmanager
+def emulated(vendor: str) -> Iterator[None]:
+    """Stand-ins while verl is imported and its engine runs; ``megatron.core`` was imported without them."""
+    bridge = "megatron.bridge"
+    members = {
+        "transformer_engine": {},
+        "transformer_engine.pytorch": {},
+        bridge: {"AutoBridge": AutoBridge},
+        f"{bridge}.models": {},
+        f"{bridge}.models.conversion": {},
+        f"{bridge}.models.conversion.param_mapping": {
+            "AutoMapping": SimpleNamespace(register_module_type=lambda *_: None)
+        },
+        f"{bridge}.training": {},
+        f"{bridge}.training.utils": {},
+        f"{bridge}.training.utils.config_utils": {"create_ddp_config": _ddp_config},
+    }
+    modules = {name: _StandIn(name, **found) for name, found in members.items()}
+    sys.modules.update(modules)
+    settings = {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": vendor}
+    try:
+        with mock.patch.dict(os.environ, settings), mock.patch("torch.cuda.mem_get_info", return_value=(1, 1)):
+            import mcore_prefix_tree.integrations.verl.engine  # noqa: F401
+
+            yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+
+
+def _ddp_config(*, use_distributed_optimizer: bool, overrides: dict[str, Any], **_: Any) -> Any:
+    return DistributedDataParallelConfig(use_distributed_optimizer=use_distributed_optimizer, **overrides)
+
+
+def engine(kind: str = "language_model", **settings: Any) -> Any:
+    """The engine that verl's registry chooses."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig, MtpConfig
+    from verl.workers.engine import EngineRegistry
+
+    hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"], hidden_size=32, rope_theta=1e4, model_type="llama")
+    model_config = SimpleNamespace(
+        model_type=kind,
+        hf_config=hf_config,
+        architectures=hf_config.architectures,
+        share_embeddings_and_output_weights=False,
+        local_path="",
+        trust_remote_code=False,
+        mtp=MtpConfig(),
+        lora={},
+        tokenizer=SimpleNamespace(pad_token_id=0),
+        get_processor=lambda: None,
+        get=lambda name, default=None: default,
+    )
+    own = {"use_distributed_optimizer": False, "override_ddp_config": {"grad_reduce_in_fp32": False}}
+    config = McoreEngineConfig(**own, **settings)
+    object.__setattr__(config, "dtype", "float32")  # of the optimizer; the model's is float64
+    return EngineRegistry.new(
+        kind,
+        "megatron",
+        model_config,
+        config,
+        McoreOptimizerConfig(lr=1e-3, total_training_steps=10),
+        CheckpointConfig(),
+    )
+
+
+def batch(seed: int, *, max_tokens: int, groups: int = 3, rollouts: int = 4) -> Any:
+    """A mini-batch as verl's trainer sends it: groups of rollouts of one prompt, not side by side."""
+    from verl.utils import tensordict_utils as tu
+
+    rng = np.random.default_rng(seed)
+    pairs = []
+    for _ in range(groups):
+        prompt = rng.integers(VOCAB, size=rng.integers(5, 12))
+        stem = rng.integers(VOCAB, size=3)
+        for rollout in range(rollouts):
+            answer = rng.integers(VOCAB, size=rng.integers(2, 7))
+            pairs.append((prompt, np.concatenate((stem, answer)) if rollout % 2 else answer))
+    pairs = [pairs[index] for index in rng.permutation(len(pairs))]
+
+    def jagged(rows: list[Any]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
+
+    answers = [answer for _, answer in pairs]
+    mask = jagged([np.append(np.ones(len(answer) - 1), rng.integers(2)) for answer in answers])
+    floats = ("old_log_probs", "advantages", "values", "returns")
+    near = {name: jagged([rng.standard_normal(len(answer)) for answer in answers]) for name in floats}
+    tensors = {
+        "input_ids": jagged([np.concatenate(pair) for pair in pairs]),
+        "prompts": jagged([prompt for prompt, _ in pairs]),
+        "responses": jagged(answers),
+        "response_mask": mask,
+        "loss_mask": mask,
+        **near | {"old_log_probs": near["old_log_probs"] - 4},
+    }
+    settings = {
+        "max_token_len_per_gpu": max_tokens,
+        "temperature": 0.7,
+        "calculate_entropy": True,
+        "global_batch_size": len(pairs) * parallel_state.get_data_parallel_world_size(),
+    }
+    return tu.get_tensordict(tensors, settings)
+
+
+def loss_of(kind: str) -> Any:
+    from verl.workers.config import ActorConfig, CriticConfig
+    from verl.workers.utils.losses import ppo_loss, value_loss
+
+    if kind == "value_model":
+        return partial(value_loss, CriticConfig(strategy="megatron", rollout_n=4, use_dynamic_bsz=True))
+    actor = ActorConfig(strategy="megatron", rollout_n=4, use_dynamic_bsz=True, entropy_coeff=0.1)
+    return partial(ppo_loss, actor)
+
+
+def _but_last(rows: torch.Tensor) -> torch.Tensor:
+    """The last token of a row is scored against the row behind it, and verl ignores that."""
+    return torch.cat([row[:-1] for row in rows.unbind()])
+
+
+def compare(layout: Any, kind: str, **settings: Any) -> dict[str, Any]:
+    """Every rank: what verl's own engine and ours answer for the same batch, and the metrics of ours."""
+    answers: list[dict[str, Any]] = []
+    weights: list[Any] = []
+    shape = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "sequence_parallel": layout.sequence_parallel,
+    }
+    for vendor, max_tokens, own in (("nvidia", 80, {}), ("mcore_prefix_tree", 50, settings)):
+        with emulated(vendor):
+            built = engine(kind, **shape, **own)
+            built.initialize()
+            parameters = {name: p for chunk in built.module for name, p in chunk.module.named_parameters()}
+            weights = weights or [parameter.detach().clone() for parameter in parameters.values()]
+            for parameter, weight in zip(parameters.values(), weights, strict=True):
+                parameter.data.copy_(weight)
+            data = batch(parallel_state.get_data_parallel_rank(), max_tokens=max_tokens)
+            with built.eval_mode(disable_auto_offload=True):
+                inferred = built.infer_batch(data.clone())
+            with built.train_mode(disable_auto_offload=True):
+                built.optimizer_zero_grad()
+                trained = built.forward_backward_batch(data.clone(), loss_of(kind))
+                gradients = {f"gradient of {name}": p.main_grad.clone() for name, p in parameters.items()}
+        metrics = trained.get("metrics", {})
+        outputs = [run.get("model_output", {}) for run in (inferred, trained)]
+        answers.append(
+            {f"{name} {run}": _but_last(value) for run, out in enumerate(outputs) for name, value in out.items()}
+            | gradients
+            | ({"loss": torch.tensor(sum(trained["loss"]))} if trained else {})
+        )
+    stock, ours = answers
+    assert stock.keys() == ours.keys()
+    for name, expected in stock.items():
+        error = (ours[name].double() - expected.double()).norm()
+        assert error <= 1e-5 * max(1e-3, expected.double().norm()), (name, error, expected.norm())
+    return {"names": sorted(stock), "fold": {k: v for k, v in metrics.items() if k.startswith("fold/")}}
