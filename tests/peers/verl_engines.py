@@ -30,7 +30,7 @@ from mcore_prefix_tree.cpu.specs import exchanged
 VOCAB = 64
 
 
-class _StandIn(ModuleType):
+class StandIn(ModuleType):
     def __init__(self, name: str, **members: Any) -> None:
         super().__init__(name)
         vars(self).update(members, __path__=[], __spec__=importlib.machinery.ModuleSpec(name, None))
@@ -128,7 +128,7 @@ def emulated(vendor: str) -> Iterator[None]:
         f"{bridge}.training.utils": {},
         f"{bridge}.training.utils.config_utils": {"create_ddp_config": _ddp_config},
     }
-    modules = {name: _StandIn(name, **found) for name, found in members.items()}
+    modules = {name: StandIn(name, **found) for name, found in members.items()}
     sys.modules.update(modules)
     settings = {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": vendor}
     try:
@@ -243,6 +243,7 @@ def compare(layout: Any, kind: str, **settings: Any) -> dict[str, Any]:
     for vendor, max_tokens, own in (("nvidia", 80, {}), ("mcore_prefix_tree", 50, settings)):
         with emulated(vendor):
             built = engine(kind, **shape, **own)
+            assert type(built).__name__.startswith("Folding") == (vendor != "nvidia")
             built.initialize()
             parameters = {name: p for chunk in built.module for name, p in chunk.module.named_parameters()}
             weights = weights or [parameter.detach().clone() for parameter in parameters.values()]
