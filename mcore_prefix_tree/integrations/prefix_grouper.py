@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -82,7 +81,7 @@ class PrefixGrouper:
         self.grouped_suffix_mask = self.padding_mask & ~self.grouped_prefix_mask
         self.prefix_attn_mask = self.ungrouped_prefix_mask
         self.suffix_attn_mask = self.batch_repeat_cat(self.ungrouped_prefix_mask, self.ungrouped_suffix_mask, 1)
-        self.__dict__.pop("metadata", None)
+        self._trees: dict[torch.device, TreeMetadata] = {}
 
     @classmethod
     def from_ungrouped_masks(
@@ -121,20 +120,22 @@ class PrefixGrouper:
         mask = x_mask.bool().to(x.device)
         return _placed(x[mask], _padding(mask.sum(1), padding_mode))
 
-    @cached_property
-    def metadata(self) -> TreeMetadata:
-        """The tree of all rows without their padding, a prompt before its completions."""
+    def metadata(self, device: torch.device) -> TreeMetadata:
+        """Tree of all rows without their padding, a prompt before its completions; made once for each device."""
+        if device in self._trees:
+            return self._trees[device]
         lengths: list[int] = [0]
         parents: list[int] = []
         for group in self.group_info:
             parents += [-1] + [len(parents)] * len(group.suffix_lens)
             lengths += [group.prefix_len, *group.suffix_lens]
-        return TreeMetadata.from_nodes(np.cumsum(lengths), parents, device=self.padding_mask.device)
+        return self._trees.setdefault(device, TreeMetadata.from_nodes(np.cumsum(lengths), parents, device=device))
 
     @property
     def position_ids(self) -> torch.Tensor:
         """int64 ``[b, s]``: each completion continues the positions of its prompt; 0 for padding."""
-        return _placed(self.metadata.tree_position_ids.long()[: self.metadata.num_tokens], self.padding_mask)
+        tree = self.metadata(self.padding_mask.device)
+        return _placed(tree.tree_position_ids.long()[: tree.num_tokens], self.padding_mask)
 
     def concat_input(
         self, prefix: torch.Tensor, prefix_mask: torch.Tensor, suffix: torch.Tensor, suffix_mask: torch.Tensor
@@ -248,7 +249,7 @@ def _attention(
 
     mask = prefix_grouper.padding_mask.to(query.device)
     flat = [states.transpose(1, 2)[mask].transpose(0, 1)[None] for states in (query, key, value)]
-    output, _ = attend(module, *flat, prefix_tree=prefix_grouper.metadata, **kwargs)
+    output, _ = attend(module, *flat, prefix_tree=prefix_grouper.metadata(query.device), **kwargs)
     return _placed(output[0], mask), None
 
 

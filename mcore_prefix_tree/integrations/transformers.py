@@ -84,6 +84,11 @@ def attend(
         raise ValueError(f"{where} does not support attention that is not causal")
     if len(query) != 1:
         raise ValueError(f"{where} takes one folded batch, [1, P], not a batch of {len(query)}")
+    if prefix_tree.subtree_end.device != query.device:
+        raise ValueError(
+            f"prefix_tree is on {prefix_tree.subtree_end.device}, the model on {query.device}: "
+            "pass prefix_tree.with_plans_on(model.device)"
+        )
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     options = AttentionOptions(
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, sinks=s_aux
@@ -135,11 +140,6 @@ def check_model(model: Any) -> None:
     """Raise ValueError that names the part of a model that cannot be folded."""
     config = model.config.get_text_config()
     name = type(model).__name__
-    if config._attn_implementation != NAME:
-        raise ValueError(
-            f"{name} has attn_implementation={config._attn_implementation!r}; load it with "
-            f"attn_implementation={NAME!r}, or call model.set_attn_implementation({NAME!r})"
-        )
     # What flash attention computes is told in its arguments; other layers may tell it in a mask only.
     if not model._supports_flash_attn:
         raise ValueError(f"{name} does not support flash attention, so its layers may not describe their attention")
@@ -152,7 +152,8 @@ def check_model(model: Any) -> None:
 
 
 def _rope_types(config: Any) -> set[str]:
-    parameters = getattr(config, "rope_parameters", None) or {}
+    # Transformers 4 calls it rope_scaling.
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     each = [part for part in parameters.values() if isinstance(part, Mapping)] or [parameters]
     return {part.get("rope_type", "default") for part in each}
 
@@ -169,10 +170,15 @@ def model_inputs(model: Any, layout: FlatLayout, *, backend: str = AUTO) -> dict
         ``input_ids`` and ``position_ids`` ``[1, P]``, and what :func:`attend` reads.
 
     Raises:
-        ValueError: the model cannot be folded.
+        ValueError: the model cannot be folded, or has another attention implementation.
     """
     check_setting(backend)
     check_model(model)
+    if (has := model.config.get_text_config()._attn_implementation) != NAME:
+        raise ValueError(
+            f"{type(model).__name__} has attn_implementation={has!r}; load it with attn_implementation={NAME!r}, or "
+            f"call model.set_attn_implementation({NAME!r})"
+        )
     metadata = TreeMetadata.from_layout(layout, device=model.device)
     return {
         "input_ids": upload(layout.input_ids, model.device).long()[None],

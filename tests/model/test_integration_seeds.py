@@ -15,6 +15,7 @@ from mcore_prefix_tree.integrations.automodel import (  # noqa: E402
     prefix_tree_collate_fn,
 )
 from mcore_prefix_tree.integrations.prefix_grouper import PrefixGrouper, register_attention  # noqa: E402
+from mcore_prefix_tree.integrations.transformers import check_model  # noqa: E402
 
 PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 3], [4]]
 COMPLETIONS = [[[1, 2, 3], [1, 2], [11]], [[12, 13, 14, 15]], [[16, 17], [16, 17]]]
@@ -66,6 +67,7 @@ def test_prefix_grouper_trains_a_model_as_each_sample_alone(mode, prompt_side):
     register_attention()
     model = tiny("qwen3")
     model.set_attn_implementation("prefix_grouper_attention")
+    check_model(model)
     prompt_ids, prompt_mask = padded(PROMPTS, prompt_side)
     ids, mask = padded(FLAT, "left")
     grouper = PrefixGrouper.from_ungrouped_masks(prompt_mask, mask, SIZES, padding_mode=mode)

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.sample import Tempered
 
 transformers = pytest.importorskip("transformers")
@@ -167,6 +167,7 @@ REFUSED_CALLS = {
     "attention_mask": {"attention_mask": torch.ones(1, 4)},
     "batch of 2": {"input_ids": torch.ones(2, 4, dtype=torch.long)},
     "not causal": {"is_causal": False},
+    "pass prefix_tree.with_plans_on": {"prefix_tree": TreeMetadata.from_nodes([0, 4], [-1], device="meta")},
     "backend 'fastest' does not exist": {"prefix_tree_backend": "fastest"},
     "must all have the 4 tokens": {"input_ids": torch.ones(1, 5, dtype=torch.long), "position_ids": None},
 }
@@ -200,12 +201,13 @@ def test_windows_are_refused_where_no_fast_backend_has_them():
         call(tiny("gemma3"))
 
 
+ROPE = "rope_parameters" if hasattr(transformers.LlamaConfig(), "rope_parameters") else "rope_scaling"
 MIXER = torch.nn.Conv1d(1, 1, 1)
 REFUSED_MODELS = {
     "flash attention": lambda model: setattr(model, "_supports_flash_attn", False),
     "layers of type chunked_attention": lambda model: setattr(model.config, "layer_types", ["chunked_attention"]),
     "mixes tokens by Conv1d": lambda model: model.add_module("conv", MIXER),
-    "rope_type='dynamic'": lambda model: model.config.rope_parameters.update(rope_type="dynamic"),
+    "rope_type='dynamic'": lambda model: setattr(model.config, ROPE, {"rope_type": "dynamic"}),
 }
 
 
