@@ -1,1 +1,1 @@
-"""Folding under other libraries' own interfaces; each module imports its library, and nothing here imports Megatron."""
+"""Folding under other libraries and trainers: each module or folder imports the library that it is named after."""
