@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,14 @@ def test_answers_losses_and_gradients(size: int, layout: Layout, kind: str) -> N
     assert {"loss", *(f"{name} {run}" for name in answers for run in (0, 1))} <= {*last["names"]}
     assert last["fold"]["fold/fold_ratio"][0] > 1.3
     assert (last["fold"]["fold/expanded_bytes"] == [0]) == (kind == "language_model")
+
+
+def test_micro_batches_of_verl_and_a_check_of_the_first() -> None:
+    settings = {"override_mcore_model_config": {"prefix_tree": {"check_first": True}}}
+    call = partial(compare, dynamic=False, **settings)
+    (result,) = world(1).run(call, Layout(), "language_model", layout=Layout())
+    assert result["fold"]["fold/micro_batches"] == [2]
+    assert result["fold"]["fold/rows"] == [12]
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def engine(kind: str = "language_model", **settings: Any) -> Any:
     )
 
 
-def batch(seed: int, *, max_tokens: int, groups: int = 3, rollouts: int = 4) -> Any:
+def batch(seed: int, *, max_tokens: int, dynamic: bool, groups: int = 3, rollouts: int = 4) -> Any:
     """A mini-batch as verl's trainer sends it: groups of rollouts of one prompt, not side by side."""
     from verl.utils import tensordict_utils as tu
 
@@ -208,7 +208,9 @@ def batch(seed: int, *, max_tokens: int, groups: int = 3, rollouts: int = 4) -> 
         **near | {"old_log_probs": near["old_log_probs"] - 4},
     }
     settings = {
+        "use_dynamic_bsz": dynamic,
         "max_token_len_per_gpu": max_tokens,
+        "micro_batch_size_per_gpu": 6,
         "temperature": 0.7,
         "calculate_entropy": True,
         "global_batch_size": len(pairs) * parallel_state.get_data_parallel_world_size(),
@@ -231,7 +233,7 @@ def _but_last(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([row[:-1] for row in rows.unbind()])
 
 
-def compare(layout: Any, kind: str, **settings: Any) -> dict[str, Any]:
+def compare(layout: Any, kind: str, dynamic: bool = True, **settings: Any) -> dict[str, Any]:
     """Every rank: what verl's own engine and ours answer for the same batch, and the metrics of ours."""
     answers: list[dict[str, Any]] = []
     weights: list[Any] = []
@@ -249,7 +251,7 @@ def compare(layout: Any, kind: str, **settings: Any) -> dict[str, Any]:
             weights = weights or [parameter.detach().clone() for parameter in parameters.values()]
             for parameter, weight in zip(parameters.values(), weights, strict=True):
                 parameter.data.copy_(weight)
-            data = batch(parallel_state.get_data_parallel_rank(), max_tokens=max_tokens)
+            data = batch(parallel_state.get_data_parallel_rank(), max_tokens=max_tokens, dynamic=dynamic)
             with built.eval_mode(disable_auto_offload=True):
                 inferred = built.infer_batch(data.clone())
             with built.train_mode(disable_auto_offload=True):
