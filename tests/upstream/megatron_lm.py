@@ -61,7 +61,7 @@ class Run:
         """The figures of each iteration's log line."""
         found = {}
         for line in self.output.splitlines():
-            if match := re.search(r" iteration +(\d+)/ *\d+ \|(.*)", line):
+            if match := re.search(r" iteration +(\d+)/ *\d+ \|(.*)\|", line):  # another rank may go on
                 pairs = [part.rsplit(":", 1) for part in match[2].split("|") if ":" in part]
                 found[int(match[1])] = {name.strip(): float(value) for name, value in pairs}
         return found
