@@ -1,7 +1,7 @@
 """verl's own Megatron engines on a CPU, around a tiny model.
 
-TransformerEngine and Megatron-Bridge need a GPU or another Python: stand-ins take their places, and the model that a
-provider would make of a checkpoint is a tiny one. Everything else is verl's.
+Megatron-Bridge needs TransformerEngine, and that a GPU: a stand-in takes its place, and the model that a provider would
+make of a checkpoint is a tiny one. Everything else is verl's.
 """
 
 from __future__ import annotations
@@ -31,14 +31,11 @@ VOCAB = 64
 
 
 class StandIn(ModuleType):
+    """A package with some members."""
+
     def __init__(self, name: str, **members: Any) -> None:
         super().__init__(name)
         vars(self).update(members, __path__=[], __spec__=importlib.machinery.ModuleSpec(name, None))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
 
 
 class PackedAttention(DotProductAttention):
@@ -113,11 +110,9 @@ class AutoBridge:
 
 @contextmanager
 def emulated(vendor: str) -> Iterator[None]:
-    """Stand-ins while verl is imported and its engine runs; ``megatron.core`` was imported without them."""
+    """Stand-ins for Megatron-Bridge while verl is imported and its engine runs."""
     bridge = "megatron.bridge"
     members = {
-        "transformer_engine": {},
-        "transformer_engine.pytorch": {},
         bridge: {"AutoBridge": AutoBridge},
         f"{bridge}.models": {},
         f"{bridge}.models.conversion": {},
