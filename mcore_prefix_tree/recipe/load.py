@@ -77,7 +77,8 @@ def _with_override(recipe: Any, override: str) -> Any:
         value = json.dumps(value)
     try:
         _check_scalars(value)
-        return OmegaConf.merge(recipe, OmegaConf.from_dotlist([f"{key}={value}"]))
+        # It changes the recipe, which nobody else has, rather than copy all of it for each override.
+        return OmegaConf.unsafe_merge(recipe, OmegaConf.from_dotlist([f"{key}={value}"]))
     except _UNREADABLE as error:
         raise RecipeError(f"override {_short(override)!r}: {_one_line(error)}") from error
 
