@@ -124,13 +124,21 @@ class StepPlanner(Generic[S]):
         order: of the samples.
         fold: a step's samples, as :func:`fold_step` does. It is called from another thread.
         num_workers: processes that read streamed samples ahead.
+        consumed: samples before the first step, where that is known, so that the workers begin at once.
     """
 
     def __init__(
-        self, order: SampleOrder, fold: Callable[[Sequence[Sample], S], FoldedStep], *, num_workers: int = 0
+        self,
+        order: SampleOrder,
+        fold: Callable[[Sequence[Sample], S], FoldedStep],
+        *,
+        num_workers: int = 0,
+        consumed: int | None = None,
     ) -> None:
         self._order, self._fold, self._num_workers = order, fold, num_workers
         self._stream: SampleStream | None = None
+        if consumed is not None:
+            self._stream = order.stream(consumed, num_workers=num_workers)
         self._ahead: Ahead[tuple[int, S], FoldedStep] = Ahead(self._make)
 
     def __enter__(self) -> StepPlanner[S]:

@@ -185,7 +185,12 @@ class Trainer:
             reporter.started(done + 1, recipe.train_iters)
         with (
             open_logs(recipe.log, done=done, say=reporter.message) as log,
-            StepPlanner(self._order, self._fold, num_workers=recipe.data.num_workers) as planner,
+            StepPlanner(
+                self._order,
+                self._fold,
+                num_workers=recipe.data.num_workers,
+                consumed=self._consumed(done + 1),
+            ) as planner,
         ):
             if saved is None and self._is_time_to_evaluate(done):
                 self._evaluate(done, log, reporter)
