@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,13 +39,14 @@ def cut(
     """
     samples = [Sample(tokens=row.cpu().numpy(), source=f"row {index}") for index, row in enumerate(rows)]
     together = [index // group_size for index in range(len(samples))] if group_size > 1 else None
+    planned = partial(plan_step, samples, max_tokens=max_tokens, micro_batch_multiple=multiple, together=together)
     units = len(samples) // group_size
     error, needed = "on another rank", 0
     if len(samples) % group_size:
         error = f"{len(samples)} rows are not a multiple of force_group_size={group_size}"
     else:
         try:
-            plan = plan_step(samples, max_tokens=max_tokens, micro_batch_multiple=multiple, together=together)
+            plan = planned()
             needed = plan.num_micro_batches
         except BudgetError as refused:
             error = str(refused).replace("batch.max_tokens", "max_token_len_per_gpu")
@@ -59,9 +61,8 @@ def cut(
             f"cannot cut {count} micro-batches: a data-parallel rank has only {-fewest} rows or forced groups; raise "
             "max_token_len_per_gpu, or lower microbatch_group_size_per_vp_stage"
         )
-    plan = plan_step(
-        samples, max_tokens=max_tokens, micro_batch_multiple=multiple, micro_batches=count, together=together
-    )
+    if count != needed:  # another rank needs more
+        plan = planned(micro_batches=count)
     parts = [list(dict.fromkeys(index // group_size for index in part)) for part in plan.micro_batches[0]]
     while [] in parts:
         longest = max(parts, key=len)
