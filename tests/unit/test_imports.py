@@ -37,11 +37,12 @@ ALLOWED = {
     "attention": {"metadata", "upload"},
     "logprob": {"layout", "upload"},
     "objectives": {"signals", "sample", "layout", "logprob", "upload"},
+    "xtoken": {"errors", "inputs", "signals", "sample", "data", "trie", "layout", "logprob", "upload"},
     "recipe": {"inputs", "data", "trie", "layout", "objectives", "sample", "signals"},
     "mcore": {
         "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
         "objectives", "recipe", "launchers", "memory", "upload", "errors", "ending", "inputs",
-        "cpu",
+        "cpu", "xtoken",
     },
     "integrations": {"sample", "trie", "layout", "metadata", "attention", "logprob", "upload", "plan", "mcore"},
     "bench": {"versions", "recipe", "mcore"},
