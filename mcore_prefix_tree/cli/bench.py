@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -35,9 +36,9 @@ def step(
     check_output_option("--output", output, [recipe, *loaded.inputs], make_folder=True)
     quiet_upstream()
     from mcore_prefix_tree.bench.step import step_result
-    from mcore_prefix_tree.mcore.trainer.jobs import run_compare
+    from mcore_prefix_tree.mcore.trainer.jobs import compare_first, run_once
 
-    comparison, is_main = run_compare(loaded, repeats=repeats)
+    comparison, is_main = run_once(loaded, partial(compare_first, repeats=repeats), is_trained=True)
     if not is_main:
         return
     from rich.console import Console

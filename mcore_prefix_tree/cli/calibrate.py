@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -33,9 +34,9 @@ def calibrate(
     check_output_option("--output", output, [recipe, *loaded.inputs])
     quiet_upstream()
     from mcore_prefix_tree.bench.machine import describe_machine
-    from mcore_prefix_tree.mcore.trainer.jobs import run_calibrate
+    from mcore_prefix_tree.mcore.trainer.jobs import measure_costs, run_once
 
-    found, is_main = run_calibrate(loaded, repeats=repeats)
+    found, is_main = run_once(loaded, partial(measure_costs, repeats=repeats), is_trained=True)
     if not is_main:
         return
     if output is not None:

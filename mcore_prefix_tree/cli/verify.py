@@ -26,9 +26,9 @@ def verify(
 
     loaded = load_recipe(recipe, overrides or [])
     quiet_upstream()
-    from mcore_prefix_tree.mcore.trainer.jobs import run_verify
+    from mcore_prefix_tree.mcore.trainer.jobs import run_once, verify_first
 
-    report, is_main = run_verify(loaded)
+    report, is_main = run_once(loaded, verify_first)
     if is_main and as_json:
         print(json.dumps(report.to_json()))
     elif is_main:

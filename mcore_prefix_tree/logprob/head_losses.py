@@ -27,7 +27,7 @@ import torch.distributed as dist
 from mcore_prefix_tree.logprob.chunks import Chunks, Grads, Head
 from mcore_prefix_tree.logprob.edges import Edges, wide
 from mcore_prefix_tree.logprob.head import add_gradients, check_shapes
-from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
+from mcore_prefix_tree.logprob.rows import EdgeGrads, RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
 
 # Of the log-probabilities [E] of all edges and the entropies [R] of all rows, if asked for: a scalar.
 EdgeLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -163,23 +163,11 @@ class _HeadEdgeLoss(torch.autograd.Function):
         chunks = Chunks(hidden, weight, head)
         of_hidden, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
         grads = Grads(chunks, of_hidden=of_hidden, of_weight=of_weight)
-        uniform = math.log(len(weight) * (1 if head.group is None else dist.get_world_size(head.group)))
-        logprob = hidden.new_full((len(head.edges.token_id),), -uniform, dtype=chunks.dtype)
-        entropy = hidden.new_full((len(hidden),), uniform, dtype=chunks.dtype) if with_entropy else None
-        sums = RowSums.empty(len(hidden), with_entropy=with_entropy, like=logprob)
+        scores = _Scores(chunks, with_entropy=with_entropy)
+        logprob, entropy, sums = scores.logprob, scores.entropy, scores.sums
         waiting = None if by_rows or not with_grad else _Waiting(head.edges)
         for rows, edges, logits in chunks:
-            target = chunks.target(rows, edges, logits)
-            shifted = chunks.scratch(rows) if with_entropy else None
-            own_sums = softmax_sums_(logits, shifted=shifted)
-            sums[rows].set(over_ranks(own_sums, head.group))
-            if head.group is not None:
-                dist.all_reduce(target, group=head.group)
-            logprob[edges] = sums[head.edges.row_of_edge[edges]].logprob(target)
-            if entropy is not None:
-                of_rows = sums[rows].entropy
-                assert of_rows is not None
-                entropy[rows] = of_rows
+            own_maximum, shifted = scores.add(rows, edges, logits)
             settled = rows if waiting is None else waiting.settled(rows)
             if not with_grad or settled.start == settled.stop:
                 continue
@@ -187,35 +175,93 @@ class _HeadEdgeLoss(torch.autograd.Function):
             if waiting is not None:
                 grad_logprob, grad_entropy = waiting.only_settled(settled, grad_logprob, grad_entropy)
             here = slice(settled.start - rows.start, settled.stop - rows.start)
-            joined, shift = sums[settled], own_sums.maximum[here] - sums.maximum[settled]
+            joined, shift = sums[settled], own_maximum[here] - sums.maximum[settled]
             edge_grads = chunks.edge_grads(settled, head.edges.of_rows(settled), grad_logprob)
             grad_row = sum_per_row(grad_logprob[head.edges.of_rows(settled)], edge_grads.row, shift)
-            if grad_entropy is None:
-                # exp(logits - own maximum) is there already.
-                grad = logits[here].mul_(-(grad_row * shift.exp() / joined.total)[:, None])
-                edge_grads.add_to_(grad)
-            else:
-                assert shifted is not None
-                grad = softmax_backward_(
-                    shifted[here],
-                    replace(joined, maximum=-shift),
-                    grad_row=grad_row,
-                    grad_entropy=grad_entropy[settled],
-                    edges=edge_grads,
-                )
+            grad = _grad_of_logits_(
+                logits[here] if shifted is None or grad_entropy is None else shifted[here],
+                joined,
+                shift,
+                grad_row=grad_row,
+                grad_entropy=None if grad_entropy is None else grad_entropy[settled],
+                edges=edge_grads,
+            )
             grads.add_(settled, grad)
         if waiting is not None and waiting.rows.any():
             waiting.add_gradients(chunks, grads, sums, *row_grads(logprob, entropy))
         _keep(ctx, grads, head, weight.dtype)
-        if entropy is None:
-            ctx.mark_non_differentiable(logprob)
-        else:
-            ctx.mark_non_differentiable(logprob, entropy)
+        ctx.mark_non_differentiable(*(values for values in (logprob, entropy) if values is not None))
         return logprob.new_zeros(()), logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *_kept(ctx, grad_outputs[0]), None, None, None, None, None
+
+
+class _Scores:
+    """What a loss of edges reads, filled in a chunk at a time.
+
+    Attributes:
+        logprob: ``[E]``; those of later chunks are as if all tokens were equally likely.
+        entropy: ``[R]`` in the same way, or None if it was not asked for.
+        sums: ``[R]``, of the softmax over all ranks.
+    """
+
+    def __init__(self, chunks: Chunks, *, with_entropy: bool) -> None:
+        head, rows = chunks.head, len(chunks.hidden)
+        uniform = math.log(len(chunks.weight) * (1 if head.group is None else dist.get_world_size(head.group)))
+        self._chunks = chunks
+        self.logprob = chunks.hidden.new_full((len(head.edges.token_id),), -uniform, dtype=chunks.dtype)
+        self.entropy = self.logprob.new_full((rows,), uniform) if with_entropy else None
+        self.sums = RowSums.empty(rows, with_entropy=with_entropy, like=self.logprob)
+
+    def add(self, rows: slice, edges: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Score a chunk; turns its logits into ``exp(logits - own maximum)``.
+
+        Returns:
+            The maximum of each row on this rank, ``[C]``; with entropies, ``logits - own maximum``.
+        """
+        head = self._chunks.head
+        target = self._chunks.target(rows, edges, logits)
+        shifted = None if self.entropy is None else self._chunks.scratch(rows)
+        own_sums = softmax_sums_(logits, shifted=shifted)
+        self.sums[rows].set(over_ranks(own_sums, head.group))
+        if head.group is not None:
+            dist.all_reduce(target, group=head.group)
+        self.logprob[edges] = self.sums[head.edges.row_of_edge[edges]].logprob(target)
+        if self.entropy is not None:
+            of_rows = self.sums[rows].entropy
+            assert of_rows is not None
+            self.entropy[rows] = of_rows
+        return own_sums.maximum, shifted
+
+
+def _grad_of_logits_(
+    block: torch.Tensor,
+    joined: RowSums,
+    shift: torch.Tensor,
+    *,
+    grad_row: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    edges: EdgeGrads,
+) -> torch.Tensor:
+    """Return the gradient of some rows' logits; overwrites ``block``.
+
+    Args:
+        block: ``[C, Vl]``, ``exp(logits - own maximum)``; with ``grad_entropy``, ``logits - own maximum``.
+        joined: sums of the rows over all ranks.
+        shift: ``[C]``, this rank's maximum minus that of all ranks.
+        grad_row: ``[C]``, from :func:`sum_per_row`.
+        grad_entropy: ``[C]``, or None where the loss reads no entropy.
+        edges: of the rows.
+    """
+    if grad_entropy is None:
+        grad = block.mul_(-(grad_row * shift.exp() / joined.total)[:, None])
+        edges.add_to_(grad)
+        return grad
+    return softmax_backward_(
+        block, replace(joined, maximum=-shift), grad_row=grad_row, grad_entropy=grad_entropy, edges=edges
+    )
 
 
 class _HeadLogitLosses(torch.autograd.Function):

@@ -133,17 +133,8 @@ class CostModel:
             predicted = design @ np.array([getattr(self, name) for name in amounts])
             factor = float(seconds.sum() / predicted.sum())
             return _rounded({name: cost * factor for name, cost in vars(self).items()})
-        # So few unknowns have few faces: the constrained optimum is the best feasible optimum of one of them.
-        best, best_error = np.zeros(len(amounts)), math.inf
-        columns = range(len(amounts))
-        for kept in [face for size in columns for face in combinations(columns, size + 1) if 0 in face]:
-            found = np.linalg.lstsq(scaled[:, kept] / norms[list(kept)], np.ones(len(measured)), rcond=None)[0]
-            costs = np.zeros(len(amounts))
-            costs[list(kept)] = found / norms[list(kept)]
-            error = float(np.square(scaled @ costs - 1).sum())
-            if costs.min() >= 0 and costs[0] > 0 and error < best_error:
-                best, best_error = costs, error
-        return _rounded(dict(zip(amounts, best.tolist(), strict=True)))
+        costs = _least_relative_error(scaled, norms)
+        return _rounded(dict(zip(amounts, costs.tolist(), strict=True)))
 
     def of_path(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """``[...]``: cost of the first ``length`` tokens of a path, for every entry."""
@@ -175,3 +166,23 @@ class CostModel:
 
 def _rounded(costs: Mapping[str, float]) -> CostModel:
     return CostModel(**{name: float(f"{cost:.6g}") for name, cost in costs.items()})
+
+
+def _least_relative_error(scaled: npt.NDArray[np.float64], norms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the costs >= 0, the first of them > 0, that minimise the squared relative error.
+
+    Args:
+        scaled: ``[measurements, costs]``, what each cost was paid for, per measured second.
+        norms: ``[costs]``, of its columns.
+    """
+    # So few unknowns have few faces: the constrained optimum is the best feasible optimum of one of them.
+    best, best_error = np.zeros(len(norms)), math.inf
+    columns = range(len(norms))
+    for kept in [face for size in columns for face in combinations(columns, size + 1) if 0 in face]:
+        found = np.linalg.lstsq(scaled[:, kept] / norms[list(kept)], np.ones(len(scaled)), rcond=None)[0]
+        costs = np.zeros(len(norms))
+        costs[list(kept)] = found / norms[list(kept)]
+        error = float(np.square(scaled @ costs - 1).sum())
+        if costs.min() >= 0 and costs[0] > 0 and error < best_error:
+            best, best_error = costs, error
+    return best

@@ -13,7 +13,7 @@ class Projection:
     """A sparse matrix W from the student's vocabulary (rows) to the teacher's (columns).
 
     Attributes:
-        columns: int32 ``[V_s, k]``, ids of the teacher's vocabulary by descending weight; -1 where a row has fewer than k.
+        columns: int32 ``[V_s, k]``, ids of the teacher's vocabulary by descending weight; -1 where a row has fewer.
         weights: float32 ``[V_s, k]``, 0 where ``columns`` is -1; a row that is not empty adds up to 1.
         teacher_vocab_size: V_t.
         student_hash: identifies the student's tokenizer.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from train_jobs import write_job
 
 from mcore_prefix_tree.attention import path as path_attention
 from mcore_prefix_tree.mcore.engine import compare
-from mcore_prefix_tree.mcore.trainer.jobs import run_compare
+from mcore_prefix_tree.mcore.trainer.jobs import compare_first, run_once
 from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.plan.work import Work
 from mcore_prefix_tree.recipe import load_recipe
@@ -104,7 +105,7 @@ def test_the_bound_is_what_torch_counts(
 
     monkeypatch.setattr(compare, "_seconds", seconds)
     recipe = load_recipe(write_job(tmp_path), ["attention_backend=path", "device=cpu", *BATCH, *changes])
-    comparison, _ = run_compare(recipe, repeats=1)
+    comparison, _ = run_once(recipe, partial(compare_first, repeats=1), is_trained=True)
     bound = comparison.bound
     assert bound.parts["body"][0] == comparison.fold_ratio > 1.5
     assert_agree(found["folded"], bound.folded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from train_jobs import batch_of, command, resolved, train, world_of_one, write_job
 
 from mcore_prefix_tree.mcore.engine import calibrate as module
-from mcore_prefix_tree.mcore.trainer.jobs import run_calibrate
+from mcore_prefix_tree.mcore.trainer.jobs import measure_costs, run_once
 from mcore_prefix_tree.plan import CostModel, read_measured
 from mcore_prefix_tree.recipe import load_recipe
 
@@ -33,7 +34,7 @@ def test_known_costs_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
         )
 
     monkeypatch.setattr(module, "_seconds", seconds)
-    found, is_main = run_calibrate(load_recipe(job), repeats=40)
+    found, is_main = run_once(load_recipe(job), partial(measure_costs, repeats=40), is_trained=True)
     assert is_main
     assert vars(found.cost) == pytest.approx(vars(KNOWN))
     assert found.worst < 1e-9
@@ -51,13 +52,15 @@ def test_a_head_that_computes_all_tokens_has_no_cost_of_its_own(job: Path, monke
         return known.of_micro_batch(batch.layout.padded_size, batch.layout.visible_pairs)
 
     monkeypatch.setattr(module, "_seconds", seconds)
-    found, _ = run_calibrate(load_recipe(job, ["fused_head=false"]), repeats=1)
+    found, _ = run_once(load_recipe(job, ["fused_head=false"]), partial(measure_costs, repeats=1), is_trained=True)
     assert vars(found.cost) == pytest.approx(vars(known))
     assert {one.scored for one in found.measured} == {0}
 
 
 def test_a_policy_is_timed_by_the_supervised_loss(job: Path) -> None:
-    found, _ = run_calibrate(load_recipe(job, ["objective.name=reinforce"]), repeats=1)
+    found, _ = run_once(
+        load_recipe(job, ["objective.name=reinforce"]), partial(measure_costs, repeats=1), is_trained=True
+    )
     assert all(one.seconds > 0 for one in found.measured)
 
 
@@ -103,7 +106,7 @@ def test_where_nothing_can_be_written_nothing_is_measured(
 def test_nothing_is_trained_and_the_schedule_is_left_as_it_was(job: Path) -> None:
     recipe = load_recipe(job)
     assert len(batch_of(recipe, 1)) == 6
-    found, _ = run_calibrate(recipe, repeats=1)
+    found, _ = run_once(recipe, partial(measure_costs, repeats=1), is_trained=True)
     assert found.cost.token > 0
     assert train(job).losses == train(job).losses
 

@@ -36,7 +36,7 @@ from mcore_prefix_tree.data.grouping import whole_groups
 from mcore_prefix_tree.mcore.readout import ValueLoss, Values
 from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY, with_scalar_head
 from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.jobs import run_verify
+from mcore_prefix_tree.mcore.trainer.jobs import run_once, verify_first
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
 
@@ -286,7 +286,7 @@ def test_what_is_scored_is_what_the_stock_model_says_of_each_sample_alone(job: P
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_verification_compares_values(job: Path, name: str, dtype: str) -> None:
     recipe = load_recipe(job, [*overrides_of(name), f"model.dtype={dtype}", "optimizer.clip_grad=0"])
-    report, _ = run_verify(recipe)
+    report, _ = run_once(recipe, verify_first)
     assert report.passed
     assert report.checks.keys() == {"value_error", "loss_error", "gradient_error"}
     assert report.logprob_error is None
@@ -299,7 +299,7 @@ def test_verification_sees_what_is_wrong_in_values(job: Path, monkeypatch: pytes
 
     for readout in (Values, ValueLoss):
         monkeypatch.setattr(readout, "read", shifted(readout.read))
-    report, _ = run_verify(load_recipe(job, overrides_of("critic")))
+    report, _ = run_once(load_recipe(job, overrides_of("critic")), verify_first)
     assert not report.passed
     assert min(report.value_error, report.loss_error, report.gradient_error) > 1e-3
     done = command("verify", job, *overrides_of("critic"))

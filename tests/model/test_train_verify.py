@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mcore_prefix_tree.mcore.engine import verify as engine_verify
 from mcore_prefix_tree.mcore.engine.compare import Comparison
 from mcore_prefix_tree.mcore.engine.verify import FACTOR, VerifyReport
 from mcore_prefix_tree.mcore.trainer import resolve, trainer
-from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_compare, run_verify
+from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, compare_first, run_once, verify_first
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.recipe import load_recipe
 from mcore_prefix_tree.sample import SampleError
@@ -167,7 +168,7 @@ def test_folding_changes_nothing(
     job: Path, dtype: str, overrides: tuple[str, ...], tolerance: float, backend: str
 ) -> None:
     recipe = load_recipe(job, [f"model.dtype={dtype}", f"attention_backend={backend}", *overrides])
-    report, is_main = run_verify(recipe)
+    report, is_main = run_once(recipe, verify_first)
     assert is_main
     assert report.passed
     assert report.tolerance == tolerance
@@ -215,16 +216,18 @@ def test_broken_folding_is_caught_near_a_loss_of_zero(
     job, start = certain
     whole_epoch = "batch.global_batch_size=16"
     backend = f"attention_backend={BREAKS[change]}"
-    assert run_verify(load_recipe(job, [start, backend, whole_epoch]))[0].passed
+    assert run_once(load_recipe(job, [start, backend, whole_epoch]), verify_first)[0].passed
     broken(change)
-    assert not run_verify(load_recipe(job, [start, backend, whole_epoch]))[0].passed
+    assert not run_once(load_recipe(job, [start, backend, whole_epoch]), verify_first)[0].passed
 
 
 def test_masks_that_float32_cannot_add_up(tmp_path: Path) -> None:
     """A sum over the samples of a shared token, rounded to float32, would be 1e-8 off."""
     masks = (0.1, 0.7, 0.3, 0.6)
     shared = [{"tokens": [1, 2, 3, 4, token], "loss_mask": [mask] * 5} for token, mask in enumerate(masks, start=5)]
-    report, _ = run_verify(load_recipe(write_job(tmp_path, shared), [*FLOAT64, "batch.global_batch_size=4"]))
+    report, _ = run_once(
+        load_recipe(write_job(tmp_path, shared), [*FLOAT64, "batch.global_batch_size=4"]), verify_first
+    )
     assert report.passed
     assert report.tolerance == 1e-12
 
@@ -232,7 +235,7 @@ def test_masks_that_float32_cannot_add_up(tmp_path: Path) -> None:
 def test_a_batch_in_which_nothing_is_scored_proves_nothing(tmp_path: Path) -> None:
     unscored = [{"tokens": [1, 2, token], "loss_mask": [1, 0, 0]} for token in range(3, 3 + BATCH)]
     with pytest.raises(SampleError, match=r"data.jsonl:\d+: neither this nor another sample of the first step has a "):
-        run_verify(load_recipe(write_job(tmp_path, unscored)))
+        run_once(load_recipe(write_job(tmp_path, unscored)), verify_first)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -248,14 +251,14 @@ def test_the_recipe_says_whether_attention_is_deterministic(
     original = path.attention
     monkeypatch.setattr(path, "attention", attention)
     settings = ["attention_backend=path", f"deterministic_attention={str(deterministic).lower()}"]
-    report, _ = run_verify(load_recipe(job, settings))
+    report, _ = run_once(load_recipe(job, settings), verify_first)
     assert report.passed
     assert asked == {deterministic}
 
 
 @pytest.mark.parametrize("model", [(), YARN, LATENT], ids=["rope", "yarn", "latent attention"])
 def test_half_precision_is_judged_by_the_unfolded_run_s_own_rounding(job: Path, model: tuple[str, ...]) -> None:
-    report, _ = run_verify(load_recipe(job, ["model.dtype=bfloat16", *model]))
+    report, _ = run_once(load_recipe(job, ["model.dtype=bfloat16", *model]), verify_first)
     assert report.passed
     assert report.reference == "the same weights in float32, unfolded"
     assert report.unfolded_errors is not None
@@ -269,7 +272,7 @@ def test_half_precision_is_judged_by_the_unfolded_run_s_own_rounding(job: Path, 
 
 def test_every_parameter_is_compared(job: Path) -> None:
     recipe = load_recipe(job)
-    report, _ = run_verify(recipe)
+    report, _ = run_once(recipe, verify_first)
     with world_of_one(recipe) as place:
         parameters = [name for name, _ in built(recipe, place).named_parameters()]
     assert report.parameters == len(parameters)
@@ -296,7 +299,9 @@ def test_broken_folding_is_caught(
 ) -> None:
     broken(change)
     whole_epoch = "batch.global_batch_size=16"
-    report, _ = run_verify(load_recipe(job, [f"model.dtype={dtype}", f"attention_backend={backend}", whole_epoch]))
+    report, _ = run_once(
+        load_recipe(job, [f"model.dtype={dtype}", f"attention_backend={backend}", whole_epoch]), verify_first
+    )
     assert not report.passed
     above = {name for name, (error, limit) in report.checks.items() if not error <= limit}
     assert above == set(caught)
@@ -304,7 +309,7 @@ def test_broken_folding_is_caught(
 
 def test_a_nan_does_not_pass(job: Path, broken: Callable[[Break], None]) -> None:
     broken(lambda layout: replace(layout, loss_weight=np.full_like(layout.loss_weight, np.nan)))
-    report, _ = run_verify(load_recipe(job))
+    report, _ = run_once(load_recipe(job), verify_first)
     assert np.isnan(report.gradient_error)
     assert not report.passed
 
@@ -317,7 +322,7 @@ def test_nothing_is_trained_when_folding_is_broken(job: Path, broken: Callable[[
     assert "TOO LARGE" in result.stdout
     assert "step 1" not in result.stdout
     assert list(saved.iterdir()) == []
-    report, _ = run_verify(load_recipe(job))
+    report, _ = run_once(load_recipe(job), verify_first)
     assert result.stderr == (
         "error: folded and unfolded runs differ by more than rounding, of the gradients most in "
         f"{report.worst_parameter}; nothing was trained\n"
@@ -443,7 +448,7 @@ def check_comparison(comparison: Comparison, logical: int, physical: int) -> Non
 def test_what_a_comparison_says(job: Path) -> None:
     recipe = load_recipe(job, ["batch.max_tokens=1000"])
     samples = batch_of(recipe, 1)
-    comparison, is_main = run_compare(recipe, repeats=1)
+    comparison, is_main = run_once(recipe, partial(compare_first, repeats=1), is_trained=True)
     assert is_main
     check_comparison(comparison, sum(map(len, samples)), fold(samples).physical_tokens)
 
@@ -470,7 +475,7 @@ def test_comparing_leaves_no_gradients_and_no_other_weights(job: Path, monkeypat
 
     honest = trainer.compare
     monkeypatch.setattr(trainer, "compare", compare_and_look)
-    run_compare(load_recipe(job), repeats=1)
+    run_once(load_recipe(job), partial(compare_first, repeats=1), is_trained=True)
     assert seen
     assert set(seen) == {(True, 0.0)}
 
@@ -489,7 +494,7 @@ def test_the_three_ways_compute_the_same_loss(job: Path, monkeypatch: pytest.Mon
 
     honest = module.run_schedule
     monkeypatch.setattr(module, "run_schedule", run_and_note)
-    run_compare(load_recipe(job), repeats=1)
+    run_once(load_recipe(job), partial(compare_first, repeats=1), is_trained=True)
     assert len(losses) == 6
     assert len({count for _, count in losses}) == 1
     assert [total for total, _ in losses] == pytest.approx([losses[0][0]] * 6, rel=1e-5)

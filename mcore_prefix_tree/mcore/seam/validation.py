@@ -17,8 +17,6 @@ _FLAGS = {
 
 def _refusals(config: Any) -> list[tuple[bool, str]]:
     """(whether it applies, sentence) for every setting of a TransformerConfig that folding does not support."""
-    balancing = config.moe_router_load_balancing_type
-    moe = config.num_moe_experts is not None
     return [
         (
             config.context_parallel_size > 1,
@@ -67,9 +65,16 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "set cuda_graph_impl='none'",
         ),
         *((getattr(config, name, False), f"{name}=True: {why}; set {name}=False") for name, why in _FLAGS.items()),
+        *(() if config.num_moe_experts is None else _expert_refusals(config)),
+    ]
+
+
+def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
+    """Return the same for the settings of experts."""
+    return [
         *(
             (
-                moe and name in balancing,
+                name in config.moe_router_load_balancing_type,
                 f"moe_router_load_balancing_type={name!r}: it routes a token by what else is in the batch; "
                 "set moe_router_load_balancing_type='none'",
             )
@@ -77,7 +82,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         *(
             (
-                moe and bool(np.any(value)),
+                bool(np.any(value)),
                 f"{name}={value}: it would count a shared token once instead of once per sample; set {name}={off}",
             )
             for name, off in (("moe_aux_loss_coeff", 0), ("moe_z_loss_coeff", None))
@@ -85,7 +90,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         *(
             (
-                moe and value is not None,
+                value is not None,
                 f"{name}={value}: which tokens are dropped depends on the batch; set {name}=None",
             )
             for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor")  # the second: since 0.18
@@ -93,17 +98,17 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         (
             # The second is a field since megatron-core 0.17.
-            moe and (config.moe_router_force_load_balancing or getattr(config, "moe_router_force_biased", None)),
+            config.moe_router_force_load_balancing or getattr(config, "moe_router_force_biased", None),
             "moe_router_force_load_balancing or moe_router_force_biased: they route at random, for benchmarks, and "
             "samples that share a token would share its draw; turn both off",
         ),
         (
-            moe and config.moe_input_jitter_eps is not None,
+            config.moe_input_jitter_eps is not None,
             f"moe_input_jitter_eps={config.moe_input_jitter_eps}: samples that share a token would share its noise; "
             "set moe_input_jitter_eps=None",
         ),
         (
-            moe and config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate != 0,
+            config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate != 0,
             f"moe_router_bias_update_rate={config.moe_router_bias_update_rate} with moe_router_enable_expert_bias: the "
             "update of the experts' biases would count a shared token once instead of once per sample; set "
             "moe_router_bias_update_rate=0, which routes with the biases of the checkpoint",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -39,37 +40,45 @@ from mcore_prefix_tree.sample import Sample
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class VerificationError(RuntimeError):
     """Folded and unfolded runs differ by more than the tolerance."""
 
 
-def run_verify(recipe: Recipe) -> tuple[VerifyReport, bool]:
-    """``mcore-prefix-tree verify``: compare the recipe's first batch, and say whether this is the main rank."""
-    with _resolved(recipe) as run:
-        return run.verified(run.starting_model(logger.info)), is_main_rank()
+def run_once(recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool = False) -> tuple[T, bool]:
+    """Join a recipe's job, and do one thing with what it resolves to.
 
+    Args:
+        recipe: the job's.
+        work: such as :func:`verify_first`.
+        is_trained: ``work`` runs the optimizer.
 
-def run_compare(recipe: Recipe, *, repeats: int) -> tuple[Comparison, bool]:
-    """Measure the recipe's first batch folded and unfolded; for benchmarks. Also says whether this is the main rank."""
-    with _resolved(recipe, is_trained=True) as run:
-        return Trainer(run, run.new_model()).compare(1, repeats=repeats), is_main_rank()
-
-
-def run_calibrate(recipe: Recipe, *, repeats: int) -> tuple[Calibration, bool]:
-    """``mcore-prefix-tree calibrate``: time micro-batches. Also says whether this is the main rank."""
-    with _resolved(recipe, is_trained=True) as run:
-        return Trainer(run, run.new_model()).calibrate(repeats=repeats), is_main_rank()
-
-
-@contextmanager
-def _resolved(recipe: Recipe, *, is_trained: bool = False) -> Iterator[Resolved]:
+    Returns:
+        What ``work`` returns, and whether this is the main rank.
+    """
     check_setting(recipe.attention_backend)
     objective = objective_of(recipe)
     if is_trained:
         _check_trainable(recipe.optimizer, recipe.checkpoint, recipe.model, steps=recipe.train_iters)
     with session(recipe) as joined:
-        yield resolve(joined, objective, read_data(joined, objective))
+        return work(resolve(joined, objective, read_data(joined, objective))), is_main_rank()
+
+
+def verify_first(run: Resolved) -> VerifyReport:
+    """Compare folded and unfolded runs of the first batch."""
+    return run.verified(run.starting_model(logger.info))
+
+
+def compare_first(run: Resolved, *, repeats: int) -> Comparison:
+    """Measure the first batch folded and unfolded."""
+    return Trainer(run, run.new_model()).compare(1, repeats=repeats)
+
+
+def measure_costs(run: Resolved, *, repeats: int) -> Calibration:
+    """Time micro-batches of the job's shapes."""
+    return Trainer(run, run.new_model()).calibrate(repeats=repeats)
 
 
 def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False) -> None:
