@@ -152,10 +152,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=case.name, marks=pytest.mark.slow if case.stage == "reading data" else [])
-        for case in QUICK
-    ],
+    [pytest.param(case, id=case.name, marks=[] if case.signal == KILL else pytest.mark.slow) for case in QUICK],
 )
 def test_run_ends_whole_and_resumes(
     case: Case, recipe: Path, tmp_path: Path, undisturbed: Any, outcomes: list[dict[str, Any]]

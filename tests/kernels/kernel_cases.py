@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 import triton
 
@@ -22,11 +21,6 @@ LIMITS = {torch.float32: 1e-6, torch.float16: 4e-4}
 FLOOR = 0.25
 # Smaller than any of the table: more tiles from fewer tokens.
 SMALL = (Launch(32, 16, 4, 1), Launch(16, 32, 4, 1), Launch(32, 32, 4, 1))
-
-
-def quick(*kept, of):
-    """Return the values of a parameter; tests of those that are not kept are slow."""
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in of]
 
 
 def small_configs(*, deterministic=True, apart=False, engine=False):

@@ -85,7 +85,7 @@ def assert_agree(found: Counter[str], work: Work) -> None:
         pytest.param(("model.swiglu=false", "model.kv_channels=16"), id="no gate, wide heads", marks=pytest.mark.slow),
         pytest.param((f"{MODEL}={{attention_output_gate: true}}",), id="gated attention", marks=pytest.mark.slow),
         pytest.param(EXPERTS, id="experts"),
-        pytest.param(LATENT, id="latent attention"),
+        pytest.param(LATENT, id="latent attention", marks=pytest.mark.slow),
     ],
 )
 def test_the_bound_is_what_torch_counts(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.marks import quick
 from objective_oracles import Alone
 from omegaconf import OmegaConf
 from test_objectives_distill import full_loss, top_k_loss
@@ -75,7 +76,7 @@ def overrides_of(options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
-@pytest.mark.parametrize("fused_head", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("fused_head", quick(True, of=[True, False]), ids=["fused", "unfused"])
 def test_every_step_is_the_stock_model_s_step(job: Path, divergence: str, fused_head: bool) -> None:
     """Losses, gradient norms and weights of six steps in fp64 equal AdamW on each sample alone."""
     options = options_of(divergence)

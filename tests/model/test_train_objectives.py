@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.marks import quick
 from objective_oracles import Alone, policy_loss, scored_positions, token_weights
 from test_objectives_preference import kto_loss, pair_loss
 from train_jobs import (
@@ -109,7 +110,7 @@ def sft_loss(objective: Any, world: Any) -> torch.Tensor:
     ],
     ids=["grpo", "dapo", "dpo", "orpo", "kto", "grpo by group", "sft by group", "sft"],
 )
-@pytest.mark.parametrize("fused_head", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("fused_head", quick(True, of=[True, False]), ids=["fused", "unfused"])
 def test_every_step_is_the_stock_model_s_step(
     tmp_path: Path, name: str, options: dict[str, Any], oracle: Any, fused_head: bool
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+from harness.marks import quick
 from rollouts import Rollout, mask, rollouts
 from train_jobs import FLOAT64, VOCAB, Notes, command, train, world_of_one, write_job, write_rows
 
@@ -182,7 +183,7 @@ WHOLE: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", quick("sft", "grpo", of=WHOLE))
 def test_a_line_a_turn_trains_as_a_line_a_rollout_does(tmp_path: Path, name: str) -> None:
     """Six shuffled steps and what is held out; of streamed files too, resumed in the middle of an epoch."""
     options, units = WHOLE[name]

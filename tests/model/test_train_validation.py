@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.marks import quick
 from test_train_objectives import GROUPS, GRPO, PAIRED, job_of
 from test_train_objectives import rows as rows_with_signals
 from train_jobs import (
@@ -90,7 +91,7 @@ def test_the_loss_is_the_stock_model_s(job: Path, held_out: Path) -> None:
     ],
     ids=["sft", "sft by group", "grpo", "gspo", "dpo", "kto", "critic", "reward_model"],
 )
-@pytest.mark.parametrize("fused_head", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("fused_head", quick(True, of=[True, False]), ids=["fused", "unfused"])
 def test_the_loss_is_that_of_a_step_on_all_of_them(
     tmp_path: Path, name: str, options: dict[str, Any], fused_head: bool
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.marks import quick
 from train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, command, resolved, train, world_of_one, write_job
 
 from mcore_prefix_tree import FlatLayout, fold
@@ -216,7 +217,8 @@ def test_broken_folding_is_caught_near_a_loss_of_zero(
     job, start = certain
     whole_epoch = "batch.global_batch_size=16"
     backend = f"attention_backend={BREAKS[change]}"
-    assert run_once(load_recipe(job, [start, backend, whole_epoch]), verify_first)[0].passed
+    if change in (every_token_at_its_flat_position, every_earlier_token_visible):  # one of each back-end
+        assert run_once(load_recipe(job, [start, backend, whole_epoch]), verify_first)[0].passed
     broken(change)
     assert not run_once(load_recipe(job, [start, backend, whole_epoch]), verify_first)[0].passed
 
@@ -279,7 +281,7 @@ def test_every_parameter_is_compared(job: Path) -> None:
     assert report.worst_parameter.removesuffix(" (rank 0)") in parameters
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick("float32", "bfloat16", of=["float64", "float32", "bfloat16"]))
 @pytest.mark.parametrize(
     ("change", "backend", "caught"),
     [

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import case_of
 from fake_flash_attention import install
+from harness.marks import quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import causal_attention, forest_samples, metadata_of, random_forest, sample_lists, worst
@@ -157,7 +158,7 @@ def test_a_sibling_cannot_be_seen(backend):
     assert not torch.allclose(before[~outside], after[~outside])
 
 
-@pytest.mark.parametrize("backend", ["path", "cascade"])
+@pytest.mark.parametrize("backend", quick("path", of=["path", "cascade"]))
 def test_plans_are_not_traced(backend):
     """torch.compile goes on around what NumPy plans on the host, for every new tree."""
 

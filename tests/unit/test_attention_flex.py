@@ -84,13 +84,18 @@ def test_options_on_several_blocks(options):
     is_reference(uncompiled, metadata, **options)
 
 
-@pytest.mark.skipif(
-    shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
-    reason="torch.compile on the CPU needs a C++ compiler and Python's headers",
-)
-def test_compiled_once_for_all_lengths():
-    """Through the front door, at several lengths; the second length compiles nothing."""
+@pytest.fixture
+def eager(monkeypatch):
+    """torch.compile traces and guards as ever, but generates no code."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch.compiler.reset()
+    flex._compiled.cache_clear()
+    yield
+    torch.compiler.reset()
+    flex._compiled.cache_clear()
+
+
+def compiles_once():
     torch._dynamo.utils.counters.clear()
     for seed in range(4):
         metadata = metadata_of(*random_forest(seed, nodes=10, node_lens=(1, 30, 60, 200)), padding=seed)
@@ -104,15 +109,19 @@ def test_compiled_once_for_all_lengths():
     assert worst(out, expected) < 1e-6
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """torch.compile traces and guards as ever, but generates no code."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+def test_compiled_once_for_all_lengths(eager):
+    """Through the front door, at several lengths; the second length compiles nothing."""
+    compiles_once()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="torch.compile on the CPU needs a C++ compiler and Python's headers",
+)
+def test_code_is_generated_once_for_all_lengths():
     torch.compiler.reset()
-    flex._compiled.cache_clear()
-    yield
-    torch.compiler.reset()
-    flex._compiled.cache_clear()
+    compiles_once()
 
 
 @torch._dynamo.config.patch(recompile_limit=3)

@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from harness.marks import quick
 from sources import MEGATRON, ROOT, TRANSFORMER_ENGINE, content, megatron_core, patches, wheel
 
 sys.path.insert(0, str(ROOT / "scripts" / "lib"))
@@ -28,7 +29,12 @@ TARGETS = [("--megatron-lm", version) for version in MEGATRON] + [
 MOVED = "megatron/core/transformer/enums.py"
 
 
-@pytest.fixture(params=TARGETS, ids=" ".join)
+@pytest.fixture(
+    params=quick(
+        ("--megatron-lm", "installed"), ("--megatron-lm", "0.19.2"), ("--transformer-engine", "2.18.0"), of=TARGETS
+    ),
+    ids=" ".join,
+)
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     option, version = request.param
     if option == "--megatron-lm":

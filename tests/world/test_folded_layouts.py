@@ -84,7 +84,7 @@ def test_the_batch_is_a_hard_one() -> None:
     assert max(sample.tokens.max() for sample in SAMPLES) < VOCAB
 
 
-@in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-pp2", "tp2-dp2", "tp2-sp-pp2-vpp2", "dp4")
+@in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-sp-pp2-vpp2", "dp4", slow=["tp2-pp2", "tp2-dp2"])
 def test_every_layout(size: int, layout: Layout) -> None:
     job = Job(max_tokens=LONGEST + 10)
     check(folded(size, layout, job), oracle(Job()), FP64)

@@ -98,10 +98,10 @@ def whole(results: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, "dense") for name in ("tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-sp-pp2-vpp2")),
-        *(pytest.param(name, "dense", marks=pytest.mark.slow) for name in ("tp2-pp2", "tp2-dp2")),
+        *((name, "dense") for name in ("tp2", "pp2", "pp2-vpp2", "dp2", "tp2-sp-pp2-vpp2")),
+        *(pytest.param(name, "dense", marks=pytest.mark.slow) for name in ("tp2-sp", "tp2-pp2", "tp2-dp2")),
         ("tp2-pp2", "tied"),
-        ("tp2-sp", "qk-layernorm"),
+        pytest.param("tp2-sp", "qk-layernorm", marks=pytest.mark.slow),
         ("tp2-sp", "moe"),
         ("ep2", "moe"),
     ],

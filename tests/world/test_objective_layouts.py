@@ -167,7 +167,7 @@ def test_groups_that_are_split_over_ranks(job: Job) -> None:
     assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
 
 
-@pytest.mark.parametrize("job", OBJECTIVES)
+@pytest.mark.parametrize("job", UNLIKE)
 def test_the_cut_and_the_order_change_neither_gradient_nor_metrics(job: Job) -> None:
     order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()
     narrow, wide, shuffled, unfused = (
@@ -204,7 +204,7 @@ def test_a_mixture_of_experts(job: Job) -> None:
     check(2, layout, replace(job, max_tokens=2 * LONGEST, config=MOE), limit=FP32_INSIDE)
 
 
-@pytest.mark.parametrize("job", UNLIKE)
+@pytest.mark.parametrize("job", [GRPO, pytest.param(CRITIC, marks=pytest.mark.slow)], ids=["grpo", "critic"])
 def test_bfloat16_is_about_as_close_to_the_truth_as_unfolded(job: Job) -> None:
     """Against fp64 with the same weights, both in loss and in the worst parameter's gradient."""
     half = replace(job, dtype=torch.bfloat16, max_tokens=2 * LONGEST)

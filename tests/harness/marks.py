@@ -1,0 +1,13 @@
+"""Marks of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def quick(*kept: Any, of: Iterable[Any]) -> list[Any]:
+    """Return the values of a parameter; tests of those that are not kept are slow."""
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in of]
