@@ -290,7 +290,7 @@ def test_a_real_control_c_while_reading():
     with subprocess.Popen(
         [*COMMAND, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        process.stdin.write(b'{"tokens": [1]}\n' * 300_000)  # more than a pipe holds: it is reading by now
+        process.stdin.write(b'{"tokens": [1]}\n' * 20_000)  # more than a pipe holds: it is reading by now
         process.stdin.flush()
         process.send_signal(signal.SIGINT)
         process.stdin.close()

@@ -1,6 +1,7 @@
 """The Mistral tokenizers against mistral-common's own encodings of every history and every answered history."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,9 @@ from mcore_prefix_tree.data import (
 from mcore_prefix_tree.sample import SampleError
 
 TAU = Path(__file__).resolve().parents[3] / "shared" / "data" / "tau_bench_airline_gpt4o.jsonl"
+
+# A Tekken vocabulary takes a second to load.
+tokenizer_of = cache(load_tokenizer)
 
 OFFICIAL = {
     "mistral-v3": MistralTokenizer.v3,
@@ -52,7 +56,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def loaded():
-    return {name: load_tokenizer(name) for name in OFFICIAL}
+    return {name: tokenizer_of(name) for name in OFFICIAL}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,7 @@ def check_against_official(tokenizer, official, messages):
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_every_turn_is_the_official_encoding(name, official):
-    check_against_official(load_tokenizer(name), official[name], parse_messages(ROLLOUT))
+    check_against_official(tokenizer_of(name), official[name], parse_messages(ROLLOUT))
 
 
 def test_content_beside_a_call_and_parallel_calls(tokenizer, official):
@@ -122,7 +126,7 @@ TOOLS = [{"name": "find", "description": "It finds.", "parameters": {"type": "ob
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_tools_are_told_as_the_official_encoding_tells_them(name, official):
-    tokenizer, messages, tools = load_tokenizer(name), parse_messages(ROLLOUT), parse_tools(TOOLS)
+    tokenizer, messages, tools = tokenizer_of(name), parse_messages(ROLLOUT), parse_tools(TOOLS)
     told = [MistralTool(function=Function(**TOOLS[0]))]
     turns = tokenizer.encode_turns(messages, tools)
     plain = tokenizer.encode_turns(messages)
@@ -210,7 +214,7 @@ def test_turns_that_are_encoded_together_are_what_each_is_by_itself(loaded, name
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_turns_behind_one_user_message_are_encoded_once(name, monkeypatch):
-    tokenizer = load_tokenizer(name)
+    tokenizer = tokenizer_of(name)
     encode, encoded = tokenizer._encode, []
     monkeypatch.setattr(tokenizer, "_encode", lambda *given: encoded.append(given) or encode(*given))
     steps = [{"role": "assistant", "content": None, "tool_calls": [call("f")]}, {"role": "tool", "content": "ok"}]
@@ -263,7 +267,7 @@ def test_call_ids_the_format_allows_are_kept_and_others_replaced(tokenizer, offi
 def test_v3_rewrites_the_history_and_says_so(tmp_path):
     path = tmp_path / "rollout.jsonl"
     path.write_text(json.dumps({"messages": ROLLOUT}))
-    tokenizer = load_tokenizer("mistral-v3")
+    tokenizer = tokenizer_of("mistral-v3")
     assert len(read_samples(path, tokenizer=tokenizer, expand_turns=True)) == 4
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=tokenizer)
@@ -298,7 +302,7 @@ def test_what_the_format_refuses(tokenizer, rows, reason):
 
 @pytest.mark.parametrize(("name", "size"), [("mistral-v3", 32768), ("mistral-v7", 32768)])
 def test_names_and_sizes(name, size):
-    tokenizer = load_tokenizer(name)
+    tokenizer = tokenizer_of(name)
     assert (tokenizer.name, tokenizer.vocab_size) == (name, size)
 
 

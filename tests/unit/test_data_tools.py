@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from importlib.util import find_spec
 
 import pytest
@@ -15,6 +16,9 @@ from test_data_tables import write_table
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import ChatError, load_tokenizer, parse_messages, parse_tools, read_samples
 from mcore_prefix_tree.data.chat import MAX_DEPTH
+
+# A Tekken vocabulary takes a second to load.
+tokenizer_of = cache(load_tokenizer)
 
 MISTRAL = ["mistral-v3", "mistral-v3-tekken", "mistral-v7"]
 ROWS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -67,7 +71,7 @@ def test_templates_are_given_what_the_record_has(tmp_path):
 
 @pytest.mark.parametrize("name", MISTRAL)
 def test_mistral_is_told_what_mistral_common_makes_of_openais_shape(name, tmp_path):
-    tokenizer = load_tokenizer(name)
+    tokenizer = tokenizer_of(name)
     (sample,) = read_samples(write_lines(tmp_path, tools=TOOLS), tokenizer=tokenizer)
     request = ChatCompletionRequest.from_openai(messages=ROWS, tools=TOOLS)
     assert sample.tokens.tolist() == tokenizer._tokenizer.encode_chat_completion(request).tokens
@@ -93,7 +97,7 @@ def test_mistral_is_told_what_mistral_common_makes_of_openais_shape(name, tmp_pa
 def test_mistral_names_what_it_cannot_tell(tool, says, tmp_path):
     path = write_lines(tmp_path, tools=[tool])
     with pytest.raises(SampleError) as caught:
-        read_samples(path, tokenizer=load_tokenizer("mistral-v7"))
+        read_samples(path, tokenizer=tokenizer_of("mistral-v7"))
     assert str(caught.value).startswith(f"{path}:1: {says}")
     assert "\n" not in str(caught.value)
 
@@ -175,7 +179,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_whether_a_record_passes_does_not_depend_on_the_callers_depth(name, folder):
-    tokenizer = load_tokenizer(folder if name == "folder" else name)
+    tokenizer = tokenizer_of(folder if name == "folder" else name)
     whole = nested(MAX_DEPTH)
     tools = [{"name": "f", "parameters": whole}]
     tool_result = {"role": "tool", "content": json.dumps(whole)}
@@ -193,7 +197,7 @@ def test_whether_a_record_passes_does_not_depend_on_the_callers_depth(name, fold
 def test_records_that_are_too_deep_are_skipped(case, name, folder, tmp_path):
     path = write_lines(tmp_path)
     path.write_text(json.dumps({"messages": DEEP[case]}) + "\n" + path.read_text())
-    tokenizer = load_tokenizer(folder if name == "folder" else name)
+    tokenizer = tokenizer_of(folder if name == "folder" else name)
     with pytest.warns(UserWarning, match=r":1: field 'messages\[1\]\.tool_calls\[0\]\.arguments' is nested more than"):
         (sample,) = read_samples(path, tokenizer=tokenizer, on_error="skip")
     assert tokenizer.decode(sample.tokens[sample.loss_mask > 0]).strip().startswith("b")
@@ -242,7 +246,7 @@ TEXT = [
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("text", TEXT, ids=range(len(TEXT)))
 def test_brackets_that_are_no_json_are_text(text, name, folder):
-    tokenizer = load_tokenizer(folder if name == "folder" else name)
+    tokenizer = tokenizer_of(folder if name == "folder" else name)
     rows = [*called(text), {"role": "tool", "content": text}, {"role": "assistant", "content": "ok"}]
     assert len(tokenizer.encode_turns(parse_messages(rows))) == 2
 
@@ -250,7 +254,7 @@ def test_brackets_that_are_no_json_are_text(text, name, folder):
 @pytest.mark.parametrize("name", MISTRAL)
 @pytest.mark.parametrize("content", ["[" * 1500, json.dumps(nested(900))], ids=["brackets", "levels"])
 def test_results_are_json_to_v3_only(content, name):
-    tokenizer = load_tokenizer(name)
+    tokenizer = tokenizer_of(name)
     messages = parse_messages(
         [*called("{}"), {"role": "tool", "content": content}, {"role": "assistant", "content": "k"}]
     )
