@@ -21,6 +21,7 @@ from mcore_prefix_tree.trie import Share, Sharing
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
     from mcore_prefix_tree.data.batches import SampleOrder
+    from mcore_prefix_tree.data.vocabulary import Vocabulary
     from mcore_prefix_tree.objectives import Objective
     from mcore_prefix_tree.plan import ModelWork
     from mcore_prefix_tree.recipe import Recipe
@@ -58,6 +59,14 @@ class TokenizerOnDemand:
         """See ``ChatTokenizer``."""
         self.conversations += 1
         return self.load().encode_turns(messages, tools)
+
+    def encode_text(self, text: str) -> list[int]:
+        """See ``ChatTokenizer``."""
+        return self.load().encode_text(text)
+
+    def vocabulary(self) -> Vocabulary:
+        """See ``ChatTokenizer``."""
+        return self.load().vocabulary()
 
 
 def object_of(option: str | None) -> dict[str, Any] | None:

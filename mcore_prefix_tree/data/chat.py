@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.data.vocabulary import Vocabulary
+
 # Keys of other formats that must not be dropped in silence, and what to give instead.
 _UNKNOWN_TO_FORMATS = {
     "function_call": "give it as tool_calls",
@@ -129,6 +131,16 @@ class ChatTokenizer(Protocol):
 
         Raises:
             ChatError: the chat format cannot express the conversation or the tools.
+        """
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode text without a chat format; no part of it becomes a control token."""
+
+    def vocabulary(self) -> Vocabulary:
+        """Return how each token is spelled.
+
+        Raises:
+            ValueError: the tokenizer does not tell the bytes of its tokens.
         """
 
 

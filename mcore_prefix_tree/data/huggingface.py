@@ -15,6 +15,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool
+from mcore_prefix_tree.data.vocabulary import DummySpace, Spelling, Vocabulary
 
 # What a template can ask that is answered differently the next time.
 _CLOCK = "strftime_now"
@@ -112,6 +113,40 @@ class HuggingFaceChatTokenizer:
             turns.append(EncodedTurn(tokens=np.array(whole[:end], dtype=np.int32), start=len(prompt)))
         return turns
 
+    def encode_text(self, text: str) -> list[int]:
+        """See ``ChatTokenizer.encode_text``."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return ids
+
+    def vocabulary(self) -> Vocabulary:
+        """See ``ChatTokenizer.vocabulary``."""
+        added = self._tokenizer.added_tokens_decoder
+        pieces = self._tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
+        unknown = {self._tokenizer.unk_token_id} - {None}
+        return Vocabulary(
+            pieces=pieces,
+            spelling=_spelling_of(self._tokenizer, self._folder),
+            special=self._special_ids | unknown,
+            verbatim=frozenset(added) - self._special_ids,
+            dummy_space=self._dummy_space(),
+            bos=self._tokenizer.bos_token_id,
+            eos=self._tokenizer.eos_token_id,
+        )
+
+    def _dummy_space(self) -> DummySpace:
+        """Encode a digit alone and behind a control token, and see which of them gets a space."""
+
+        def has_space(text: str, at: int) -> bool:
+            piece = self._tokenizer.convert_ids_to_tokens(self._token_ids([text])[0])[at]
+            return piece.startswith(("\u2581", "\u0120"))
+
+        if not has_space("0", 0):
+            return "never"
+        special = next(iter(self._special_ids), None)
+        if special is None:
+            return "first"
+        return "always" if has_space(self._tokenizer.convert_ids_to_tokens(special) + "0", 1) else "first"
+
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool
     ) -> str:
@@ -204,6 +239,25 @@ def _loaded(folder: str) -> Any:
     except Exception as error:  # a damaged file makes transformers and tokenizers raise nearly anything
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"tokenizer '{folder}': transformers cannot load this folder: {reason}") from error
+
+
+def _spelling_of(tokenizer: Any, folder: str) -> Spelling:
+    """Return how a tokenizer spells its tokens, which its decoder undoes."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    parts = [] if decoder is None else [json.loads(decoder.__getstate__())]
+    kinds: set[str] = set()
+    while parts:
+        part = parts.pop()
+        kinds.add("Metaspace" if part.get("pattern") == {"String": "\u2581"} else part["type"])
+        parts += part.get("decoders", ())
+    if "ByteLevel" in kinds:
+        return "byte_level"
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return "sentencepiece"
+    raise ValueError(
+        f"tokenizer '{folder}' does not tell the bytes of its tokens (its decoder is "
+        f"{', '.join(sorted(kinds)) or 'missing'}); use a byte-level, SentencePiece or Tekken tokenizer"
+    )
 
 
 def _templates_of(tokenizer: Any, folder: str) -> dict[str, str]:

@@ -18,8 +18,10 @@ from mistral_common.protocol.instruct.tool_calls import ToolCall as MistralToolC
 from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, SpecialTokens, TokenizerVersion
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool, check_json_depth
+from mcore_prefix_tree.data.vocabulary import Vocabulary
 
 # v1 and v2 are left out: v1 knows no tools and no control tokens, v2 drops the tool calls of earlier turns.
 FILES = {
@@ -89,6 +91,38 @@ class MistralChatTokenizer:
             turns += self._turns(self._encode(converted[: ends[-1]], told))[-len(ends) :]
         assert len(turns) == len(turn_ends)
         return turns
+
+    def encode_text(self, text: str) -> list[int]:
+        """See ``ChatTokenizer.encode_text``."""
+        tokens: list[int] = self._text_tokenizer.encode(text, bos=False, eos=False)
+        return tokens
+
+    def vocabulary(self) -> Vocabulary:
+        """See ``ChatTokenizer.vocabulary``."""
+        text_tokenizer = self._text_tokenizer
+        special = frozenset(int(token) for token in text_tokenizer.special_ids)
+        ids = range(self._vocab_size)
+        if isinstance(text_tokenizer, Tekkenizer):
+            # A part of a character has no text, so its piece is its bytes; a control token's piece is its name.
+            return Vocabulary(
+                pieces=[
+                    text_tokenizer.id_to_piece(i) if i in special else text_tokenizer.id_to_byte_piece(i) for i in ids
+                ],
+                spelling="bytes",
+                special=special,
+                bos=int(text_tokenizer.bos_id),
+                eos=self._end_of_turn,
+            )
+        pieces = [text_tokenizer.id_to_piece(i) for i in ids]
+        return Vocabulary(
+            pieces=pieces,
+            spelling="sentencepiece",
+            special=special | {int(text_tokenizer.unk_id)},
+            # The formats encode each text between control tokens by itself.
+            dummy_space="always" if pieces[self.encode_text("0")[0]].startswith("\u2581") else "never",
+            bos=int(text_tokenizer.bos_id),
+            eos=self._end_of_turn,
+        )
 
     def _encoded_together(
         self, messages: Sequence[ChatMessage], turn_ends: Sequence[int], told: bool

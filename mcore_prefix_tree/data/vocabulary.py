@@ -1,0 +1,37 @@
+"""Vocabularies: how a tokenizer spells each of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+# How pieces are written down: their bytes; GPT-2's characters for bytes; SentencePiece's text with marks.
+Spelling = Literal["bytes", "byte_level", "sentencepiece"]
+
+# Where a tokenizer puts a space that is not in the text: before a sequence that begins with text, or also before the
+# text behind each control token.
+DummySpace = Literal["never", "first", "always"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Vocabulary:
+    """The tokens of a tokenizer, as its files write them.
+
+    Attributes:
+        pieces: one for each token id; None where the tokenizer has no token of this id.
+        spelling: how the pieces are written.
+        special: ids of control tokens, which stand for no text.
+        verbatim: ids whose piece is its own text, whatever the spelling (added tokens).
+        dummy_space: where the tokenizer puts a space that is not in the text.
+        bos: id of the token that begins a text; None without one.
+        eos: id of the token that ends a turn; None without one.
+    """
+
+    pieces: Sequence[str | bytes | None]
+    spelling: Spelling
+    special: frozenset[int]
+    verbatim: frozenset[int] = frozenset()
+    dummy_space: DummySpace = "never"
+    bos: int | None = None
+    eos: int | None = None

@@ -1,0 +1,116 @@
+"""Byte-boundary alignment: a chunk ends wherever a student's token and a teacher's token end at the same byte.
+
+Legend: n student tokens, m teacher tokens, C chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.xtoken.token_bytes import BoolArray, Int64Array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Alignment:
+    """Chunks of two token sequences: runs of tokens with the same text on both sides, in order.
+
+    Attributes:
+        student: int64 ``[C, 2]``, first token and end (exclusive) of each chunk, at least one token.
+        teacher: int64 ``[C, 2]``, the same in the teacher's sequence.
+    """
+
+    student: Int64Array
+    teacher: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.student)
+
+    def keep(self, chunks: BoolArray) -> Alignment:
+        """Return the chunks that a mask ``[C]`` selects."""
+        return Alignment(student=self.student[chunks], teacher=self.teacher[chunks])
+
+
+NOTHING = Alignment(student=np.empty((0, 2), dtype=np.int64), teacher=np.empty((0, 2), dtype=np.int64))
+
+
+def align_ends(
+    student_ends: Int64Array,
+    teacher_ends: Int64Array,
+    student_has_text: BoolArray,
+    teacher_has_text: BoolArray,
+) -> Alignment:
+    """Align two sequences by where their tokens end in one common text.
+
+    The result is prefix-causal: chunks that end inside a prefix of both sequences depend on that prefix alone. A token
+    of no bytes, such as SentencePiece's leading mark, belongs to the chunk of the token behind it. A chunk that another
+    token interrupts, such as a control token inside a word, is left out.
+
+    Args:
+        student_ends: int64 ``[n]``, byte at which each token ends; never falls.
+        teacher_ends: int64 ``[m]``, in the same text.
+        student_has_text: bool ``[n]``, tokens that may belong to a chunk.
+        teacher_has_text: bool ``[m]``.
+
+    Returns:
+        The chunks, as ranges of tokens. Time and memory are O(n + m).
+    """
+    sides = [_TextTokens.of(student_ends, student_has_text), _TextTokens.of(teacher_ends, teacher_has_text)]
+    borders = np.intersect1d(sides[0].borders, sides[1].borders, assume_unique=True)
+    student, teacher = (side.ranges(borders) for side in sides)
+    whole = (student[:, 2] == 1) & (teacher[:, 2] == 1)
+    return Alignment(student=student[whole, :2], teacher=teacher[whole, :2])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _TextTokens:
+    """The tokens of one side that have text, and where each run of them ends.
+
+    Attributes:
+        index: int64, the tokens.
+        ends: int64, the byte at which each ends, or the next one with a byte does.
+        borders: int64, the different ends, ascending.
+    """
+
+    index: Int64Array
+    ends: Int64Array
+    borders: Int64Array
+
+    @classmethod
+    def of(cls, ends: Int64Array, has_text: BoolArray) -> _TextTokens:
+        index = np.flatnonzero(has_text)
+        before = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])[index] if len(ends) else ends
+        has_bytes = ends[index] > before
+        # The next token with a byte; those behind the last one are in no chunk.
+        following = np.cumsum(has_bytes) - has_bytes
+        borders = ends[index][has_bytes]
+        inside = following < len(borders)
+        return cls(index=index[inside], ends=borders[following[inside]], borders=borders)
+
+    def ranges(self, borders: Int64Array) -> Int64Array:
+        """Return first token, end and whether nothing is between, ``[C, 3]``, of the chunks that end at borders."""
+        last = np.searchsorted(self.ends, borders, side="right") - 1
+        first = np.concatenate([np.zeros(1, dtype=np.int64), last[:-1] + 1])[: len(last)]
+        start, end = self.index[first], self.index[last] + 1
+        return np.stack([start, end, end - start == last - first + 1], axis=1)
+
+
+def merged_ranges(alignments: list[Alignment]) -> Alignment:
+    """Return the chunks of several alignments of the same two sequences, one after another."""
+    if not alignments:
+        return NOTHING
+    return Alignment(
+        student=np.concatenate([one.student for one in alignments]),
+        teacher=np.concatenate([one.teacher for one in alignments]),
+    )
+
+
+def first_difference(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> int | None:
+    """Return the first byte at which two texts differ, or one of them ends; None for equal texts."""
+    common = min(len(one), len(other))
+    differs = one[:common] != other[:common]
+    if differs.any():
+        return int(np.argmax(differs))
+    return None if len(one) == len(other) else common
