@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_data_huggingface import PLAIN, make_folder
 
 from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.data.vocabulary import Vocabulary
 from mcore_prefix_tree.xtoken.token_bytes import token_bytes
-from test_data_huggingface import PLAIN, make_folder
 
 NAMES = ("mistral-v7", "mistral-v3-tekken")
 VARIANTS = {
