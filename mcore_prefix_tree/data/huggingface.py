@@ -137,7 +137,7 @@ class HuggingFaceChatTokenizer:
         """Encode a digit alone and behind a control token, and see which of them gets a space."""
 
         def has_space(text: str, at: int) -> bool:
-            piece = self._tokenizer.convert_ids_to_tokens(self._token_ids([text])[0])[at]
+            piece: str = self._tokenizer.convert_ids_to_tokens(self._token_ids([text])[0])[at]
             return piece.startswith(("\u2581", "\u0120"))
 
         if not has_space("0", 0):

@@ -84,7 +84,7 @@ class _TextTokens:
         before = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])[index] if len(ends) else ends
         has_bytes = ends[index] > before
         # The next token with a byte; those behind the last one are in no chunk.
-        following = np.cumsum(has_bytes) - has_bytes
+        following: Int64Array = np.cumsum(has_bytes) - has_bytes
         borders = ends[index][has_bytes]
         inside = following < len(borders)
         return cls(index=index[inside], ends=borders[following[inside]], borders=borders)

@@ -1,0 +1,143 @@
+"""Pairs from data files, a record at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from mcore_prefix_tree.data.files import PathLike, no_samples, read_records, resolve_paths
+from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
+from mcore_prefix_tree.data.skipped import OnError, Skipped, check_on_error
+from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
+
+# Whose chat format the teacher reads: its own, or the student's in its own tokens.
+Rendering = Literal["own", "student"]
+
+
+class _ReadOnce:
+    """A record whose fields are parsed once for both tokenizers."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self.source = record.source
+
+    @cached_property
+    def _fields(self) -> Mapping[str, Any] | None:
+        return self._record.fields()
+
+    def fields(self) -> Mapping[str, Any] | None:
+        """See ``Record``."""
+        return self._fields
+
+
+class PairReader:
+    """Makes the pairs of one record after another."""
+
+    def __init__(
+        self,
+        pairing: Pairing,
+        *,
+        rendering: Rendering = "own",
+        expand_turns: bool = False,
+        student_limits: Mapping[str, int] | None = None,
+        teacher_limits: Mapping[str, int] | None = None,
+    ) -> None:
+        """Set how records become pairs.
+
+        Args:
+            pairing: both tokenizers.
+            rendering: ``own`` encodes ``messages`` with each side's own chat format; ``student`` gives the teacher the
+                text that the student reads. Records of ``tokens`` are in the student's tokens and always take the
+                second way.
+            expand_turns: make a sample of every assistant turn.
+            student_limits: largest number of the student's tokens, by the name of the setting.
+            teacher_limits: largest number of the teacher's tokens.
+
+        Raises:
+            ValueError: ``rendering`` is neither.
+        """
+        if rendering not in get_args(Rendering):
+            raise ValueError(f"rendering={rendering!r} must be one of {', '.join(map(repr, get_args(Rendering)))}")
+        self.pairing, self._rendering, self._teacher_limits = pairing, rendering, dict(teacher_limits or {})
+        self._student, self._teacher = (
+            LineOptions(
+                tokenizer=tokenizer, expand_turns=expand_turns, vocab_size=table.vocab_size, limits=limits or {}
+            )
+            for tokenizer, table, limits in (
+                (pairing.student_tokenizer, pairing.student, student_limits),
+                (pairing.teacher_tokenizer, pairing.teacher, teacher_limits),
+            )
+        )
+
+    def of_record(self, record: Record, skipped: Skipped | None = None) -> list[Pair]:
+        """Return the pairs of one record; none for a blank line.
+
+        Raises:
+            SampleError: bad data, or text that cannot be aligned; without ``skipped``, which otherwise counts it.
+        """
+        record = _ReadOnce(record)
+        students = samples_of_record(record, self._student, skipped)
+        if not students:
+            return []
+        row = record.fields()
+        found: list[tuple[Sample, Sample | None]] = [(student, None) for student in students]
+        if self._rendering == "own" and row is not None and "messages" in row:
+            teachers = {sample.source: sample for sample in samples_of_record(record, self._teacher, skipped)}
+            # A sample that the teacher's side has left out is counted already.
+            found = [(student, teachers[student.source]) for student in students if student.source in teachers]
+        pairs = (self._pair(student, teacher, skipped) for student, teacher in found)
+        return [pair for pair in pairs if pair is not None]
+
+    def _pair(self, student: Sample, teacher: Sample | None, skipped: Skipped | None) -> Pair | None:
+        try:
+            pair = self.pairing.reencode(student) if teacher is None else self.pairing.pair(student, teacher)
+            self._check_limits(pair)
+        except SampleError as error:
+            if skipped is None:
+                raise
+            skipped.add(error, "malformed")
+            return None
+        return pair
+
+    def _check_limits(self, pair: Pair) -> None:
+        for name, limit in self._teacher_limits.items():
+            if len(pair.teacher) > limit:
+                raise SampleError(
+                    f"{pair.teacher.source}: the sample has {len(pair.teacher)} of the teacher's tokens, but {name} is "
+                    f"{limit}; raise {name} or shorten the sample"
+                )
+
+
+def iter_pairs(
+    paths: PathLike | Iterable[PathLike],
+    reader: PairReader,
+    *,
+    on_error: OnError = "raise",
+    skipped: Skipped | None = None,
+) -> Iterator[list[Pair]]:
+    """Yield the pairs of one record after another; see :func:`mcore_prefix_tree.data.iter_sample_groups`.
+
+    Args:
+        paths: files and globs.
+        reader: how records become pairs.
+        on_error: ``raise`` ends at the first bad record, ``skip`` leaves bad ones out.
+        skipped: counts what is left out.
+
+    Raises:
+        SampleError: see :meth:`PairReader.of_record`; or there is nothing in the files.
+        ValueError: for another ``on_error``.
+    """
+    check_on_error(on_error)
+    left_out = Skipped() if skipped is None else skipped
+    resolved = resolve_paths(paths)
+    empty = True
+    for path in resolved:
+        for record in read_records(path):
+            pairs = reader.of_record(record, left_out if on_error == "skip" else None)
+            if pairs:
+                yield pairs
+                empty = False
+    if empty:
+        raise no_samples(resolved, left_out)
