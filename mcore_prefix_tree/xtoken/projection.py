@@ -1,11 +1,17 @@
-"""Projection matrices: what a student's token is worth in the teacher's vocabulary."""
+"""Projection matrices: what a student's token is worth in the teacher's vocabulary.
+
+Legend: V_s and V_t tokens of the student's and the teacher's vocabulary, k entries of a row, E entries in all.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,3 +36,90 @@ class Projection:
     def student_vocab_size(self) -> int:
         """V_s."""
         return len(self.columns)
+
+
+def from_entries(
+    rows: IntArray,
+    columns: IntArray,
+    weights: FloatArray,
+    *,
+    student_vocab_size: int,
+    teacher_vocab_size: int,
+    top_k: int,
+    student_hash: str = "",
+    teacher_hash: str = "",
+) -> Projection:
+    """Add up the entries of a matrix and keep the ``top_k`` of each row, which then add up to 1.
+
+    Of equal weights the lower id is kept.
+
+    Args:
+        rows: ``[E]``, the student's tokens, in any order.
+        columns: ``[E]``, the teacher's tokens.
+        weights: float64 ``[E]``, at least 0; entries of one place are added.
+        student_vocab_size: V_s.
+        teacher_vocab_size: V_t.
+        top_k: k.
+        student_hash: see :class:`Projection`.
+        teacher_hash: see :class:`Projection`.
+    """
+    place, group = np.unique(rows.astype(np.int64) * teacher_vocab_size + columns, return_inverse=True)
+    total = np.bincount(group, weights=weights, minlength=len(place)).astype(np.float64)
+    place, total = place[total > 0], total[total > 0]
+    row, column = np.divmod(place, teacher_vocab_size)
+    order = np.lexsort((column, -total, row))
+    row, column, total = row[order], column[order], total[order]
+    rank = np.arange(len(row)) - np.searchsorted(row, row)
+    kept = rank < top_k
+    row, column, total, rank = row[kept], column[kept], total[kept], rank[kept]
+    dense = np.full((student_vocab_size, top_k), -1, dtype=np.int32)
+    values = np.zeros((student_vocab_size, top_k))
+    dense[row, rank], values[row, rank] = column, total
+    return Projection(
+        columns=dense,
+        weights=_normalised(values),
+        teacher_vocab_size=teacher_vocab_size,
+        student_hash=student_hash,
+        teacher_hash=teacher_hash,
+    )
+
+
+def trim(projection: Projection, top_k: int) -> Projection:
+    """Keep the ``top_k`` heaviest entries of each row, and let them add up to 1.
+
+    Raises:
+        ValueError: ``top_k`` is less than 1.
+    """
+    if top_k < 1:
+        raise ValueError(f"top_k={top_k} must be at least 1")
+    return replace(
+        projection,
+        columns=projection.columns[:, :top_k].copy(),
+        weights=_normalised(projection.weights[:, :top_k].astype(np.float64)),
+    )
+
+
+def with_exact_map(projection: Projection, student_tokens: IntArray, teacher_tokens: IntArray) -> Projection:
+    """Give tokens that mean the same the whole weight of their rows.
+
+    Args:
+        projection: to change.
+        student_tokens: ``[E]``, different ids.
+        teacher_tokens: ``[E]``, the one that each of them equals.
+    """
+    columns, weights = projection.columns.copy(), projection.weights.copy()
+    columns[student_tokens], weights[student_tokens] = -1, 0.0
+    columns[student_tokens, 0], weights[student_tokens, 0] = teacher_tokens, 1.0
+    return replace(projection, columns=columns, weights=weights)
+
+
+def entries(projection: Projection) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], FloatArray]:
+    """Return rows, columns and weights of what is not empty, ``[E]`` each, row after row."""
+    row, rank = np.nonzero(projection.columns >= 0)
+    return row, projection.columns[row, rank].astype(np.int64), projection.weights[row, rank].astype(np.float64)
+
+
+def _normalised(values: FloatArray) -> npt.NDArray[np.float32]:
+    total = values.sum(axis=1, keepdims=True)
+    normalised: npt.NDArray[np.float32] = (values / np.where(total > 0, total, 1.0)).astype(np.float32)
+    return normalised

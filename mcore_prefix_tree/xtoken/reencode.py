@@ -17,19 +17,34 @@ _CONTEXTS = ("\n", ":", "0")
 _TEXTS_KEPT = 4096
 
 
-def encode_behind(tokenizer: ChatTokenizer, table: TokenBytes, text: str) -> list[int] | None:
-    """Encode text that continues another, so that no dummy space is put in front of it.
+class TextEncoder:
+    """Encodes text by itself, and text that continues another."""
 
-    Returns:
-        The token ids; None if the tokenizer joins the text with whatever is in front of it.
-    """
-    if table.dummy_space == "never":
-        return tokenizer.encode_text(text)
-    for context in _CONTEXTS:
-        before, ids = tokenizer.encode_text(context), tokenizer.encode_text(context + text)
-        if ids[: len(before)] == before:
-            return ids[len(before) :]
-    return None
+    def __init__(self, tokenizer: ChatTokenizer, table: TokenBytes) -> None:
+        """``table``: the bytes of the tokenizer's tokens."""
+        self._tokenizer, self.table = tokenizer, table
+        self._contexts = [(context, tokenizer.encode_text(context)) for context in _CONTEXTS if self._has_dummy]
+
+    @property
+    def _has_dummy(self) -> bool:
+        return self.table.dummy_space != "never"
+
+    def alone(self, text: str) -> list[int]:
+        """Return the token ids of a text that follows a control token or nothing."""
+        return self._tokenizer.encode_text(text)
+
+    def behind(self, text: str) -> list[int] | None:
+        """Return the token ids of a text that continues another, so that no dummy space is put in front of it.
+
+        None if the tokenizer joins the text with whatever is in front of it.
+        """
+        if not self._has_dummy:
+            return self._tokenizer.encode_text(text)
+        for context, before in self._contexts:
+            ids = self._tokenizer.encode_text(context + text)
+            if ids[: len(before)] == before:
+                return ids[len(before) :]
+        return None
 
 
 class Reencoder:
@@ -37,7 +52,7 @@ class Reencoder:
 
     def __init__(self, student: TokenBytes, tokenizer: ChatTokenizer, teacher: TokenBytes) -> None:
         """``tokenizer`` and ``teacher``: the teacher's."""
-        self._student, self._teacher, self._tokenizer = student, teacher, tokenizer
+        self._encoder = TextEncoder(tokenizer, teacher)
         ids = {name: token for token, name in teacher.special_names.items()}
         self._specials = {token: ids[name] for token, name in student.special_names.items() if name in ids}
         for ours, theirs in ((student.bos, teacher.bos), (student.eos, teacher.eos)):
@@ -86,18 +101,16 @@ class Reencoder:
                 f"{sample.source}: token {at} (id {int(sample.tokens[at])}) has bytes that are not UTF-8 "
                 f"({raw[error.start : error.end]!r}), which the teacher's tokenizer cannot encode; drop the sample"
             ) from None
-        found = self._encode_text(text, is_first or self._teacher.dummy_space == "always")
+        found = self._encode_text(text, is_first or self._encoder.table.dummy_space == "always")
         if found is None:
             raise SampleError(
-                f"{sample.source}: the teacher's tokenizer '{self._teacher.name}' cannot continue a sequence with the "
-                f"text at token {start}; drop the sample"
+                f"{sample.source}: the teacher's tokenizer '{self._encoder.table.name}' cannot continue a "
+                f"sequence with the text at token {start}; drop the sample"
             )
         return found
 
     def _encoded(self, text: str, is_by_itself: bool) -> tuple[int, ...] | None:
         if not text:
             return ()
-        if is_by_itself:
-            return tuple(self._tokenizer.encode_text(text))
-        ids = encode_behind(self._tokenizer, self._teacher, text)
+        ids = self._encoder.alone(text) if is_by_itself else self._encoder.behind(text)
         return None if ids is None else tuple(ids)

@@ -88,9 +88,9 @@ def test_the_weight_of_a_chunk_is_the_mean_of_its_tokens_weights():
 
 def test_special_tokens_are_matched_by_name_and_role():
     student = Toy(["a"], "student", special=("<s>", "</s>", "[CALL]", "[ONLY]"))
-    teacher = Toy(["a"], "teacher", special=("<begin>", "<end>", "[CALL]"))
+    teacher = Toy(["a"], "teacher", special=("<s>", "<end>", "[CALL]"), eos="<end>")
     pair = Pairing(student, teacher).reencode(student.sample("<s>", "a", "[CALL]", "a", "[ONLY]", "a", "</s>"))
-    assert [teacher.pieces[token] for token in pair.teacher.tokens] == ["<begin>", "a", "[CALL]", "a", "a", "<end>"]
+    assert [teacher.pieces[token] for token in pair.teacher.tokens] == ["<s>", "a", "[CALL]", "a", "a", "<end>"]
     assert chunks_of(pair) == [((1, 2), (1, 2)), ((3, 4), (3, 4)), ((5, 6), (4, 5)), ((6, 7), (5, 6))]
 
 

@@ -5,10 +5,10 @@ from mcore_prefix_tree.sample import Sample
 
 
 class Toy:
-    """Encodes with the longest token that fits; ``<s>`` is token 0, ``</s>`` token 1, and text begins at 2."""
+    """Encodes with the longest token that fits, or with token 0; special tokens have the first ids."""
 
-    def __init__(self, tokens, name="toy", special=("<s>", "</s>")):
-        self.name = name
+    def __init__(self, tokens, name="toy", special=("<s>", "</s>"), eos="</s>"):
+        self.name, self.eos = name, eos
         self.pieces = [*special, *tokens]
         self.vocab_size = len(self.pieces)
         self._first = len(special)
@@ -17,9 +17,8 @@ class Toy:
         found, at = [], 0
         while at < len(text):
             fits = [piece for piece in self.pieces[self._first :] if text.startswith(piece, at)]
-            assert fits, f"{text[at:]!r} is not in the vocabulary"
-            found.append(self.pieces.index(max(fits, key=len)))
-            at += len(found and self.pieces[found[-1]])
+            found.append(self.pieces.index(max(fits, key=len)) if fits else 0)
+            at += max(map(len, fits), default=1)
         return found
 
     def decode(self, tokens):
@@ -30,8 +29,8 @@ class Toy:
             pieces=self.pieces,
             spelling="sentencepiece",
             special=frozenset(range(self._first)),
-            bos=0,
-            eos=1 if self._first > 1 else None,
+            bos=self.pieces.index("<s>") if "<s>" in self.pieces else None,
+            eos=self.pieces.index(self.eos) if self.eos else None,
         )
 
     def sample(self, *pieces, source="toy", **fields):

@@ -1,0 +1,293 @@
+"""Files of projections: ours in safetensors, and NeMo-RL's of ``torch.save`` for exchange.
+
+Nothing in a file is executed: safetensors holds arrays, and ``torch.load`` reads tensors and plain values alone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.data.write import whole_file
+from mcore_prefix_tree.xtoken.projection import Projection, entries, from_entries
+from mcore_prefix_tree.xtoken.projection_build import Entries
+from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
+
+_FORMAT = "mcore-prefix-tree projection 1"
+_KEY = "projection"
+_TORCH = (".pt", ".pth")
+_REBUILD = "build it again with mcore-prefix-tree xtoken build-projection"
+
+
+def is_torch_file(path: str | Path) -> bool:
+    """Return whether a file's name is that of NeMo-RL's format."""
+    return str(path).lower().endswith(_TORCH)
+
+
+def write_projection(
+    path: str | Path,
+    projection: Projection,
+    *,
+    sparse: bool = False,
+    student_name: str = "",
+    teacher_name: str = "",
+) -> None:
+    """Write a projection; the file appears whole or not at all, and has the same bytes each time.
+
+    Args:
+        path: ``.pt`` or ``.pth`` for NeMo-RL's format, otherwise safetensors.
+        projection: to write.
+        sparse: of NeMo-RL's two forms, the dictionary of entries instead of the arrays. It holds no hashes.
+        student_name: of the student's tokenizer, for people.
+        teacher_name: of the teacher's.
+
+    Raises:
+        ValueError: ``sparse`` with a name of another format.
+        OSError: the file cannot be written.
+    """
+    if is_torch_file(path):
+        content = _torch_bytes(projection, student_name, teacher_name, sparse=sparse)
+    elif sparse:
+        raise ValueError(f"{path}: the sparse form is NeMo-RL's; give a name that ends in .pt")
+    else:
+        content = _safetensors_bytes(
+            {"columns": projection.columns, "weights": projection.weights},
+            {
+                "format": _FORMAT,
+                "student_hash": projection.student_hash,
+                "teacher_hash": projection.teacher_hash,
+                "teacher_vocab_size": projection.teacher_vocab_size,
+                "student": student_name,
+                "teacher": teacher_name,
+            },
+        )
+    with whole_file(path) as unfinished:
+        unfinished.write_bytes(content)
+
+
+def read_projection(
+    path: str | Path, *, student: TokenBytes, teacher: TokenBytes, scale_column: bool = False
+) -> Projection:
+    """Read a projection of two vocabularies.
+
+    Rows of NeMo-RL's files are sorted, and add up to 1 afterwards.
+
+    Args:
+        path: ``.pt`` or ``.pth`` for NeMo-RL's format, otherwise safetensors.
+        student: the student's vocabulary.
+        teacher: the teacher's.
+        scale_column: keep what NeMo-RL's scale trick has put into the last column, a sixth of each row for an arbitrary
+            token.
+
+    Raises:
+        ValueError: the file is damaged, is no projection, or was built for another tokenizer; names it.
+        OSError: the file cannot be read.
+    """
+    read = _read_torch if is_torch_file(path) else _read_safetensors
+    projection = read(path, student, teacher, scale_column)
+    for side, table, found in (
+        ("student", student, projection.student_hash),
+        ("teacher", teacher, projection.teacher_hash),
+    ):
+        if found and found != table.hash:
+            raise ValueError(
+                f"{path}: was built for another {side}'s tokenizer than '{table.name}' (hash {found[:12]} instead of "
+                f"{table.hash[:12]}); {_REBUILD}"
+            )
+    _check(path, projection, student, teacher)
+    return projection
+
+
+def _check(path: str | Path, projection: Projection, student: TokenBytes, teacher: TokenBytes) -> None:
+    if projection.student_vocab_size != student.vocab_size:
+        raise ValueError(
+            f"{path}: has {projection.student_vocab_size} rows, but the student's tokenizer '{student.name}' has "
+            f"{student.vocab_size} tokens; {_REBUILD}"
+        )
+    if int(projection.columns.max(initial=-1)) >= teacher.vocab_size or int(projection.columns.min(initial=0)) < -1:
+        row = int(np.argmax((projection.columns >= teacher.vocab_size).any(1) | (projection.columns < -1).any(1)))
+        raise ValueError(
+            f"{path}: row {row} maps to a token that the teacher's tokenizer '{teacher.name}' of {teacher.vocab_size} "
+            f"tokens does not have; {_REBUILD}"
+        )
+
+
+def _safetensors_bytes(arrays: dict[str, npt.NDArray[Any]], about: dict[str, Any]) -> bytes:
+    from safetensors.numpy import save
+
+    # One entry of metadata, because their order is not fixed.
+    content: bytes = save(arrays, metadata={_KEY: json.dumps(about, sort_keys=True)})
+    return content
+
+
+def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+    """Return the arrays of a safetensors file, and what it says about them."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
+    except (SafetensorError, ValueError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: str | Path, error: Exception) -> ValueError:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return ValueError(f"{path}: is damaged or no projection ({reason[:120]}); {_REBUILD}")
+
+
+def _read_safetensors(path: str | Path, student: TokenBytes, teacher: TokenBytes, scale_column: bool) -> Projection:
+    arrays, about = _read_arrays(path)
+    columns, weights = arrays.get("columns"), arrays.get("weights")
+    if about.get("format") != _FORMAT or columns is None or weights is None:
+        raise ValueError(f"{path}: is a safetensors file, but not a projection of this version; {_REBUILD}")
+    if columns.dtype != np.int32 or weights.dtype != np.float32 or columns.ndim != 2 or columns.shape != weights.shape:
+        raise ValueError(f"{path}: its arrays are not those of a projection; {_REBUILD}")
+    if not np.isfinite(weights).all() or (weights < 0).any():
+        raise ValueError(f"{path}: has weights that are negative or not finite; {_REBUILD}")
+    return Projection(
+        columns=columns,
+        weights=weights,
+        teacher_vocab_size=int(about["teacher_vocab_size"]),
+        student_hash=str(about["student_hash"]),
+        teacher_hash=str(about["teacher_hash"]),
+    )
+
+
+def _torch_bytes(projection: Projection, student_name: str, teacher_name: str, *, sparse: bool) -> bytes:
+    import torch
+
+    content: dict[Any, Any]
+    if sparse:
+        rows, columns, weights = entries(projection)
+        content = dict(zip(zip(rows.tolist(), columns.tolist(), strict=True), weights.tolist(), strict=True))
+    else:
+        content = {
+            "indices": torch.from_numpy(projection.columns.astype(np.int64)),
+            "likelihoods": torch.from_numpy(projection.weights),
+            "student_model_id": student_name,
+            "teacher_model_id": teacher_name,
+            "enable_scale_trick": False,
+            "student_hash": projection.student_hash,
+            "teacher_hash": projection.teacher_hash,
+        }
+    # In a file, the archive's folder would be named after it, which is unfinished and has a name of its own.
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
+
+
+def _read_torch(path: str | Path, student: TokenBytes, teacher: TokenBytes, scale_column: bool) -> Projection:
+    import pickle
+
+    import torch
+
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+        raise _damaged(path, error) from None
+    if isinstance(content, dict) and {"indices", "likelihoods"} <= content.keys():
+        rows, columns, weights = _dense_entries(path, content, scale_column)
+        top_k, size = int(content["indices"].shape[1]), int(content["indices"].shape[0])
+    elif isinstance(content, dict) and content and all(isinstance(key, tuple) and len(key) == 2 for key in content):
+        rows, columns, weights = _sparse_entries(path, content)
+        top_k, size = int(np.bincount(rows).max()), student.vocab_size
+    else:
+        raise ValueError(f"{path}: has neither 'indices' and 'likelihoods' nor pairs of tokens; {_REBUILD}")
+    if (rows < 0).any() or (rows >= size).any() or (columns >= teacher.vocab_size).any():
+        at = int(np.argmax((rows < 0) | (rows >= size) | (columns >= teacher.vocab_size)))
+        raise ValueError(
+            f"{path}: maps token {rows[at]} to {columns[at]}, but the tokenizers '{student.name}' and '{teacher.name}' "
+            f"have {size} and {teacher.vocab_size} tokens; {_REBUILD}"
+        )
+    if not np.isfinite(weights).all() or (weights < 0).any():
+        raise ValueError(f"{path}: has weights that are negative or not finite; {_REBUILD}")
+    return from_entries(
+        rows,
+        columns,
+        weights,
+        student_vocab_size=size,
+        teacher_vocab_size=teacher.vocab_size,
+        top_k=top_k,
+        student_hash=str(content.get("student_hash", "")),
+        teacher_hash=str(content.get("teacher_hash", "")),
+    )
+
+
+Coordinates = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]
+
+
+def _dense_entries(path: str | Path, content: dict[str, Any], scale_column: bool) -> Coordinates:
+    import torch
+
+    indices, likelihoods = content["indices"], content["likelihoods"]
+    if (
+        not (torch.is_tensor(indices) and torch.is_tensor(likelihoods))
+        or indices.ndim != 2
+        or indices.shape != likelihoods.shape
+        or indices.dtype.is_floating_point
+    ):
+        raise ValueError(f"{path}: 'indices' and 'likelihoods' are not matrices of one shape; {_REBUILD}")
+    columns = indices.to(torch.int64).numpy()
+    weights = likelihoods.to(torch.float64).numpy()
+    if content.get("enable_scale_trick") and not scale_column:
+        columns, weights = columns[:, :-1], weights[:, :-1]
+    row, rank = np.nonzero((columns >= 0) & (weights != 0))
+    return row, columns[row, rank], weights[row, rank]
+
+
+def _sparse_entries(path: str | Path, content: dict[Any, Any]) -> Coordinates:
+    try:
+        keys = np.array([*content], dtype=np.int64)
+        weights = np.array([float(weight) for weight in content.values()], dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{path}: its pairs are not two tokens with a weight; {_REBUILD}") from None
+    return keys[:, 0], keys[:, 1], weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartFiles:
+    """Finished parts of a build, one file each, in a folder; see :class:`projection_build.Parts`.
+
+    Attributes:
+        folder: where they are; it is made and removed as needed.
+        key: what is built; parts of another build are not used.
+    """
+
+    folder: Path
+    key: str
+
+    def load(self, name: str) -> Entries | None:
+        """Read a part; None if there is none that is whole and of this build, so that it is built again."""
+        try:
+            arrays, about = _read_arrays(self._path(name))
+        except (FileNotFoundError, ValueError):
+            return None
+        if about.get("key") != self.key:
+            return None
+        return Entries(rows=arrays["rows"], columns=arrays["columns"], weights=arrays["weights"])
+
+    def save(self, name: str, part: Entries) -> None:
+        """Write a part."""
+        self.folder.mkdir(exist_ok=True)
+        arrays: dict[str, npt.NDArray[Any]] = {"rows": part.rows, "columns": part.columns, "weights": part.weights}
+        with whole_file(self._path(name)) as unfinished:
+            unfinished.write_bytes(_safetensors_bytes(arrays, {"key": self.key}))
+
+    def remove(self) -> None:
+        """Remove all parts, and the folder unless something else is in it."""
+        if self.folder.is_dir():
+            for path in self.folder.glob("*.part"):
+                path.unlink()
+            if not any(self.folder.iterdir()):
+                self.folder.rmdir()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.part"

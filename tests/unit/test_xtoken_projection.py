@@ -1,0 +1,351 @@
+"""Projections: what is built, the exact map, trimming, and files."""
+
+import io
+import json
+import pickle
+import random
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from xtoken_toys import Toy
+
+from mcore_prefix_tree.data import load_tokenizer
+from mcore_prefix_tree.xtoken.projection import Projection, entries, from_entries, trim
+from mcore_prefix_tree.xtoken.projection_build import BuildSettings, Vocabularies, shares, similar_names
+from mcore_prefix_tree.xtoken.projection_file import PartFiles, read_projection, write_projection
+
+EXAMPLE = Vocabularies(
+    Toy(["a", "b", "12"], "student", special=("<unk>", "</s>")),
+    Toy(["a", "b", "1", "2"], "teacher", special=("<unk>", "</s>")),
+)
+NO_NAMES = BuildSettings(special_similarity=2.0)
+
+
+def dense(projection):
+    matrix = np.zeros((projection.student_vocab_size, projection.teacher_vocab_size))
+    rows, columns, weights = entries(projection)
+    matrix[rows, columns] = weights
+    return matrix
+
+
+def same(one, other):
+    fields = ("teacher_vocab_size", "student_hash", "teacher_hash")
+    assert [getattr(one, name) for name in fields] == [getattr(other, name) for name in fields]
+    assert one.columns.dtype == other.columns.dtype == np.int32
+    assert one.weights.dtype == other.weights.dtype == np.float32
+    assert one.columns.tolist() == other.columns.tolist()
+    assert one.weights.tolist() == other.weights.tolist()
+
+
+def test_shares_of_two_and_three_tokens():
+    assert shares(1) == [1.0]
+    assert shares(2) == pytest.approx([0.909091, 0.090909], abs=5e-7)
+    assert shares(3) == pytest.approx([0.900901, 0.090090, 0.009009], abs=5e-7)
+
+
+def test_the_worked_example():
+    projection = EXAMPLE.exact_map(EXAMPLE.build())
+    expected = np.zeros((5, 6))
+    expected[[0, 1, 2, 3], [0, 1, 2, 3]] = 1.0
+    expected[4, [4, 5]] = 10 / 11, 1 / 11
+    np.testing.assert_allclose(dense(projection), expected, atol=1e-7)
+    assert projection.columns[4, :3].tolist() == [4, 5, -1]
+    assert projection.columns.shape == (5, 32)
+
+
+def test_both_passes_add_up():
+    vocabularies = Vocabularies(Toy(["a", "b", "ab"]), Toy(["a", "b", "aba"]))
+    matrix = dense(vocabularies.build(NO_NAMES))
+    # a: itself from both sides; aba is written ab, a. ab: a, b, and the beginning of aba.
+    a = np.array([2.0, 0.0, 1 / 11])
+    np.testing.assert_allclose(matrix[2, 2:], a / a.sum(), atol=1e-7)
+    ab = np.array([10 / 11, 1 / 11, 10 / 11])
+    np.testing.assert_allclose(matrix[4, 2:], ab / ab.sum(), atol=1e-7)
+    forward = dense(vocabularies.build(BuildSettings(reverse=False, special_similarity=2.0)))
+    np.testing.assert_allclose(forward[2:, 2:], [[1, 0, 0], [0, 1, 0], [10 / 11, 1 / 11, 0]], atol=1e-7)
+    assert not forward[:2].any()
+
+
+def test_a_long_writing_is_cut_to_four_tokens():
+    vocabularies = Vocabularies(Toy(["abcde"]), Toy(list("abcde")))
+    (row,) = dense(vocabularies.build(NO_NAMES))[2:]
+    np.testing.assert_allclose(row, [0, 0, *shares(4), 0], atol=1e-7)
+    (row,) = dense(vocabularies.build(BuildSettings(tokens_kept=2, special_similarity=2.0)))[2:]
+    np.testing.assert_allclose(row, [0, 0, *shares(2), 0, 0, 0], atol=1e-7)
+
+
+def test_special_tokens_are_mapped_by_similar_names():
+    student, teacher = {0: "<|im_end|>", 1: "<s>"}, {7: "<|end_turn|>", 8: "</s>", 9: "[INST]"}
+    found = similar_names(student, teacher, 0.0, 2)
+    assert [(row, column) for row, column, _ in found] == [(0, 7), (0, 8), (1, 8), (1, 7)]
+    # 14 of 22 characters are common, and one word of two.
+    assert found[0][2] == pytest.approx(0.6 * 14 / 22 + 0.4 * 1 / 2)
+    assert found[2][2] == pytest.approx(0.6 * 6 / 7)
+    assert [mapping[:2] for mapping in similar_names(student, teacher, 0.5, 2)] == [(0, 7), (1, 8)]
+    row = dense(Vocabularies(Toy(["a"]), Toy(["a"], special=("<begin>", "</s>"), eos=None)).build())[1]
+    assert row[1] == 1.0
+
+
+def test_the_exact_map_takes_the_token_that_the_teacher_writes():
+    teacher = Toy(["<0x61>", "a", "<0xFF>", "b"], "teacher")
+    vocabularies = Vocabularies(Toy(["b", "a", "<0xFF>", "c"], "student"), teacher)
+    given = from_entries(
+        np.array([2, 2, 5]),
+        np.array([3, 4, 5]),
+        np.array([1.0, 1.0, 2.0]),
+        student_vocab_size=6,
+        teacher_vocab_size=6,
+        top_k=2,
+    )
+    projection = vocabularies.exact_map(given)
+    assert projection.columns.tolist() == [[0, -1], [1, -1], [5, -1], [3, -1], [4, -1], [5, -1]]
+    assert projection.weights.tolist() == [[1, 0]] * 6
+    with pytest.raises(
+        ValueError, match="the projection has 5 rows, but the student's tokenizer 'student' has 6 tokens"
+    ):
+        vocabularies.exact_map(EXAMPLE.build())
+
+
+def test_the_exact_map_knows_roles_of_special_tokens():
+    vocabularies = Vocabularies(Toy(["a"]), Toy(["a"], special=("<end>", "<s>"), eos="<end>"))
+    assert vocabularies.exact_map(vocabularies.build(NO_NAMES)).columns[:, 0].tolist() == [1, 0, 2]
+
+
+def test_trim_keeps_the_heaviest_and_normalises():
+    projection = from_entries(
+        np.array([0, 0, 0, 2, 2]),
+        np.array([1, 3, 2, 0, 3]),
+        np.array([0.2, 0.5, 0.3, 1.0, 1.0]),
+        student_vocab_size=3, teacher_vocab_size=4, top_k=4,
+    )  # fmt: skip
+    assert projection.columns.tolist() == [[3, 2, 1, -1], [-1] * 4, [0, 3, -1, -1]]
+    cut = trim(projection, 2)
+    assert cut.columns.tolist() == [[3, 2], [-1, -1], [0, 3]]
+    np.testing.assert_allclose(cut.weights, [[0.625, 0.375], [0, 0], [0.5, 0.5]], rtol=1e-6)
+    assert trim(projection, 9).columns.shape == (3, 4)
+    with pytest.raises(ValueError, match="top_k=0 must be at least 1"):
+        trim(projection, 0)
+    with pytest.raises(ValueError, match="tokens_kept=0 must be at least 1"):
+        BuildSettings(tokens_kept=0)
+
+
+def test_entries_of_one_place_are_added_and_ties_go_to_the_lower_id():
+    random_ = random.Random(1)
+    triples = [(random_.randrange(5), random_.randrange(6), random_.choice([0.25, 0.5, 1.0])) for _ in range(60)]
+    rows, columns, weights = (np.array(one) for one in zip(*triples, strict=True))
+    projection = from_entries(rows, columns, weights, student_vocab_size=5, teacher_vocab_size=6, top_k=3)
+    matrix = np.zeros((5, 6))
+    np.add.at(matrix, (rows, columns), weights)
+    for row in range(5):
+        best = sorted(range(6), key=lambda column, row=row: (-matrix[row, column], column))[:3]
+        assert projection.columns[row].tolist() == best
+        np.testing.assert_allclose(projection.weights[row], matrix[row, best] / matrix[row, best].sum(), rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def wheel():
+    vocabularies = Vocabularies(load_tokenizer("mistral-v7"), load_tokenizer("mistral-v3-tekken"))
+    return vocabularies, vocabularies.build(BuildSettings(reverse=False, special_similarity=2.0))
+
+
+def test_the_real_tokenizers_agree_on_most_tokens(wheel):
+    vocabularies, projection = wheel
+    text = ~vocabularies.student.is_special
+    assert (projection.columns[text, 0] >= 0).mean() > 0.99  # the others are parts of characters
+    exact = vocabularies.exact_map(projection)
+    ours, theirs = vocabularies.student, vocabularies.teacher
+    one_to_one = np.flatnonzero((exact.weights[:, 0] == 1) & text)
+    assert len(one_to_one) > 28_000
+    for token in one_to_one[::97].tolist():
+        assert ours.of(token) == theirs.of(int(exact.columns[token, 0]))
+    # A single byte is a token of both, and a letter is not the byte that stands for it.
+    for byte in range(256):
+        token = next(i for i in range(771, 1027) if ours.of(i) == bytes([byte]))
+        assert theirs.of(int(exact.columns[token, 0])) == bytes([byte])
+    np.testing.assert_allclose(exact.weights.sum(1)[exact.columns[:, 0] >= 0], 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+def test_files_hold_a_projection(tmp_path, name):
+    path, projection = tmp_path / name, EXAMPLE.exact_map(EXAMPLE.build())
+    write_projection(path, projection, student_name="s", teacher_name="t")
+    first = path.read_bytes()
+    same(read_projection(path, student=EXAMPLE.student, teacher=EXAMPLE.teacher), projection)
+    write_projection(path, projection, student_name="s", teacher_name="t")
+    assert path.read_bytes() == first
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_sparse_form_holds_the_entries(tmp_path):
+    path, projection = tmp_path / "w.pt", EXAMPLE.exact_map(EXAMPLE.build())
+    write_projection(path, projection, sparse=True)
+    content = torch.load(path, weights_only=True)
+    assert content[4, 4] == pytest.approx(10 / 11)
+    found = read_projection(path, student=EXAMPLE.student, teacher=EXAMPLE.teacher)
+    assert found.columns.shape == (5, 2)
+    np.testing.assert_array_equal(dense(found), dense(projection))
+    with pytest.raises(ValueError, match=r"w.safetensors: the sparse form is NeMo-RL's; give a name that ends in .pt"):
+        write_projection(tmp_path / "w.safetensors", projection, sparse=True)
+
+
+def nemo(path, indices, likelihoods, dtype=torch.float32, **more):
+    content = {"indices": torch.tensor(indices), "likelihoods": torch.tensor(likelihoods, dtype=dtype), **more}
+    torch.save(content, path)
+    return path
+
+
+ROWS = [[0, -1, 5], [1, 0, 5], [2, 3, 5], [3, -1, -1], [4, 5, 0]]
+
+
+def test_the_scale_column_is_left_out_unless_asked_for(tmp_path):
+    likelihoods = [[1, 0, 0.2], [1, 0, 0.2], [0.3, 0.6, 0.2], [1, 0, 0], [0.9, 0.1, 0.2]]
+    path = nemo(tmp_path / "w.pt", ROWS, likelihoods, enable_scale_trick=True)
+    sides = {"student": EXAMPLE.student, "teacher": EXAMPLE.teacher}
+    found = read_projection(path, **sides)
+    assert found.columns.tolist() == [[0, -1, -1], [1, -1, -1], [3, 2, -1], [3, -1, -1], [4, 5, -1]]
+    np.testing.assert_allclose(found.weights[2], [2 / 3, 1 / 3, 0], rtol=1e-6)
+    kept = read_projection(path, **sides, scale_column=True)
+    assert kept.columns[0].tolist() == [0, 5, -1]
+    np.testing.assert_allclose(kept.weights[0], [5 / 6, 1 / 6, 0], rtol=1e-6)
+    plain = nemo(tmp_path / "plain.pt", ROWS, likelihoods, dtype=torch.bfloat16)
+    assert read_projection(plain, **sides).columns[4].tolist() == [4, 0, 5]
+
+
+class Harmful:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def harmful(path):
+    path.write_bytes(pickle.dumps({"indices": Harmful()}, protocol=2))
+
+
+def harmful_archive(path):
+    stream = io.BytesIO()
+    torch.save({"indices": Harmful(), "likelihoods": 1}, stream)
+    path.write_bytes(stream.getvalue())
+
+
+def truncated(path):
+    write_projection(path, EXAMPLE.build())
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+BAD = {
+    "cut.safetensors": (truncated, "is damaged or no projection"),
+    "cut.pt": (truncated, "is damaged or no projection"),
+    "empty.safetensors": (lambda path: path.touch(), "is damaged or no projection"),
+    "empty.pt": (lambda path: path.touch(), "is damaged or no projection"),
+    "text.pt": (lambda path: path.write_text("hello"), "is damaged or no projection"),
+    "pickle.pt": (harmful, "is damaged or no projection"),
+    "archive.pt": (harmful_archive, "is damaged or no projection"),
+    "zip.pt": (lambda path: zipfile.ZipFile(path, "w").writestr("a", "b"), "is damaged or no projection"),
+    "list.pt": (lambda path: torch.save([1], path), "has neither 'indices' and 'likelihoods' nor pairs of tokens"),
+    "shape.pt": (lambda path: nemo(path, ROWS, [[1.0]]), "are not matrices of one shape"),
+    "text_keys.pt": (lambda path: torch.save({("a", "b"): 1.0}, path), "its pairs are not two tokens with a weight"),
+    "nan.pt": (lambda path: nemo(path, [[0]] * 5, [[float("nan")]] * 5), "negative or not finite"),
+    "beyond.pt": (lambda path: torch.save({(1, 9): 1.0}, path), "maps token 1 to 9, but the tokenizers 'student' and"),
+    "rows.pt": (lambda path: nemo(path, [[0]] * 4, [[1.0]] * 4), "has 4 rows, but the student's tokenizer 'student'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_in_one_sentence(tmp_path, name, capfd):
+    make, reason = BAD[name]
+    make(tmp_path / name)
+    with pytest.raises(ValueError, match=reason) as caught:
+        read_projection(tmp_path / name, student=EXAMPLE.student, teacher=EXAMPLE.teacher)
+    assert str(caught.value).startswith(f"{tmp_path / name}: ")
+    assert str(caught.value).endswith("; build it again with mcore-prefix-tree xtoken build-projection")
+    assert "\n" not in str(caught.value)
+    assert "executed" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+def test_a_projection_of_another_tokenizer_names_file_and_tokenizer(tmp_path, name):
+    other = Vocabularies(Toy(["a", "c", "12"], "another", special=("<unk>", "</s>")), Toy(["a", "b", "1", "3"], "else"))
+    write_projection(tmp_path / name, EXAMPLE.build())
+    with pytest.raises(ValueError, match=rf"{name}: was built for another student's tokenizer than 'another' \(hash"):
+        read_projection(tmp_path / name, student=other.student, teacher=EXAMPLE.teacher)
+    with pytest.raises(ValueError, match=rf"{name}: was built for another teacher's tokenizer than 'else' \(hash"):
+        read_projection(tmp_path / name, student=EXAMPLE.student, teacher=other.teacher)
+    with pytest.raises(FileNotFoundError):
+        read_projection(tmp_path / f"missing-{name}", student=EXAMPLE.student, teacher=EXAMPLE.teacher)
+
+
+def test_our_file_is_checked(tmp_path):
+    from safetensors.numpy import save_file
+
+    path, sides = tmp_path / "w.safetensors", {"student": EXAMPLE.student, "teacher": EXAMPLE.teacher}
+    save_file({"columns": np.zeros((5, 1), dtype=np.int32)}, path)
+    with pytest.raises(ValueError, match="is a safetensors file, but not a projection of this version"):
+        read_projection(path, **sides)
+    built = EXAMPLE.build()
+    for columns, weights, reason in (
+        (built.columns, built.weights - 1, "negative or not finite"),
+        (built.columns + 5, built.weights, "row 1 maps to a token that the teacher's tokenizer 'teacher' of 6 tokens"),
+        (built.columns.astype(np.int64), built.weights, "its arrays are not those of a projection"),
+    ):
+        wrong = Projection(columns=columns, weights=weights, teacher_vocab_size=6)
+        write_projection(path, wrong)
+        with pytest.raises(ValueError, match=reason):
+            read_projection(path, **sides)
+
+
+class Counting(Toy):
+    calls = 0
+
+    def encode_text(self, text):
+        Counting.calls += 1
+        return super().encode_text(text)
+
+
+def test_an_interrupted_build_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("mcore_prefix_tree.xtoken.projection_build._PART", 2)
+    vocabularies = Vocabularies(Toy(["a", "b", "ab"]), Counting(["a", "b", "1", "2"]))
+    folder = tmp_path / "w.parts"
+    parts = PartFiles(folder=folder, key=vocabularies.key(NO_NAMES))
+    told = []
+
+    def interrupt(done, total):
+        told.append((done, total))
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        vocabularies.build(NO_NAMES, parts=parts, progress=interrupt)
+    assert told == [(2, 11), (4, 11)]
+    assert [path.name for path in sorted(folder.iterdir())] == ["forward-00000000.part", "forward-00000002.part"]
+    kept = sorted(folder.iterdir())[0]
+    kept.write_bytes(kept.read_bytes()[:-1])  # a disk that was full
+    Counting.calls = 0
+    found = vocabularies.build(NO_NAMES, parts=parts)
+    assert Counting.calls == 1  # ab; the first part is of special tokens alone
+    same(found, vocabularies.build(NO_NAMES))
+    parts.remove()
+    assert not folder.exists()
+
+
+def test_parts_of_another_build_are_not_used(tmp_path):
+    other = Vocabularies(Toy(["a", "b"]), Toy(["b", "a"]))
+    keys = {
+        EXAMPLE.key(NO_NAMES), EXAMPLE.key(BuildSettings()), EXAMPLE.key(BuildSettings(top_k=4)), other.key(NO_NAMES)
+    }  # fmt: skip
+    assert len(keys) == 4
+    other.build(NO_NAMES, parts=PartFiles(folder=tmp_path / "parts", key=other.key(NO_NAMES)))
+    (tmp_path / "parts" / "mine.txt").write_text("kept")
+    parts = PartFiles(folder=tmp_path / "parts", key=EXAMPLE.key(NO_NAMES))
+    same(EXAMPLE.build(NO_NAMES, parts=parts), EXAMPLE.build(NO_NAMES))
+    parts.remove()
+    assert [path.name for path in parts.folder.iterdir()] == ["mine.txt"]
+
+
+def test_the_file_says_what_it_is(tmp_path):
+    from safetensors import safe_open
+
+    write_projection(tmp_path / "w.safetensors", EXAMPLE.build(), student_name="s", teacher_name="t")
+    with safe_open(str(tmp_path / "w.safetensors"), framework="numpy") as file:
+        about = json.loads(file.metadata()["projection"])
+    assert (about["student"], about["teacher"], about["student_hash"]) == ("s", "t", EXAMPLE.student.hash)
