@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli import bench
+from mcore_prefix_tree.cli import bench, xtoken
 from mcore_prefix_tree.cli.boundary import Commands
 from mcore_prefix_tree.cli.calibrate import calibrate
 from mcore_prefix_tree.cli.inspect import inspect
@@ -48,3 +48,4 @@ app.command()(plan)
 app.command()(calibrate)
 app.command()(score)
 app.add_typer(bench.app, name="bench")
+app.add_typer(xtoken.app, name="xtoken")

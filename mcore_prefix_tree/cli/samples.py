@@ -69,14 +69,14 @@ class TokenizerOnDemand:
         return self.load().vocabulary()
 
 
-def object_of(option: str | None) -> dict[str, Any] | None:
-    """Return the value of ``--chat-template-kwargs``; raises ValueError if it is not a JSON object."""
+def object_of(given: str | None, option: str = "--chat-template-kwargs") -> dict[str, Any] | None:
+    """Return the value of an option; raises ValueError if it is not a JSON object."""
     try:
-        found = None if option is None else json.loads(option)
+        found = None if given is None else json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--chat-template-kwargs: {option!r:.60} is not JSON ({error})") from None
+        raise ValueError(f"{option}: {given!r:.60} is not JSON ({error})") from None
     if not isinstance(found, dict | None):
-        raise ValueError(f"--chat-template-kwargs: {option!r} is not a JSON object")
+        raise ValueError(f"{option}: {given!r} is not a JSON object")
     return found
 
 

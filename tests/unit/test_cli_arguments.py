@@ -30,6 +30,9 @@ NUMBERS = [
     *(("score", option) for option in ("--teacher-top-k",)),
     *(("calibrate", option) for option in ("--repeats",)),
     *(("bench step", option) for option in ("--repeats",)),
+    *(("xtoken build-projection", option) for option in ("--top-k", "--tokens-kept")),
+    *(("xtoken inspect-alignment", option) for option in ("--samples", "--chunks")),
+    *(("xtoken trim", option) for option in ("--top-k",)),
 ]
 
 

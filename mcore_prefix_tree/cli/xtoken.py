@@ -1,0 +1,141 @@
+"""``mcore-prefix-tree xtoken``: prepare distillation from a teacher that has another tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mcore_prefix_tree.cli.options import check_output_option, takes
+from mcore_prefix_tree.cli.xtoken_alignment import inspect_alignment
+from mcore_prefix_tree.cli.xtoken_options import Tokenizers
+from mcore_prefix_tree.inputs import MOST
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.xtoken.projection import Projection
+    from mcore_prefix_tree.xtoken.projection_build import Vocabularies
+
+app = typer.Typer(no_args_is_help=True, help="Prepare distillation from a teacher that has another tokenizer.")
+
+_FILES = "safetensors, or NeMo-RL's format if it ends in .pt. A file that is there is overwritten."
+
+Sparse = Annotated[
+    bool, typer.Option("--sparse", help="In NeMo-RL's format, write a dictionary of entries instead of matrices.")
+]
+Input = Annotated[Path, typer.Argument(metavar="FILE", help="A projection: safetensors, or NeMo-RL's .pt.")]
+ScaleColumn = Annotated[
+    bool, typer.Option("--scale-column", help="Keep the last column of a NeMo-RL file made with its scale trick.")
+]
+
+
+@app.command()
+@takes(Tokenizers)
+def build_projection(
+    tokenizers: Tokenizers,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help=_FILES)],
+    top_k: Annotated[int, typer.Option(min=1, max=MOST, metavar="K", help="Entries of a row.")] = 32,
+    tokens_kept: Annotated[
+        int, typer.Option(min=1, max=MOST, metavar="N", help="A token is written as at most so many of the other's.")
+    ] = 4,
+    reverse: Annotated[
+        bool, typer.Option("--reverse/--no-reverse", help="Write the teacher's tokens in the student's, too.")
+    ] = True,
+    special_similarity: Annotated[
+        float, typer.Option(min=0.0, metavar="X", help="Map special tokens whose names are as similar; above 1, none.")
+    ] = 0.3,
+    sparse: Sparse = False,
+) -> None:
+    """Build a projection by writing the tokens of each vocabulary in the other's.
+
+    An interrupted build goes on where it was: OUTPUT.parts holds what is finished, until all is. The same tokenizers
+    and options give the same bytes.
+    """
+    from mcore_prefix_tree.xtoken.projection_build import BuildSettings
+    from mcore_prefix_tree.xtoken.projection_file import PartFiles
+
+    check_output_option("OUTPUT", output, [])
+    settings = BuildSettings(
+        top_k=top_k, tokens_kept=tokens_kept, reverse=reverse, special_similarity=special_similarity
+    )
+    vocabularies = tokenizers.vocabularies()
+    parts = PartFiles(folder=output.with_name(f"{output.name}.parts"), key=vocabularies.key(settings))
+    with _progress("tokens") as told:
+        projection = vocabularies.build(settings, parts=parts, progress=told)
+    _write(output, projection, vocabularies, sparse=sparse)
+    parts.remove()
+
+
+@app.command()
+@takes(Tokenizers)
+def apply_exact_map(
+    tokenizers: Tokenizers,
+    projection: Input,
+    output: Annotated[Path, typer.Option(metavar="OUTPUT", help=_FILES)],
+    scale_column: ScaleColumn = False,
+    sparse: Sparse = False,
+) -> None:
+    """Map each token that both vocabularies have to itself alone; other rows stay as they are."""
+    check_output_option("--output", output, [projection])
+    vocabularies = tokenizers.vocabularies()
+    read = _read(projection, vocabularies, scale_column=scale_column)
+    _write(output, vocabularies.exact_map(read), vocabularies, sparse=sparse)
+
+
+@app.command()
+@takes(Tokenizers)
+def trim(
+    tokenizers: Tokenizers,
+    projection: Input,
+    output: Annotated[Path, typer.Option(metavar="OUTPUT", help=_FILES)],
+    top_k: Annotated[int, typer.Option(min=1, max=MOST, metavar="K", help="Entries of a row that are kept.")],
+    scale_column: ScaleColumn = False,
+    sparse: Sparse = False,
+) -> None:
+    """Keep the heaviest entries of each row, and let them add up to 1."""
+    from mcore_prefix_tree.xtoken.projection import trim as trimmed
+
+    check_output_option("--output", output, [projection])
+    vocabularies = tokenizers.vocabularies()
+    read = _read(projection, vocabularies, scale_column=scale_column)
+    _write(output, trimmed(read, top_k), vocabularies, sparse=sparse)
+
+
+app.command()(inspect_alignment)
+
+
+def _read(path: Path, vocabularies: Vocabularies, *, scale_column: bool) -> Projection:
+    from mcore_prefix_tree.xtoken.projection_file import read_projection
+
+    return read_projection(path, student=vocabularies.student, teacher=vocabularies.teacher, scale_column=scale_column)
+
+
+def _write(path: Path, projection: Projection, vocabularies: Vocabularies, *, sparse: bool) -> None:
+    import numpy as np
+
+    from mcore_prefix_tree.xtoken.projection_file import write_projection
+
+    names = {"student_name": vocabularies.student.name, "teacher_name": vocabularies.teacher.name}
+    write_projection(path, projection, sparse=sparse, **names)
+    mapped, alone = projection.columns[:, 0] >= 0, projection.weights[:, 0] == 1
+    reached = len(np.unique(projection.columns[projection.columns >= 0]))
+    typer.echo(
+        f"{path}: {np.count_nonzero(mapped):,} of {projection.student_vocab_size:,} student tokens are mapped, "
+        f"{np.count_nonzero(alone):,} of them to one token alone; {reached:,} of {projection.teacher_vocab_size:,} "
+        "teacher tokens are reached"
+    )
+
+
+@contextmanager
+def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal, on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(unit), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(unit, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,119 @@
+"""``mcore-prefix-tree xtoken inspect-alignment``: the chunks of a file's first samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import typer
+
+from mcore_prefix_tree.cli.options import takes
+from mcore_prefix_tree.cli.xtoken_options import Tokenizers
+from mcore_prefix_tree.data import OnError
+from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.xtoken.pairs import Aligner
+from mcore_prefix_tree.xtoken.read import Rendering
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
+    from mcore_prefix_tree.xtoken.token_bytes import Spelled, TokenBytes
+
+_KINDS = 8
+
+
+@takes(Tokenizers)
+def inspect_alignment(
+    tokenizers: Tokenizers,
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help="JSON Lines (.gz too), Parquet or Arrow files, or globs."),
+    ],
+    samples: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Samples to show.")] = 1,
+    chunks: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Chunks to show of each sample.")] = 40,
+    expand_turns: Annotated[
+        bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
+    ] = False,
+    rendering: Annotated[
+        Rendering, typer.Option(help="The teacher reads messages in its own chat format, or the student's text.")
+    ] = "own",
+    aligner: Annotated[
+        Aligner, typer.Option(help="dynamic also aligns text that the tokenizers normalise differently.")
+    ] = "bytes",
+    on_error: Annotated[
+        OnError, typer.Option(help="raise: end at the first bad sample. skip: leave bad ones out and say so.")
+    ] = "raise",
+) -> None:
+    """Show which tokens of student and teacher have the same text, in the first samples of some files."""
+    from rich.console import Console
+
+    from mcore_prefix_tree.data import Skipped
+    from mcore_prefix_tree.xtoken.pairs import Pairing
+    from mcore_prefix_tree.xtoken.read import PairReader, iter_pairs
+
+    pairing = Pairing(*tokenizers.load(), aligner=aligner)
+    reader, skipped = PairReader(pairing, rendering=rendering, expand_turns=expand_turns), Skipped()
+    console = Console()
+    records = iter_pairs(files, reader, on_error=on_error, skipped=skipped)
+    for pair in islice((pair for pairs in records for pair in pairs), samples):
+        for shown in (_heading(pair), alignment_table(pair, pairing, chunks), _summary(pair, chunks)):
+            console.print(shown, markup=False, highlight=False, soft_wrap=isinstance(shown, str))
+    if skipped.count:
+        typer.echo(str(skipped), err=True)
+
+
+def _heading(pair: Pair) -> str:
+    return (
+        f"{pair.student.source}: {len(pair.student):,} student tokens, {len(pair.teacher):,} teacher tokens, "
+        f"{len(pair):,} chunks"
+    )
+
+
+def _summary(pair: Pair, most: int) -> str:
+    """Say how much of a pair is aligned, and by which kinds of chunks."""
+    lengths = [np.diff(side)[:, 0] for side in (pair.alignment.student, pair.alignment.teacher)]
+    kinds = Counter(f"{s}:{t}" for s, t in zip(lengths[0].tolist(), lengths[1].tolist(), strict=True))
+    scored = int(np.count_nonzero(pair.student.loss_mask[1:]))
+    more = f"… {len(pair) - most:,} more chunks; " if len(pair) > most else ""
+    shown = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(_KINDS)) or "no chunks"
+    return f"{more}{int(lengths[0].sum()):,} of {scored:,} scored student tokens are aligned: {shown}\n"
+
+
+def alignment_table(pair: Pair, pairing: Pairing, most: int) -> Table:
+    """Return the first chunks of a pair, one a row."""
+    from rich.table import Table
+
+    ranges = list(zip(pair.alignment.student.tolist(), pair.alignment.teacher.tolist(), strict=True))
+    table = Table()
+    for heading in ("chunk", "at", "student", "at", "teacher", "weight"):
+        table.add_column(heading, justify="left" if heading in ("student", "teacher") else "right")
+    spelled = pairing.student.spell(pair.student.tokens), pairing.teacher.spell(pair.teacher.tokens)
+    for number, ((s, s_end), (t, t_end)) in enumerate(ranges[:most]):
+        table.add_row(
+            str(number),
+            str(s),
+            _shown(pairing.student, pair.student.tokens.tolist(), spelled[0], s, s_end),
+            str(t),
+            _shown(pairing.teacher, pair.teacher.tokens.tolist(), spelled[1], t, t_end),
+            f"{pair.weight[number]:g}",
+        )
+    return table
+
+
+def _shown(table: TokenBytes, tokens: list[int], spelled: Spelled, start: int, end: int) -> Text:
+    """Return tokens between bars; what cannot be printed is escaped, and special tokens are dim."""
+    from rich.text import Text
+
+    parts = [Text("|", style="dim")]
+    for token in range(start, end):
+        if spelled.is_special[token]:
+            parts.append(Text(table.special_names[tokens[token]], style="dim"))
+        else:
+            text = spelled.text(token, token + 1).decode("utf-8", "backslashreplace")
+            parts.append(Text("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)))
+        parts.append(Text("|", style="dim"))
+    return Text.assemble(*parts)
