@@ -62,7 +62,6 @@ def write_projection(
                 "format": _FORMAT,
                 "student_hash": projection.student_hash,
                 "teacher_hash": projection.teacher_hash,
-                "teacher_vocab_size": projection.teacher_vocab_size,
                 "student": student_name,
                 "teacher": teacher_name,
             },
@@ -133,6 +132,8 @@ def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[st
     try:
         with safe_open(str(path), framework="numpy") as file:
             about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+            if not isinstance(about, dict):
+                raise ValueError("its description is not an object")
             return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
     except (SafetensorError, ValueError) as error:
         raise _damaged(path, error) from None
@@ -146,7 +147,8 @@ def _damaged(path: str | Path, error: Exception) -> ValueError:
 def _read_safetensors(path: str | Path, student: TokenBytes, teacher: TokenBytes, scale_column: bool) -> Projection:
     arrays, about = _read_arrays(path)
     columns, weights = arrays.get("columns"), arrays.get("weights")
-    if about.get("format") != _FORMAT or columns is None or weights is None:
+    known = {"format", "student_hash", "teacher_hash"} <= about.keys()
+    if not known or about["format"] != _FORMAT or columns is None or weights is None:
         raise ValueError(f"{path}: is a safetensors file, but not a projection of this version; {_REBUILD}")
     if columns.dtype != np.int32 or weights.dtype != np.float32 or columns.ndim != 2 or columns.shape != weights.shape:
         raise ValueError(f"{path}: its arrays are not those of a projection; {_REBUILD}")
@@ -155,7 +157,7 @@ def _read_safetensors(path: str | Path, student: TokenBytes, teacher: TokenBytes
     return Projection(
         columns=columns,
         weights=weights,
-        teacher_vocab_size=int(about["teacher_vocab_size"]),
+        teacher_vocab_size=teacher.vocab_size,
         student_hash=str(about["student_hash"]),
         teacher_hash=str(about["teacher_hash"]),
     )
@@ -185,13 +187,13 @@ def _torch_bytes(projection: Projection, student_name: str, teacher_name: str, *
 
 
 def _read_torch(path: str | Path, student: TokenBytes, teacher: TokenBytes, scale_column: bool) -> Projection:
-    import pickle
-
     import torch
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file makes the unpickler raise nearly anything
         raise _damaged(path, error) from None
     if isinstance(content, dict) and {"indices", "likelihoods"} <= content.keys():
         rows, columns, weights = _dense_entries(path, content, scale_column)

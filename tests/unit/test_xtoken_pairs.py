@@ -1,6 +1,7 @@
 """Pairs of samples in two tokenizers: by both chat formats, and by encoding the student's text anew."""
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from xtoken_toys import Toy
 
 from mcore_prefix_tree.data import Skipped, load_tokenizer
 from mcore_prefix_tree.sample import Sample, SampleError, Tempered
+from mcore_prefix_tree.xtoken.align import align_ends
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.read import PairReader, iter_pairs
 
@@ -162,10 +164,29 @@ def test_wrong_settings_are_refused():
         PairReader(pairing, rendering="both")
 
 
-def check_file(path, pairing, rendering, **options):
+def aligned(spelled, cuts):
+    """Chunks of the beginnings of two texts."""
+    ends = [side.ends[:cut] for side, cut in zip(spelled, cuts, strict=True)]
+    has_text = [~side.is_special[:cut] for side, cut in zip(spelled, cuts, strict=True)]
+    found = align_ends(*ends, *has_text)
+    return np.concatenate([found.student, found.teacher], axis=1)
+
+
+def check_prefixes(spelled, random_):
+    """What follows the beginnings of both texts does not change their chunks."""
+    lengths = [len(side.ends) for side in spelled]
+    whole = aligned(spelled, lengths)
+    for _ in range(3):
+        cuts = [random_.randint(0, length) for length in lengths]
+        inside = whole[(whole[:, 1] <= cuts[0]) & (whole[:, 3] <= cuts[1])]
+        assert aligned(spelled, cuts).tolist() == inside.tolist()
+
+
+def check_file(path, pairing, rendering):
     reader, skipped = PairReader(pairing, rendering=rendering, expand_turns=True), Skipped()
-    records = list(iter_pairs(path, reader, on_error="skip", skipped=skipped, **options))
+    records = list(iter_pairs(path, reader, on_error="skip", skipped=skipped))
     assert all("does not fit the chat format" in reason for reason in skipped.first)
+    random_ = random.Random(1)
     for pairs in records:
         pair = pairs[-1]
         spelled = check(pair, pairing)
@@ -174,6 +195,8 @@ def check_file(path, pairing, rendering, **options):
         covered = sum(int(lengths[s:end].sum()) for (s, end), _ in chunks_of(pair))
         assert covered == int(lengths[pair.student.loss_mask > 0].sum())
         assert chunks_of(pair)[-1][0] == (len(pair.student) - 1, len(pair.student))
+        if rendering == "student":
+            check_prefixes(spelled, random_)
     return sum(map(len, records)), skipped.count
 
 

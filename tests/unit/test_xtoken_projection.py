@@ -263,6 +263,25 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path, name, capfd):
     assert "executed" not in capfd.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "sparse"), [("w.safetensors", False), ("w.pt", False), ("w.pt", True)])
+def test_damage_anywhere_ends_in_a_sentence(tmp_path, name, sparse):
+    path, random_ = tmp_path / name, random.Random(4)
+    write_projection(path, EXAMPLE.build(), sparse=sparse)
+    whole, refused = path.read_bytes(), []
+    for _ in range(150):
+        damaged = bytearray(whole[: random_.randrange(len(whole))] if random_.random() < 0.3 else whole)
+        for _ in range(random_.choice([0, 1, 8])):
+            damaged[random_.randrange(len(damaged))] = random_.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            read_projection(path, student=EXAMPLE.student, teacher=EXAMPLE.teacher)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) > 50
+    assert all(reason.startswith(f"{path}: ") for reason in refused)
+
+
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
 def test_a_projection_of_another_tokenizer_names_file_and_tokenizer(tmp_path, name):
     other = Vocabularies(Toy(["a", "c", "12"], "another", special=("<unk>", "</s>")), Toy(["a", "b", "1", "3"], "else"))
