@@ -46,6 +46,8 @@ class Sample:
             a value whose ``repr`` is the same in every process. A :class:`Tempered` one also sets the temperature.
         source: where the sample came from (``file:line``, ``file:line turn 3``), for messages.
         signals: what objectives other than supervised training read: rewards, log-probabilities, preferences, ...
+        renderings: the same conversation in the tokens of other models, each in its own chat format; empty unless
+            readers were asked for it.
 
     Raises:
         SampleError: on construction, if a field is malformed; names ``source`` and the field.
@@ -56,6 +58,7 @@ class Sample:
     merge_key: Hashable = None
     source: str = "sample"
     signals: Signals = field(default_factory=Signals)
+    renderings: tuple[Sample, ...] = ()
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class Sample:
         merge_key: Hashable = None,
         source: str = "sample",
         signals: Signals | None = None,
+        renderings: tuple[Sample, ...] = (),
     ) -> None:
         """``loss_mask=None`` scores every token that has a predictor."""
         checked_tokens = _token_array(tokens, source)
@@ -85,6 +89,7 @@ class Sample:
         object.__setattr__(self, "source", source)
         checked_signals = NO_SIGNALS if signals is None else check_signals(signals, checked_mask, source)
         object.__setattr__(self, "signals", checked_signals)
+        object.__setattr__(self, "renderings", renderings)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -39,8 +39,8 @@ def inspect_alignment(
         bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
     ] = False,
     rendering: Annotated[
-        Rendering, typer.Option(help="The teacher reads messages in its own chat format, or the student's text.")
-    ] = "own",
+        Rendering, typer.Option(help="The teacher reads the student's text, or messages in its own chat format.")
+    ] = "student",
     aligner: Annotated[
         Aligner, typer.Option(help="dynamic also aligns text that the tokenizers normalise differently.")
     ] = "bytes",

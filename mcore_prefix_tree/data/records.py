@@ -37,12 +37,14 @@ class LineOptions:
             counts once.
         vocab_size: the model's; token ids have to be below it.
         limits: largest number of tokens of a sample, by the name of the setting (``batch.max_tokens``).
+        renderings: encode ``messages`` too, each in its own chat format, for other models; see ``Sample.renderings``.
     """
 
     tokenizer: ChatTokenizer | None = None
     expand_turns: bool = False
     vocab_size: int | None = None
     limits: Mapping[str, int] = field(default_factory=dict)
+    renderings: Sequence[ChatTokenizer] = ()
 
 
 class Record(Protocol):
@@ -161,38 +163,58 @@ def _chat_samples(row: Mapping[str, Any], merge_key: Hashable, source: str, opti
     if options.tokenizer is None:
         raise SampleError(f"{source}: field 'messages' needs a tokenizer; set data.tokenizer, or give 'tokens'")
     try:
-        turns = options.tokenizer.encode_turns(parse_messages(row["messages"]), parse_tools(row.get("tools")))
+        messages, tools = parse_messages(row["messages"]), parse_tools(row.get("tools"))
+        encoded = [
+            _parts(tokenizer, tokenizer.encode_turns(messages, tools), options.expand_turns, source)
+            for tokenizer in (options.tokenizer, *options.renderings)
+        ]
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error
-    if options.expand_turns:
-        signals = signals_of_turns(row, source, len(turns))
-        return [
-            Sample(
-                tokens=turn.tokens,
-                loss_mask=_mask(len(turn.tokens), [(turn.start, len(turn.tokens))]),
-                merge_key=merge_key,
-                source=f"{source} turn {number}",
-                signals=signals[number],
+    parts = encoded[0]
+    for tokenizer, others in zip(options.renderings, encoded[1:], strict=True):
+        if len(others) != len(parts):
+            raise SampleError(
+                f"{source}: field 'messages' has {len(parts)} assistant turns in the chat format of tokenizer "
+                f"'{options.tokenizer.name}' and {len(others)} in that of '{tokenizer.name}'; join consecutive "
+                "assistant messages"
             )
-            for number, turn in enumerate(turns)
-        ]
+    if options.expand_turns:
+        sources = [f"{source} turn {number}" for number in range(len(parts))]
+        signals: Sequence[Signals | None] = signals_of_turns(row, source, len(parts))
+    else:
+        sources, signals = [source], [signals_of_conversation(row, source)]
+    return [
+        Sample(
+            tokens=tokens,
+            loss_mask=mask,
+            merge_key=merge_key,
+            source=sources[number],
+            signals=signals[number],
+            renderings=tuple(
+                Sample(
+                    tokens=others[number][0], loss_mask=others[number][1], merge_key=merge_key, source=sources[number]
+                )
+                for others in encoded[1:]
+            ),
+        )
+        for number, (tokens, mask) in enumerate(parts)
+    ]
+
+
+def _parts(
+    tokenizer: ChatTokenizer, turns: Sequence[EncodedTurn], expand_turns: bool, source: str
+) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+    """Return tokens and loss mask of each sample of a conversation."""
+    if expand_turns:
+        return [(turn.tokens, _mask(len(turn.tokens), [(turn.start, len(turn.tokens))])) for turn in turns]
     whole = turns[-1].tokens
     for number, turn in enumerate(turns):
         if not np.array_equal(whole[: len(turn.tokens)], turn.tokens):
             raise SampleError(
-                f"{source}: field 'messages' is no single sample, because {_departure(options.tokenizer, turn, whole)} "
+                f"{source}: field 'messages' is no single sample, because {_departure(tokenizer, turn, whole)} "
                 f"after turn {number}; set data.expand_turns, or use a tokenizer that keeps it, such as mistral-v7"
             )
-    spans = [(turn.start, len(turn.tokens)) for turn in turns]
-    return [
-        Sample(
-            tokens=whole,
-            loss_mask=_mask(len(whole), spans),
-            merge_key=merge_key,
-            source=source,
-            signals=signals_of_conversation(row, source),
-        )
-    ]
+    return [(whole, _mask(len(whole), [(turn.start, len(turn.tokens)) for turn in turns]))]
 
 
 def _departure(tokenizer: ChatTokenizer, turn: EncodedTurn, whole: npt.NDArray[np.int32]) -> str:

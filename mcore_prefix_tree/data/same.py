@@ -204,6 +204,8 @@ def _crc_of(samples: Iterable[Sample], crc: int, *, signals: bool = True) -> int
                 crc = crc32(repr(sample.merge_key).encode(), crc)
             if signals and sample.signals is not NO_SIGNALS:
                 crc = _crc_of_signals(sample, crc)
+            if signals and sample.renderings:
+                crc = _crc_of(sample.renderings, crc)
     return crc
 
 

@@ -66,6 +66,14 @@ class Pairing:
         self.teacher: TokenBytes = token_bytes(teacher)
         self._reencoder = Reencoder(self.student, teacher, self.teacher)
 
+    def of(self, student: Sample, number: int = 0) -> Pair:
+        """Pair a student's sample with its rendering of this number, or with its own text in the teacher's tokens.
+
+        Raises:
+            SampleError: see :meth:`pair` and :meth:`reencode`.
+        """
+        return self.pair(student, student.renderings[number]) if student.renderings else self.reencode(student)
+
     def pair(self, student: Sample, teacher: Sample) -> Pair:
         """Align a conversation that each side has encoded with its own chat format.
 

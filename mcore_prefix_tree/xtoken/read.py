@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from mcore_prefix_tree.data.files import PathLike, no_samples, read_records, resolve_paths
 from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
@@ -16,22 +15,6 @@ from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
 Rendering = Literal["own", "student"]
 
 
-class _ReadOnce:
-    """A record whose fields are parsed once for both tokenizers."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self.source = record.source
-
-    @cached_property
-    def _fields(self) -> Mapping[str, Any] | None:
-        return self._record.fields()
-
-    def fields(self) -> Mapping[str, Any] | None:
-        """See ``Record``."""
-        return self._fields
-
-
 class PairReader:
     """Makes the pairs of one record after another."""
 
@@ -39,7 +22,7 @@ class PairReader:
         self,
         pairing: Pairing,
         *,
-        rendering: Rendering = "own",
+        rendering: Rendering = "student",
         expand_turns: bool = False,
         student_limits: Mapping[str, int] | None = None,
         teacher_limits: Mapping[str, int] | None = None,
@@ -48,9 +31,9 @@ class PairReader:
 
         Args:
             pairing: both tokenizers.
-            rendering: ``own`` encodes ``messages`` with each side's own chat format; ``student`` gives the teacher the
-                text that the student reads. Records of ``tokens`` are in the student's tokens and always take the
-                second way.
+            rendering: ``student`` gives the teacher the text that the student reads; ``own`` encodes ``messages`` with
+                each side's own chat format. Records of ``tokens`` are in the student's tokens and always take the
+                first way.
             expand_turns: make a sample of every assistant turn.
             student_limits: largest number of the student's tokens, by the name of the setting.
             teacher_limits: largest number of the teacher's tokens.
@@ -60,15 +43,13 @@ class PairReader:
         """
         if rendering not in get_args(Rendering):
             raise ValueError(f"rendering={rendering!r} must be one of {', '.join(map(repr, get_args(Rendering)))}")
-        self.pairing, self._rendering, self._teacher_limits = pairing, rendering, dict(teacher_limits or {})
-        self._student, self._teacher = (
-            LineOptions(
-                tokenizer=tokenizer, expand_turns=expand_turns, vocab_size=table.vocab_size, limits=limits or {}
-            )
-            for tokenizer, table, limits in (
-                (pairing.student_tokenizer, pairing.student, student_limits),
-                (pairing.teacher_tokenizer, pairing.teacher, teacher_limits),
-            )
+        self._pairing, self._teacher_limits = pairing, dict(teacher_limits or {})
+        self._options = LineOptions(
+            tokenizer=pairing.student_tokenizer,
+            expand_turns=expand_turns,
+            vocab_size=pairing.student.vocab_size,
+            limits=student_limits or {},
+            renderings=[pairing.teacher_tokenizer] if rendering == "own" else [],
         )
 
     def of_record(self, record: Record, skipped: Skipped | None = None) -> list[Pair]:
@@ -77,22 +58,13 @@ class PairReader:
         Raises:
             SampleError: bad data, or text that cannot be aligned; without ``skipped``, which otherwise counts it.
         """
-        record = _ReadOnce(record)
-        students = samples_of_record(record, self._student, skipped)
-        if not students:
-            return []
-        row = record.fields()
-        found: list[tuple[Sample, Sample | None]] = [(student, None) for student in students]
-        if self._rendering == "own" and row is not None and "messages" in row:
-            teachers = {sample.source: sample for sample in samples_of_record(record, self._teacher, skipped)}
-            # A sample that the teacher's side has left out is counted already.
-            found = [(student, teachers[student.source]) for student in students if student.source in teachers]
-        pairs = (self._pair(student, teacher, skipped) for student, teacher in found)
+        samples = samples_of_record(record, self._options, skipped)
+        pairs = (self._pair(sample, skipped) for sample in samples)
         return [pair for pair in pairs if pair is not None]
 
-    def _pair(self, student: Sample, teacher: Sample | None, skipped: Skipped | None) -> Pair | None:
+    def _pair(self, sample: Sample, skipped: Skipped | None) -> Pair | None:
         try:
-            pair = self.pairing.reencode(student) if teacher is None else self.pairing.pair(student, teacher)
+            pair = self._pairing.of(sample)
             self._check_limits(pair)
         except SampleError as error:
             if skipped is None:
