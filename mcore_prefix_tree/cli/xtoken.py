@@ -56,7 +56,7 @@ def build_projection(
     from mcore_prefix_tree.xtoken.projection_build import BuildSettings
     from mcore_prefix_tree.xtoken.projection_file import PartFiles
 
-    check_output_option("OUTPUT", output, [])
+    _check_output("OUTPUT", output, [], sparse=sparse)
     settings = BuildSettings(
         top_k=top_k, tokens_kept=tokens_kept, reverse=reverse, special_similarity=special_similarity
     )
@@ -78,7 +78,7 @@ def apply_exact_map(
     sparse: Sparse = False,
 ) -> None:
     """Map each token that both vocabularies have to itself alone; other rows stay as they are."""
-    check_output_option("--output", output, [projection])
+    _check_output("--output", output, [projection], sparse=sparse)
     vocabularies = tokenizers.vocabularies()
     read = _read(projection, vocabularies, scale_column=scale_column)
     _write(output, vocabularies.exact_map(read), vocabularies, sparse=sparse)
@@ -97,13 +97,20 @@ def trim(
     """Keep the heaviest entries of each row, and let them add up to 1."""
     from mcore_prefix_tree.xtoken.projection import trim as trimmed
 
-    check_output_option("--output", output, [projection])
+    _check_output("--output", output, [projection], sparse=sparse)
     vocabularies = tokenizers.vocabularies()
     read = _read(projection, vocabularies, scale_column=scale_column)
     _write(output, trimmed(read, top_k), vocabularies, sparse=sparse)
 
 
 app.command()(inspect_alignment)
+
+
+def _check_output(option: str, path: Path, inputs: list[Path], *, sparse: bool) -> None:
+    from mcore_prefix_tree.xtoken.projection_file import check_form
+
+    check_output_option(option, path, inputs)
+    check_form(path, sparse=sparse)
 
 
 def _read(path: Path, vocabularies: Vocabularies, *, scale_column: bool) -> Projection:

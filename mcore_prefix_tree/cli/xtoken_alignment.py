@@ -111,7 +111,7 @@ def _shown(table: TokenBytes, tokens: list[int], spelled: Spelled, start: int, e
     parts = [Text("|", style="dim")]
     for token in range(start, end):
         if spelled.is_special[token]:
-            parts.append(Text(table.special_names[tokens[token]], style="dim"))
+            parts.append(Text(table.special_names.get(tokens[token], f"id {tokens[token]}"), style="dim"))
         else:
             text = spelled.text(token, token + 1).decode("utf-8", "backslashreplace")
             parts.append(Text("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)))

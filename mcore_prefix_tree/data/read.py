@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from mcore_prefix_tree.data.chat import ChatTokenizer
@@ -20,11 +20,18 @@ def read_samples(
     expand_turns: bool = False,
     vocab_size: int | None = None,
     limits: Mapping[str, int] | None = None,
+    renderings: Sequence[ChatTokenizer] = (),
     on_error: OnError = "raise",
     skipped: Skipped | None = None,
 ) -> list[Sample]:
     """Return all samples of all files, in order; see :class:`LineOptions` and :func:`iter_sample_groups`."""
-    options = LineOptions(tokenizer=tokenizer, expand_turns=expand_turns, vocab_size=vocab_size, limits=limits or {})
+    options = LineOptions(
+        tokenizer=tokenizer,
+        expand_turns=expand_turns,
+        vocab_size=vocab_size,
+        limits=limits or {},
+        renderings=renderings,
+    )
     return list(chain.from_iterable(iter_sample_groups(paths, options, on_error=on_error, skipped=skipped)))
 
 

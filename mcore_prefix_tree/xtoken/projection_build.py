@@ -47,6 +47,8 @@ class BuildSettings:
         for name in ("top_k", "tokens_kept"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.special_similarity >= 0:
+            raise ValueError(f"special_similarity={self.special_similarity} must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -30,6 +30,12 @@ def is_torch_file(path: str | Path) -> bool:
     return str(path).lower().endswith(_TORCH)
 
 
+def check_form(path: str | Path, *, sparse: bool) -> None:
+    """Raise ValueError if the sparse form is asked for in a file of another format than NeMo-RL's."""
+    if sparse and not is_torch_file(path):
+        raise ValueError(f"{path}: the sparse form is NeMo-RL's; give a name that ends in .pt")
+
+
 def write_projection(
     path: str | Path,
     projection: Projection,
@@ -51,10 +57,9 @@ def write_projection(
         ValueError: ``sparse`` with a name of another format.
         OSError: the file cannot be written.
     """
+    check_form(path, sparse=sparse)
     if is_torch_file(path):
         content = _torch_bytes(projection, student_name, teacher_name, sparse=sparse)
-    elif sparse:
-        raise ValueError(f"{path}: the sparse form is NeMo-RL's; give a name that ends in .pt")
     else:
         content = _safetensors_bytes(
             {"columns": projection.columns, "weights": projection.weights},

@@ -85,6 +85,7 @@ def test_options_of_the_build_are_used(tmp_path, folders, built):
     assert set(content.values()) == {1.0}
     assert len({row for row, _ in content}) == len(content)
     reason = refused("build-projection", tmp_path / "w.safetensors", "--sparse", folders=folders)
+    assert not (tmp_path / "w.safetensors.parts").exists()
     assert "the sparse form is NeMo-RL's; give a name that ends in .pt" in reason
 
 

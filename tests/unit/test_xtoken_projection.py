@@ -129,6 +129,8 @@ def test_trim_keeps_the_heaviest_and_normalises():
         trim(projection, 0)
     with pytest.raises(ValueError, match="tokens_kept=0 must be at least 1"):
         BuildSettings(tokens_kept=0)
+    with pytest.raises(ValueError, match="special_similarity=nan must be at least 0"):
+        BuildSettings(special_similarity=float("nan"))
 
 
 def test_entries_of_one_place_are_added_and_ties_go_to_the_lower_id():
