@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from xtoken_toys import Toy
+from xtoken_toys import Toy, tokenizer_of
 
-from mcore_prefix_tree.data import Skipped, load_tokenizer
+from mcore_prefix_tree.data import Skipped
 from mcore_prefix_tree.sample import Sample, SampleError, Tempered
 from mcore_prefix_tree.xtoken.align import align_ends
 from mcore_prefix_tree.xtoken.pairs import Pairing
@@ -23,7 +23,7 @@ NAMES = ("mistral-v7", "mistral-v3-tekken")
 
 @pytest.fixture(scope="module")
 def wheel():
-    tokenizers = [load_tokenizer(name) for name in NAMES]
+    tokenizers = [tokenizer_of(name) for name in NAMES]
     return {"down": Pairing(*tokenizers), "up": Pairing(*tokenizers[::-1])}
 
 

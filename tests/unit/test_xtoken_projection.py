@@ -9,9 +9,8 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from xtoken_toys import Toy
+from xtoken_toys import Toy, tokenizer_of
 
-from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.xtoken.projection import Projection, entries, from_entries, trim
 from mcore_prefix_tree.xtoken.projection_build import BuildSettings, Vocabularies, shares, similar_names
 from mcore_prefix_tree.xtoken.projection_file import PartFiles, read_projection, write_projection
@@ -148,7 +147,7 @@ def test_entries_of_one_place_are_added_and_ties_go_to_the_lower_id():
 
 @pytest.fixture(scope="module")
 def wheel():
-    vocabularies = Vocabularies(load_tokenizer("mistral-v7"), load_tokenizer("mistral-v3-tekken"))
+    vocabularies = Vocabularies(tokenizer_of("mistral-v7"), tokenizer_of("mistral-v3-tekken"))
     return vocabularies, vocabularies.build(BuildSettings(reverse=False, special_similarity=2.0))
 
 

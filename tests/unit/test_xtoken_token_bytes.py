@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_huggingface import PLAIN, make_folder
+from xtoken_toys import tokenizer_of
 
 from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.data.vocabulary import Vocabulary
@@ -23,7 +24,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def wheel():
-    loaded = {name: load_tokenizer(name) for name in NAMES}
+    loaded = {name: tokenizer_of(name) for name in NAMES}
     return {name: (tokenizer, token_bytes(tokenizer)) for name, tokenizer in loaded.items()}
 
 

@@ -1,7 +1,13 @@
-"""Tokenizers of a few tokens, and samples in their tokens."""
+"""Tokenizers of a few tokens, samples in their tokens, and the real tokenizers that tests share."""
 
+from functools import cache
+
+from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.data.vocabulary import Vocabulary
 from mcore_prefix_tree.sample import Sample
+
+# A Tekken vocabulary takes a second to load.
+tokenizer_of = cache(load_tokenizer)
 
 
 class Toy:
