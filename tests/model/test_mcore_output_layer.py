@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.marks import quick
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
@@ -105,7 +106,7 @@ def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, t
 
 
 @pytest.mark.parametrize("samples", [SAMPLES, WARM], ids=["plain", "tempered"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", quick(False, of=[False, True]), ids=["untied", "tied"])
 @pytest.mark.parametrize("only_supervised", [False, True])
 @pytest.mark.parametrize("readout", SFT, ids=str)
 def test_supervised_training(readout: Readout[Any], only_supervised: bool, tied: bool, samples: list[Sample]) -> None:

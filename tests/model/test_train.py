@@ -227,6 +227,7 @@ def test_a_signal_ends_a_run_after_its_step(job: Path, tmp_path: Path, ending: s
     )
 
 
+@pytest.mark.slow
 def test_where_nothing_is_saved_the_end_says_so(job: Path) -> None:
     code, lines, error = ended_by(signal.SIGINT, job)
     assert (code, error) == (130, "")

@@ -12,6 +12,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 import torch
+from harness.marks import quick
 from megatron.core import dist_checkpointing
 from train_jobs import (
     BATCH,
@@ -402,7 +403,7 @@ def test_streamed_data_are_the_same_data_and_resume_in_the_middle_of_an_epoch(
     assert_same_but_for_checksums(tmp_path / "saved", reference)
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
+@pytest.mark.parametrize("form", quick("parquet", of=["parquet", "arrow"]))
 def test_tables_are_the_same_data(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, form: str) -> None:
     """Bit for bit what JSON Lines give, streamed and resumed in the middle of an epoch."""
     recipe, reference, losses = undisturbed

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.marks import quick
 from objective_oracles import Alone, changed, policy_loss
 from train_jobs import (
     FLOAT64,
@@ -149,7 +150,7 @@ def test_steps_and_schedule_count_groups(tmp_path: Path) -> None:
     assert any("each epoch leaves out 1 group: steps take whole groups" in text for text in notes.messages)
 
 
-@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("stop", quick(3, of=[1, 3]))
 def test_a_run_goes_on_at_the_right_group(tmp_path: Path, stop: int) -> None:
     job = write_job(tmp_path, conversations())
     overrides = [*BY_GROUP, *options(), "checkpoint.save_interval=1"]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.marks import quick
 from objective_oracles import ValuesAlone
 from test_objectives_scalar_head import critic_loss, reward_model_loss
 from train_jobs import (
@@ -155,7 +156,7 @@ def language_model(job: Path, tmp_path: Path) -> Path:
     return tmp_path / "sft"
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", quick(True, of=[False, True]), ids=["untied", "tied"])
 def test_a_critic_starts_from_a_language_model(job: Path, tmp_path: Path, tied: bool) -> None:
     source = tmp_path / "sft"
     of_model = [f"model.untie_embeddings_and_output_weights={str(not tied).lower()}"]
@@ -307,7 +308,7 @@ def test_verification_sees_what_is_wrong_in_values(job: Path, monkeypatch: pytes
     assert "values of a sample" in done.output
 
 
-@pytest.mark.parametrize("name", ["critic", "reward_model"])
+@pytest.mark.parametrize("name", quick("critic", of=["critic", "reward_model"]))
 def test_comparison_and_calibration_go_with_them(job: Path, tmp_path: Path, name: str) -> None:
     notes = train(job, *overrides_of(name), "train_iters=2", "compare=true")
     assert notes.comparisons[0].stock is not None

@@ -15,6 +15,7 @@ from threading import Barrier, Thread
 import numpy as np
 import psutil
 import pytest
+from harness.marks import quick
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -212,7 +213,7 @@ def test_what_cannot_be_read_from_the_middle(tmp_path, monkeypatch, path):
         StreamedGroups(path, OPTIONS)
 
 
-@pytest.mark.parametrize("kind", ["file", "shuffled"])
+@pytest.mark.parametrize("kind", quick("shuffled", of=["file", "shuffled"]))
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_order_is_that_of_samples_in_memory(write, kind, num_workers):
     paths = write(GOOD, BAD)
