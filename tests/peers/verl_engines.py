@@ -6,49 +6,26 @@ make of a checkpoint is a tiny one. Everything else is verl's.
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from seam_models import build, local_spec, tiny_config
+from stand_ins import PackedAttention, StandIn
 
 from mcore_prefix_tree.cpu.specs import exchanged
 
 VOCAB = 64
-
-
-class StandIn(ModuleType):
-    """A package with some members."""
-
-    def __init__(self, name: str, **members: Any) -> None:
-        super().__init__(name)
-        vars(self).update(members, __path__=[], __spec__=importlib.machinery.ModuleSpec(name, None))
-
-
-class PackedAttention(DotProductAttention):
-    """Attention for packed rows, which TransformerEngine has and Megatron's local attention has not."""
-
-    def forward(self, query: Any, key: Any, value: Any, *args: Any, packed_seq_params: Any = None, **kw: Any) -> Any:
-        if packed_seq_params is None:
-            return super().forward(query, key, value, *args, **kw)
-        rows = []
-        for start, end in pairwise(packed_seq_params.cu_seqlens_q_padded.tolist()):
-            q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))
-            rows.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
-        return torch.cat(rows).flatten(1)
 
 
 class Provider:

@@ -1,0 +1,158 @@
+"""slime's own model, folding inside, and losses that need no logits; see docs/trainers.md.
+
+``--custom-model-provider-path mcore_prefix_tree.integrations.slime.model_provider`` is all that a user sets. slime
+builds the model, with its own arguments and its own layers; only their spec is made tree-capable.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from copy import copy
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.spec_utils import import_module
+from megatron.training.global_vars import get_args
+from slime.backends.megatron_utils.model_provider import get_model_provider_func
+from slime.utils.ppo_utils import compute_approx_kl, compute_cispo_loss, compute_policy_loss
+
+from mcore_prefix_tree.mcore.inside import RowLogprobs, fold_inside
+from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
+
+Batch = Mapping[str, Any]
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def _refuse(asked: dict[str, Any]) -> None:
+    """Raise NotImplementedError with the name of the first setting that is asked for."""
+    for setting in (name for name, value in asked.items() if value):
+        raise NotImplementedError(f"folding in slime does not support {setting}; leave it out")
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
+    """Return slime's model for its arguments, folding inside.
+
+    ``prefix_tree`` in the file of ``--custom-config-path`` holds the settings of :func:`fold_inside`. slime gives a
+    critic its head afterwards.
+
+    Raises:
+        NotImplementedError: slime's arguments ask for what folding does not support; names it.
+    """
+    args = get_args()
+    replay = ("use_routing_replay", "use_rollout_routing_replay")
+    _refuse({f"--{name.replace('_', '-')}": getattr(args, name, False) for name in replay})
+    own = copy(args)
+    own.custom_model_provider_path = None
+    own.spec, own.spec_to_fold = (__name__, "layer_spec"), args.spec
+    model = get_model_provider_func(own)(pre_process, post_process, vp_stage=vp_stage)
+    model.register_forward_pre_hook(partial(_ask_for_logprobs, args), with_kwargs=True)
+    return fold_inside(model, **getattr(args, "prefix_tree", None) or {})
+
+
+def layer_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
+    """Return the tree-capable spec of slime's layers, or of the user's own ``--spec``.
+
+    Raises:
+        NotImplementedError: the user's spec builds a model, not layers.
+    """
+    if args.spec_to_fold is None:
+        with_te = args.transformer_impl == "transformer_engine"
+        return with_prefix_tree(get_gpt_decoder_block_spec(config, use_transformer_engine=with_te, vp_stage=vp_stage))
+    spec = import_module(args.spec_to_fold)
+    if callable(spec):
+        spec = spec(args, config, vp_stage)
+    builds = callable(spec) and "pre_process" in inspect.signature(spec).parameters
+    _refuse({f"--spec {' '.join(args.spec_to_fold)}, which builds the model itself": builds})
+    return with_prefix_tree(spec)
+
+
+def _ask_for_logprobs(
+    args: Namespace, model: Any, positional: tuple[Any, ...], call: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Ask for log-probabilities in place of logits in the forward passes whose loss is one of this module's."""
+    path = str(args.custom_loss_function_path)
+    if not (model.training and args.loss_type == "custom_loss" and path.startswith(__name__)):
+        return None
+    asked = RowLogprobs(labels=call["input_ids"].roll(-1, dims=1), temperature=args.rollout_temperature, entropy=True)
+    return positional, call | {"output_processor": asked}
+
+
+def _responses(column: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
+    """Return what a column of the model's answer ``[T]`` holds for each response: predictions of its tokens."""
+    spans = zip(accumulate(batch["total_lengths"]), batch["response_lengths"], strict=True)
+    return [column[end - length - 1 : end - 1] for end, length in spans]
+
+
+def policy_loss(
+    args: Namespace, batch: Batch, logprobs: torch.Tensor, mean: Callable[[torch.Tensor], torch.Tensor]
+) -> Loss:
+    """Return slime's ``policy_loss`` and its metrics, for ``--custom-loss-function-path``.
+
+    Args:
+        args: slime's.
+        batch: slime's.
+        logprobs: ``[1, T, 2]``, log-probabilities and entropies.
+        mean: slime's ``sum_of_sample_mean``.
+
+    Raises:
+        NotImplementedError: slime's arguments ask for what only its own loss does; names it.
+    """
+    _refuse(
+        {
+            "--advantage-estimator gspo with this loss": args.advantage_estimator == "gspo",
+            "--use-opsm with this loss": args.use_opsm,
+            "--use-tis with this loss": args.use_tis,
+            "--get-mismatch-metrics with this loss": args.get_mismatch_metrics,
+            "--rollout-top-p below 1 with this loss": args.rollout_top_p != 1.0,
+            "--custom-pg-loss-reducer-function-path with this loss": args.custom_pg_loss_reducer_function_path,
+            "--save-debug-train-data with this loss": args.save_debug_train_data,
+        }
+    )
+    logprob, entropy = (torch.cat(_responses(column, batch)) for column in logprobs[0].float().unbind(-1))
+    given = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
+    old = torch.cat(given) if given else logprob.detach()
+    log_ratio = old - logprob
+    advantages = torch.cat(batch["advantages"])
+    if args.advantage_estimator == "cispo":
+        losses, clipped = compute_cispo_loss(log_ratio, logprob, advantages, args.eps_clip, args.eps_clip_high)
+    else:
+        limits = (args.eps_clip, args.eps_clip_high)
+        losses, clipped = compute_policy_loss(log_ratio, advantages, *limits, eps_clip_c=args.eps_clip_c)
+    metrics = {
+        "pg_loss": mean(losses), "entropy_loss": mean(entropy), "pg_clipfrac": mean(clipped), "ppo_kl": mean(log_ratio)
+    }  # fmt: skip
+    loss = metrics["pg_loss"] - args.entropy_coef * metrics["entropy_loss"]
+    if args.use_kl_loss:
+        ratio = torch.exp(logprob - old) if args.use_unbiased_kl else None
+        reference = torch.cat(batch["ref_log_probs"])
+        metrics["kl_loss"] = mean(
+            compute_approx_kl(logprob, reference, kl_loss_type=args.kl_loss_type, importance_ratio=ratio)
+        )
+        loss = loss + args.kl_loss_coef * metrics["kl_loss"]
+    if batch.get("rollout_log_probs"):
+        compared = logprob if args.use_rollout_logprobs else old
+        rollout = torch.cat(batch["rollout_log_probs"])
+        metrics["train_rollout_logprob_abs_diff"] = mean((compared - rollout).abs())
+    if batch.get("opd_reverse_kl"):
+        metrics["opd_reverse_kl"] = mean(torch.cat(batch["opd_reverse_kl"]))
+    return _with_graph(loss, logprobs, batch), {
+        name: value.detach() for name, value in ({"loss": loss} | metrics).items()
+    }
+
+
+def sft_loss(
+    args: Namespace, batch: Batch, logprobs: torch.Tensor, mean: Callable[[torch.Tensor], torch.Tensor]
+) -> Loss:
+    """Return slime's ``sft_loss``, for ``--custom-loss-function-path``; arguments as for :func:`policy_loss`."""
+    loss = -mean(torch.cat(_responses(logprobs[0, :, 0].float(), batch)))
+    return _with_graph(loss, logprobs, batch), {"loss": loss.detach()}
+
+
+def _with_graph(loss: torch.Tensor, logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the loss, with a gradient of 0 for the model where no row has a response."""
+    return loss if any(batch["response_lengths"]) else loss + 0 * logprobs.sum()

@@ -1,0 +1,82 @@
+"""slime's own steps answer the same with its own model and with the one that folds inside.
+
+Needs a checkout of slime in SLIME_PATH.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+if not os.getenv("SLIME_PATH"):
+    pytest.skip("SLIME_PATH does not name a checkout of slime", allow_module_level=True)
+pytest.importorskip("ray", reason="ray is not installed")
+from harness.worlds import Layout, WorkerError, world
+from layouts import in_layouts
+from slime_runs import OURS, compare, same_parameters
+
+# slime's head of a critic answers in float32, in which the gradients of a token's rows are then summed.
+LIMIT = {"actor": 1e-12, "critic": 1e-6}
+
+
+@in_layouts("single", "tp2-sp", "pp2", slow=["dp2"])
+@pytest.mark.parametrize("role", LIMIT)
+def test_answers_losses_and_gradients(size: int, layout: Layout, role: str) -> None:
+    results = world(size).run(compare, layout, role, LIMIT[role], {}, {}, layout=layout)
+    names = results[-1]["names"]
+    assert ("values 0" in names) == (role == "critic")
+    assert ("entropy 0" in names) == (role == "actor")
+    assert ("metric value_loss" if role == "critic" else "metric kl_loss") in names
+    assert all(result["report"]["fold/fold_ratio"] > 1.3 for result in results)
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dual-clip": {"eps_clip_c": 3.0, "use_unbiased_kl": False, "rollout_temperature": 1.0},
+    "cispo": {"advantage_estimator": "cispo", "use_kl_loss": False, "use_rollout_logprobs": True},
+    "sft": {"loss_type": "sft_loss"},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_without_logits(name: str) -> None:
+    """Log-probabilities come from the fused head; slime rounds its logits to float32."""
+    function = "sft_loss" if name == "sft" else "policy_loss"
+    ours = {"loss_type": "custom_loss", "custom_loss_function_path": f"{OURS}.{function}"}
+    (result,) = world(1).run(compare, Layout(), "actor", 1e-5, ours, LOSSES[name], layout=Layout())
+    assert f"metric {'loss' if name == 'sft' else 'pg_loss'}" in result["names"]
+    assert result["report"]["fold/expanded_bytes"] > 0  # of the pass that computes old log-probabilities
+
+
+@in_layouts("tp2-sp", "pp2")
+def test_losses_without_logits_in_layouts(size: int, layout: Layout) -> None:
+    ours = {"loss_type": "custom_loss", "custom_loss_function_path": f"{OURS}.policy_loss"}
+    world(size).run(compare, layout, "actor", 1e-5, ours, {}, layout=layout)
+
+
+def test_settings_reach_the_model() -> None:
+    ours = {"prefix_tree": {"check_first": True, "attention_backend": "path"}}
+    (result,) = world(1).run(compare, Layout(), "actor", 1e-12, ours, {}, layout=Layout())
+    assert result["report"]["fold/micro_batches"] == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("ours", "named"),
+    [
+        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay"),
+        ({"spec": ("slime_runs", "building_spec")}, "--spec slime_runs building_spec, which builds the model itself"),
+        (
+            {"loss_type": "custom_loss", "custom_loss_function_path": f"{OURS}.policy_loss", "use_tis": True},
+            "--use-tis with this loss",
+        ),
+    ],
+)
+def test_refusals_by_name(ours: dict[str, Any], named: str) -> None:
+    with pytest.raises(WorkerError, match=f"folding in slime does not support {named}"):
+        world(1).run(compare, Layout(), "actor", 1e-12, ours, {}, layout=Layout())
+
+
+def test_layers_of_slime_itself() -> None:
+    world(1).run(same_parameters, layout=Layout())
