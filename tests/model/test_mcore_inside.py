@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from oracles import sample_lists, worst
@@ -546,6 +547,9 @@ def test_models_that_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="attn_mask_type=no_mask"):
         fold_inside(build(config, spec))
     spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
+    spec.submodules.self_attention.submodules.core_attention = DotProductAttention
+    with pytest.raises(NotImplementedError, match=r"core_attention is a DotProductAttention.*attention_backend=local"):
+        fold_inside(build(config, spec))
     with pytest.raises(TypeError, match="not a Linear"):
         fold_inside(torch.nn.Linear(1, 1))
     model, _ = inside(config)

@@ -292,7 +292,7 @@ def test_applying_it_twice_is_harmless(block):
 def test_equal_bases_give_the_same_class():
     first, second = (attention_of(with_prefix_tree(get_gpt_layer_local_spec())) for _ in range(2))
     assert first.module is second.module
-    assert first.module.__name__ == "TreeSelfAttention"
+    assert first.module.__qualname__ == "TreeSelfAttention"
 
 
 def test_subclasses_of_attention_are_followed():

@@ -18,19 +18,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mcore_prefix_tree.attention.api import check_case
 from mcore_prefix_tree.attention.auto import AUTO, TreeShape, check_setting, choose
 from mcore_prefix_tree.mcore.engine.backend import case_of
 from mcore_prefix_tree.mcore.inside.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
 from mcore_prefix_tree.mcore.inside.check import check_comparable, compare
+from mcore_prefix_tree.mcore.inside.provider import provided_spec
 from mcore_prefix_tree.mcore.inside.report import FoldReport, work_of
 from mcore_prefix_tree.mcore.inside.rows import FoldedRows, RowsPackedSeqParams, read_rows
-from mcore_prefix_tree.mcore.seam.attention import TreeSelfAttentionMixin
+from mcore_prefix_tree.mcore.seam.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
-from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.validation import check_model, check_positions
@@ -270,6 +268,12 @@ def _check_model(model: Any) -> None:
                 f"{name} is a {type(module).__name__}, which does not follow a tree; build the model from "
                 "with_prefix_tree(spec)"
             )
+        core = getattr(module, "core_attention", None)
+        if not isinstance(core, TreeCoreAttentionMixin):
+            raise NotImplementedError(
+                f"{name}.core_attention is a {type(core).__name__} that does not follow a tree; Megatron-Bridge puts "
+                "it there under attention_backend=local: set another attention_backend"
+            )
         if "causal" not in module.attn_mask_type.name:
             raise NotImplementedError(
                 f"{name} has attn_mask_type={module.attn_mask_type.name}: a token of a tree sees the tokens before it "
@@ -305,8 +309,8 @@ def fold_inside(target: Target, **settings: Any) -> Target:
     """
     inside = Inside(**settings)
     model: Any = target
-    if hasattr(model, "register_pre_wrap_hook"):
-        model.transformer_layer_spec = _tree_spec_of(model.transformer_layer_spec)
+    if hasattr(model, "register_pre_wrap_hook") and hasattr(model, "transformer_layer_spec"):
+        model.transformer_layer_spec = partial(provided_spec, model.transformer_layer_spec)
         model.register_pre_wrap_hook(lambda chunks: [fold_inside(chunk, **settings) for chunk in chunks])
         return target
     _check_model(model)
@@ -320,18 +324,6 @@ def fold_inside(target: Target, **settings: Any) -> Target:
     model.register_forward_pre_hook(model.folding.before, with_kwargs=True)
     model.register_forward_hook(model.folding.after, with_kwargs=True)
     return target
-
-
-def _tree_spec_of(given: Any) -> Callable[..., Any]:
-    """Return a provider's function of its configuration that makes its layer spec tree-capable."""
-
-    def spec(config: Any, vp_stage: int | None = None) -> Any:
-        if isinstance(given, ModuleSpec | TransformerBlockSubmodules):
-            return with_prefix_tree(given)
-        takes_stage = "vp_stage" in inspect.signature(given).parameters
-        return with_prefix_tree(given(config, vp_stage=vp_stage) if takes_stage else given(config))
-
-    return spec
 
 
 def folding_model(base: type[Any], **settings: Any) -> type[Any]:

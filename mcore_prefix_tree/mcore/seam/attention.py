@@ -218,7 +218,11 @@ def attend(
 
 @cache
 def tree_class(mixin: type, base: type) -> type:
-    """The class that follows the tree where ``base`` does not; one per base, state-dict keys unchanged."""
+    """The class that follows the tree where ``base`` does not; one per base, state-dict keys unchanged.
+
+    It has the base's name: Megatron-Bridge recognises the layers whose weights it converts by their classes' names.
+    """
     if issubclass(base, mixin):
         return base
-    return type(f"Tree{base.__name__}", (mixin, base), {"__module__": __name__, "__doc__": mixin.__doc__})
+    names = {"__module__": __name__, "__qualname__": f"Tree{base.__name__}", "__doc__": mixin.__doc__}
+    return type(base.__name__, (mixin, base), names)

@@ -1,0 +1,161 @@
+"""Models that Megatron-Bridge makes of tiny Hugging Face folders, on a CPU.
+
+Importing Megatron-Bridge needs TransformerEngine, for layers that these models do not have: a stand-in takes its place
+for as long as the import takes. Layers are Megatron-Core's local ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from stand_ins import StandIn
+
+from mcore_prefix_tree.cpu.specs import cpu_spec
+from mcore_prefix_tree.mcore import fold_inside
+
+# What fold_inside refuses, and these families' configurations ask for.
+OVERRIDES = {
+    "mtp_num_layers": None,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_bias_update_rate": 0.0,
+    "apply_rope_fusion": False,
+}
+
+
+class AnyName(StandIn):
+    """A package that has every class that it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full = f"{self.__name__}.{name}"
+        return type(name, (torch.nn.Module,), {}) if name[0].isupper() else AnyName(full)
+
+
+def auto_bridge() -> Any:
+    stand_ins = {
+        name: AnyName(name, __version__="2.9.0") for name in ("transformer_engine", "transformer_engine.pytorch")
+    }
+    before = dict(sys.modules)
+    with mock.patch.dict(sys.modules, stand_ins if "megatron.bridge" not in before else {}):
+        from megatron.bridge import AutoBridge
+
+        imported = {name: module for name, module in sys.modules.items() if name not in before | stand_ins}
+    sys.modules.update(imported)
+    return AutoBridge
+
+
+def local_layers(config: Any, vp_stage: int | None = None) -> Any:
+    """A provider's layer spec."""
+    return cpu_spec(
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage), config, vp_stage
+    )
+
+
+def packed(rows: list[Any], multiple: int) -> dict[str, Any]:
+    """Rows one after another, in slots of a multiple of tokens."""
+    ids, borders, slots = [], [0], [0]
+    for row in rows:
+        ids += [*row, *[0] * (-len(row) % multiple)]
+        borders.append(borders[-1] + len(row))
+        slots.append(len(ids))
+    cu, cu_padded = (torch.tensor(one, dtype=torch.int32) for one in (borders, slots))
+    longest = max(map(len, rows))
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        cu_seqlens_q_padded=cu_padded,
+        cu_seqlens_kv_padded=cu_padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return {"input_ids": torch.tensor([ids]), "position_ids": None, "attention_mask": None, "packed_seq_params": params}
+
+
+def model_of(folder: str, layout: Any, **inside: Any) -> Any:
+    """The model that a trainer on Megatron-Bridge builds, folding inside if ``inside`` has settings."""
+    bridge = auto_bridge().from_hf_pretrained(folder)
+    provider = bridge.to_megatron_provider(load_weights=bool(inside))
+    provider.transformer_layer_spec = local_layers
+    if inside:
+        assert fold_inside(provider, **inside) is provider
+    parallel = {
+        "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": layout.sequence_parallel,
+        "expert_model_parallel_size": layout.ep,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "bias_activation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    known = {name: value for name, value in (OVERRIDES | parallel).items() if hasattr(provider, name)}
+    provider.apply_overrides_and_finalize(dtype=torch.float32, overrides=known)
+    chunks = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    if not inside:  # the other has loaded them in a hook
+        bridge.load_hf_weights(chunks)
+    return chunks[0]
+
+
+def run(folder: str, rows: list[Any], layout: Any) -> dict[str, Any]:
+    """Every rank: logits of each row and the error of the gradients, from the stock model and the one that folds."""
+    stock, folds = model_of(folder, layout), model_of(folder, layout, check_first=True)
+    assert stock.state_dict().keys() == folds.state_dict().keys()
+    multiple = layout.tp if layout.sequence_parallel else 1
+    alone = []
+    for row in rows:
+        ids = torch.tensor([[*row, *[0] * (-len(row) % multiple)]])
+        positions = torch.arange(ids.shape[1]).unsqueeze(0)
+        alone.append(stock(input_ids=ids, position_ids=positions, attention_mask=None)[0, : len(row)])
+    call = packed(rows, multiple)
+    output = folds(**call)[0]
+    starts = call["packed_seq_params"].cu_seqlens_q_padded.tolist()
+    together = [output[start : start + len(row)] for start, row in zip(starts, rows, strict=False)]
+    for answers in (alone, together):
+        sum(answer.square().sum() for answer in answers).backward()
+    gradients = dict(folds.named_parameters())
+    errors = {}
+    for name, parameter in stock.named_parameters():
+        expected, found = parameter.grad, gradients[name].grad
+        if getattr(parameter, "sequence_parallel", False):
+            group = parallel_state.get_tensor_model_parallel_group()
+            torch.distributed.all_reduce(expected, group=group)
+            torch.distributed.all_reduce(found, group=group)
+        errors[name] = float((found - expected).norm() / expected.norm().clamp(min=1e-6))
+    whole = [
+        [gather_from_tensor_model_parallel_region(answer).detach().numpy() for answer in answers]
+        for answers in (alone, together)
+    ]
+    return {"alone": whole[0], "together": whole[1], "errors": errors, "report": folds.folding.last.to_log()}
+
+
+def read_back() -> str:
+    """The layer spec of a provider that folds, written as Megatron-Bridge writes it into checkpoints and read again."""
+    auto_bridge()
+    import yaml
+    from megatron.bridge.models import GPTModelProvider
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+    from megatron.bridge.utils.instantiate_utils import instantiate, register_allowed_target_prefix
+    from megatron.bridge.utils.yaml_utils import safe_yaml_representers
+
+    register_allowed_target_prefix("mcore_prefix_tree")
+    provider = GPTModelProvider(
+        num_layers=1, hidden_size=8, num_attention_heads=1, transformer_layer_spec=local_layer_spec
+    )
+    fold_inside(provider)
+    with safe_yaml_representers():
+        written = yaml.safe_dump({"spec": provider.transformer_layer_spec})
+    read = instantiate(yaml.safe_load(written)["spec"])
+    return str(read(provider).submodules.self_attention.module.__qualname__)
