@@ -1,0 +1,83 @@
+"""NeMo-RL's Megatron policy worker with a model that folds inside; see docs/trainers.md.
+
+``Policy(worker_extension_cls_fqn="mcore_prefix_tree.integrations.nemo_rl.FoldingPolicyWorker")`` takes it in place of
+NeMo-RL's own. The worker builds, trains, scores and saves as before: only its model's layer spec differs, and the model
+folds the rows that NeMo-RL packs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import ray
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+from megatron.core.utils import unwrap_model
+from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
+from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
+
+from mcore_prefix_tree.mcore.inside import fold_inside
+from mcore_prefix_tree.mcore.inside.provider import provided_spec
+
+
+def _check(config: Any) -> None:
+    """Refuse a policy's configuration that does not pack rows, or asks for what folding does not support.
+
+    Raises:
+        NotImplementedError: names the setting.
+    """
+    megatron = config["megatron_cfg"]
+    asked = {
+        "sequence_packing.enabled=false: rows are folded where they are packed; set it to true": (
+            not config["sequence_packing"]["enabled"]
+        ),
+        "megatron_cfg.use_fused_linear_logprobs=true: NeMo-RL does not support it with packed rows either": (
+            megatron.get("use_fused_linear_logprobs", False)
+        ),
+        "router_replay.enabled=true: rows that share a token may have recorded different routes for it": (
+            (config.get("router_replay") or {}).get("enabled", False)
+        ),
+        "draft.enabled=true: a draft model reads hidden states of packed rows": (
+            (config.get("draft") or {}).get("enabled", False)
+        ),
+    }
+    for reason in (reason for reason, applies in asked.items() if applies):
+        raise NotImplementedError(f"folding in NeMo-RL does not support policy.{reason}")
+
+
+class FoldingPolicyWorkerImpl(MegatronPolicyWorkerImpl):  # type: ignore[misc]
+    """The worker without Ray, to derive from.
+
+    Attributes:
+        inside: settings of :func:`fold_inside`.
+    """
+
+    inside: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        """Build as NeMo-RL does, then let the model fold.
+
+        Raises:
+            NotImplementedError: folding does not support a setting of the policy or the model; names it.
+        """
+        _check(config)
+        register_allowed_target_prefix("mcore_prefix_tree")  # checkpoints name the layer spec
+        super().__init__(config, *args, **kwargs)
+        fold_inside(unwrap_model(self.model), **self.inside)
+
+    @property
+    def megatron_cfg(self) -> Any:
+        """The configuration that NeMo-RL's worker keeps and builds its models from."""
+        return self._megatron_cfg
+
+    @megatron_cfg.setter
+    def megatron_cfg(self, config: Any) -> None:
+        spec = config.model.transformer_layer_spec
+        if getattr(spec, "func", None) is not provided_spec:  # a checkpoint's is tree-capable already
+            config.model.transformer_layer_spec = partial(provided_spec, spec)
+        self._megatron_cfg = config
+
+
+@ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))  # type: ignore[untyped-decorator]
+class FoldingPolicyWorker(FoldingPolicyWorkerImpl):
+    """The worker, for ``Policy(worker_extension_cls_fqn=...)``."""

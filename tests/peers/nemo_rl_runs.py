@@ -1,0 +1,239 @@
+"""NeMo-RL's own micro-batches, forward and backward passes and losses on a CPU, around a tiny model.
+
+The checkout in NEMO_RL_PATH is run as it is, except its worker: that needs GPUs, and Megatron-Bridge's main branch. A
+stand-in takes its place, which builds a model as the worker does. Stand-ins also take the place of packages that would
+log, serve or quantize.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from bridge_models import AnyName, auto_bridge
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from stand_ins import PackedAttention, StandIn
+
+from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
+
+VOCAB = 64
+STAND_INS = (
+    "aiohttp", "datasets", "decord", "fastapi", "hydra", "math_verify", "matplotlib", "megatron.energon", "mlflow",
+    "modelopt", "num2words", "nvidia_resiliency_ext", "nvtx", "openai", "prometheus_client", "pynvml", "ray", "swanlab",
+    "tensordict", "torchdata", "transformer_engine", "uvicorn", "wandb", "zmq",
+)  # fmt: skip
+WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
+
+
+class Package(AnyName):
+    """A package that has every name, any of which decorates."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return Package(found.__name__) if isinstance(found, AnyName) else found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args and callable(args[0]) else self
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds stand-ins."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        wanted = any(f"{name}.".startswith(f"{package}.") for package in STAND_INS)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if wanted else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        return Package(spec.name, __version__="2.9.0")
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+class Worker:
+    """``MegatronPolicyWorkerImpl``, as far as it builds the model."""
+
+    def __init__(self, config: Any, provider: Any) -> None:
+        from megatron.bridge.models.model_provider import get_model
+
+        self.megatron_cfg = SimpleNamespace(model=provider)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        provider._pg_collection = groups  # so does NeMo-RL
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=False)
+        self.model = get_model(
+            self.megatron_cfg.model, ddp, pre_wrap_hook=[], use_cpu_initialization=True, pg_collection=groups
+        )[0]
+
+
+@contextmanager
+def nemo_rl() -> Iterator[None]:
+    """Let NeMo-RL be imported and run."""
+    auto_bridge()
+    import transformers
+
+    with (
+        mock.patch.dict(sys.modules, {WORKER: StandIn(WORKER, MegatronPolicyWorkerImpl=Worker)}),
+        mock.patch.object(sys, "path", [os.environ["NEMO_RL_PATH"], *sys.path]),
+        mock.patch.object(sys, "meta_path", [Finder(), *sys.meta_path]),
+        mock.patch.object(transformers, "__version__", "5.11.0"),  # newer ones are refused for their tokenizers
+    ):
+        yield
+
+
+def layers(config: Any) -> Any:
+    """A provider's layer spec: Megatron's local layers, whose attention takes packed rows."""
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    return exchanged(cpu_spec(spec, config), {DotProductAttention: PackedAttention})
+
+
+def provider_of(layout: Any) -> Any:
+    """What the worker's ``run_config.yaml`` would hold."""
+    from megatron.bridge.models import GPTModelProvider
+
+    provider = GPTModelProvider(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=48,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        vocab_size=VOCAB,
+        seq_length=64,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        transformer_layer_spec=layers,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+    )
+    return provider.apply_overrides_and_finalize(dtype=torch.float64)
+
+
+def batch() -> Any:
+    """A micro-batch as NeMo-RL's packer cuts it: groups of answers, rows padded to the longest."""
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    rng = np.random.default_rng(0)
+    pairs = []
+    for _ in range(2):
+        prompt, stem = rng.integers(VOCAB, size=rng.integers(5, 12)), rng.integers(VOCAB, size=3)
+        for answer in range(4):
+            own = rng.integers(VOCAB, size=rng.integers(2, 7))
+            pairs.append((prompt, np.concatenate((stem, own)) if answer % 2 else own))
+    lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
+    ids, mask = np.zeros((2, len(pairs), max(lengths)), dtype=np.int64)
+    for row, (prompt, answer) in enumerate(pairs):
+        ids[row, : lengths[row]] = np.concatenate((prompt, answer))
+        mask[row, len(prompt) : lengths[row]] = 1
+    floats = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    near = {name: rng.standard_normal(ids.shape) - (0 if name == "advantages" else 4) for name in floats}
+    return BatchedDataDict(
+        input_ids=torch.from_numpy(ids),
+        input_lengths=torch.tensor(lengths),
+        token_mask=torch.from_numpy(mask),
+        sample_mask=torch.ones(len(pairs)),
+        **{name: torch.from_numpy(value).float() for name, value in near.items()},
+    )
+
+
+def run(layout: Any, worker: type, policy: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities, loss, metrics and gradients of two micro-batches."""
+    from megatron.core.utils import get_model_config, unwrap_model
+    from nemo_rl.algorithms.logits_sampling_utils import TrainingSamplingParams
+    from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
+    from nemo_rl.models.megatron.data import make_processed_microbatch_iterator
+    from nemo_rl.models.megatron.train import LogprobsPostProcessor, LossPostProcessor, megatron_forward_backward
+
+    model = worker(policy, provider_of(layout)).model
+    get_model_config(model).finalize_model_grads_func = finalize_model_grads  # so does NeMo-RL
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "tensor_model_parallel", False):
+            generator.manual_seed(len(name))
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data = (parameter.ndim == 1) + noise / 5
+    data, sampling = batch(), TrainingSamplingParams(temperature=0.7)
+    scored = data["token_mask"].sum()
+    loss = ClippedPGLossFn(ClippedPGLossConfig())
+    processors = {
+        "logprobs": LogprobsPostProcessor(policy, sampling),
+        "loss": LossPostProcessor(loss, policy, num_microbatches=2, sampling_params=sampling),
+    }
+    found: dict[str, Any] = {}
+    for name, processor in processors.items():
+        iterator = make_processed_microbatch_iterator(
+            iter([data, data]), policy, "input_lengths", layout.tp, layout.tp, None, None
+        )
+        reported = megatron_forward_backward(
+            model,
+            iterator,
+            num_microbatches=2,
+            seq_length=1,
+            mbs=1,
+            post_processing_fn=processor,
+            forward_only=name == "logprobs",
+            global_valid_seqs=torch.tensor(float(len(data["input_ids"]))),
+            global_valid_toks=scored.float(),
+            sampling_params=sampling,
+        )
+        parts = reported[0]
+        found |= {f"{name} {key}": torch.as_tensor(value) for key, value in parts.items()}
+    found |= {f"gradient of {name}": p.main_grad for name, p in model.module.named_parameters()}
+    folding = getattr(unwrap_model(model), "folding", None)
+    return found | ({"report": folding.report().to_log()} if folding else {})
+
+
+POLICY: dict[str, Any] = {
+    "sequence_packing": {"enabled": True},
+    "megatron_cfg": {"context_parallel_size": 1},
+    "make_sequence_length_divisible_by": 1,
+}
+
+
+def compare(layout: Any) -> dict[str, Any]:
+    """Every rank: NeMo-RL's answers with its own model and with ours agree; the names and the report of ours."""
+    with nemo_rl():
+        from mcore_prefix_tree.integrations.nemo_rl import FoldingPolicyWorkerImpl
+
+        stock, folded = run(layout, Worker, POLICY), run(layout, FoldingPolicyWorkerImpl, POLICY)
+    report = folded.pop("report")
+    assert stock.keys() == folded.keys()
+    for name, expected in stock.items():
+        expected = expected.double()
+        error = (folded[name].double() - expected).norm()
+        assert error <= 1e-12 * max(1e-3, expected.norm()), (name, error, expected.norm())
+    return {"names": sorted(stock), "report": report}
+
+
+def refusals(layout: Any, policies: list[dict[str, Any]]) -> list[str]:
+    """What workers say whose policies have other settings."""
+    said = []
+    with nemo_rl():
+        from mcore_prefix_tree.integrations.nemo_rl import FoldingPolicyWorkerImpl
+
+        for changes in policies:
+            try:
+                FoldingPolicyWorkerImpl(POLICY | changes, provider_of(layout))
+            except NotImplementedError as error:
+                said.append(str(error))
+    return said

@@ -1,0 +1,60 @@
+"""NeMo-RL's own passes and losses answer the same with its model and with the one that folds inside.
+
+Needs a checkout of NeMo-RL in NEMO_RL_PATH, and Megatron-Bridge: see requirements-bridge.txt.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if not os.getenv("NEMO_RL_PATH"):
+    pytest.skip("NEMO_RL_PATH does not name a checkout of NeMo-RL", allow_module_level=True)
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+pytest.importorskip("transformers")
+from harness.worlds import Layout, world
+from layouts import in_layouts
+from nemo_rl_runs import WORKER, compare, refusals
+
+
+@in_layouts("single", "tp2-sp", slow=["tp2"])
+def test_logprobs_losses_and_gradients(size: int, layout: Layout) -> None:
+    for result in world(size).run(compare, layout, layout=layout):
+        assert {"logprobs logprobs", "loss loss"} <= {*result["names"]}
+        assert result["report"]["fold/fold_ratio"] > 1.3
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "policy.sequence_packing.enabled=false": {"sequence_packing": {"enabled": False}},
+    "policy.router_replay.enabled=true": {"router_replay": {"enabled": True}},
+    "policy.draft.enabled=true": {"draft": {"enabled": True}},
+    "policy.megatron_cfg.use_fused_linear_logprobs=true": {"megatron_cfg": {"use_fused_linear_logprobs": True}},
+}
+
+
+def test_refusals_by_name() -> None:
+    (said,) = world(1).run(refusals, Layout(), list(REFUSED.values()), layout=Layout())
+    assert [name in message for name, message in zip(REFUSED, said, strict=True)] == [True] * len(REFUSED)
+
+
+def test_the_worker_builds_its_model_from_the_configuration_that_it_keeps() -> None:
+    """What the subclass relies on: the real worker cannot be imported here."""
+    source = Path(os.environ["NEMO_RL_PATH"], *WORKER.split(".")).with_suffix(".py").read_text()
+    (impl,) = (
+        node for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "MegatronPolicyWorkerImpl"
+    )  # fmt: skip
+    (init,) = (node for node in impl.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    statements = [ast.unparse(statement) for statement in init.body]
+    kept = next(i for i, text in enumerate(statements) if text.startswith("self.megatron_cfg = "))
+    built = next(
+        i for i, text in enumerate(statements) if "= setup_model_and_optimizer(config, self.megatron_cfg" in text
+    )
+    model = next(i for i, text in enumerate(statements) if text.startswith("self.model = "))
+    assert kept < built < model
