@@ -80,6 +80,7 @@ def plan(
     settled = partial(
         plan_step,
         max_tokens=max_tokens,
+        budget_name=limit,
         dp_size=dp,
         micro_batch_multiple=1 if recipe is None else recipe.parallel.micro_batch_multiple,
         cost_model=cost_model,

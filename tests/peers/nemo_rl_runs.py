@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from bridge_models import AnyName, auto_bridge
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -232,8 +233,7 @@ def refusals(layout: Any, policies: list[dict[str, Any]]) -> list[str]:
         from mcore_prefix_tree.integrations.nemo_rl import FoldingPolicyWorkerImpl
 
         for changes in policies:
-            try:
+            with pytest.raises(NotImplementedError) as refused:
                 FoldingPolicyWorkerImpl(POLICY | changes, provider_of(layout))
-            except NotImplementedError as error:
-                said.append(str(error))
+            said.append(str(refused.value))
     return said

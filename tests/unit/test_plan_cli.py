@@ -202,7 +202,8 @@ def test_too_small_a_budget_is_told_in_a_sentence(rows):
     assert "rows.jsonl:7: the sample has 12 tokens, but --max-tokens is 11; raise --max-tokens" in result.output
     result = plan(rows, "--max-tokens", "12", "--micro-batches", "1")
     assert result.exit_code == 2
-    assert "1 micro-batches on each of 1 ranks cannot hold these samples" in result.output
+    said = "1 micro-batches on each of 1 ranks cannot hold these samples with --max-tokens=12"
+    assert said in result.output
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,14 @@ def cut(
     """
     samples = [Sample(tokens=row.cpu().numpy(), source=f"row {index}") for index, row in enumerate(rows)]
     together = [index // group_size for index in range(len(samples))] if group_size > 1 else None
-    planned = partial(plan_step, samples, max_tokens=max_tokens, micro_batch_multiple=multiple, together=together)
+    planned = partial(
+        plan_step,
+        samples,
+        max_tokens=max_tokens,
+        micro_batch_multiple=multiple,
+        together=together,
+        budget_name="max_token_len_per_gpu",
+    )
     units = len(samples) // group_size
     error, needed = "on another rank", 0
     if len(samples) % group_size:
@@ -49,7 +56,7 @@ def cut(
             plan = planned()
             needed = plan.num_micro_batches
         except BudgetError as refused:
-            error = str(refused).replace("batch.max_tokens", "max_token_len_per_gpu")
+            error = str(refused)
     agreed = torch.tensor([needed, -units, needed == 0], dtype=torch.int64, device=device)
     if group is not None:
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)

@@ -22,6 +22,7 @@ class Folding:
 
     Attributes:
         max_tokens: physical tokens that a micro-batch may hold, before padding.
+        budget_name: name of the user's setting of ``max_tokens``, for errors.
         dp_size: data-parallel ranks.
         cost_model: what the ranks' work is compared by; see :func:`mcore_prefix_tree.plan.plan_step`.
         micro_batch_multiple: micro-batches per rank come in multiples of this.
@@ -44,6 +45,7 @@ class Folding:
     dp_size: int
     cost_model: CostModel | None
     device: torch.device
+    budget_name: str = "max_tokens"
     micro_batch_multiple: int = 1
     bubble: float = 0.0
     sharing: Sharing = SHARE_ALL
@@ -84,6 +86,7 @@ class Folding:
             bubble=self.bubble,
             sharing=self.sharing,
             together=together,
+            budget_name=self.budget_name,
         )
 
     def fewest_micro_batches(self, samples: Sequence[Sample]) -> int:
@@ -94,6 +97,7 @@ class Folding:
             dp_size=self.dp_size,
             micro_batch_multiple=self.micro_batch_multiple,
             sharing=self.sharing,
+            budget_name=self.budget_name,
         )
 
     def physical_tokens(self, samples: Sequence[Sample]) -> int:

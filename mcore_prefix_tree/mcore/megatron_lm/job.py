@@ -62,6 +62,7 @@ def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
     in_stages = interleaved and (args.microbatch_group_size_per_vp_stage or stages) == stages
     return Folding(
         max_tokens=args.prefix_tree_max_tokens,
+        budget_name="--prefix-tree-max-tokens",
         dp_size=args.data_parallel_size,
         cost_model=CostModel.from_work(work_of(args)),
         device=device,

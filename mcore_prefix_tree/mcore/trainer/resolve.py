@@ -206,6 +206,7 @@ def resolve(
     deterministic = recipe.deterministic_attention
     folding = Folding(
         max_tokens=recipe.batch.max_tokens,
+        budget_name="batch.max_tokens",
         dp_size=parallel_state.get_data_parallel_world_size(),
         cost_model=cost_model,
         device=session.device,
