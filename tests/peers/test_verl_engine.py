@@ -23,7 +23,7 @@ from mcore_prefix_tree.cpu.emulation import cpu_emulation
 ROOT = Path(__file__).parents[2]
 
 
-@in_layouts("single", "tp2-sp", "pp2", "dp2")
+@in_layouts("single", "tp2-sp", "pp2", "dp2", "pp2-vpp2", "ep2")
 @pytest.mark.parametrize("kind", ["language_model", "value_model"])
 def test_answers_losses_and_gradients(size: int, layout: Layout, kind: str) -> None:
     results = world(size).run(compare, layout, kind, layout=layout)

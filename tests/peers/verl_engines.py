@@ -49,22 +49,29 @@ class Provider:
 
     def provide_distributed_model(self, *, wrap_with_ddp: bool, ddp_config: Any, **_: Any) -> list[Any]:
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
+        names += ("virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+        names += ("overlap_p2p_comm", "batch_p2p_comm", "num_moe_experts")
         config = tiny_config(
             num_layers=4,
             calculate_per_token_loss=False,
             variable_seq_lengths=True,
             moe_token_dispatcher_type="alltoall",
             pipeline_dtype=torch.float64,
-            **{name: self.overrides[name] for name in names},
+            moe_router_load_balancing_type="none",
+            moe_grouped_gemm=False,
+            **{name: self.overrides[name] for name in names if self.overrides.get(name) is not None},
         )
+        stages = config.virtual_pipeline_model_parallel_size
         chunks = [
             build(
                 config,
                 self.transformer_layer_spec(config),
                 vocab_size=VOCAB,
-                pre_process=parallel_state.is_pipeline_first_stage(),
-                post_process=parallel_state.is_pipeline_last_stage(),
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                vp_stage=stage,
             )
+            for stage in ([None] if stages is None else range(stages))
         ]
         for hook in self.hooks:
             chunks = hook(chunks) or chunks
@@ -213,13 +220,21 @@ def compare(layout: Any, kind: str, dynamic: bool = True, **settings: Any) -> di
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "sequence_parallel": layout.sequence_parallel,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": 1 if layout.ep > 1 else None,
+        "override_transformer_config": {"num_moe_experts": 2} if layout.ep > 1 else {},
     }
     for vendor, max_tokens, own in (("nvidia", 80, {}), ("mcore_prefix_tree", 50, settings)):
         with emulated(vendor):
             built = engine(kind, **shape, **own)
             assert type(built).__name__.startswith("Folding") == (vendor != "nvidia")
             built.initialize()
-            parameters = {name: p for chunk in built.module for name, p in chunk.module.named_parameters()}
+            parameters = {
+                f"{chunk}.{name}": parameter
+                for chunk, module in enumerate(built.module)
+                for name, parameter in module.module.named_parameters()
+            }
             weights = weights or [parameter.detach().clone() for parameter in parameters.values()]
             for parameter, weight in zip(parameters.values(), weights, strict=True):
                 parameter.data.copy_(weight)

@@ -40,6 +40,23 @@ def test_forced_groups_stay_in_one_piece_and_in_order() -> None:
         assert all(first % 2 == 0 and second == first + 1 for first, second in zip(part[::2], part[1::2], strict=True))
 
 
+def test_small_micro_batches_fill_and_drain_the_pipeline() -> None:
+    rows = [torch.tensor([group] * (10 * group + 10)) for group in range(6)]
+    sizes = [unique(rows, part) for part in cut(rows, max_tokens=60, multiple=6)]
+    assert sizes == [10, 30, 50, 60, 40, 20]
+
+
+def test_a_micro_batch_needs_the_nodes_of_its_own_rows() -> None:
+    """What verl's draft prunes from a tree of the whole batch: distinct prefixes of the rows, by the definition."""
+    rows = [*rows_of(3, 4), torch.tensor([0] * 20), torch.tensor([0] * 20 + [100] * 5 + [7])]
+    parts = cut(rows, max_tokens=50)
+    assert len(parts) > 1
+    for part in parts:
+        kept = [rows[index].tolist() for index in part]
+        prefixes = {tuple(row[:end]) for row in kept for end in range(1, len(row) + 1)}
+        assert unique(rows, part) == len(prefixes) <= 50
+
+
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_no_micro_batch_is_empty_where_rows_are_the_same(multiple: int) -> None:
     parts = cut([torch.arange(9)] * 5, max_tokens=9, multiple=multiple)

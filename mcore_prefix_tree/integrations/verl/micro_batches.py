@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mcore_prefix_tree.plan import BudgetError, plan_step
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.trie import sort_samples
 
 
 def cut(
@@ -23,6 +24,8 @@ def cut(
     group_size: int = 1,
 ) -> list[list[int]]:
     """Return the rows of each micro-batch, in their order. No micro-batch is empty.
+
+    The smallest micro-batches come first and last: while a pipeline fills and drains, all stages wait for those.
 
     All ranks of ``group`` get the same number of micro-batches, and all raise if one of them has to.
 
@@ -75,7 +78,13 @@ def cut(
         longest = max(parts, key=len)
         parts[parts.index([])] = longest[len(longest) // 2 :]
         del longest[len(longest) // 2 :]
-    return [
+    rows_of = [
         [index for unit in sorted(part) for index in range(unit * group_size, (unit + 1) * group_size)]
         for part in parts
     ]
+    rows_of.sort(key=lambda rows: _unique_tokens([samples[index] for index in rows]))
+    return rows_of[0::2] + rows_of[1::2][::-1]
+
+
+def _unique_tokens(samples: Sequence[Sample]) -> int:
+    return sum(map(len, samples)) - int(sort_samples(samples)[1].sum())
