@@ -55,6 +55,16 @@ def test_pins_are_within_the_bounds_of_pyproject() -> None:
             assert bound.specifier.contains(str(pin.specifier).removeprefix("=="), prereleases=True), pin
 
 
+def test_bridge_is_installed_without_what_it_does_not_import() -> None:
+    """Which packages, and why without dependencies, is written in one file; the page says how."""
+    text = (ROOT / "requirements-bridge.txt").read_text()
+    assert "--no-deps" in text
+    assert {str(pin.marker) for pin in pins(ROOT / "requirements-bridge.txt")} == {'python_version == "3.12"'}
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    assert "pip install --no-deps -r requirements-bridge.txt" in page
+    assert [name for name in ("einops", "megatron-bridge==") if name in page] == []
+
+
 def machine_with(folder: Path, torch: str) -> Path:
     """A Python in a virtual environment whose torch, of that source, sees what it says."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "machine"], check=True)

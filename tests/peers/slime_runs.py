@@ -7,6 +7,7 @@ does not need, and of packages that would log or serve.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from argparse import Namespace
@@ -76,11 +77,17 @@ def slime() -> Iterator[None]:
         mock.patch.object(sys, "path", [os.environ["SLIME_PATH"], *sys.path]),
         torch.compiler.set_stance("force_eager"),
     ):
-        from slime.utils.accelerator import CUDAAccelerator, register_accelerator
-
-        emulated = {"is_available": lambda self: True, "current_device": lambda self: 0}
-        register_accelerator("emulated", type("Emulated", (CUDAAccelerator,), emulated), priority=1)
+        if importlib.util.find_spec("slime.utils.accelerator"):  # since 0.3.1
+            _register_accelerator()
         yield
+
+
+def _register_accelerator() -> None:
+    """Let slime take the emulated GPU, through its own registry."""
+    from slime.utils.accelerator import CUDAAccelerator, register_accelerator
+
+    emulated = {"is_available": lambda self: True, "current_device": lambda self: 0}
+    register_accelerator("emulated", type("Emulated", (CUDAAccelerator,), emulated), priority=1)
 
 
 def arguments(layout: Any, **changes: Any) -> Namespace:

@@ -6,6 +6,7 @@ Needs a checkout of slime in SLIME_PATH.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_without_logits(name: str) -> None:
     """Log-probabilities come from the fused head; slime rounds its logits to float32."""
+    if name == "dual-clip" and not Path(os.environ["SLIME_PATH"], "slime", "utils", "accelerator").exists():
+        pytest.skip("slime 0.3.1 ignores --eps-clip-c")
     function = "sft_loss" if name == "sft" else "policy_loss"
     ours = {"loss_type": "custom_loss", "custom_loss_function_path": f"{OURS}.{function}"}
     (result,) = world(1).run(compare, Layout(), "actor", 1e-5, ours, LOSSES[name], layout=Layout())
