@@ -38,8 +38,8 @@ def inspect(
     if order is not None:
         cut = None
         if recipe is not None:
-            budget = {"max_tokens": recipe.batch.max_tokens, "budget_name": "batch.max_tokens"}
-            cut = partial(plan_step, **budget, sharing=options.sharing)
+            limit = recipe.batch.max_tokens
+            cut = partial(plan_step, max_tokens=limit, budget_name="batch.max_tokens", sharing=options.sharing)
         steps = report_steps(order.first_epoch(), plan=cut, sharing=options.sharing)
 
     if as_json:

@@ -37,6 +37,9 @@ def _check(config: Any) -> None:
         "router_replay.enabled=true: rows that share a token may have recorded different routes for it": (
             (config.get("router_replay") or {}).get("enabled", False)
         ),
+        "generation.backend=megatron: a model that folds inside does not generate; use vllm or sglang": (
+            (config.get("generation") or {}).get("backend") == "megatron"
+        ),
         "draft.enabled=true: a draft model reads hidden states of packed rows": (
             (config.get("draft") or {}).get("enabled", False)
         ),

@@ -75,8 +75,8 @@ def _ask_for_logprobs(
     args: Namespace, model: Any, positional: tuple[Any, ...], call: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Ask for log-probabilities in place of logits in the forward passes whose loss is one of this module's."""
-    path = str(args.custom_loss_function_path)
-    if not (model.training and args.loss_type == "custom_loss" and path.startswith(__name__)):
+    ours = str(args.custom_loss_function_path).startswith(f"{__name__}.")
+    if not (model.training and args.loss_type == "custom_loss" and ours):
         return None
     asked = RowLogprobs(labels=call["input_ids"].roll(-1, dims=1), temperature=args.rollout_temperature, entropy=True)
     return positional, call | {"output_processor": asked}

@@ -33,6 +33,7 @@ def test_logprobs_losses_and_gradients(size: int, layout: Layout) -> None:
 REFUSED: dict[str, dict[str, Any]] = {
     "policy.sequence_packing.enabled=false": {"sequence_packing": {"enabled": False}},
     "policy.router_replay.enabled=true": {"router_replay": {"enabled": True}},
+    "policy.generation.backend=megatron": {"generation": {"backend": "megatron"}},
     "policy.draft.enabled=true": {"draft": {"enabled": True}},
     "policy.megatron_cfg.use_fused_linear_logprobs=true": {"megatron_cfg": {"use_fused_linear_logprobs": True}},
 }
