@@ -411,6 +411,26 @@ def test_the_report() -> None:
     assert model.folding.report() is None
 
 
+def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    _, tree = twins(tiny_config())
+    model = fold_inside(tree, log_every=2)
+    call = packed([ROWS[0]] * 4)
+    unique = len(ROWS[0])
+    with caplog.at_level("INFO", logger="mcore_prefix_tree"):
+        for _ in range(5):
+            model(**call)
+    assert (
+        caplog.messages
+        == [
+            f"prefix trees of 2 micro-batches: fold ratio 4.00 ({2 * unique} of {8 * unique} tokens computed), expected "
+            "speed-up 4.00x"
+        ]
+        * 2
+    )
+    with pytest.raises(ValueError, match="log_every=-1 is negative"):
+        fold_inside(tree, log_every=-1)
+
+
 class PackedAttention(torch.nn.Module):
     """A core attention that takes packed rows, as TransformerEngine's does; it remembers their borders."""
 

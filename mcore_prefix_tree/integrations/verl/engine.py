@@ -67,7 +67,9 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
     def _build_tf_config(self) -> None:
         super()._build_tf_config()
         _refuse({"calculate_per_token_loss=True": getattr(self.provider, "calculate_per_token_loss", False)})
-        fold_inside(self.provider, **self.engine_config.override_mcore_model_config.get("prefix_tree", {}))
+        # verl logs the report of each update by itself.
+        settings = self.engine_config.override_mcore_model_config.get("prefix_tree", {})
+        fold_inside(self.provider, **{"log_every": 0, **settings})
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False

@@ -8,12 +8,14 @@ of the folded micro-batch, the second turns the output into the rows'. What belo
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.attention import Attention
@@ -34,6 +36,8 @@ from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.validation import check_model, check_positions
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.upload import moved, upload
+
+logger = logging.getLogger(__name__)
 
 # ``auto`` chooses a back-end for this, so that every rank chooses the same: eight answers to each of four prompts.
 _TYPICAL = TreeShape(tokens=4 * (2048 + 8 * 1024), segments=36, pairs=4 * (2048**2 // 2 + 8 * 1024 * 2560), depth=1)
@@ -62,18 +66,22 @@ class Inside:
         least_fold_ratio: micro-batches that fold no more than this go through the stock model as they are, if its
             attention takes packed rows. A common first token is no gain.
         check_first: compare the first micro-batch with the stock model; see :func:`compare`.
+        log_every: micro-batches after which the first rank logs what folding saved, at level INFO; 0 logs nothing.
 
     Raises:
-        ValueError: on construction, if there is no such back-end.
+        ValueError: on construction, if there is no such back-end, or ``log_every`` is negative.
     """
 
     attention_backend: str = AUTO
     fused_head: bool = True
     least_fold_ratio: float = 1.02
     check_first: bool = False
+    log_every: int = 100
 
     def __post_init__(self) -> None:
         check_setting(self.attention_backend)
+        if self.log_every < 0:
+            raise ValueError(f"log_every={self.log_every} is negative; set a number of micro-batches, or 0 for no log")
 
 
 class Folding:
@@ -86,6 +94,9 @@ class Folding:
     def __init__(self, model: Any, settings: Inside) -> None:
         self.last: FoldReport | None = None
         self._since: FoldReport | None = None
+        self._unlogged: FoldReport | None = None
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._log_every = settings.log_every if is_first and not model.vp_stage else 0
         self._settings = settings
         self._backend: str | None = None
         self._to_check = settings.check_first
@@ -143,6 +154,11 @@ class Folding:
     def _record(self, report: FoldReport) -> None:
         self.last = report
         self._since = report if self._since is None else self._since + report
+        if self._log_every:
+            self._unlogged = report if self._unlogged is None else self._unlogged + report
+            if self._unlogged.micro_batches >= self._log_every:
+                logger.info("%s", self._unlogged)
+                self._unlogged = None
 
     def _folded(self, model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the folded call."""

@@ -59,6 +59,13 @@ class FoldReport:
             )
         return FoldReport(work=self.work, **sums)
 
+    def __str__(self) -> str:
+        return (
+            f"prefix trees of {self.micro_batches:,} micro-batches: fold ratio {self.fold_ratio:.2f} "
+            f"({self.unique_tokens:,} of {self.logical_tokens:,} tokens computed), expected speed-up "
+            f"{self.bound.ratio:.2f}x"
+        )
+
     @property
     def logical_tokens(self) -> int:
         """Tokens of all rows."""
