@@ -1,0 +1,72 @@
+"""The oracle of the losses reproduces the worked example, digit by digit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import xtoken_reference as reference
+from harness.xtoken_example import CHUNKS, STUDENT, STUDENT_BYTES, TEACHER, TEACHER_BYTES, W
+
+ALL = torch.arange(5)
+
+
+def rows(chunk):
+    return STUDENT[list(chunk.student)], TEACHER[list(chunk.teacher)]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "k", "reverse", "terms", "loss"),
+    [
+        (1.0, 5, False, (0.124570, 0.150769), 0.137670),
+        (1.0, 5, True, (0.573553, 0.125171), 0.349362),
+        (1.0, 3, False, (0.159161, 0.141574), 0.150367),
+        (2.0, 5, False, (0.263573, 0.198437), 0.924021),
+    ],
+)
+def test_p_kl_of_the_example(temperature, k, reverse, terms, loss):
+    columns = reference.top_columns(TEACHER, CHUNKS, k)
+    found = [reference.p_kl(*rows(c), W, columns, temperature=temperature, reverse=reverse) for c in CHUNKS]
+    assert [round(float(term), 6) for term in found] == list(terms)
+    assert round(float(temperature**2 * sum(found) / 2), 6) == loss
+
+
+@pytest.mark.parametrize(
+    ("relaxed", "reverse", "kl", "l1", "loss"),
+    [
+        (False, False, (-0.093821, 0.040078), (0.335425, 0.1), 0.190841),
+        (False, True, (0.173287, 0.047469), (0.335425, 0.1), 0.328090),
+        (True, False, (-0.314530, -0.029237), (0.0, 0.0), -0.171883),
+    ],
+)
+def test_gold_of_the_example(relaxed, reverse, kl, l1, loss):
+    pairs = reference.exact_map(W, relaxed=relaxed)
+    found = [reference.gold(*rows(c), pairs, reverse=reverse) for c in CHUNKS]
+    assert [round(float(term), 6) for term, _ in found] == list(kl)
+    assert [round(float(term), 6) for _, term in found] == list(l1)
+    assert round(float(sum(map(sum, found)) / 2), 6) == loss
+
+
+def test_partition_and_likelihoods_of_the_example():
+    found = []
+    for chunk in CHUNKS:
+        ends = reference.outcomes(chunk, STUDENT_BYTES, TEACHER_BYTES)
+        if chunk is CHUNKS[1]:
+            ends.append((3, 4))  # eos has no bytes, but the projection maps it
+        found.append(reference.partition_kl(*rows(chunk), chunk, ends))
+    assert [round(float(term), 6) for term in found] == [0.126931, 0.040078]
+    # ALM is the cross-entropy of what that KL compares: more by the entropy of the teacher's .35.
+    p = torch.tensor([0.35, 0.65], dtype=torch.float64)
+    alm = reference.alm(*rows(CHUNKS[0]), CHUNKS[0])
+    assert round(float(alm + (p * p.log()).sum()), 6) == 0.126931
+
+
+def test_uld_of_the_example():
+    student, teacher = torch.tensor([[0.6, 0.3, 0.1]]).log(), torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert round(float(reference.uld(student.double(), teacher.double())), 6) == 0.4
+
+
+def test_a_mean_of_log_probabilities_may_make_a_term_negative():
+    teacher = torch.tensor([[0.9, 0.1], [0.1, 0.9]], dtype=torch.float64).log()
+    student = torch.zeros(1, 2, dtype=torch.float64)
+    found = reference.p_kl(student, teacher, torch.eye(2, dtype=torch.float64), torch.arange(2))
+    assert round(float(found), 6) == -0.306495
