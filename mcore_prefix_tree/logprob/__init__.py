@@ -1,5 +1,6 @@
 """From logits to the log-probability of every edge, and back to the samples."""
 
+from mcore_prefix_tree.logprob.block_losses import BlockLoss, head_block_losses
 from mcore_prefix_tree.logprob.chunks import Chunks, Head
 from mcore_prefix_tree.logprob.edges import Edges, edge_logprobs
 from mcore_prefix_tree.logprob.head import head_logprobs
@@ -14,12 +15,14 @@ from mcore_prefix_tree.logprob.restore import restore
 from mcore_prefix_tree.logprob.top import top_logprobs
 
 __all__ = [
+    "BlockLoss",
     "Chunks",
     "EdgeLoss",
     "Edges",
     "Head",
     "LogitLoss",
     "edge_logprobs",
+    "head_block_losses",
     "head_edge_loss",
     "head_logit_losses",
     "head_logprobs",

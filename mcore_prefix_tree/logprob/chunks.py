@@ -125,10 +125,11 @@ class Chunks:
         for rows in self._cut:
             yield rows, self.head.edges.of_rows(rows), self.logits(rows)
 
-    def logits(self, rows: slice) -> torch.Tensor:
+    def logits(self, rows: slice | torch.Tensor) -> torch.Tensor:
         """``[C, Vl]`` of no more rows than a chunk has, in fp32 or wider, in memory that the next ones will be in."""
-        product = self._product[: rows.stop - rows.start]
-        logits = self._logits[: rows.stop - rows.start]
+        count = len(rows) if isinstance(rows, torch.Tensor) else rows.stop - rows.start
+        product = self._product[:count]
+        logits = self._logits[:count]
         torch.mm(self.hidden[rows], self.weight.t(), out=product)
         if logits is not product:
             logits.copy_(product)
@@ -159,18 +160,35 @@ class Chunks:
 
 
 class Grads:
-    """Gradients of hidden states and weight, from those of the logits a chunk at a time."""
+    """Gradients of hidden states and weight, from those of the logits a chunk at a time.
 
-    def __init__(self, chunks: Chunks, *, of_hidden: bool, of_weight: bool, weight_grad: torch.Tensor | None = None):
+    Args:
+        chunks: of the logits.
+        of_hidden: form the gradient of the hidden states.
+        of_weight: form the gradient of the weight.
+        weight_grad: add the weight's to this.
+        gathered: chunks have rows in any order, and may have a row again.
+    """
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        *,
+        of_hidden: bool,
+        of_weight: bool,
+        weight_grad: torch.Tensor | None = None,
+        gathered: bool = False,
+    ):
         self._chunks = chunks
-        self.hidden = torch.empty_like(chunks.hidden) if of_hidden else None
+        made = torch.zeros_like if gathered else torch.empty_like
+        self.hidden = made(chunks.hidden) if of_hidden else None
         self.weight = weight_grad
         if of_weight and weight_grad is None:
             # In fp32 whatever the weight's dtype: it is a sum over chunks.
             self.weight = torch.zeros_like(chunks.weight, dtype=chunks.dtype)
 
-    def add_(self, rows: slice, grad: torch.Tensor) -> None:
-        """Take the gradient of some rows' logits ``[C, Vl]``; overwrites it."""
+    def add_(self, rows: slice | torch.Tensor, grad: torch.Tensor) -> None:
+        """Take the gradient of some rows' logits ``[C, Vl]``; overwrites it. Indices of rows are all different."""
         chunks = self._chunks
         if chunks.temperature is not None:
             grad.div_(chunks.temperature[rows, None])
@@ -179,7 +197,10 @@ class Grads:
         # Stock backward multiplies in the dtype of the weights too.
         grad = grad.to(chunks.hidden.dtype)
         if self.hidden is not None:
-            torch.mm(grad, chunks.weight, out=self.hidden[rows])
+            if isinstance(rows, torch.Tensor):
+                self.hidden.index_add_(0, rows, grad @ chunks.weight)
+            else:
+                torch.mm(grad, chunks.weight, out=self.hidden[rows])
         if self.weight is not None:
             if self.weight.dtype == grad.dtype:
                 self.weight.addmm_(grad.t(), chunks.hidden[rows])

@@ -123,7 +123,7 @@ def head_logit_losses(
     Raises:
         ValueError: as of :func:`head_weighted_sum`.
     """
-    with_grad = _forms_gradient(hidden, weight, head)
+    with_grad = forms_gradient(hidden, weight, head)
     found: tuple[torch.Tensor, torch.Tensor] = _HeadLogitLosses.apply(  # type: ignore[no-untyped-call]
         hidden, weight, head, loss, with_grad
     )
@@ -133,14 +133,14 @@ def head_logit_losses(
 def _with_gradient(
     hidden: torch.Tensor, weight: torch.Tensor, head: Head, row_grads: _RowGrads, *, by_rows: bool, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    with_grad = _forms_gradient(hidden, weight, head)
+    with_grad = forms_gradient(hidden, weight, head)
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _HeadEdgeLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, head, row_grads, by_rows, with_entropy, with_grad
     )
     return found
 
 
-def _forms_gradient(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> bool:
+def forms_gradient(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> bool:
     """Whether forward forms a gradient; checks that it can."""
     check_shapes(hidden, weight, head)
     if hidden.dtype == torch.float16:
@@ -189,13 +189,13 @@ class _HeadEdgeLoss(torch.autograd.Function):
             grads.add_(settled, grad)
         if waiting is not None and waiting.rows.any():
             waiting.add_gradients(chunks, grads, sums, *row_grads(logprob, entropy))
-        _keep(ctx, grads, head, weight.dtype)
+        keep(ctx, grads, head, weight.dtype)
         ctx.mark_non_differentiable(*(values for values in (logprob, entropy) if values is not None))
         return logprob.new_zeros(()), logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_kept(ctx, grad_outputs[0]), None, None, None, None, None
+        return *kept(ctx, grad_outputs[0]), None, None, None, None, None
 
 
 class _Scores:
@@ -277,13 +277,13 @@ class _HeadLogitLosses(torch.autograd.Function):
             values[rows] = loss(rows, logits)
             if with_grad:
                 grads.add_(rows, logits)
-        _keep(ctx, grads, head, weight.dtype)
+        keep(ctx, grads, head, weight.dtype)
         ctx.mark_non_differentiable(values)
         return values.new_zeros(()), values
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_kept(ctx, grad_outputs[0]), None, None, None
+        return *kept(ctx, grad_outputs[0]), None, None, None
 
 
 class _Waiting:
@@ -330,13 +330,13 @@ class _Waiting:
             grads.hidden.index_copy_(0, rows, own.hidden)
 
 
-def _keep(ctx: Any, grads: Grads, head: Head, weight_dtype: torch.dtype) -> None:
+def keep(ctx: Any, grads: Grads, head: Head, weight_dtype: torch.dtype) -> None:
     """Gradients that forward has formed, for backward."""
     ctx.save_for_backward(grads.hidden, grads.weight)
     ctx.head, ctx.weight_dtype = head, weight_dtype
 
 
-def _kept(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def kept(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Those of hidden states and weight, times the gradient of the loss."""
     grad_hidden, grad_weight = ctx.saved_tensors
     head: Head = ctx.head

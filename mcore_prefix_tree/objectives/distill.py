@@ -35,7 +35,8 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges
-from mcore_prefix_tree.objectives.divergence import Divergence, divergence, divergence_gradient_, log1mexp
+from mcore_prefix_tree.logprob.log1mexp import log1mexp
+from mcore_prefix_tree.objectives.divergence import Divergence, divergence, divergence_gradient_
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import Objective

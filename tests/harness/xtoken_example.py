@@ -6,13 +6,12 @@ The student has the tokens a, b, 12 and eos; the teacher a, b, 1, 2 and eos. The
 from __future__ import annotations
 
 import torch
+
 from harness.xtoken_reference import Chunk
 
 STUDENT_BYTES: list[bytes | None] = [b"a", b"b", b"12", None]
 TEACHER_BYTES: list[bytes | None] = [b"a", b"b", b"1", b"2", None]
-W = torch.tensor(
-    [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 10 / 11, 1 / 11, 0], [0, 0, 0, 0, 1]], dtype=torch.float64
-)
+W = torch.tensor([[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 10 / 11, 1 / 11, 0], [0, 0, 0, 0, 1]], dtype=torch.float64)
 STUDENT = torch.tensor(
     [[0.1, 0.2, 0.6, 0.1], [0.2, 0.5, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64
 ).log()

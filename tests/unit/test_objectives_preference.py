@@ -13,8 +13,8 @@ from objective_oracles import World, changed, random_cut, run_logprobs, scored_p
 from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, SampleError, fold
+from mcore_prefix_tree.logprob.log1mexp import log1mexp
 from mcore_prefix_tree.objectives import KTO, Preference, make_objective
-from mcore_prefix_tree.objectives.divergence import log1mexp
 from mcore_prefix_tree.objectives.metrics import add_means
 
 

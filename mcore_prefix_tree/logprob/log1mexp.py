@@ -1,0 +1,20 @@
+"""The logarithm of what a probability lacks to 1."""
+
+from __future__ import annotations
+
+import torch
+
+
+def log1mexp(values: torch.Tensor) -> torch.Tensor:
+    """``log(1 - exp(x))`` for x < 0 without cancellation (Maechler, "Accurately Computing log(1 - exp(-|a|))", 2012).
+
+    At 0 and above (a certain token, or rounding), as for the last number below 0.
+    """
+    below = values.clamp(max=-torch.finfo(values.dtype).tiny)
+    near = below > -0.6931471805599453
+    # Either branch is given numbers that keep the other one's gradient finite.
+    return torch.where(
+        near,
+        torch.log(-torch.expm1(torch.where(near, below, -1.0))),
+        torch.log1p(-torch.exp(torch.where(near, -1.0, below))),
+    )

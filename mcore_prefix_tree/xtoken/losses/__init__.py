@@ -1,0 +1,28 @@
+"""Losses of chunks between a student and a teacher with different vocabularies, vocabulary-parallel on both sides."""
+
+from mcore_prefix_tree.xtoken.losses.base import ChunkLoss, Vocabularies
+from mcore_prefix_tree.xtoken.losses.blocks import Block, blocks_of, ordered
+from mcore_prefix_tree.xtoken.losses.head import ChunkTerms, block_loss, largest_logits, teacher_logits
+from mcore_prefix_tree.xtoken.losses.outcomes import Endings
+from mcore_prefix_tree.xtoken.losses.p_kl import top_columns
+from mcore_prefix_tree.xtoken.losses.registry import MODES, LossSettings, Mode, make_loss
+from mcore_prefix_tree.xtoken.losses.vocabulary import Part
+
+__all__ = [
+    "MODES",
+    "Block",
+    "ChunkLoss",
+    "ChunkTerms",
+    "Endings",
+    "LossSettings",
+    "Mode",
+    "Part",
+    "Vocabularies",
+    "block_loss",
+    "blocks_of",
+    "largest_logits",
+    "make_loss",
+    "ordered",
+    "teacher_logits",
+    "top_columns",
+]

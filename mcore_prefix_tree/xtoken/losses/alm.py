@@ -1,0 +1,41 @@
+"""ALM: the chunk's likelihoods as a yes or no (approximate likelihood matching, Minixhofer et al., 2025).
+
+With l the log-probability of the chunk's tokens and ``P = e^(l / theta)`` of either side, the binary cross-entropy
+``-[P_T log P_S + (1 - P_T) log(1 - P_S)]``. A token's rank sends one number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mcore_prefix_tree.logprob.log1mexp import log1mexp
+from mcore_prefix_tree.xtoken.losses.base import Vocabularies, gathered
+from mcore_prefix_tree.xtoken.losses.blocks import Block
+from mcore_prefix_tree.xtoken.losses.collectives import log_softmax, size_of, sum_over
+
+
+class LikelihoodMatching:
+    """ALM of realised chunks; it reads no projection.
+
+    Args:
+        vocabularies: of both models.
+        theta: tempers the likelihoods of long chunks.
+    """
+
+    def __init__(self, vocabularies: Vocabularies, *, theta: float = 1.0) -> None:
+        self._vocabularies, self._theta = vocabularies, theta
+
+    def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
+        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.base.ChunkLoss`."""
+        both, group = self._vocabularies, self._vocabularies.group
+        found = []
+        for logits, side, part in ((student, block.student, both.student), (teacher, block.teacher, both.teacher)):
+            realised = gathered(log_softmax(logits, group), side.row, side.token, part)
+            found.append(side.sum(sum_over(realised, group)))
+        return binary_cross_entropy(*found, theta=self._theta) / size_of(group)
+
+
+def binary_cross_entropy(student: torch.Tensor, teacher: torch.Tensor, *, theta: float) -> torch.Tensor:
+    """Return ALM's terms ``[C]`` from both sides' log-probabilities of the chunks."""
+    model, target = student / theta, teacher / theta
+    return -(target.exp() * model - torch.expm1(target) * log1mexp(model))

@@ -1,0 +1,158 @@
+"""Collectives over a tensor-parallel group that autograd goes through.
+
+The loss is a sum of shares, one of each rank: what a rank's local columns contribute, or an equal part of what all
+ranks compute alike. So the gradient of a sum over ranks is the sum over ranks of the gradients, and no rank needs to
+know which of its numbers are the same elsewhere. A group of None is one rank alone: nothing is sent.
+
+Legend: C chunks, n columns of this rank, m sorted values of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup | None
+
+
+def size_of(group: Group) -> int:
+    """Return the number of ranks."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def rank_of(group: Group) -> int:
+    """Return this rank's number in the group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def sum_over(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the sum over ranks, the same on all of them."""
+    if group is None:
+        return values
+    total: torch.Tensor = _Sum.apply(values, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def max_over(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the maximum over ranks, without a gradient."""
+    found = values.detach().clone()
+    if group is not None:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found
+
+
+def exchange(values: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:
+    """Send the first ``sent[0]`` rows to rank 0, the next to rank 1, and so on.
+
+    Args:
+        values: ``[sum(sent), ...]``.
+        sent: rows for each rank.
+        received: rows from each rank.
+        group: of the ranks.
+
+    Returns:
+        ``[sum(received), ...]``, in the order of the ranks that they come from.
+    """
+    if group is None:
+        return values
+    found: torch.Tensor = _Exchange.apply(values, list(sent), list(received), group)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _summed(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _summed(grads[0], ctx.group), None
+
+
+def _summed(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = values.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchanged(values, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _exchanged(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchanged(values: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    found = values.new_empty((sum(received), *values.shape[1:]))
+    dist.all_to_all_single(found, values.contiguous(), received, sent, group=group)
+    return found
+
+
+def log_softmax(logits: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return log-probabilities ``[A, n]`` of this rank's columns; a rank may have none."""
+    lowest = logits.new_full((len(logits), 1), torch.finfo(logits.dtype).min)
+    maximum = max_over(torch.cat([logits.detach(), lowest], dim=1).amax(dim=1), group)
+    shifted = logits - maximum[:, None]
+    return shifted - sum_over(shifted.exp().sum(dim=1), group).log()[:, None]
+
+
+def sorted_over(values: torch.Tensor, size: int, group: Group) -> torch.Tensor:
+    """Return this rank's part of the sorted columns of all ranks, the largest first.
+
+    The rank that has the i-th largest value depends on i alone, so two sorted rows of one size meet place by place. No
+    rank has more than its own columns, those of one other rank, and its part.
+
+    Args:
+        values: ``[C, n]``, at least 0; ranks may have different n, or none.
+        size: m, how many of all ranks' values are kept; where they have fewer, the rest are 0.
+        group: of the ranks.
+
+    Returns:
+        ``[C, ceil(m / ranks)]``, fewer on the last ranks.
+    """
+    own = values.topk(min(size, values.shape[1]), dim=1).values
+    if group is None:
+        return torch.nn.functional.pad(own, (0, size - own.shape[1]))
+    ranks, here = size_of(group), rank_of(group)
+    each = -(-size // ranks)
+    place = _places(own.detach(), group)
+    sent, slots = [], []
+    for rank in range(ranks):
+        goes = (place >= rank * each) & (place < min((rank + 1) * each, size))
+        sent.append(own[goes])
+        chunk = torch.arange(len(own), device=own.device)[:, None].expand_as(place)[goes]
+        slots.append(chunk * each + place[goes] - rank * each)
+    counts = torch.tensor([len(part) for part in sent], device=own.device)
+    incoming = torch.empty_like(counts)
+    dist.all_to_all_single(incoming, counts, group=group)
+    to, of = counts.tolist(), incoming.tolist()
+    found = exchange(torch.cat(sent), to, of, group)
+    slot = _exchanged(torch.cat(slots), to, of, group)
+    part = own.new_zeros(len(own) * each).index_put((slot,), found)
+    return part.view(len(own), each)[:, : max(0, min(each, size - here * each))]
+
+
+def _places(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return int64 ``[C, n]``, where each of this rank's values, sorted, stands among those of all ranks."""
+    ranks, here = size_of(group), rank_of(group)
+    place = torch.arange(own.shape[1], device=own.device).repeat(len(own), 1)
+    width = torch.tensor([own.shape[1]], device=own.device)
+    widths = [torch.empty_like(width) for _ in range(ranks)]
+    dist.all_gather(widths, width, group=group)
+    for rank in range(ranks):
+        others = own.clone() if rank == here else own.new_empty(len(own), int(widths[rank]))
+        dist.broadcast(others, dist.get_global_rank(group, rank), group=group)
+        if rank != here:
+            # Of equal values those of the lower rank come first.
+            place += torch.searchsorted(-others, -own, right=rank < here)
+    return place

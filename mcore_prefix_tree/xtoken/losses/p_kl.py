@@ -1,0 +1,164 @@
+"""P-KL: the student's distribution projected onto the teacher's vocabulary, against the teacher's likeliest columns.
+
+With K the columns, W the projection, S the chunk's predictors in the student and U those in the teacher:
+
+    Q = mean over S of (softmax(x) W)[K]      a = log(Q / sum Q)
+    b = mean over U of log softmax(z[K])      sum e^b (b - a), or in reverse sum e^a (a - b)
+
+The mean is taken before projecting, which is linear, so a chunk is projected once. Each rank multiplies the columns
+that it has by their rows of W; what it finds of the columns of K that another rank has of the teacher goes there.
+
+Legend: C chunks, Vl and Wl columns on this rank, K_r columns of K on rank r.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.xtoken.losses.base import FLOOR, Vocabularies, kl
+from mcore_prefix_tree.xtoken.losses.blocks import Block
+from mcore_prefix_tree.xtoken.losses.collectives import Group, log_softmax, rank_of, size_of, sum_over
+from mcore_prefix_tree.xtoken.losses.vocabulary import Part
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class ProjectedKL:
+    """P-KL over a set of columns.
+
+    Args:
+        vocabularies: with a projection.
+        columns: int64 ``[K]``, ids of the teacher's vocabulary, ascending; None takes all.
+        reverse: the KL of the student's distribution from the teacher's.
+    """
+
+    def __init__(self, vocabularies: Vocabularies, columns: Int64Array | None, *, reverse: bool = False) -> None:
+        self._group, self._reverse = vocabularies.group, reverse
+        chosen = np.arange(vocabularies.teacher.size) if columns is None else columns
+        self._own_columns = upload(vocabularies.teacher.here(chosen), vocabularies.device)
+        self._matrices = _matrices(vocabularies, chosen)
+
+    def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
+        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.base.ChunkLoss`."""
+        mean = block.student.mean(log_softmax(student, self._group).exp())
+        projected: torch.Tensor = _Projected.apply(mean, self._matrices, self._group)  # type: ignore[no-untyped-call]
+        total = sum_over(projected.sum(dim=1), self._group).clamp(min=FLOOR)
+        model = (projected / total[:, None]).clamp(min=FLOOR).log()
+        target = block.teacher.mean(log_softmax(teacher.index_select(1, self._own_columns), self._group))
+        return kl(target, model, reverse=self._reverse)
+
+
+def top_columns(maxima: torch.Tensor, k: int, part: Part) -> Int64Array:
+    """Return the ids of the k columns with the largest logit, ascending; of equal ones those of the lowest ids.
+
+    Args:
+        maxima: ``[Wl]``, the largest logit of each of this rank's columns after any predictor of the step.
+        k: at most the vocabulary.
+        part: the teacher's vocabulary.
+    """
+    values, order = maxima.sort(descending=True, stable=True)
+    values, ids = values[:k], order[:k] + part.start
+    if part.group is not None:
+        # Padded to one size; what pads is never among the largest.
+        room = min(k, max(np.diff(part.borders)))
+        values = torch.nn.functional.pad(values, (0, room - len(values)), value=-torch.inf)
+        ids = torch.nn.functional.pad(ids, (0, room - len(ids)), value=part.size)
+        joined = []
+        for own in (values, ids):
+            parts = [torch.empty_like(own) for _ in range(size_of(part.group))]
+            dist.all_gather(parts, own.contiguous(), group=part.group)
+            joined.append(torch.cat(parts))
+        # Ranks come in the order of their columns, so a stable sort keeps the lowest ids first here too.
+        ids = joined[1][joined[0].sort(descending=True, stable=True).indices[:k]]
+    chosen: Int64Array = np.sort(ids.cpu().numpy())
+    return chosen
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Matrix:
+    """The part of W from this rank's columns of the student to one rank's columns of K, in both orders.
+
+    Attributes:
+        onto: sparse ``[K_r, Vl]``.
+        back: sparse ``[Vl, K_r]``.
+    """
+
+    onto: torch.Tensor
+    back: torch.Tensor
+
+
+def _matrices(vocabularies: Vocabularies, chosen: Int64Array) -> list[_Matrix]:
+    """Return the parts of W for every rank that has columns of K."""
+    student, teacher, projection = vocabularies.student, vocabularies.teacher, vocabularies.projection
+    assert projection is not None, "P-KL reads a projection"
+    place = np.full(teacher.size, -1, dtype=np.int64)
+    place[chosen] = np.arange(len(chosen))
+    columns = projection.columns[student.start : student.stop].astype(np.int64)
+    row, slot = np.nonzero(columns >= 0)
+    at = place[columns[row, slot]]
+    weight = projection.weights[student.start : student.stop][row, slot].astype(np.float64)
+    owner = teacher.owner(chosen)
+    firsts = np.searchsorted(owner, np.arange(size_of(vocabularies.group) + 1))
+    made = []
+    for first, stop in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
+        mine = (at >= first) & (at < stop)
+        entries = upload(np.stack([at[mine] - first, row[mine]]), vocabularies.device)
+        values = upload(weight[mine], vocabularies.device)
+        size = (stop - first, student.width)
+        made.append(
+            _Matrix(onto=_compressed(entries, values, size), back=_compressed(entries.flip(0), values, size[::-1]))
+        )
+    return made
+
+
+def _compressed(entries: torch.Tensor, values: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        return torch.sparse_coo_tensor(entries, values, size, check_invariants=False).coalesce().to_sparse_csr()
+
+
+class _Projected(torch.autograd.Function):
+    """Multiply by W; every rank gets the sums over ranks of the columns of K that it has, ``[C, K_r]``."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: torch.Tensor, matrices: Sequence[_Matrix], group: Group) -> torch.Tensor:
+        ctx.matrices, ctx.group = matrices, group
+        found = mean.new_empty(0)
+        # One owner at a time: no rank holds the columns of all.
+        for rank, matrix in enumerate(matrices):
+            part = _product(matrix.onto, mean.t())
+            if group is not None:
+                dist.reduce(part, dist.get_global_rank(group, rank), group=group)
+            if rank == rank_of(group):
+                found = part.t()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,), group = grads, ctx.group
+        total: torch.Tensor | None = None
+        for rank, matrix in enumerate(ctx.matrices):
+            own = rank == rank_of(group)
+            part = grad.t().contiguous() if own else grad.new_empty(len(matrix.onto), len(grad))
+            if group is not None:
+                dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+            back = _product(matrix.back, part)
+            total = back if total is None else total.add_(back)
+        assert total is not None
+        return total.t(), None, None
+
+
+def _product(matrix: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    if not matrix.shape[0] or not matrix.shape[1]:
+        return dense.new_zeros(matrix.shape[0], dense.shape[1])
+    product: torch.Tensor = torch.sparse.mm(matrix.to(dense.dtype), dense.contiguous())
+    return product

@@ -1,0 +1,94 @@
+"""Losses of chunks by name, and their settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.xtoken.losses.alm import LikelihoodMatching
+from mcore_prefix_tree.xtoken.losses.base import ChunkLoss, Vocabularies
+from mcore_prefix_tree.xtoken.losses.gold import Gold
+from mcore_prefix_tree.xtoken.losses.p_kl import ProjectedKL
+from mcore_prefix_tree.xtoken.losses.partition import PartitionKL
+from mcore_prefix_tree.xtoken.losses.uld import UniversalLogits
+
+Mode = Literal["p_kl", "gold", "h_kl", "partition_kl", "alm", "uld"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads:
+    """What a loss reads, and which settings it has.
+
+    Attributes:
+        projection: the projection matrix.
+        tokens: which tokens a chunk has, besides its predictors: chunks that differ in them are different.
+        token_bytes: exact bytes of both vocabularies.
+        temperature: logits are divided by a temperature, and terms multiplied by its square.
+        reverse: there is a reverse form.
+    """
+
+    projection: bool = False
+    tokens: bool = False
+    token_bytes: bool = False
+    temperature: bool = False
+    reverse: bool = False
+
+
+MODES: dict[Mode, Reads] = {
+    "p_kl": Reads(projection=True, temperature=True, reverse=True),
+    "gold": Reads(projection=True, temperature=True, reverse=True),
+    "h_kl": Reads(projection=True, temperature=True, reverse=True),
+    "partition_kl": Reads(projection=True, tokens=True, token_bytes=True),
+    "alm": Reads(tokens=True),
+    "uld": Reads(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """Which loss, and its numbers.
+
+    Attributes:
+        mode: of the loss.
+        temperature: of both models' logits, for modes that have one.
+        top_k: columns of the teacher's vocabulary that P-KL compares; None takes all.
+        reverse: the KL of the student's distribution from the teacher's.
+        tail: uncommon tokens that gold and H-KL compare, at most.
+        theta: tempers ALM's likelihoods.
+    """
+
+    mode: Mode = "p_kl"
+    temperature: float = 1.0
+    top_k: int | None = None
+    reverse: bool = False
+    tail: int = 8192
+    theta: float = 1.0
+
+    @property
+    def reads(self) -> Reads:
+        """What the loss reads."""
+        return MODES[self.mode]
+
+    @property
+    def scale(self) -> float:
+        """Factor on every term: the square of the temperature keeps the size of the gradients."""
+        return self.temperature**2
+
+
+def make_loss(
+    settings: LossSettings, vocabularies: Vocabularies, *, columns: npt.NDArray[np.int64] | None = None
+) -> ChunkLoss:
+    """Return a loss; ``columns``, int64 ids ascending, are those that P-KL compares, None for all."""
+    if settings.mode == "p_kl":
+        return ProjectedKL(vocabularies, columns, reverse=settings.reverse)
+    if settings.mode in ("gold", "h_kl"):
+        relaxed = settings.mode == "h_kl"
+        return Gold(vocabularies, relaxed=relaxed, reverse=settings.reverse, tail=settings.tail)
+    if settings.mode == "partition_kl":
+        return PartitionKL(vocabularies)
+    if settings.mode == "alm":
+        return LikelihoodMatching(vocabularies, theta=settings.theta)
+    return UniversalLogits(vocabularies)

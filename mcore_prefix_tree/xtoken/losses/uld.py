@@ -1,0 +1,28 @@
+"""ULD: the L1 distance of sorted probabilities, whichever tokens they are of (Boizard et al., 2024, arXiv:2402.12030).
+
+The probabilities of a chunk are the means over its predictors. The shorter vocabulary is padded with zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mcore_prefix_tree.xtoken.losses.base import Vocabularies
+from mcore_prefix_tree.xtoken.losses.blocks import Block
+from mcore_prefix_tree.xtoken.losses.collectives import log_softmax, sorted_over
+
+
+class UniversalLogits:
+    """ULD over both whole vocabularies; it reads no projection."""
+
+    def __init__(self, vocabularies: Vocabularies) -> None:
+        self._group = vocabularies.group
+        self._size = max(vocabularies.student.size, vocabularies.teacher.size)
+
+    def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
+        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.base.ChunkLoss`."""
+        sides = [
+            sorted_over(side.mean(log_softmax(logits, self._group).exp()), self._size, self._group)
+            for side, logits in ((block.student, student), (block.teacher, teacher))
+        ]
+        return (sides[0] - sides[1]).abs().sum(dim=1)

@@ -1,0 +1,63 @@
+"""The chunk losses of the product on one rank, against the oracle and its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.xtoken_example import CHUNKS, STUDENT, STUDENT_BYTES, TEACHER, TEACHER_BYTES, W
+from harness.xtoken_problems import SETTINGS, Problem, expected, problem, product_terms
+
+from mcore_prefix_tree.xtoken.losses import LossSettings
+
+EXAMPLE = Problem(
+    student=(STUDENT, torch.eye(4, dtype=torch.float64)),
+    teacher=(TEACHER, torch.eye(5, dtype=torch.float64)),
+    w=W,
+    student_bytes=STUDENT_BYTES,
+    teacher_bytes=TEACHER_BYTES,
+    chunks=list(CHUNKS),
+    weight=torch.full((2,), 0.5, dtype=torch.float64),
+)
+
+
+def error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((actual - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("limit", [3, 1000])
+def test_terms_and_gradients_are_the_oracles(name, limit):
+    task = problem()
+    found = product_terms(task, SETTINGS[name], limit=limit)
+    terms, grad_hidden, grad_weight = expected(task, SETTINGS[name])
+    assert error(found.terms, terms) < 1e-12
+    assert error(found.grad_hidden, grad_hidden) < 1e-12
+    assert error(found.grad_weight, grad_weight) < 1e-12
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_padded_columns_change_nothing(name):
+    task = problem()
+    plain = product_terms(task, SETTINGS[name])
+    padded = product_terms(task, SETTINGS[name], student_borders=(0, 40), teacher_borders=(0, 48))
+    assert error(padded.terms, plain.terms) < 1e-14
+    assert error(padded.grad_weight, plain.grad_weight) < 1e-14
+    assert not padded.padding.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss"),
+    [
+        (LossSettings(mode="p_kl"), 0.137670),
+        (LossSettings(mode="p_kl", reverse=True), 0.349362),
+        (LossSettings(mode="p_kl", top_k=3), 0.150367),
+        (LossSettings(mode="p_kl", temperature=2.0), 0.924021),
+        (LossSettings(mode="gold"), 0.190841),
+        (LossSettings(mode="gold", reverse=True), 0.328090),
+        (LossSettings(mode="h_kl"), -0.171883),
+        (LossSettings(mode="partition_kl"), 0.083505),
+    ],
+)
+def test_the_worked_example(settings, loss):
+    found = product_terms(EXAMPLE, settings)
+    assert round(float(torch.dot(found.terms, EXAMPLE.weight)), 6) == loss
