@@ -115,14 +115,13 @@ class Chunks:
             is_wide = hidden.dtype == self.dtype
             self._logits = self._product if is_wide else torch.empty_like(self._product, dtype=self.dtype)
         self._scratch: torch.Tensor | None = None
-        self._cut = cut(head.edges.host_settled_by, len(self._product))
         here, self.column = head.edges.column(head.vocab_start, len(weight))
         self.here = here
         self.temperature = None if head.temperature is None else head.temperature[head.edges.row].to(self.dtype)
 
     def __iter__(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Rows, their edges, and their logits ``[C, Vl]`` in fp32 or wider, to be overwritten."""
-        for rows in self._cut:
+        for rows in cut(self.head.edges.host_settled_by, len(self._product)):
             yield rows, self.head.edges.of_rows(rows), self.logits(rows)
 
     def logits(self, rows: slice | torch.Tensor) -> torch.Tensor:

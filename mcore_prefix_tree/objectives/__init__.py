@@ -10,11 +10,15 @@ from mcore_prefix_tree.objectives.registry import OBJECTIVES, make_objective
 from mcore_prefix_tree.objectives.rows import LossRows, Rows, Targets
 from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
 from mcore_prefix_tree.objectives.sft import SupervisedFineTuning, sft_loss
+from mcore_prefix_tree.objectives.xtoken import BoundCrossTokenizer, ChunkRows, CrossTokenizer, TeacherSide
 
 __all__ = [
     "KTO",
     "OBJECTIVES",
+    "BoundCrossTokenizer",
+    "ChunkRows",
     "Critic",
+    "CrossTokenizer",
     "Distillation",
     "LossOutput",
     "LossRows",
@@ -26,6 +30,7 @@ __all__ = [
     "SupervisedFineTuning",
     "Targets",
     "TeacherRows",
+    "TeacherSide",
     "add_means",
     "make_objective",
     "sft_loss",

@@ -13,6 +13,7 @@ from mcore_prefix_tree.objectives.policy import PolicyGradient
 from mcore_prefix_tree.objectives.preference import Preference
 from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
 from mcore_prefix_tree.objectives.sft import SupervisedFineTuning
+from mcore_prefix_tree.objectives.xtoken import CrossTokenizer
 
 # Each name, the class that it is, and what it sets of that class's fields; the rest are the class's own defaults.
 OBJECTIVES: dict[str, tuple[type[Objective], Mapping[str, Any]]] = {
@@ -23,6 +24,7 @@ OBJECTIVES: dict[str, tuple[type[Objective], Mapping[str, Any]]] = {
     "critic": (Critic, {}),
     "reward_model": (RewardModel, {}),
     "distill": (Distillation, {}),
+    "xtoken": (CrossTokenizer, {}),
 }
 
 

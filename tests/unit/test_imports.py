@@ -36,9 +36,9 @@ ALLOWED = {
     "metadata": {"layout", "upload"},
     "attention": {"metadata", "upload"},
     "logprob": {"layout", "upload"},
-    "objectives": {"signals", "sample", "layout", "logprob", "upload"},
     "xtoken": {"errors", "inputs", "signals", "sample", "data", "trie", "layout", "logprob", "upload"},
-    "recipe": {"inputs", "data", "trie", "layout", "objectives", "sample", "signals"},
+    "objectives": {"signals", "sample", "trie", "layout", "logprob", "upload", "xtoken"},
+    "recipe": {"inputs", "data", "trie", "layout", "objectives", "sample", "signals", "xtoken"},
     "mcore": {
         "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
         "objectives", "recipe", "launchers", "memory", "upload", "errors", "ending", "inputs",

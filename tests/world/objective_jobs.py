@@ -132,7 +132,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         teacher=teacher_of(job, layout) if job.teacher_config else None,
     )
     step, divisor = fold_step(samples, resolved), objective.targets(samples).divisor
-    batches = resolved.taught(step.micro_batches)
+    batches = resolved.taught(step.micro_batches, trainer.chunks)
     with mock.patch.object(head_chunks, "_CPU", (1, 3)):  # rows of the head: several chunks even here
         reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
     parts: list[Any] = [None] * dist.get_world_size()

@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step
-from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
+from mcore_prefix_tree.mcore.engine.lessons import balanced
+from mcore_prefix_tree.mcore.engine.schedule import run_schedule
+from mcore_prefix_tree.mcore.engine.teacher import Teacher
 from mcore_prefix_tree.mcore.readout import Readout, readout_of
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.objectives import LossOutput, Objective
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, LossOutput, Objective
 from mcore_prefix_tree.plan import ModelWork
 
 
@@ -42,7 +46,7 @@ class Job:
     work: ModelWork
     is_local: bool = True
     fused_head: bool = True
-    teacher: TeacherModel | None = None
+    teacher: Teacher | None = None
     readout: Readout[LossOutput] = field(init=False)
     forward_step: ForwardStep = field(init=False)
 
@@ -51,6 +55,16 @@ class Job:
         object.__setattr__(self, "readout", readout)
         object.__setattr__(self, "forward_step", partial(forward_step, readout=readout))
 
-    def taught(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return a step's micro-batches with what the teacher says of them; all ranks together."""
-        return batches if self.teacher is None else self.teacher.teach(batches)
+    def taught(self, batches: Sequence[MicroBatch], student: Sequence[torch.nn.Module]) -> Sequence[MicroBatch]:
+        """Return a step's micro-batches with what the teacher says of them; all ranks together.
+
+        Args:
+            batches: of this rank.
+            student: the model's chunks, for losses whose parts are weighed by what the whole step gives.
+        """
+        if self.teacher is None:
+            return batches
+        taught = self.teacher.teach(batches)
+        if isinstance(self.objective, BoundCrossTokenizer) and self.objective.settings.scaling == "dynamic":
+            return balanced(taught, run_schedule(student, taught, self.forward_step, forward_only=True))
+        return taught

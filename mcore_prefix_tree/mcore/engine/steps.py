@@ -96,11 +96,11 @@ def fold_micro_batches(
         targets: of the step, from :func:`targets_of`.
     """
     batches = [job.folding.micro_batch([samples[index] for index in indices]) for indices in cut]
-    if job.teacher is not None:
-        job.teacher.plan(batches)
-    if targets is None:
-        return batches
-    return [with_rows(batch, job.objective, targets, indices) for batch, indices in zip(batches, cut, strict=True)]
+    if targets is not None:
+        batches = [
+            with_rows(batch, job.objective, targets, indices) for batch, indices in zip(batches, cut, strict=True)
+        ]
+    return batches if job.teacher is None else job.teacher.prepared(batches)
 
 
 class StepSize(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
@@ -20,9 +21,25 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, TeacherHidden
 from mcore_prefix_tree.mcore.seam.output_layer import output_weight_and_head
 
 
+class Teacher(Protocol):
+    """Whatever a job asks before its student."""
+
+    def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return micro-batches with what asking them takes, made on the host."""
+
+    def teach(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches of a step with what the teacher says of them, on the last pipeline stage.
+
+        All ranks together, as in the student's own forward.
+
+        Args:
+            batches: with the rows of the job's objective.
+        """
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TeacherModel:
-    """This rank's part of it, in the student's parallel layout.
+class TeacherModel(Teacher):
+    """This rank's part of a teacher with the student's tokenizer, in the student's parallel layout.
 
     Attributes:
         chunks: bare model chunks with edge heads, whose weights nothing changes.
@@ -34,19 +51,21 @@ class TeacherModel:
     attention_backend: str
     attention_cases: Sequence[Case]
 
-    def plan(self, batches: Sequence[MicroBatch]) -> None:
-        """Make the plans of its attention, on the host."""
+    def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches, with the plans of its attention."""
         for batch in batches:
             plan_attention(batch, self.attention_backend, self.attention_cases)
+        return list(batches)
 
     def teach(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches of a step with what the teacher says of them, on the last pipeline stage.
+        """Return the micro-batches with its hidden states; see :class:`Teacher`."""
+        found = self.hidden(batches)
+        if not found:
+            return list(batches)
+        return [replace(batch, teacher=hidden) for batch, hidden in zip(batches, found, strict=True)]
 
-        All ranks together, as in the student's own forward.
-
-        Args:
-            batches: with the rows of a :class:`~mcore_prefix_tree.objectives.Distillation`.
-        """
+    def hidden(self, batches: Sequence[MicroBatch]) -> list[TeacherHidden]:
+        """Return what its logits of each micro-batch's predictors are made of; nothing before the last stage."""
         asked = [
             replace(
                 batch,
@@ -56,12 +75,11 @@ class TeacherModel:
         ]
         found = forward_only(self.chunks, asked, Hidden(), Hidden().read)
         if not found:
-            return list(batches)
+            return []
         model = get_attr_wrapped_model(self.chunks[-1], "output_layer", return_model_obj=True)
-        taught = []
+        made = []
         for batch, hidden in zip(batches, found, strict=True):
             weight, head = output_weight_and_head(model, batch.edges, batch.temperature)
             # Megatron makes fp32 of whatever a bfloat16 model puts out; these are numbers that bfloat16 has.
-            hidden = hidden.to(weight.dtype)
-            taught.append(replace(batch, teacher=TeacherHidden(hidden=hidden, weight=weight.detach(), head=head)))
-        return taught
+            made.append(TeacherHidden(hidden=hidden.to(weight.dtype), weight=weight.detach(), head=head))
+        return made

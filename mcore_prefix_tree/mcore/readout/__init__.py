@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import cast
 
 from mcore_prefix_tree.mcore.readout.base import Logits, Readout, SampleScores
+from mcore_prefix_tree.mcore.readout.chunks import ChunkLosses
 from mcore_prefix_tree.mcore.readout.edge_loss import EdgeLoss
 from mcore_prefix_tree.mcore.readout.logprobs import Logprobs, Scores
 from mcore_prefix_tree.mcore.readout.teacher import DivergenceLoss, Hidden
 from mcore_prefix_tree.mcore.readout.top import TopLogprobs, TopTokens
 from mcore_prefix_tree.mcore.readout.values import SampleValues, ValueLoss, Values
 from mcore_prefix_tree.mcore.readout.weighted_sum import WeightedSum
-from mcore_prefix_tree.objectives import Distillation, LossOutput, Objective
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, Distillation, LossOutput, Objective
 
 __all__ = [
+    "ChunkLosses",
     "DivergenceLoss",
     "EdgeLoss",
     "Hidden",
@@ -38,6 +40,8 @@ def readout_of(objective: Objective, *, fused_head: bool) -> Readout[LossOutput]
         return ValueLoss(objective=objective)
     if objective.is_weighted_sum:
         return WeightedSum(fused=fused_head)
+    if isinstance(objective, BoundCrossTokenizer):
+        return ChunkLosses(objective=objective)
     if objective.asks_model:
         return DivergenceLoss(objective=cast("Distillation", objective))
     return EdgeLoss(objective=objective, fused=fused_head)

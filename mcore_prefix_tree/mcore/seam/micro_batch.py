@@ -14,6 +14,7 @@ from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.objectives import LossRows
 from mcore_prefix_tree.upload import moved, upload
+from mcore_prefix_tree.xtoken.losses import ChunkTerms, Vocabularies
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +33,27 @@ class TeacherHidden:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkLesson:
+    """What a teacher with another tokenizer says of a micro-batch's chunks.
+
+    Attributes:
+        taught_by: the teacher's hidden states; of several whose logits are averaged, each one's.
+        mix: what each one's logits are multiplied by.
+        terms: the loss of chunks.
+        vocabularies: of the student and the teacher.
+        number: which of the objective's teachers it is.
+        factor: of the weighted sum of the terms.
+    """
+
+    taught_by: tuple[TeacherHidden, ...]
+    mix: tuple[float, ...]
+    terms: ChunkTerms
+    vocabularies: Vocabularies
+    number: int
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
     """A layout and its tensors.
 
@@ -46,6 +68,8 @@ class MicroBatch:
         head_chunk_rows: predictors whose logits the fused head holds at a time, at most; None leaves it to the head.
         rows: what the loss of the step's objective reads, where that is not a weighted sum of log-probabilities.
         teacher: on the last pipeline stage, what a distillation by whole vocabularies reads besides.
+        of_teachers: until they are asked, the same samples in the tokens of each teacher with another tokenizer.
+        lessons: on the last pipeline stage, what these say.
     """
 
     layout: FlatLayout
@@ -58,6 +82,8 @@ class MicroBatch:
     head_chunk_rows: int | None = None
     rows: LossRows | None = None
     teacher: TeacherHidden | None = None
+    of_teachers: tuple[MicroBatch, ...] = ()
+    lessons: tuple[ChunkLesson, ...] = ()
 
     @classmethod
     def from_layout(

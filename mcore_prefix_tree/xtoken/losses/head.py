@@ -37,12 +37,17 @@ class ChunkTerms:
 
 
 def block_loss(
-    terms: ChunkTerms, vocabularies: Vocabularies, blocks: Sequence[Block], teacher: TeacherLogits
+    terms: ChunkTerms,
+    vocabularies: Vocabularies,
+    blocks: Sequence[Block],
+    teacher: TeacherLogits,
+    *,
+    factor: float = 1.0,
 ) -> BlockLoss:
     """Return the loss that :func:`~mcore_prefix_tree.logprob.head_block_losses` takes.
 
     From a block's number and logits ``[A, Vl]`` it computes the terms ``[C]``, and if gradients are enabled that of
-    their weighted sum at the logits. Ranks call it together.
+    their weighted sum, times ``factor``, at the logits. Ranks call it together.
     """
     student_width, teacher_width = vocabularies.student.width, vocabularies.teacher.width
 
@@ -54,7 +59,7 @@ def block_loss(
         shares = terms.loss.shares(leaf[:, :student_width] / terms.temperature, target, block) * terms.scale
         grad = None
         if with_grad:
-            (grad,) = torch.autograd.grad(torch.dot(shares, block.weight.to(shares.dtype)), leaf)
+            (grad,) = torch.autograd.grad(torch.dot(shares, factor * block.weight.to(shares.dtype)), leaf)
         found = shares.detach().clone()
         if vocabularies.group is not None:
             dist.all_reduce(found, group=vocabularies.group)

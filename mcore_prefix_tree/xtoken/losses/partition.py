@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from mcore_prefix_tree.xtoken.losses.base import FLOOR, Vocabularies, gathered
+from mcore_prefix_tree.xtoken.losses.base import FLOOR, Vocabularies, gathered, kl
 from mcore_prefix_tree.xtoken.losses.blocks import Block, BlockSide
 from mcore_prefix_tree.xtoken.losses.collectives import log_softmax, size_of, sum_over
 from mcore_prefix_tree.xtoken.losses.outcomes import Outcomes
@@ -50,7 +50,8 @@ class PartitionKL:
         # What is left is added up instead of taken from 1: it keeps its digits however small it is.
         rest = torch.stack([left.exp().sum(dim=1) for left in self._common.unpaired(a, b)])
         p, q = sum_over(rest, group).clamp(min=FLOOR).log()
-        return (target.exp() * (target - model)).sum(dim=1) + q.exp() * (q - p) / size_of(group)
+        of_rest: torch.Tensor = q.exp() * (q - p) / size_of(group)
+        return kl(target, model, reverse=False) + of_rest
 
     def _of_several(self, a: torch.Tensor, b: torch.Tensor, block: Block, outcomes: Outcomes) -> torch.Tensor:
         """Return shares ``[C]``, 0 for chunks of one token on both sides."""

@@ -1,0 +1,244 @@
+"""Teachers with another tokenizer, asked about the same samples in their own tokens before the student is.
+
+Their last hidden states wait on the last pipeline stage until the student's head makes logits of both models for a
+block of chunks at a time. What depends on the whole step is decided once they are there, and by all data-parallel ranks
+together: which columns P-KL compares, how much each teacher counts, and how KD is weighed against CE.
+
+Legend: R rows of a teacher, h hidden size, Wl columns of its vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_prefix_tree.logprob import Chunks, head_logprobs
+from mcore_prefix_tree.logprob.edges import ROWS, slices
+from mcore_prefix_tree.mcore.engine.folding import plan_attention
+from mcore_prefix_tree.mcore.engine.teacher import Teacher, TeacherModel
+from mcore_prefix_tree.mcore.seam.micro_batch import ChunkLesson, MicroBatch, TeacherHidden
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, ChunkRows
+from mcore_prefix_tree.objectives.xtoken import kd_metric
+from mcore_prefix_tree.upload import moved
+from mcore_prefix_tree.xtoken.losses import (
+    ChunkLoss,
+    ChunkTerms,
+    Part,
+    Vocabularies,
+    largest_logits,
+    make_loss,
+    top_columns,
+)
+
+
+@dataclass(eq=False)
+class PairedTeachers(Teacher):
+    """The teachers of a distillation across tokenizers.
+
+    Args:
+        objective: of the job.
+        models: of its teachers, in the student's parallel layout.
+        student_columns: of the student's output weight on each tensor-parallel rank, padding included.
+        device: of the models.
+    """
+
+    objective: BoundCrossTokenizer
+    models: Sequence[TeacherModel]
+    student_columns: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._losses: dict[int, tuple[Vocabularies, ChunkLoss]] = {}
+
+    def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches with the same samples in the tokens of each teacher."""
+        return [replace(batch, of_teachers=tuple(self._of_teachers(batch))) for batch in batches]
+
+    def _of_teachers(self, batch: MicroBatch) -> list[MicroBatch]:
+        found = []
+        for model, taught in zip(self.models, _rows(batch).taught, strict=True):
+            asked = MicroBatch.from_layout(
+                taught.layout,
+                attention_backend=model.attention_backend,
+                deterministic_attention=batch.packed_seq_params.deterministic_attention,
+                needed=taught.layout.loss_weight != 0,
+                head_chunk_rows=batch.head_chunk_rows,
+            )
+            plan_attention(asked, model.attention_backend, model.attention_cases)
+            found.append(asked)
+        return found
+
+    def teach(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches with their lessons; see :class:`Teacher`."""
+        asked = [[batch.of_teachers[number] for batch in batches] for number in range(len(self.models))]
+        found = [
+            moved(tuple(model.hidden(of_model)), self.device)
+            for model, of_model in zip(self.models, asked, strict=True)
+        ]
+        plain = [replace(batch, of_teachers=()) for batch in batches]
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return plain
+        lessons = self._averaged(found) if self._averages else self._separate(found, asked)
+        return [
+            replace(batch, lessons=tuple(self._on(batch, lesson, at) for lesson in lessons))
+            for at, batch in enumerate(plain)
+        ]
+
+    @property
+    def _averages(self) -> bool:
+        return self.objective.settings.teachers == "averaged_logits" and len(self.models) > 1
+
+    def _on(self, batch: MicroBatch, lesson: _StepLesson, at: int) -> ChunkLesson:
+        """Return a step's lesson on one micro-batch."""
+        settings = self.objective.settings
+        kd_weight = settings.kd_weight if settings.scaling == "fixed" else 1.0
+        return ChunkLesson(
+            taught_by=tuple(of_model[at] for of_model in lesson.taught_by),
+            mix=lesson.mix,
+            terms=lesson.terms,
+            vocabularies=lesson.vocabularies,
+            number=lesson.number,
+            factor=kd_weight * lesson.share * _rows(batch).taught[lesson.number].per_chunk,
+        )
+
+    def _separate(
+        self, found: Sequence[Sequence[TeacherHidden]], asked: Sequence[Sequence[MicroBatch]]
+    ) -> list[_StepLesson]:
+        return [
+            self._lesson(number, [found[number]], (1.0,), share)
+            for number, share in enumerate(self._shares(found, asked))
+        ]
+
+    def _averaged(self, found: Sequence[Sequence[TeacherHidden]]) -> list[_StepLesson]:
+        weights = self.objective.settings.teacher_weights or [1 / len(found)] * len(found)
+        return [self._lesson(0, found, tuple(weights), 1.0)]
+
+    def _lesson(
+        self, number: int, taught_by: Sequence[Sequence[TeacherHidden]], mix: tuple[float, ...], share: float
+    ) -> _StepLesson:
+        settings = self.objective.settings.losses
+        vocabularies, loss = self._loss(number, len(taught_by[0][0].weight))
+        if settings.mode == "p_kl" and settings.top_k is not None and settings.top_k < vocabularies.teacher.size:
+            loss = make_loss(settings, vocabularies, columns=self._columns(taught_by, mix, vocabularies.teacher))
+        terms = ChunkTerms(loss=loss, temperature=settings.temperature, scale=settings.scale)
+        return _StepLesson(
+            taught_by=taught_by, mix=mix, terms=terms, vocabularies=vocabularies, number=number, share=share
+        )
+
+    def _loss(self, number: int, columns: int) -> tuple[Vocabularies, ChunkLoss]:
+        """Return both vocabularies, and the loss over all columns; made once.
+
+        Args:
+            number: of the teacher.
+            columns: of its output weight on each tensor-parallel rank, padding included.
+        """
+        if number not in self._losses:
+            side = self.objective.sides[number]
+            parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
+            group = parallel_state.get_tensor_model_parallel_group() if parallel else None
+            vocabularies = Vocabularies(
+                student=Part.even(side.student_size, self.student_columns, group),
+                teacher=Part.even(side.teacher_size, columns, group),
+                projection=side.projection,
+                device=self.device,
+            )
+            self._losses[number] = vocabularies, make_loss(self.objective.settings.losses, vocabularies)
+        return self._losses[number]
+
+    def _columns(
+        self, taught_by: Sequence[Sequence[TeacherHidden]], mix: tuple[float, ...], part: Part
+    ) -> npt.NDArray[np.int64]:
+        """Return the columns that P-KL compares, from the logits of all rows of the step."""
+        top_k = self.objective.settings.top_k
+        assert top_k is not None
+        maxima = torch.full((part.width,), -torch.inf, dtype=torch.float64, device=self.device)
+        for of_batch in zip(*taught_by, strict=True):
+            each = [Chunks(one.hidden, one.weight, replace(one.head, head_chunk_rows=ROWS)) for one in of_batch]
+            for rows in slices(len(of_batch[0].hidden), ROWS):
+                logits = sum(share * chunks.logits(rows) for share, chunks in zip(mix, each, strict=True))
+                assert isinstance(logits, torch.Tensor)
+                maxima = torch.maximum(maxima, largest_logits(logits, part).double())
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        return top_columns(maxima, top_k, part)
+
+    def _shares(self, found: Sequence[Sequence[TeacherHidden]], asked: Sequence[Sequence[MicroBatch]]) -> list[float]:
+        """Return how much each teacher counts."""
+        settings = self.objective.settings
+        if len(found) == 1 or settings.teachers == "weights":
+            return list(settings.teacher_weights or [1.0] * len(found))
+        entropies = [self._cross_entropy(*of_model) for of_model in zip(found, asked, strict=True)]
+        if settings.teachers == "lowest_ce":
+            return [float(number == int(np.argmin(entropies))) for number in range(len(entropies))]
+        scores = [math.exp(settings.score_sharpness * (min(entropies) - entropy)) for entropy in entropies]
+        return [score / sum(scores) for score in scores]
+
+    def _cross_entropy(self, found: Sequence[TeacherHidden], asked: Sequence[MicroBatch]) -> float:
+        """Return the teacher's own mean negative log-likelihood of the step's chunks, token by token."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for one, batch in zip(found, asked, strict=True):
+            weight = torch.from_numpy(batch.layout.loss_weight).to(self.device)
+            with torch.no_grad():
+                logprob, _ = head_logprobs(one.hidden, one.weight, one.head)
+            assert one.head.edges.token is not None
+            weight = weight[one.head.edges.token]
+            sums += torch.stack([-torch.dot(weight, logprob[one.head.edges.token].double()), weight.sum()])
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        total, count = sums.tolist()
+        return total / count if count else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _StepLesson:
+    """A lesson on all micro-batches of a step; attributes as of :class:`ChunkLesson`.
+
+    Attributes:
+        taught_by: by each model, of each micro-batch.
+        share: how much the teacher counts.
+    """
+
+    taught_by: Sequence[Sequence[TeacherHidden]]
+    mix: tuple[float, ...]
+    terms: ChunkTerms
+    vocabularies: Vocabularies
+    number: int
+    share: float
+
+
+def balanced(batches: Sequence[MicroBatch], reported: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:
+    """Return the micro-batches of a step with KD as large as CE.
+
+    All ranks of the last pipeline stage together; others have nothing to weigh.
+
+    Args:
+        batches: with lessons.
+        reported: of the same micro-batches, by a forward pass of the student.
+    """
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return list(batches)
+    numbers = [lesson.number for lesson in batches[0].lessons] if batches else []
+    names = [kd_metric(number, len(numbers)) for number in numbers] + ["ce"]
+    sums = sum(torch.stack([entry["metrics"][name] for name in names]) for entry in reported)
+    assert isinstance(sums, torch.Tensor), "every rank has a micro-batch"
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    *of_lessons, (ce, _) = sums.tolist()
+    # Both before the division by the step's divisor.
+    factors = [lesson.factor for lesson in batches[0].lessons]
+    kd = sum(factor * total for factor, (total, _) in zip(factors, of_lessons, strict=True))
+    scale = abs(ce / kd) if kd else 1.0
+    return [
+        replace(batch, lessons=tuple(replace(lesson, factor=scale * lesson.factor) for lesson in batch.lessons))
+        for batch in batches
+    ]
+
+
+def _rows(batch: MicroBatch) -> ChunkRows:
+    assert isinstance(batch.rows, ChunkRows), "a distillation across tokenizers makes them"
+    return batch.rows

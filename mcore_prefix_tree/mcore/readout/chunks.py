@@ -1,0 +1,77 @@
+"""The readout of a distillation across tokenizers: the loss of chunks, and the cross-entropy where it is part of it.
+
+Legend: R rows (predictors of scored tokens), E scored tokens, h hidden size, Vl columns of the vocabulary on this rank,
+C chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mcore_prefix_tree.logprob import Head, head_block_losses, head_weighted_sum
+from mcore_prefix_tree.mcore.readout.base import VocabularyReadout, gradient_and_values, with_gradient
+from mcore_prefix_tree.mcore.seam.micro_batch import ChunkLesson, MicroBatch
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, ChunkRows, LossOutput
+from mcore_prefix_tree.xtoken.losses import Block, block_loss, teacher_logits
+from mcore_prefix_tree.xtoken.losses.head import TeacherLogits
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkLosses(VocabularyReadout[LossOutput]):
+    """The losses of chunks, which make both models' logits a block of chunks at a time.
+
+    Attributes:
+        objective: of the step; the micro-batches have its rows and the teachers' lessons.
+    """
+
+    objective: BoundCrossTokenizer
+
+    def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+        rows, values = _rows(batch), []
+        assert batch.lessons, "the teachers are asked before the student"
+        gradient = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for lesson in batch.lessons:
+            blocks = rows.taught[lesson.number].blocks
+            of_teacher, found = head_block_losses(
+                hidden,
+                weight,
+                head,
+                blocks=[block.student.rows for block in blocks],
+                loss=block_loss(
+                    lesson.terms, lesson.vocabularies, blocks, _logits(lesson, blocks), factor=lesson.factor
+                ),
+            )
+            gradient = gradient + of_teacher
+            values.append(found)
+        if self.objective.settings.reads_ce:
+            edge_weight = -self.objective.ce_weight * rows.token_weight
+            total, logprob = head_weighted_sum(hidden, weight, head, edge_weight=edge_weight)
+            gradient = gradient + (total - total.detach())
+            values.append(logprob[batch.edges.token])
+        return with_gradient(gradient, *values)
+
+    def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        gradient, values = gradient_and_values(packed)
+        rows = _rows(batch)
+        sizes = [len(rows.taught[lesson.number].weight) for lesson in batch.lessons]
+        *terms, logprob = values.split([*sizes, len(values) - sum(sizes)])
+        value = self.objective.value(batch.lessons, terms, logprob if self.objective.settings.reads_ce else None, rows)
+        return replace(value, loss=value.loss + gradient)
+
+
+def _logits(lesson: ChunkLesson, blocks: tuple[Block, ...]) -> TeacherLogits:
+    """Return the logits of the lesson's teacher, or the weighted sum of those of several."""
+    each = [teacher_logits(one.hidden, one.weight, one.head, blocks) for one in lesson.taught_by]
+
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        first, *others = (share * of(rows) for share, of in zip(lesson.mix, each, strict=True))
+        return sum(others, start=first)
+
+    return each[0] if lesson.mix == (1.0,) else logits
+
+
+def _rows(batch: MicroBatch) -> ChunkRows:
+    assert isinstance(batch.rows, ChunkRows), "a distillation across tokenizers makes them"
+    return batch.rows

@@ -1,0 +1,396 @@
+"""Distillation from teachers with another tokenizer: losses of chunks, once per unique chunk.
+
+A chunk is a run of the student's tokens and a run of the teacher's that have the same text. Student and teacher are
+each folded by their own tokens, and a chunk is read at its predictors in both layouts: chunks of several samples that
+have the same predictors are computed once, with the sum of their weights. The losses are in
+:mod:`mcore_prefix_tree.xtoken.losses`. With KD the sum of the terms over the chunks of the step, and CE the mean
+negative log-likelihood of its scored tokens,
+
+    fixed      kd_weight KD + ce_weight CE
+    dynamic    |CE| / |KD| KD + CE, the factor without a gradient
+
+Both are divided by the counts of the whole step, so neither depends on how it is cut into micro-batches.
+
+Legend: C unique chunks of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from mcore_prefix_tree.layout import FlatLayout, fold
+from mcore_prefix_tree.logprob import Edges
+from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample
+from mcore_prefix_tree.objectives.objective import Objective
+from mcore_prefix_tree.objectives.rows import LossRows, Targets
+from mcore_prefix_tree.objectives.scored import ScoredTokens
+from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
+from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie
+from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.xtoken.fold import fold_chunks
+from mcore_prefix_tree.xtoken.losses import MODES, Block, Endings, LossSettings, Mode, blocks_of, ordered
+from mcore_prefix_tree.xtoken.pairs import Aligner, Pair
+from mcore_prefix_tree.xtoken.projection import Projection
+
+# Logits of a block, at most: some temporaries of this size exist at a time.
+_LOGITS = 2**24
+_LEAST_ROWS = 256
+
+
+class Reencodes(Protocol):
+    """Writes a student's sample in the teacher's tokens; see :class:`~mcore_prefix_tree.xtoken.pairs.Pairing`."""
+
+    def reencode(self, student: Sample) -> Pair:
+        """Return the sample for both models, and the chunks that it has in both."""
+
+
+class Lesson(Protocol):
+    """What the value of a loss reads of a lesson.
+
+    Attributes:
+        number: which of the objective's teachers it is of.
+        factor: of the weighted sum of its terms.
+    """
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def factor(self) -> float: ...
+
+
+def kd_metric(number: int, lessons: int) -> str:
+    """Return the name under which the KD of a lesson is reported."""
+    return "kd" if lessons == 1 else f"kd_{number}"
+
+
+@plain_dataclass(frozen=True, kw_only=True, eq=False)
+class TeacherSide:
+    """What is known of a teacher before its model is built.
+
+    Attributes:
+        pairing: of the student's tokenizer and the teacher's.
+        student_size: tokens of the student's vocabulary.
+        teacher_size: tokens of the teacher's.
+        projection: of the one onto the other; None for losses that read none.
+        endings: of both vocabularies' bytes; None for losses that read none.
+    """
+
+    pairing: Reencodes
+    student_size: int
+    teacher_size: int
+    projection: Projection | None = None
+    endings: Endings | None = None
+
+
+@plain_dataclass(frozen=True, kw_only=True, eq=False)
+class TaughtChunks:
+    """The chunks that a micro-batch has with one teacher.
+
+    Attributes:
+        layout: of the teacher's samples.
+        edges: whose predictors are the teacher's rows.
+        blocks: of the chunks.
+        weight: float64 ``[C]``, of each chunk, in the order of the blocks.
+        multiplicity: float64 ``[C]``, how many samples have it.
+        first_sample: int64 ``[C]``, the first of them in the micro-batch, for messages.
+        per_chunk: the step's divisor over its chunks, which makes the weighted sum a mean over chunks.
+    """
+
+    layout: FlatLayout
+    edges: Edges
+    blocks: tuple[Block, ...]
+    weight: torch.Tensor
+    multiplicity: torch.Tensor
+    first_sample: torch.Tensor
+    per_chunk: float
+
+
+@plain_dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkRows(LossRows):
+    """What the loss of a micro-batch reads, on the device.
+
+    Attributes:
+        edges: of the student's scored tokens; their predictors are the student's rows.
+        token_weight: float64 ``[E]``, the masks of all samples that score each, added up.
+        taught: by each teacher.
+    """
+
+    edges: Edges
+    token_weight: torch.Tensor
+    taught: tuple[TaughtChunks, ...]
+
+    def scored(self, edges: Edges) -> Edges:
+        """Return the edges of the scored tokens."""
+        return self.edges
+
+
+@plain_dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkTargets(Targets):
+    """What the losses of a step read.
+
+    Attributes:
+        paired: with each teacher, one pair a sample.
+    """
+
+    paired: tuple[tuple[Pair, ...], ...] = ()
+
+    def per_chunk(self, teacher: int) -> float:
+        """Return the step's divisor over the chunks that it has with a teacher; 0 without chunks."""
+        chunks = sum(map(len, self.paired[teacher]))
+        return self.divisor / chunks if chunks else 0.0
+
+
+class _OfChunks(Objective):
+    """An objective whose terms are of chunks, not of tokens."""
+
+    @property
+    def asks_model(self) -> bool:
+        return True
+
+    def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: LossRows) -> LossOutput:
+        raise TypeError("the loss of chunks is not one of log-probabilities; read it with ChunkLosses")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CrossTokenizer(_OfChunks):
+    """Settings of a distillation from teachers with another tokenizer; see the formulas above.
+
+    :meth:`bound` makes the objective that a job trains with.
+
+    Attributes:
+        mode: the loss of chunks, see docs/xtoken.md.
+        temperature: that both models' logits are divided by, of ``p_kl``, ``gold`` and ``h_kl``; terms are multiplied
+            by its square.
+        top_k: columns of the teacher's vocabulary that ``p_kl`` compares, those with the largest logits anywhere in the
+            step; None takes all.
+        reverse: the KL of the student's distribution from the teacher's, of ``p_kl``, ``gold`` and ``h_kl``.
+        tail: tokens without a counterpart that ``gold`` and ``h_kl`` compare, at most.
+        theta: tempers the likelihoods of ``alm``.
+        projection: file of the projection matrix, for ``p_kl``, ``gold``, ``h_kl`` and ``partition_kl``; one for each
+            teacher.
+        aligner: ``bytes`` is exact; ``dynamic`` also aligns text that the two tokenizers write differently.
+        scaling: how KD and CE are added, see above.
+        kd_weight: of KD, where ``scaling`` is fixed.
+        ce_weight: of CE, where ``scaling`` is fixed.
+        teachers: how several teachers are combined. ``weights`` adds their KD with ``teacher_weights``, ``scores`` with
+            the softmax of minus each one's cross-entropy on the step, ``lowest_ce`` takes the one with the lowest, and
+            ``averaged_logits`` averages the logits of teachers with one vocabulary.
+        teacher_weights: one for each teacher; None is 1 each, or for ``averaged_logits`` equal parts of 1.
+        score_sharpness: factor on the scores.
+    """
+
+    mode: Mode = "p_kl"
+    temperature: float = Field(default=1.0, gt=0)
+    top_k: int | None = Field(default=None, gt=0)
+    reverse: bool = False
+    tail: int = Field(default=8192, gt=0)
+    theta: float = Field(default=1.0, gt=0)
+    projection: str | list[str] | None = None
+    aligner: Aligner = "bytes"
+    scaling: Literal["fixed", "dynamic"] = "fixed"
+    kd_weight: float = Field(default=1.0, ge=0)
+    ce_weight: float = Field(default=0.0, ge=0)
+    teachers: Literal["weights", "scores", "lowest_ce", "averaged_logits"] = "weights"
+    teacher_weights: list[float] | None = None
+    score_sharpness: float = Field(default=1.0, gt=0)
+
+    def __post_init__(self) -> None:
+        reads, fixed = MODES[self.mode], self.scaling == "fixed"
+        refuse_unused(
+            self,
+            [
+                ("temperature", reads.temperature, "mode=p_kl, gold or h_kl"),
+                ("top_k", self.mode == "p_kl", "mode=p_kl"),
+                ("reverse", reads.reverse, "mode=p_kl, gold or h_kl"),
+                ("tail", self.mode in ("gold", "h_kl"), "mode=gold or h_kl"),
+                ("theta", self.mode == "alm", "mode=alm"),
+                ("projection", reads.projection, "mode=p_kl, gold, h_kl or partition_kl"),
+                ("kd_weight", fixed, "scaling=fixed"),
+                ("ce_weight", fixed, "scaling=fixed"),
+                ("teacher_weights", self.teachers in ("weights", "averaged_logits"), "teachers=weights"),
+                ("score_sharpness", self.teachers == "scores", "teachers=scores"),
+            ],
+        )
+
+    @property
+    def losses(self) -> LossSettings:
+        """The loss of chunks."""
+        return LossSettings(
+            mode=self.mode,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            reverse=self.reverse,
+            tail=self.tail,
+            theta=self.theta,
+        )
+
+    @property
+    def reads_ce(self) -> bool:
+        """Whether the cross-entropy of the step is part of the loss."""
+        return self.scaling == "dynamic" or self.ce_weight > 0
+
+    def targets(self, samples: Sequence[Sample]) -> Targets:
+        raise ValueError("a distillation across tokenizers reads both tokenizers; bind the settings to them first")
+
+    def bound(
+        self,
+        sides: Sequence[TeacherSide],
+        *,
+        sharing: Sharing = SHARE_ALL,
+        pad_to_multiple_of: int = 1,
+        block_rows: int | None = None,
+    ) -> BoundCrossTokenizer:
+        """Return the objective of these settings.
+
+        Args:
+            sides: of each teacher.
+            sharing: which common prefixes the teachers' layouts share.
+            pad_to_multiple_of: of these layouts' sizes.
+            block_rows: predictors of a block, at most; by default as many as bound its logits.
+
+        Raises:
+            ValueError: the teachers do not fit the settings.
+        """
+        return BoundCrossTokenizer(
+            settings=self,
+            sides=tuple(sides),
+            sharing=sharing,
+            pad_to_multiple_of=pad_to_multiple_of,
+            block_rows=block_rows,
+        )
+
+
+@plain_dataclass(frozen=True, kw_only=True, eq=False)
+class BoundCrossTokenizer(_OfChunks):
+    """A distillation from teachers with another tokenizer.
+
+    Attributes:
+        settings: of the losses.
+        sides: of each teacher.
+        sharing: which common prefixes the teachers' layouts share.
+        pad_to_multiple_of: of these layouts' sizes.
+        block_rows: predictors of a block, at most; None bounds its logits.
+    """
+
+    settings: CrossTokenizer
+    sides: tuple[TeacherSide, ...]
+    sharing: Sharing = SHARE_ALL
+    pad_to_multiple_of: int = 1
+    block_rows: int | None = None
+    ce_weight: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        weights = settings.teacher_weights
+        if weights is not None and len(weights) != len(self.sides):
+            raise ValueError(f"teacher_weights has {len(weights)} numbers, but there are {len(self.sides)} teachers")
+        if settings.teachers == "averaged_logits" and len({side.teacher_size for side in self.sides}) > 1:
+            raise ValueError("teachers=averaged_logits needs teachers with one vocabulary; set teachers=weights")
+        object.__setattr__(self, "ce_weight", settings.ce_weight if settings.scaling == "fixed" else 1.0)
+
+    def targets(self, samples: Sequence[Sample]) -> ChunkTargets:
+        """Pair the samples of a step with every teacher's, and count their chunks.
+
+        Raises:
+            SampleError: text that cannot be aligned; or a sample with a temperature, which this loss does not read.
+        """
+        warm = next((sample for sample in samples if sample.temperature != 1), None)
+        if warm is not None:
+            raise SampleError(
+                f"{warm.source}: was drawn at temperature {warm.temperature}, and xtoken compares both models at "
+                "objective.options.temperature; drop the field 'temperature' from the data"
+            )
+        scored = ScoredTokens.of(samples)
+        paired = tuple(tuple(side.pairing.reencode(sample) for sample in samples) for side in self.sides)
+        return ChunkTargets(scored=scored, weight=scored.mask, count=scored.lens, paired=paired)
+
+    def rows(
+        self, targets: Targets, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu"
+    ) -> ChunkRows:
+        """Fold the teachers' samples of one micro-batch, and its chunks; arguments as of :meth:`Targets.rows`."""
+        assert isinstance(targets, ChunkTargets), "made by targets()"
+        edges = Edges.from_layout(layout, needed=layout.loss_weight != 0, device=device)
+        assert edges.token is not None
+        taught = (self._taught(number, targets, layout, edges, indices, device) for number in range(len(self.sides)))
+        return ChunkRows(
+            edges=edges,
+            token_weight=upload(layout.loss_weight, device)[edges.token],
+            taught=tuple(taught),
+            count=int(targets.count[np.asarray(indices, dtype=np.int64)].sum()),
+        )
+
+    def _taught(
+        self,
+        number: int,
+        targets: ChunkTargets,
+        layout: FlatLayout,
+        edges: Edges,
+        indices: Sequence[int],
+        device: torch.device | str,
+    ) -> TaughtChunks:
+        side = self.sides[number]
+        pairs = [targets.paired[number][index] for index in indices]
+        samples = [pair.teacher for pair in pairs]
+        of_teacher = fold(samples, trie=build_trie(samples, self.sharing), pad_to_multiple_of=self.pad_to_multiple_of)
+        asked = Edges.from_layout(of_teacher, needed=of_teacher.loss_weight != 0)
+        reads = self.settings.losses.reads
+        chunks = ordered(fold_chunks(layout, of_teacher, pairs, keyed_by_tokens=reads.tokens))
+        blocks = blocks_of(
+            chunks,
+            student_rows=edges.host_row,
+            teacher_rows=asked.host_row,
+            student_limit=self.block_rows or max(_LEAST_ROWS, _LOGITS // side.student_size),
+            teacher_limit=self.block_rows or max(_LEAST_ROWS, _LOGITS // side.teacher_size),
+            endings=side.endings,
+            device=device,
+        )
+        return TaughtChunks(
+            layout=of_teacher,
+            edges=asked,
+            blocks=tuple(blocks),
+            weight=upload(chunks.weight, device),
+            multiplicity=upload(chunks.multiplicity, device),
+            first_sample=upload(chunks.first_sample, device),
+            per_chunk=targets.per_chunk(number),
+        )
+
+    def value(
+        self,
+        lessons: Sequence[Lesson],
+        terms: Sequence[torch.Tensor],
+        logprob: torch.Tensor | None,
+        rows: ChunkRows,
+    ) -> LossOutput:
+        """Return the weighted sum over a micro-batch.
+
+        Args:
+            lessons: which teacher each is of, and the factor of its weighted sum.
+            terms: ``[C]`` of each lesson.
+            logprob: ``[E]``, of the scored tokens; None where CE is not part of the loss.
+            rows: of the micro-batch.
+        """
+        loss = terms[0].new_zeros(())
+        metrics, bad = {}, []
+        for lesson, of_teacher in zip(lessons, terms, strict=True):
+            taught = rows.taught[lesson.number]
+            total = torch.dot(of_teacher, taught.weight.to(of_teacher.dtype))
+            loss = loss + lesson.factor * total
+            name = kd_metric(lesson.number, len(lessons))
+            metrics[name] = torch.stack([total.detach().double(), taught.multiplicity.sum()])
+            bad.append(first_bad_sample(of_teacher, taught.first_sample))
+        if logprob is not None:
+            total = -torch.dot(logprob, rows.token_weight.to(logprob.dtype))
+            loss = loss + self.ce_weight * total
+            count = torch.full((), rows.count, dtype=torch.float64, device=total.device)
+            metrics["ce"] = torch.stack([total.detach().double(), count])
+        return LossOutput(loss=loss, metrics=metrics, bad_sample=torch.stack(bad).amin())

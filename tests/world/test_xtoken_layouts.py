@@ -1,0 +1,101 @@
+"""A folded step of distillation across tokenizers equals each sample alone through both stock models."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+from harness.weights import assemble
+from harness.worlds import Layout, world
+from layouts import in_layouts
+from xtoken_jobs import STUDENT_SIZE, TEACHER_SIZE, Job, folded_step, unfolded_step
+from xtoken_texts import samples, texts
+
+SAMPLES = samples()
+LONGEST = max(map(len, SAMPLES))
+MODES = {
+    "p_kl": Job(options=(("mode", "p_kl"), ("temperature", 1.5), ("ce_weight", 0.3))),
+    "p_kl top-k": Job(options=(("mode", "p_kl"), ("top_k", 9), ("reverse", True))),
+    "gold": Job(options=(("mode", "gold"), ("temperature", 2.0), ("kd_weight", 0.7))),
+    "h_kl": Job(options=(("mode", "h_kl"), ("tail", 5), ("scaling", "dynamic"))),
+    "partition_kl": Job(options=(("mode", "partition_kl"),)),
+    "alm": Job(options=(("mode", "alm"), ("theta", 2.0), ("ce_weight", 1.0))),
+    "uld": Job(options=(("mode", "uld"),)),
+}
+SEVERAL = {
+    "weights": (("teacher_weights", [0.25, 1.5]),),
+    "scores": (("teachers", "scores"), ("score_sharpness", 40.0)),
+    "lowest_ce": (("teachers", "lowest_ce"),),
+    "averaged_logits": (("teachers", "averaged_logits"), ("teacher_weights", [0.3, 0.7])),
+}
+
+
+@functools.cache
+def expected(name: str):
+    ((loss, parts),) = world(1).run(unfolded_step, JOBS[name], SAMPLES, layout=Layout())
+    return loss, assemble(parts)
+
+
+JOBS = MODES | {
+    name: Job(options=(("mode", "p_kl"), ("top_k", 12), *options), teachers=2) for name, options in SEVERAL.items()
+}
+
+
+def check(size, layout, name, *, max_tokens=LONGEST + 12):
+    job = replace(JOBS[name], max_tokens=max_tokens)
+    results = world(size).run(folded_step, layout, job, SAMPLES, layout=layout)
+    loss, wanted = expected(name)
+    gradients = assemble(itertools.chain.from_iterable(parts for _, parts in results))
+    for outcome, _ in results:
+        assert outcome["loss"] == pytest.approx(loss, rel=1e-12)
+    assert gradients.keys() == wanted.keys()
+    for parameter, tensor in wanted.items():
+        error = float((gradients[parameter] - tensor).norm() / tensor.norm())
+        assert error <= 1e-12, f"{parameter}: {error:.2e}"
+    return [outcome for outcome, _ in results]
+
+
+def test_the_texts_are_hard_ones():
+    both = texts()
+    pairs = [both.pairing.reencode(sample) for sample in SAMPLES]
+    kinds = {
+        (min(2, s), min(2, t))
+        for pair in pairs
+        for s, t in zip(
+            (pair.alignment.student[:, 1] - pair.alignment.student[:, 0]).tolist(),
+            (pair.alignment.teacher[:, 1] - pair.alignment.teacher[:, 0]).tolist(),
+            strict=True,
+        )
+    }
+    assert kinds == {(1, 1), (1, 2), (2, 1), (2, 2)}
+    assert STUDENT_SIZE / 2 < both.student.vocab_size < STUDENT_SIZE
+    assert TEACHER_SIZE / 2 < both.teacher.vocab_size < TEACHER_SIZE
+
+
+@pytest.mark.parametrize("name", MODES)
+@in_layouts("tp2-sp", "dp2", slow=["single", "tp2", "tp2-pp2"])
+def test_every_mode(size, layout, name):
+    outcomes = check(size, layout, name)
+    assert outcomes[0]["micro_batches"] > 1
+    if layout == Layout() and size == 2:
+        assert outcomes[0]["samples_here"] != outcomes[1]["samples_here"], "unequal ranks"
+
+
+@pytest.mark.parametrize("name", ["p_kl top-k", "h_kl"])
+@in_layouts("pp2", slow=["pp2-vpp2"])
+def test_pipelines(size, layout, name):
+    check(size, layout, name)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_teachers(name):
+    check(2, Layout(), name)
+
+
+@pytest.mark.parametrize("name", ["p_kl top-k", "h_kl"])
+def test_the_cut_changes_nothing(name):
+    narrow, wide = check(1, Layout(), name, max_tokens=LONGEST), check(1, Layout(), name, max_tokens=10_000)
+    assert narrow[0]["micro_batches"] > wide[0]["micro_batches"] == 1
+    assert narrow[0]["metrics"] == pytest.approx(wide[0]["metrics"], rel=1e-12)

@@ -1,0 +1,203 @@
+"""A step of a distillation across tokenizers, folded in a world of gloo processes; and each sample alone, the oracle.
+
+The functions here run inside the processes of :mod:`harness.worlds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from folded_jobs import stock_spec, tree_spec
+from harness.worlds import Layout
+from harness.xtoken_problems import Problem, reference_terms
+from xtoken_texts import chunks_of_pair, texts
+
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.layout import Padding
+
+# Both leave padded columns on each rank of two.
+STUDENT_SIZE, TEACHER_SIZE = 40, 48
+TEACHER_CONFIG = (("hidden_size", 48), ("ffn_hidden_size", 64), ("num_layers", 8))
+TEACHER_SEEDS = (5, 6)
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Settings of the objective, and how it is computed."""
+
+    options: Options
+    max_tokens: int = 10_000
+    teachers: int = 1
+
+
+def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Any, list[Any]]:
+    """Every rank: the loss, the metrics and the number of micro-batches; and its part of the gradients."""
+    import torch.distributed as dist
+    from harness.losses import divided
+    from harness.models import Trainer, build_chunks, tiny_gpt_config
+    from harness.weights import fill, local_parts
+    from megatron.core import parallel_state
+
+    from mcore_prefix_tree.mcore.engine.folding import Folding
+    from mcore_prefix_tree.mcore.engine.job import Job as Resolved
+    from mcore_prefix_tree.mcore.engine.lessons import PairedTeachers
+    from mcore_prefix_tree.mcore.engine.steps import fold_step
+    from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
+    from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+    from mcore_prefix_tree.objectives import add_means, make_objective
+    from mcore_prefix_tree.plan import ModelWork
+
+    def model(config: Any, vocab_size: int) -> list[Any]:
+        return [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=vocab_size)]
+
+    config = tiny_gpt_config(layout=layout)
+    trainer = Trainer.of(model(config, STUDENT_SIZE))
+    multiple = layout.tp if layout.sequence_parallel else 1
+    settings: Any = make_objective("xtoken", dict(job.options))
+    objective = settings.bound(
+        [texts().side(settings.losses)] * job.teachers, pad_to_multiple_of=multiple, block_rows=7
+    )
+    models = []
+    for seed in TEACHER_SEEDS[: job.teachers]:
+        chunks = model(tiny_gpt_config(layout=layout, **dict(TEACHER_CONFIG)), TEACHER_SIZE)
+        fill(chunks, seed=seed)
+        models.append(TeacherModel(chunks=chunks, attention_backend="reference", attention_cases=()))
+    device = torch.device("cpu")
+    resolved = Resolved(
+        objective=objective,
+        folding=Folding(
+            max_tokens=job.max_tokens,
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            cost_model=None,
+            device=device,
+            micro_batch_multiple=layout.pp if layout.vpp else 1,
+            padding=Padding(multiple=multiple),
+            only_supervised=True,
+        ),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        config=config,
+        work=ModelWork.from_dimensions(
+            num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=STUDENT_SIZE
+        ),
+        teacher=PairedTeachers(
+            objective=objective, models=models, student_columns=STUDENT_SIZE // layout.tp, device=device
+        ),
+    )
+    step = fold_step(samples, resolved)
+    batches = resolved.taught(step.micro_batches, trainer.chunks)
+    reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
+    parts: list[Any] = [None] * dist.get_world_size()
+    speaks = bool(reported) and parallel_state.get_tensor_model_parallel_rank() == 0
+    own = (
+        sum(float(entry["loss_sum"]) for entry in reported),
+        sum(int(entry["num_tokens"]) for entry in reported),
+        add_means(entry["metrics"] for entry in reported),
+    )
+    dist.all_gather_object(parts, own if speaks else (0.0, 0, {}))
+    divisor = objective.targets(samples).divisor
+    assert sum(count for _, count, _ in parts) == divisor
+    outcome = {
+        "loss": sum(loss for loss, _, _ in parts) / divisor,
+        "metrics": divided(add_means(metrics for _, _, metrics in parts)),
+        "micro_batches": len(batches),
+        "samples_here": sum(map(len, step.sample_index)),
+    }
+    return outcome, local_parts(trainer.chunks, lambda parameter: parameter.main_grad)
+
+
+def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]]:
+    """One process, stock specs, each sample alone through both models, the formulas chunk by chunk."""
+    from harness.models import build_chunks, tiny_gpt_config
+    from harness.weights import fill, local_parts
+    from objective_jobs import OneByOne
+
+    from mcore_prefix_tree.objectives import make_objective
+
+    settings: Any = make_objective("xtoken", dict(job.options))
+    (model,) = build_chunks(tiny_gpt_config(layout=Layout()), stock_spec, vocab_size=STUDENT_SIZE)
+    student = OneByOne(model)
+    teachers = []
+    for seed in TEACHER_SEEDS[: job.teachers]:
+        config = tiny_gpt_config(layout=Layout(), **dict(TEACHER_CONFIG))
+        (other,) = build_chunks(config, stock_spec, vocab_size=TEACHER_SIZE)
+        fill([other], seed=seed)
+        teachers.append(OneByOne(other))
+    both = texts()
+    pairs = [both.pairing.reencode(sample) for sample in samples]
+    logits = [student.logits(sample.tokens.tolist()) for sample in samples]
+    tokens = sum(int((sample.loss_mask[1:] != 0).sum()) for sample in samples)
+    ce: Any = 0.0
+    for sample, own in zip(samples, logits, strict=True):
+        logprob = torch.log_softmax(own[:-1], dim=1)
+        chosen = logprob[range(len(sample) - 1), sample.tokens[1:].tolist()]
+        ce = ce - (chosen * torch.tensor(sample.loss_mask[1:].tolist(), dtype=torch.float64)).sum() / tokens
+
+    # Of all samples one after another: the rows of the oracle.
+    chunks, weights, starts = [], [], [0, 0]
+    for pair in pairs:
+        chunks += [
+            replace(
+                chunk,
+                student=tuple(row + starts[0] for row in chunk.student),
+                teacher=tuple(row + starts[1] for row in chunk.teacher),
+            )
+            for chunk in chunks_of_pair(pair)
+        ]
+        weights += pair.weight.tolist()
+        starts = [starts[0] + len(pair.student), starts[1] + len(pair.teacher)]
+    nothing = torch.empty(0)
+    task = Problem(
+        student=(nothing, nothing),
+        teacher=(nothing, nothing),
+        w=both.w,
+        student_bytes=both.token_bytes[0],
+        teacher_bytes=both.token_bytes[1],
+        chunks=chunks,
+        weight=torch.tensor(weights, dtype=torch.float64),
+    )
+    x = torch.cat(logits)[:, : both.student.vocab_size]
+    taught, entropies = [], []
+    for teacher in teachers:
+        z = [teacher.logits(pair.teacher.tokens.tolist()).detach() for pair in pairs]
+        taught.append(torch.cat(z)[:, : both.teacher.vocab_size])
+        entropies.append(cross_entropy(z, [pair.teacher for pair in pairs]))
+
+    def kd(z: torch.Tensor) -> torch.Tensor:
+        return torch.dot(task.weight, reference_terms(task, settings.losses, x, z)) / len(chunks)
+
+    if settings.teachers == "averaged_logits":
+        shares = settings.teacher_weights or [1 / len(taught)] * len(taught)
+        of_all: Any = kd(sum(share * z for share, z in zip(shares, taught, strict=True)))
+    else:
+        if settings.teachers == "weights":
+            shares = settings.teacher_weights or [1.0] * len(taught)
+        elif settings.teachers == "scores":
+            shares = torch.softmax(
+                -settings.score_sharpness * torch.tensor(entropies, dtype=torch.float64), dim=0
+            ).tolist()
+        else:
+            shares = [float(entropy == min(entropies)) for entropy in entropies]
+        of_all = sum(share * kd(z) for share, z in zip(shares, taught, strict=True))
+    if settings.scaling == "dynamic":
+        loss = (ce / of_all).abs().detach() * of_all + ce
+    else:
+        loss = settings.kd_weight * of_all + settings.ce_weight * ce
+    # Megatron's own division is by a reciprocal in fp32, which is no more than a scale that all gradients have.
+    divisor = torch.tensor(tokens)
+    (loss * divisor).backward()
+    sums = student.backward()
+    return float(loss.detach()), local_parts([model], lambda parameter: sums[parameter] * (1.0 / divisor))
+
+
+def cross_entropy(logits: Sequence[torch.Tensor], samples: Sequence[Sample]) -> float:
+    """The mean negative log-likelihood of the scored tokens."""
+    total = count = 0.0
+    for own, sample in zip(logits, samples, strict=True):
+        logprob = torch.log_softmax(own[:-1], dim=1)[range(len(sample) - 1), sample.tokens[1:].tolist()]
+        mask = torch.tensor(sample.loss_mask[1:].tolist(), dtype=torch.float64)
+        total, count = total - float((logprob * mask).sum()), count + float(mask.sum())
+    return total / count
