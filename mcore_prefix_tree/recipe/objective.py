@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mcore_prefix_tree.objectives import OBJECTIVES, Objective, make_objective
+from mcore_prefix_tree.objectives import OBJECTIVES, CrossTokenizer, Objective, make_objective
 from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
+from mcore_prefix_tree.recipe.xtoken import bound
 
 
 def objective_of(recipe: Recipe) -> Objective:
@@ -25,21 +26,33 @@ def objective_of(recipe: Recipe) -> Objective:
         raise RecipeError("; ".join(_faults(name, error))) from None
     except ValueError as error:
         raise RecipeError(f"objective.name: {error}") from None
-    if objective.asks_model and recipe.objective.teacher_recipe is None:
+    is_across = isinstance(objective, CrossTokenizer)
+    teachers = recipe.objective.teacher_recipes
+    if is_across and not teachers:
+        raise RecipeError(
+            "objective.name=xtoken learns from a model with another tokenizer; name its recipe with "
+            "objective.teacher_recipe"
+        )
+    if objective.asks_model and not teachers:
         raise RecipeError(
             "objective.options.teacher: full asks a second model in every step; name its recipe with "
             "objective.teacher_recipe, or put the teacher's likeliest tokens into the data and set top_k"
         )
     if objective.asks_model and not recipe.fused_head:
         raise RecipeError(
-            "fused_head=false keeps all logits of the student, and objective.options.teacher: full would keep the "
-            "teacher's too; leave fused_head out"
+            "fused_head=false keeps all logits of the student, and "
+            f"{'objective.name=xtoken' if is_across else 'objective.options.teacher: full'} would keep the teacher's "
+            "too; leave fused_head out"
         )
-    if recipe.objective.teacher_recipe is not None and not objective.asks_model:
+    if teachers and not objective.asks_model:
         raise RecipeError(
-            f"objective.teacher_recipe={recipe.objective.teacher_recipe}: only objective.name=distill with "
-            "objective.options.teacher=full asks a second model; leave it out"
+            f"objective.teacher_recipe={', '.join(teachers)}: only objective.name=distill with "
+            "objective.options.teacher=full, and xtoken, ask a second model; leave it out"
         )
+    if isinstance(objective, CrossTokenizer):
+        return bound(objective, recipe)
+    if len(teachers) > 1:
+        raise RecipeError(f"objective.teacher_recipe names {len(teachers)} recipes, but distill has one teacher")
     return objective
 
 

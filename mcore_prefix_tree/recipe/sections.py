@@ -231,12 +231,19 @@ class ObjectiveConfig:
             ``reward_model`` the model ends in a scalar head instead of the vocabulary's.
         options: of its class there, for example ``{kl_coef: 0.01}``.
         teacher_recipe: of the model that ``distill`` with ``teacher: full`` learns from: ``model``, of the same
-            vocabulary, ``checkpoint.save``, where its weights are, and ``attention_backend`` are read of it.
+            vocabulary, ``checkpoint.save``, where its weights are, and ``attention_backend`` are read of it. ``xtoken``
+            also reads ``data.tokenizer``, and may have a list of teachers.
     """
 
     name: str = "sft"
     options: dict[str, Any] = field(default_factory=dict)
-    teacher_recipe: str | None = None
+    teacher_recipe: str | list[str] | None = None
+
+    @property
+    def teacher_recipes(self) -> list[str]:
+        """The recipes of all teachers."""
+        given = self.teacher_recipe
+        return [] if given is None else [given] if isinstance(given, str) else given
 
     @property
     def kind(self) -> type[Objective]:
@@ -408,7 +415,15 @@ class Recipe:
     @property
     def inputs(self) -> list[str]:
         """Files and globs that a job reads, which none of its outputs may replace."""
-        named = (self.data.path, self.validation.path, self.batch.calibration, self.objective.teacher_recipe)
+        projections = self.objective.options.get("projection")
+        named = (
+            self.data.path,
+            self.validation.path,
+            self.batch.calibration,
+            self.objective.teacher_recipe,
+            # Of another type it is rejected with the options.
+            projections if isinstance(projections, str | list) else None,
+        )
         return [path for one in named if one is not None for path in ([one] if isinstance(one, str) else one)]
 
     @property

@@ -110,7 +110,13 @@ def test_the_arguments_fit_each_other_and_the_machines(tmp_path: Path, recipe: P
 
 def test_the_recipes_are_those_that_were_promised() -> None:
     assert [path.stem for path in RECIPES] == ["llama3_8b", "moonlight_16b_a3b", "qwen3_30b_a3b"]
-    assert [path.stem for path in YAML_FILES] == ["grpo_arithmetic", "one_gpu", "quickstart"]
+    assert [path.stem for path in YAML_FILES] == [
+        "grpo_arithmetic",
+        "one_gpu",
+        "quickstart",
+        "xtoken",
+        "xtoken_teacher",
+    ]
 
 
 def test_one_machine_and_several(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from mcore_prefix_tree.mcore.trainer.logs import check_logs
 from mcore_prefix_tree.mcore.trainer.resolve import Data, Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.retention import check_not_overwritten
 from mcore_prefix_tree.mcore.trainer.session import session
-from mcore_prefix_tree.mcore.trainer.teacher import load_teacher, read_teacher_recipe
+from mcore_prefix_tree.mcore.trainer.teacher import load_teachers, read_teacher_recipes
 from mcore_prefix_tree.mcore.trainer.trainer import Reporter, Trainer
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import (
@@ -98,7 +98,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
     check_logs(recipe.log, recipe.inputs)
     objective = objective_of(recipe)
     _check_trainable(recipe.optimizer, recipe.checkpoint, recipe.model, steps=recipe.train_iters)
-    teacher_recipe = read_teacher_recipe(recipe)
+    teacher_recipes = read_teacher_recipes(recipe, objective)
     saved = _last_checkpoint(recipe.checkpoint, resume=resume, new_data=new_data)
     with session(recipe) as joined, ExitStack() as until_the_end:
         say = reporter.message if is_main_rank() else logger.debug
@@ -118,8 +118,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             until_the_end.enter_context(claimed(recipe.checkpoint.save))
         run = resolve(joined, objective, data, say=reporter.message)
         chunks = run.new_model() if saved is not None else run.starting_model(say)
-        if teacher_recipe is not None:
-            run = replace(run, job=replace(run.job, teacher=load_teacher(teacher_recipe, run, say=say)))
+        run = replace(run, job=replace(run.job, teacher=load_teachers(teacher_recipes, run, say=say)))
         if recipe.verify.enabled and saved is None:
             _verify(run, chunks, reporter)
         trainer = Trainer(run, chunks, held_out=_planned(held_out, run))

@@ -1,30 +1,34 @@
-"""The recipe and the weights of a distillation's teacher."""
+"""The recipes and the weights of a distillation's teachers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
-from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
+from mcore_prefix_tree.mcore.engine.lessons import PairedTeachers
+from mcore_prefix_tree.mcore.engine.teacher import Teacher, TeacherModel
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, Objective
 from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, Recipe, RecipeError, load_recipe
 
 
-def read_teacher_recipe(recipe: Recipe) -> Recipe | None:
-    """The recipe of the teacher, as the student's job runs it; None if the objective has no second model.
+def read_teacher_recipes(recipe: Recipe, objective: Objective) -> list[Recipe]:
+    """Return the recipes of the teachers, as the student's job runs them; none if the objective has no second model.
 
     Raises:
-        RecipeError: it cannot be read, has a scalar head, another vocabulary or shorter positions, or names no
-            checkpoint.
+        RecipeError: one cannot be read, has a scalar head, names no checkpoint, or with the student's tokenizer has
+            another vocabulary or shorter positions.
     """
-    path = recipe.objective.teacher_recipe
-    if path is None:
-        return None
+    is_across = isinstance(objective, BoundCrossTokenizer)
+    return [_read(recipe, path, is_across=is_across) for path in recipe.objective.teacher_recipes]
+
+
+def _read(recipe: Recipe, path: str, *, is_across: bool) -> Recipe:
     teacher = load_recipe(path)
     setting = f"objective.teacher_recipe={path}"
     if teacher.objective.has_scalar_head:
@@ -32,12 +36,13 @@ def read_teacher_recipe(recipe: Recipe) -> Recipe | None:
     if teacher.checkpoint.save is None:
         raise RecipeError(f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints")
     sizes = teacher.model.vocab_size, recipe.model.vocab_size
-    if None not in sizes and sizes[0] != sizes[1]:
+    if not is_across and None not in sizes and sizes[0] != sizes[1]:
         raise RecipeError(
             f"{setting}: its model.vocab_size={sizes[0]}, but the student's is {sizes[1]}; whole vocabularies are "
             "compared token by token"
         )
-    _check_positions(teacher.model, recipe.model, recipe.batch.max_tokens, setting)
+    if not is_across:
+        _check_positions(teacher.model, recipe.model, recipe.batch.max_tokens, setting)
     return replace(
         teacher,
         objective=ObjectiveConfig(),
@@ -64,12 +69,12 @@ def _check_positions(teacher: ModelConfig, student: ModelConfig, max_tokens: int
         )
 
 
-def load_teacher(recipe: Recipe, student: Resolved, *, say: Callable[[str], None]) -> TeacherModel:
-    """Return the teacher with the weights of its last checkpoint.
+def load_teachers(recipes: Sequence[Recipe], student: Resolved, *, say: Callable[[str], None]) -> Teacher | None:
+    """Return whom a job asks before its student, with the weights of the last checkpoints; None if nobody.
 
     Args:
-        recipe: from :func:`read_teacher_recipe`.
-        student: whose vocabulary it has, and of whose first step ``attention_backend: auto`` takes a look.
+        recipes: from :func:`read_teacher_recipes`.
+        student: of whose first step ``attention_backend: auto`` takes a look.
         say: is told which weights they are, on every rank.
 
     Raises:
@@ -77,6 +82,32 @@ def load_teacher(recipe: Recipe, student: Resolved, *, say: Callable[[str], None
         NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
         ValueError: see :func:`resolve_backend`.
     """
+    if not recipes:
+        return None
+    objective, parallel = student.job.objective, student.recipe.parallel
+    size = student.recipe.model.vocab_size
+    assert size is not None, "resolved"
+    if not isinstance(objective, BoundCrossTokenizer):
+        (recipe,) = recipes
+        return _load(recipe, student, size, say=say)
+    models = []
+    for recipe, side in zip(recipes, objective.sides, strict=True):
+        own = recipe.model.vocab_size
+        if own is not None and own < side.teacher_size:
+            raise RecipeError(
+                f"the teacher's model.vocab_size={own} is smaller than its tokenizer's {side.teacher_size}; raise it "
+                "or leave it out"
+            )
+        models.append(_load(recipe, student, own or side.teacher_size, say=say))
+    return PairedTeachers(
+        objective=objective,
+        models=models,
+        student_columns=parallel.padded_vocab_size(size) // parallel.tensor_model_parallel_size,
+        device=student.job.folding.device,
+    )
+
+
+def _load(recipe: Recipe, student: Resolved, vocab_size: int, *, say: Callable[[str], None]) -> TeacherModel:
     device = student.job.folding.device
     try:
         config = transformer_config(recipe.model, recipe.parallel, on_gpu=device.type == "cuda")
@@ -87,11 +118,9 @@ def load_teacher(recipe: Recipe, student: Resolved, *, say: Callable[[str], None
     backend = resolve_backend(
         recipe.attention_backend, config, student.first_step, device=device, deterministic=deterministic
     )
-    vocab_size = student.recipe.model.vocab_size
-    assert vocab_size is not None, "resolved"
     chunks = build_chunks(recipe.model, config, vocab_size=recipe.parallel.padded_vocab_size(vocab_size), device=device)
     folder = recipe.checkpoint.save
-    assert folder is not None, "read_teacher_recipe asks for it"
+    assert folder is not None, "read_teacher_recipes asks for it"
     iteration = everyone(checkpoint.latest_weights(folder))[0]
     if iteration is None:
         raise RecipeError(f"the teacher's checkpoint.save={folder} holds no checkpoint; name the folder of a run")

@@ -1,0 +1,94 @@
+"""What a recipe's distillation across tokenizers reads before any model is built: tokenizers and projections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, TeacherSide
+from mcore_prefix_tree.recipe.load import load_recipe
+from mcore_prefix_tree.recipe.sections import DataConfig, Recipe, RecipeError
+from mcore_prefix_tree.xtoken.losses import Endings
+from mcore_prefix_tree.xtoken.losses.registry import Reads
+from mcore_prefix_tree.xtoken.pairs import Pairing
+from mcore_prefix_tree.xtoken.projection_file import read_projection
+from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
+
+
+def bound(settings: CrossTokenizer, recipe: Recipe) -> BoundCrossTokenizer:
+    """Return the objective of a recipe's settings.
+
+    Args:
+        settings: from ``objective.options``.
+        recipe: names the student's tokenizer, and the recipes of the teachers, which name theirs.
+
+    Raises:
+        RecipeError: a tokenizer or a projection is missing, or does not fit.
+        ValueError, OSError: a tokenizer or a file cannot be read; names it.
+    """
+    paths, reads = recipe.objective.teacher_recipes, settings.losses.reads
+    projections = _projections(settings, reads, len(paths))
+    student = _tokenizer(recipe.data, "data.tokenizer")
+    sides = []
+    for path, projection in zip(paths, projections, strict=True):
+        teacher = _tokenizer(load_recipe(path).data, f"objective.teacher_recipe={path}: its data.tokenizer")
+        pairing = Pairing(student, teacher, aligner=settings.aligner)
+        sides.append(_side(pairing, reads, projection))
+    _check_columns(settings, sides)
+    try:
+        return settings.bound(
+            sides,
+            sharing=recipe.batch.sharing,
+            pad_to_multiple_of=recipe.padding.multiple,
+            block_rows=recipe.head_chunk_rows,
+        )
+    except ValueError as error:
+        raise RecipeError(f"objective.options: {error}") from None
+
+
+def _side(pairing: Pairing, reads: Reads, projection: str | None) -> TeacherSide:
+    tables = pairing.student, pairing.teacher
+    return TeacherSide(
+        pairing=pairing,
+        student_size=pairing.student.vocab_size,
+        teacher_size=pairing.teacher.vocab_size,
+        projection=None if projection is None else read_projection(projection, student=tables[0], teacher=tables[1]),
+        endings=Endings(*map(_bytes, tables)) if reads.token_bytes else None,
+    )
+
+
+def _bytes(table: TokenBytes) -> list[bytes | None]:
+    return [table.of(token) or None for token in range(table.vocab_size)]
+
+
+def _tokenizer(data: DataConfig, setting: str) -> ChatTokenizer:
+    if data.tokenizer is None:
+        raise RecipeError(f"{setting} is missing; objective.name=xtoken aligns the texts of two tokenizers")
+    return load_tokenizer(data.tokenizer, data.chat_template_kwargs)
+
+
+def _projections(settings: CrossTokenizer, reads: Reads, teachers: int) -> Sequence[str | None]:
+    given = settings.projection
+    if not reads.projection:
+        return [None] * teachers
+    if given is None:
+        raise RecipeError(
+            f"objective.options.projection is missing, which mode={settings.mode} reads; make one with "
+            "mcore-prefix-tree xtoken build-projection"
+        )
+    files = [given] if isinstance(given, str) else given
+    if len(files) != teachers:
+        raise RecipeError(
+            f"objective.options.projection names {len(files)} files, but objective.teacher_recipe {teachers} teachers; "
+            "name one for each"
+        )
+    return files
+
+
+def _check_columns(settings: CrossTokenizer, sides: Sequence[TeacherSide]) -> None:
+    for side in sides:
+        if settings.top_k is not None and settings.top_k > side.teacher_size:
+            raise RecipeError(
+                f"objective.options.top_k={settings.top_k} is more than the {side.teacher_size} tokens of the teacher; "
+                "leave it out to compare all"
+            )

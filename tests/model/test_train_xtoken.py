@@ -1,0 +1,167 @@
+"""``objective.name=xtoken`` from recipe to weights: a student learns from a teacher with another tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_data_huggingface import PLAIN, make_folder
+from train_jobs import FLOAT64, command, train
+from typer.testing import CliRunner
+
+from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.data import load_tokenizer
+from mcore_prefix_tree.recipe import RecipeError
+from mcore_prefix_tree.sample import SampleError
+
+pytest.importorskip("transformers")
+
+WORDS = ["look", "up", "the", "parcel", "it", "is", "lost", "sorry", "you", "are", "terse", "no", "bye"]
+RECIPE = """
+data: {{path: {data}, tokenizer: {tokenizer}}}
+model:
+  dtype: float64
+  num_layers: 2
+  hidden_size: {hidden}
+  num_attention_heads: 4
+  num_query_groups: 2
+  ffn_hidden_size: 48
+batch: {{global_batch_size: 6, max_tokens: 60}}
+optimizer: {{lr: 1e-2, lr_warmup_steps: 1, min_lr: 1e-3}}
+train_iters: 6
+compare: false
+verify: {{enabled: false}}
+"""
+
+
+def write_texts(path: Path, tokenizer: Path) -> Path:
+    """Write two-level trees of words in a tokenizer's tokens, some of them masked."""
+    rng = np.random.default_rng(0)
+    encoder = load_tokenizer(str(tokenizer))
+    texts = []
+    for _ in range(3):
+        root = " ".join(rng.choice(WORDS, size=4))
+        for _ in range(2):
+            trunk = f"{root} {' '.join(rng.choice(WORDS, size=3))}"
+            texts += [f"{trunk} {' '.join(rng.choice(WORDS, size=int(rng.integers(2, 5))))}" for _ in range(2)]
+    texts.append(texts[0])
+    with path.open("w") as stream:
+        for text in texts:
+            tokens = encoder.encode_text(text)
+            mask = rng.choice([0.0, 0.5, 1.0], size=len(tokens), p=[0.2, 0.2, 0.6]).tolist()
+            stream.write(json.dumps({"tokens": tokens, "loss_mask": mask}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizers, data, a projection, and a teacher that was trained for some steps."""
+    made = tmp_path_factory.mktemp("xtoken")
+    for name, prepend_space in (("student", False), ("teacher", True)):
+        (made / name).mkdir()
+        make_folder(made / name, PLAIN, prepend_space=prepend_space)
+        data = write_texts(made / f"{name}.jsonl", made / name)
+        recipe = RECIPE.format(data=data, tokenizer=made / name, hidden={"student": 32, "teacher": 48}[name])
+        (made / f"{name}.yaml").write_text(recipe + f"checkpoint: {{save: {made / f'{name}_runs'}}}\n")
+    (made / "student.yaml").write_text((made / "student.yaml").read_text().partition("checkpoint:")[0])
+    train(made / "teacher.yaml", "train_iters=12", "seed=3", "checkpoint.save_interval=12", *FLOAT64)
+    named = ["--student", str(made / "student"), "--teacher", str(made / "teacher")]
+    built = CliRunner().invoke(app, ["xtoken", "build-projection", *named, str(made / "w.safetensors")])
+    assert built.exit_code == 0, built.output
+    return made
+
+
+def options(**changes: object) -> tuple[str, ...]:
+    return tuple(f"objective.options.{name}={json.dumps(value)}" for name, value in changes.items())
+
+
+def settings(folder: Path, mode: str = "p_kl", **changes: object) -> list[str]:
+    """Overrides of the student's recipe, in float64."""
+    if mode not in ("alm", "uld"):
+        changes = {"projection": str(folder / "w.safetensors")} | changes
+    teacher = f"objective.teacher_recipe={folder / 'teacher.yaml'}"
+    return [*FLOAT64, "objective.name=xtoken", teacher, *options(mode=mode, **changes)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [
+        ("p_kl", {"top_k": 50, "ce_weight": 0.5}),
+        ("gold", {"temperature": 2.0}),
+        ("h_kl", {"scaling": "dynamic"}),
+        ("partition_kl", {}),
+        ("alm", {}),
+        ("uld", {}),
+    ],
+)
+def test_the_cut_of_a_step_does_not_change_training(folder, mode, changes):
+    given = settings(folder, mode, **changes)
+    narrow = train(folder / "student.yaml", *given, "train_iters=3")
+    wide = train(folder / "student.yaml", *given, "train_iters=3", "batch.max_tokens=2000")
+    assert narrow.losses == pytest.approx(wide.losses, rel=1e-9)
+    assert any(text.startswith("the teacher's weights are ") for text in narrow.messages)
+    assert "kd" in narrow.reports[0].metrics
+    assert ("ce" in narrow.reports[0].metrics) == bool(changes.keys() & {"ce_weight", "scaling"})
+
+
+def test_the_student_comes_closer_to_its_teacher(folder):
+    held_out = [f"validation.path={folder / 'student.jsonl'}", "validation.eval_interval=20"]
+    notes = train(folder / "student.yaml", *settings(folder), *held_out, "train_iters=20")
+    before, after = (notes.evaluations[at].loss for at in (0, -1))
+    assert 0 < after < 0.7 * before
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(folder, tmp_path):
+    given = [*settings(folder, "alm"), "checkpoint.save_interval=2"]
+    whole = train(folder / "student.yaml", *given, f"checkpoint.save={tmp_path / 'whole'}")
+    saving = f"checkpoint.save={tmp_path / 'stopped'}"
+    train(folder / "student.yaml", *given, saving, stop_after=3)
+    assert train(folder / "student.yaml", *given, saving, resume=True).losses == whole.losses[2:]
+
+
+def test_one_teacher_twice_is_that_teacher(folder):
+    one = settings(folder)
+    path = folder / "teacher.yaml"
+    files = [str(folder / "w.safetensors")] * 2
+    two = [
+        *settings(folder, projection=files, teachers="averaged_logits"),
+        f"objective.teacher_recipe={json.dumps([str(path)] * 2)}",
+    ]
+    found = [train(folder / "student.yaml", *given, "train_iters=2").losses for given in (one, two)]
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_verification_goes_with_a_teacher(folder):
+    assert command("verify", folder / "student.yaml", *settings(folder)).exit_code == 0
+
+
+def test_mistakes_are_named_before_a_step(folder, tmp_path):
+    def refused(*overrides: str) -> str:
+        with pytest.raises((RecipeError, SampleError, ValueError)) as caught:
+            train(folder / "student.yaml", *overrides)
+        return str(caught.value)
+
+    good = settings(folder)
+    assert refused(*FLOAT64, "objective.name=xtoken").startswith("objective.name=xtoken learns from a model with")
+    assert "objective.options.projection is missing, which mode=gold" in refused(
+        *settings(folder, "alm"), "objective.options.mode=gold"
+    )
+    assert "data.tokenizer is missing" in refused(*good, "data.tokenizer=null", "model.vocab_size=500")
+    assert "fused_head=false keeps all logits of the student, and objective.name=xtoken" in refused(
+        *good, "fused_head=false"
+    )
+    assert "objective.options.top_k=4000 is more than the" in refused(*good, *options(top_k=4000))
+    assert "theta=2.0 has no effect without mode=alm" in refused(*good, *options(theta=2.0))
+    assert "teacher_weights has 2 numbers, but there are 1 teachers" in refused(*good, *options(teacher_weights=[1, 2]))
+    assert "was built for another student's tokenizer" in refused(*good, f"data.tokenizer={folder / 'teacher'}")
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes((folder / "w.safetensors").read_bytes()[:-100])
+    assert f"{broken}: is damaged" in refused(*settings(folder, projection=str(broken)))
+    warm = tmp_path / "warm.jsonl"
+    warm.write_text(json.dumps({"tokens": [5, 6, 7], "temperature": 0.5}) + "\n")
+    warmed = (f"data.path={warm}", "batch.global_batch_size=1")
+    assert "warm.jsonl:1: was drawn at temperature 0.5" in refused(*good, *warmed)
+    distill = ("objective.name=distill", *options(teacher="full"), 'objective.teacher_recipe=["a.yaml", "b.yaml"]')
+    assert "distill has one teacher" in refused(*FLOAT64, *distill)
