@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness.xtoken_example import CHUNKS, STUDENT, STUDENT_BYTES, TEACHER, TEACHER_BYTES, W
 from harness.xtoken_problems import SETTINGS, Problem, expected, problem, product_terms
+from harness.xtoken_reference import Chunk
 
+from mcore_prefix_tree.objectives.divergence import divergence
 from mcore_prefix_tree.xtoken.losses import LossSettings
 
 EXAMPLE = Problem(
@@ -61,3 +65,24 @@ def test_padded_columns_change_nothing(name):
 def test_the_worked_example(settings, loss):
     found = product_terms(EXAMPLE, settings)
     assert round(float(torch.dot(found.terms, EXAMPLE.weight)), 6) == loss
+
+
+@pytest.mark.parametrize(("reverse", "kind"), [(False, "forward_kl"), (True, "reverse_kl")])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_one_vocabulary_is_plain_distillation(reverse, kind, temperature):
+    """With W the identity and chunks of one token, P-KL is the divergence of ``distill``."""
+    task = problem(teacher_size=29)
+    chunks = [Chunk(student=(row,), teacher=(row,), student_tokens=(0,), teacher_tokens=(0,)) for row in (4, 0, 7)]
+    task = replace(task, w=torch.eye(29, dtype=torch.float64), chunks=chunks, weight=task.weight[:3])
+    found = product_terms(task, LossSettings(mode="p_kl", reverse=reverse, temperature=temperature))
+    hidden, weight = (part.clone().requires_grad_() for part in task.student)
+    rows = [chunk.student[0] for chunk in chunks]
+    student, teacher = (
+        torch.log_softmax(states[rows] @ matrix.t() / temperature, dim=1)
+        for states, matrix in ((hidden, weight), task.teacher)
+    )
+    terms = temperature**2 * divergence(teacher, student, kind, 0.5)
+    grads = torch.autograd.grad(torch.dot(terms, task.weight), (hidden, weight))
+    assert error(found.terms, terms.detach()) < 1e-12
+    assert error(found.grad_hidden, grads[0]) < 1e-12
+    assert error(found.grad_weight, grads[1]) < 1e-12
