@@ -38,19 +38,12 @@ from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie
 from mcore_prefix_tree.upload import upload
 from mcore_prefix_tree.xtoken.fold import fold_chunks
 from mcore_prefix_tree.xtoken.losses import MODES, Block, Endings, LossSettings, Mode, blocks_of, ordered
-from mcore_prefix_tree.xtoken.pairs import Aligner, Pair
+from mcore_prefix_tree.xtoken.pairs import Aligner, Pair, Pairing
 from mcore_prefix_tree.xtoken.projection import Projection
 
 # Logits of a block, at most: some temporaries of this size exist at a time.
 _LOGITS = 2**24
 _LEAST_ROWS = 256
-
-
-class Reencodes(Protocol):
-    """Writes a student's sample in the teacher's tokens; see :class:`~mcore_prefix_tree.xtoken.pairs.Pairing`."""
-
-    def reencode(self, student: Sample) -> Pair:
-        """Return the sample for both models, and the chunks that it has in both."""
 
 
 class Lesson(Protocol):
@@ -85,7 +78,7 @@ class TeacherSide:
         endings: of both vocabularies' bytes; None for losses that read none.
     """
 
-    pairing: Reencodes
+    pairing: Pairing
     student_size: int
     teacher_size: int
     projection: Projection | None = None
@@ -178,6 +171,8 @@ class CrossTokenizer(_OfChunks):
         theta: tempers the likelihoods of ``alm``.
         projection: file of the projection matrix, for ``p_kl``, ``gold``, ``h_kl`` and ``partition_kl``; one for each
             teacher.
+        rendering: ``student`` gives the teacher the text that the student reads; ``own`` encodes ``messages`` with the
+            teacher's own chat format, in which the scored text must be the same.
         aligner: ``bytes`` is exact; ``dynamic`` also aligns text that the two tokenizers write differently.
         scaling: how KD and CE are added, see above.
         kd_weight: of KD, where ``scaling`` is fixed.
@@ -196,6 +191,7 @@ class CrossTokenizer(_OfChunks):
     tail: int = Field(default=8192, gt=0)
     theta: float = Field(default=1.0, gt=0)
     projection: str | list[str] | None = None
+    rendering: Literal["student", "own"] = "student"
     aligner: Aligner = "bytes"
     scaling: Literal["fixed", "dynamic"] = "fixed"
     kd_weight: float = Field(default=1.0, ge=0)
@@ -311,7 +307,9 @@ class BoundCrossTokenizer(_OfChunks):
                 "objective.options.temperature; drop the field 'temperature' from the data"
             )
         scored = ScoredTokens.of(samples)
-        paired = tuple(tuple(side.pairing.reencode(sample) for sample in samples) for side in self.sides)
+        paired = tuple(
+            tuple(side.pairing.of(sample, number) for sample in samples) for number, side in enumerate(self.sides)
+        )
         return ChunkTargets(scored=scored, weight=scored.mask, count=scored.lens, paired=paired)
 
     def rows(

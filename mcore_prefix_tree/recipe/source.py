@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from mcore_prefix_tree.data import LineOptions, Ranks, load_tokenizer
+from collections.abc import Sequence
+
+from mcore_prefix_tree.data import ChatTokenizer, LineOptions, Ranks, load_tokenizer
 from mcore_prefix_tree.data.source import Source
-from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, Objective
 from mcore_prefix_tree.recipe.sections import BatchConfig, DataConfig, ModelConfig, ParallelConfig, Recipe, RecipeError
 
 
@@ -39,7 +41,7 @@ def source_of(
         )
     return Source(
         paths=[data.path] if isinstance(data.path, str) else data.path,
-        options=options or _line_options(data, batch, recipe.model, recipe.parallel),
+        options=options or _line_options(data, batch, recipe.model, recipe.parallel, _renderings(objective)),
         seed=recipe.seed,
         order=data.order,
         step=batch.per_step,
@@ -54,7 +56,20 @@ def source_of(
     )
 
 
-def _line_options(data: DataConfig, batch: BatchConfig, model: ModelConfig, parallel: ParallelConfig) -> LineOptions:
+def _renderings(objective: Objective | None) -> list[ChatTokenizer]:
+    """Return the tokenizers of the teachers that read conversations in chat formats of their own."""
+    if not isinstance(objective, BoundCrossTokenizer) or objective.settings.rendering == "student":
+        return []
+    return [side.pairing.teacher_tokenizer for side in objective.sides]
+
+
+def _line_options(
+    data: DataConfig,
+    batch: BatchConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    renderings: Sequence[ChatTokenizer],
+) -> LineOptions:
     if data.tokenizer is None and data.chat_template_kwargs:
         raise RecipeError(
             "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none"
@@ -68,6 +83,7 @@ def _line_options(data: DataConfig, batch: BatchConfig, model: ModelConfig, para
         expand_turns=data.expand_turns,
         vocab_size=_vocab_size(model, parallel, None if tokenizer is None else tokenizer.vocab_size),
         limits=limits,
+        renderings=renderings,
     )
 
 

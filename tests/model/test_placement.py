@@ -20,7 +20,7 @@ def outcomes() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "xtoken"])  # it needs a second model
 def test_an_objective_stays_on_the_device(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[f"objective {name}"] == ""
 

@@ -151,7 +151,8 @@ def same(step: np.ndarray, whole: np.ndarray, change: str | None) -> bool:
     return fitted[0] >= 0 and np.allclose(known @ fitted, step, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+# xtoken reads two tokenizers: its own tests cut its steps in every way.
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "xtoken"])
 def test_a_sample_trains_alike_whatever_its_neighbours(tmp_path: Path, name: str) -> None:
     """All settings, over every step of a shuffled epoch as the recipe's reader deals them: against one step of all."""
     turns, wholes = (write_rows(tmp_path / f"{by_turn}.jsonl", lines(by_turn=by_turn)) for by_turn in (True, False))

@@ -121,6 +121,32 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(folder, tmp_path):
     assert train(folder / "student.yaml", *given, saving, resume=True).losses == whole.losses[2:]
 
 
+def test_a_teacher_may_read_conversations_in_its_own_chat_format(folder, tmp_path):
+    """The same turns behind another prompt: the alignment is the same, what the teacher makes of it is not."""
+    rows = [
+        {"messages": [{"role": "user", "content": "look up the parcel"}, {"role": "assistant", "content": text}]}
+        for text in ("it is lost", "it is lost sorry", "no", "bye bye", "you are terse", "the parcel is lost")
+    ]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "teacher").mkdir()
+    other = PLAIN.replace("{{ m.role }}", "{{ m.role | upper }}").replace("assistant:", "ASSISTANT:")
+    make_folder(tmp_path / "teacher", other, prepend_space=True)
+    teacher = tmp_path / "teacher.yaml"
+    recipe = (folder / "teacher.yaml").read_text()
+    teacher.write_text(recipe.replace(f"tokenizer: {folder / 'teacher'}", f"tokenizer: {tmp_path / 'teacher'}"))
+    found = {}
+    for name, path, rendering in (
+        ("same format", folder / "teacher.yaml", "own"),
+        ("student's", teacher, "student"),
+        ("own", teacher, "own"),
+    ):
+        given = [*settings(folder, rendering=rendering), f"objective.teacher_recipe={path}", f"data.path={data}"]
+        found[name] = train(folder / "student.yaml", *given, "train_iters=2").losses
+    assert found["same format"] == pytest.approx(found["student's"], rel=1e-12)
+    assert abs(found["own"][0] / found["student's"][0] - 1) > 1e-6
+
+
 def test_one_teacher_twice_is_that_teacher(folder):
     one = settings(folder)
     path = folder / "teacher.yaml"
