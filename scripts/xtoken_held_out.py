@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.data.write import check_output, row_of, rows_file
 from mcore_prefix_tree.mcore.engine.held_out import Evaluation
 from mcore_prefix_tree.mcore.trainer.jobs import run_train
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, load_recipe
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.projection_build import BuildSettings, Vocabularies
 from mcore_prefix_tree.xtoken.projection_file import write_projection
@@ -91,11 +92,18 @@ def prepare() -> None:
         write_projection(projection, built, student_name=STUDENT, teacher_name=TEACHER)
 
 
-def train(recipe: str, *overrides: str) -> list[Evaluation]:
-    """Run ``train`` on the CPU; return its evaluations."""
+def train(recipe: Recipe) -> list[Evaluation]:
+    """Run ``train``; return its evaluations."""
     reporter = Reporter()
-    run_train(load_recipe(recipe, ["device=cpu", *overrides]), reporter)
+    run_train(recipe, reporter)
     return reporter.evaluations
+
+
+def held_out_of_student(overrides: list[str], *, taught: bool) -> list[dict[str, float]]:
+    """Train the student; return its held-out cross-entropy by step."""
+    recipe = load_recipe("recipes/xtoken.yaml", ["device=cpu", "checkpoint.save=null", *overrides])
+    found = train(recipe if taught else replace(recipe, objective=ObjectiveConfig(name="sft")))
+    return [{"step": one.iteration, "ce": one.metrics["ce"] if taught else one.loss} for one in found]
 
 
 def draw(curves: dict[str, list[dict[str, float]]], path: str) -> None:
@@ -139,15 +147,11 @@ def main() -> None:
     if args.prepare:
         return
     if not (FOLDER / "teacher").exists():
-        train("recipes/xtoken_teacher.yaml")
-    alone = ("objective.name=sft", "objective.options={}", "objective.teacher_recipe=null")
-    curves = {}
-    for name, ce, more in (("with the teacher", "ce", ()), ("without", None, alone)):
-        found = train("recipes/xtoken.yaml", "checkpoint.save=null", *more, *args.overrides)
-        curves[name] = [
-            {"step": one.iteration, "ce": one.loss if ce is None else one.metrics[ce], "seconds": one.seconds}
-            for one in found
-        ]
+        train(load_recipe("recipes/xtoken_teacher.yaml", ["device=cpu"]))
+    curves = {
+        name: held_out_of_student(args.overrides, taught=taught)
+        for name, taught in (("without the teacher", False), ("with the teacher", True))
+    }
     result = {"machine": describe_machine(), "overrides": args.overrides, "curves": curves}
     if args.output is not None:
         Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
