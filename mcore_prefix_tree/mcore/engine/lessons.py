@@ -56,7 +56,8 @@ class PairedTeachers(Teacher):
     device: torch.device
 
     def __post_init__(self) -> None:
-        self._losses: dict[int, tuple[Vocabularies, ChunkLoss]] = {}
+        self._vocabularies: dict[int, Vocabularies] = {}
+        self._losses: dict[int, ChunkLoss] = {}
 
     def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with the same samples in the tokens of each teacher."""
@@ -125,33 +126,37 @@ class PairedTeachers(Teacher):
         self, number: int, taught_by: Sequence[Sequence[TeacherHidden]], mix: tuple[float, ...], share: float
     ) -> _StepLesson:
         settings = self.objective.settings.losses
-        vocabularies, loss = self._loss(number, len(taught_by[0][0].weight))
-        if settings.mode == "p_kl" and settings.top_k is not None and settings.top_k < vocabularies.teacher.size:
+        vocabularies = self._both(number, len(taught_by[0][0].weight))
+        if settings.top_k is not None and settings.top_k < vocabularies.teacher.size:
+            # Other columns in every step.
             loss = make_loss(settings, vocabularies, columns=self._columns(taught_by, mix, vocabularies.teacher))
+        else:
+            if number not in self._losses:
+                self._losses[number] = make_loss(settings, vocabularies)
+            loss = self._losses[number]
         terms = ChunkTerms(loss=loss, temperature=settings.temperature, scale=settings.scale)
         return _StepLesson(
             taught_by=taught_by, mix=mix, terms=terms, vocabularies=vocabularies, number=number, share=share
         )
 
-    def _loss(self, number: int, columns: int) -> tuple[Vocabularies, ChunkLoss]:
-        """Return both vocabularies, and the loss over all columns; made once.
+    def _both(self, number: int, columns: int) -> Vocabularies:
+        """Return both vocabularies; made once.
 
         Args:
             number: of the teacher.
             columns: of its output weight on each tensor-parallel rank, padding included.
         """
-        if number not in self._losses:
+        if number not in self._vocabularies:
             side = self.objective.sides[number]
             parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
             group = parallel_state.get_tensor_model_parallel_group() if parallel else None
-            vocabularies = Vocabularies(
+            self._vocabularies[number] = Vocabularies(
                 student=Part.even(side.student_size, self.student_columns, group),
                 teacher=Part.even(side.teacher_size, columns, group),
                 projection=side.projection,
                 device=self.device,
             )
-            self._losses[number] = vocabularies, make_loss(self.objective.settings.losses, vocabularies)
-        return self._losses[number]
+        return self._vocabularies[number]
 
     def _columns(
         self, taught_by: Sequence[Sequence[TeacherHidden]], mix: tuple[float, ...], part: Part

@@ -50,6 +50,8 @@ class ProjectedKL:
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
         """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.base.ChunkLoss`."""
         mean = block.student.mean(log_softmax(student, self._group).exp())
+        if self._matrices[0].onto.dtype != mean.dtype:
+            self._matrices = [matrix.to(mean.dtype) for matrix in self._matrices]
         projected: torch.Tensor = _Projected.apply(mean, self._matrices, self._group)  # type: ignore[no-untyped-call]
         total = sum_over(projected.sum(dim=1), self._group).clamp(min=FLOOR)
         model = (projected / total[:, None]).clamp(min=FLOOR).log()
@@ -95,6 +97,9 @@ class _Matrix:
     onto: torch.Tensor
     back: torch.Tensor
 
+    def to(self, dtype: torch.dtype) -> _Matrix:
+        return _Matrix(onto=self.onto.to(dtype), back=self.back.to(dtype))
+
 
 def _matrices(vocabularies: Vocabularies, chosen: Int64Array) -> list[_Matrix]:
     """Return the parts of W for every rank that has columns of K."""
@@ -105,7 +110,7 @@ def _matrices(vocabularies: Vocabularies, chosen: Int64Array) -> list[_Matrix]:
     columns = projection.columns[student.start : student.stop].astype(np.int64)
     row, slot = np.nonzero(columns >= 0)
     at = place[columns[row, slot]]
-    weight = projection.weights[student.start : student.stop][row, slot].astype(np.float64)
+    weight = projection.weights[student.start : student.stop][row, slot]
     owner = teacher.owner(chosen)
     firsts = np.searchsorted(owner, np.arange(size_of(vocabularies.group) + 1))
     made = []
@@ -160,5 +165,5 @@ class _Projected(torch.autograd.Function):
 def _product(matrix: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
     if not matrix.shape[0] or not matrix.shape[1]:
         return dense.new_zeros(matrix.shape[0], dense.shape[1])
-    product: torch.Tensor = torch.sparse.mm(matrix.to(dense.dtype), dense.contiguous())
+    product: torch.Tensor = torch.sparse.mm(matrix, dense.contiguous())
     return product
