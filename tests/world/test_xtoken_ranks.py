@@ -1,0 +1,53 @@
+"""``train`` with a teacher that has another tokenizer: two ranks report what one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_data_huggingface import PLAIN, make_folder
+from test_train_objectives_ranks import LAYOUTS, reported
+from test_train_xtoken import RECIPE, write_texts
+from torchrun_jobs import run
+from typer.testing import CliRunner
+
+from mcore_prefix_tree.cli.main import app
+
+pytest.importorskip("transformers")
+FLOAT64 = ("optimizer.clip_grad=0", "attention_backend=path")
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The student's recipe and what it is told of its teacher; both were trained for two steps."""
+    folder = tmp_path_factory.mktemp("xtoken_ranks")
+    recipes: dict[str, Path] = {}
+    for name, prepend_space in (("student", False), ("teacher", True)):
+        (folder / name).mkdir()
+        make_folder(folder / name, PLAIN, prepend_space=prepend_space)
+        data = write_texts(folder / f"{name}.jsonl", folder / name)
+        recipes[name] = folder / f"{name}.yaml"
+        recipes[name].write_text(RECIPE.format(data=data, tokenizer=folder / name, hidden=32))
+    for name, recipe in recipes.items():  # pipeline stages would draw other weights than one process
+        saved = f"{{save: {folder / f'{name}_runs'}}}"
+        assert run(1, "train", recipe, *FLOAT64, "train_iters=2", "seed=3", f"checkpoint={saved}").code == 0
+    with recipes["teacher"].open("a") as stream:
+        stream.write(f"checkpoint: {{save: {folder / 'teacher_runs'}}}\n")
+    named = ["--student", str(folder / "student"), "--teacher", str(folder / "teacher")]
+    assert CliRunner().invoke(app, ["xtoken", "build-projection", *named, str(folder / "w.safetensors")]).exit_code == 0
+    options = f"{{mode: p_kl, top_k: 60, scaling: dynamic, projection: {folder / 'w.safetensors'}}}"
+    objective = f"objective={{name: xtoken, teacher_recipe: {recipes['teacher']}, options: {options}}}"
+    start = f"checkpoint.pretrained_checkpoint={folder / 'student_runs'}"
+    return [str(recipes["student"]), *FLOAT64, "train_iters=3", objective, start]
+
+
+@pytest.fixture(scope="module")
+def alone(given: list[str]) -> list[dict[str, float]]:
+    """Every step of one process."""
+    return reported(run(1, "train", *given))
+
+
+@pytest.mark.parametrize("layout", ["tensor and sequence", "pipeline", pytest.param("data", marks=pytest.mark.slow)])
+def test_two_ranks_report_what_one_does(given: list[str], alone: list[dict[str, float]], layout: str) -> None:
+    assert [step.keys() >= {"loss", "kd", "ce"} for step in alone] == [True] * 3
+    assert reported(run(2, "train", *given, *LAYOUTS[layout])) == alone
