@@ -180,7 +180,7 @@ class CrossTokenizer(_OfChunks):
         teachers: how several teachers are combined. ``weights`` adds their KD with ``teacher_weights``, ``scores`` with
             the softmax of minus each one's cross-entropy on the step, ``lowest_ce`` takes the one with the lowest, and
             ``averaged_logits`` averages the logits of teachers with one vocabulary.
-        teacher_weights: one for each teacher; None is 1 each, or for ``averaged_logits`` equal parts of 1.
+        teacher_weights: one for each teacher; None is 1 each. ``averaged_logits`` divides them by their sum.
         score_sharpness: factor on the scores.
     """
 
@@ -290,8 +290,16 @@ class BoundCrossTokenizer(_OfChunks):
         weights = settings.teacher_weights
         if weights is not None and len(weights) != len(self.sides):
             raise ValueError(f"teacher_weights has {len(weights)} numbers, but there are {len(self.sides)} teachers")
-        if settings.teachers == "averaged_logits" and len({side.teacher_size for side in self.sides}) > 1:
-            raise ValueError("teachers=averaged_logits needs teachers with one vocabulary; set teachers=weights")
+        if settings.teachers == "averaged_logits":
+            if len({side.pairing.teacher.hash for side in self.sides}) > 1:
+                raise ValueError("teachers=averaged_logits needs teachers with one tokenizer; set teachers=weights")
+            if settings.rendering == "own":
+                # Chat formats may differ, and with them the tokens.
+                raise ValueError("teachers=averaged_logits needs teachers that read one text; set rendering=student")
+            if weights is not None and not sum(weights) > 0:
+                raise ValueError(
+                    "teachers=averaged_logits divides by the sum of teacher_weights, which must be above 0"
+                )
         object.__setattr__(self, "ce_weight", settings.ce_weight if settings.scaling == "fixed" else 1.0)
 
     def targets(self, samples: Sequence[Sample]) -> ChunkTargets:

@@ -181,6 +181,9 @@ def test_mistakes_are_named_before_a_step(folder, tmp_path):
     assert "objective.options.top_k=4000 is more than the" in refused(*good, *options(top_k=4000))
     assert "theta=2.0 has no effect without mode=alm" in refused(*good, *options(theta=2.0))
     assert "teacher_weights has 2 numbers, but there are 1 teachers" in refused(*good, *options(teacher_weights=[1, 2]))
+    averaged = {"teachers": "averaged_logits"}
+    assert "set rendering=student" in refused(*good, *options(rendering="own", **averaged))
+    assert "which must be above 0" in refused(*good, *options(teacher_weights=[0], **averaged))
     assert "was built for another student's tokenizer" in refused(*good, f"data.tokenizer={folder / 'teacher'}")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes((folder / "w.safetensors").read_bytes()[:-100])

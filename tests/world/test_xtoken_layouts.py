@@ -28,7 +28,7 @@ SEVERAL = {
     "weights": (("teacher_weights", [0.25, 1.5]),),
     "scores": (("teachers", "scores"), ("score_sharpness", 40.0)),
     "lowest_ce": (("teachers", "lowest_ce"),),
-    "averaged_logits": (("teachers", "averaged_logits"), ("teacher_weights", [0.3, 0.7])),
+    "averaged_logits": (("teachers", "averaged_logits"), ("teacher_weights", [0.6, 1.4])),
 }
 
 

@@ -170,7 +170,7 @@ def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]
         return torch.dot(task.weight, reference_terms(task, settings.losses, x, z)) / len(chunks)
 
     if settings.teachers == "averaged_logits":
-        shares = settings.teacher_weights or [1 / len(taught)] * len(taught)
+        shares = [weight / sum(settings.teacher_weights) for weight in settings.teacher_weights]
         of_all: Any = kd(sum(share * z for share, z in zip(shares, taught, strict=True)))
     else:
         if settings.teachers == "weights":

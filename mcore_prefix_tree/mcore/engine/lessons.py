@@ -119,8 +119,8 @@ class PairedTeachers(Teacher):
         ]
 
     def _averaged(self, found: Sequence[Sequence[TeacherHidden]]) -> list[_StepLesson]:
-        weights = self.objective.settings.teacher_weights or [1 / len(found)] * len(found)
-        return [self._lesson(0, found, tuple(weights), 1.0)]
+        weights = self.objective.settings.teacher_weights or [1.0] * len(found)
+        return [self._lesson(0, found, tuple(weight / sum(weights) for weight in weights), 1.0)]
 
     def _lesson(
         self, number: int, taught_by: Sequence[Sequence[TeacherHidden]], mix: tuple[float, ...], share: float
