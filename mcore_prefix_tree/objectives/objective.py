@@ -19,6 +19,7 @@ class Objective(Protocol):
 
     Attributes:
         has_scalar_head: the model ends in a scalar head, and the loss reads its values.
+        across_tokenizers: the loss compares chunks of text with second models that have tokenizers of their own.
         watches_entropy: report the entropy, also where the loss does not read it.
         improves_policy: training starts from a policy that somebody trained before.
         scored_as: field of the samples that ``score`` writes with a model of this objective.
@@ -26,6 +27,7 @@ class Objective(Protocol):
     """
 
     has_scalar_head: ClassVar[bool] = False
+    across_tokenizers: ClassVar[bool] = False
     watches_entropy: ClassVar[bool] = False
     improves_policy: ClassVar[bool] = False
     scored_as: ClassVar[str] = "old_logprobs"
@@ -50,6 +52,11 @@ class Objective(Protocol):
     def asks_model(self) -> bool:
         """Whether the loss reads the logits of a second model."""
         return False
+
+    @property
+    def renderings(self) -> Sequence[Any]:
+        """Tokenizers in whose chat formats conversations are read besides the model's own."""
+        return ()
 
     @property
     def looks_at_steps(self) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -145,6 +145,8 @@ class ChunkTargets(Targets):
 
 class _OfChunks(Objective):
     """An objective whose terms are of chunks, not of tokens."""
+
+    across_tokenizers: ClassVar[bool] = True
 
     @property
     def asks_model(self) -> bool:
@@ -301,6 +303,12 @@ class BoundCrossTokenizer(_OfChunks):
                     "teachers=averaged_logits divides by the sum of teacher_weights, which must be above 0"
                 )
         object.__setattr__(self, "ce_weight", settings.ce_weight if settings.scaling == "fixed" else 1.0)
+
+    @property
+    def renderings(self) -> list[Any]:
+        if self.settings.rendering == "student":
+            return []
+        return [side.pairing.teacher_tokenizer for side in self.sides]
 
     def targets(self, samples: Sequence[Sample]) -> ChunkTargets:
         """Pair the samples of a step with every teacher's, and count their chunks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -26,9 +26,8 @@ def objective_of(recipe: Recipe) -> Objective:
         raise RecipeError("; ".join(_faults(name, error))) from None
     except ValueError as error:
         raise RecipeError(f"objective.name: {error}") from None
-    is_across = isinstance(objective, CrossTokenizer)
     teachers = recipe.objective.teacher_recipes
-    if is_across and not teachers:
+    if objective.across_tokenizers and not teachers:
         raise RecipeError(
             "objective.name=xtoken learns from a model with another tokenizer; name its recipe with "
             "objective.teacher_recipe"
@@ -39,18 +38,18 @@ def objective_of(recipe: Recipe) -> Objective:
             "objective.teacher_recipe, or put the teacher's likeliest tokens into the data and set top_k"
         )
     if objective.asks_model and not recipe.fused_head:
+        setting = "objective.name=xtoken" if objective.across_tokenizers else "objective.options.teacher: full"
         raise RecipeError(
-            "fused_head=false keeps all logits of the student, and "
-            f"{'objective.name=xtoken' if is_across else 'objective.options.teacher: full'} would keep the teacher's "
-            "too; leave fused_head out"
+            f"fused_head=false keeps all logits of the student, and {setting} would keep the teacher's too; leave "
+            "fused_head out"
         )
     if teachers and not objective.asks_model:
         raise RecipeError(
             f"objective.teacher_recipe={', '.join(teachers)}: only objective.name=distill with "
             "objective.options.teacher=full, and xtoken, ask a second model; leave it out"
         )
-    if isinstance(objective, CrossTokenizer):
-        return bound(objective, recipe)
+    if objective.across_tokenizers:
+        return bound(cast("CrossTokenizer", objective), recipe)
     if len(teachers) > 1:
         raise RecipeError(f"objective.teacher_recipe names {len(teachers)} recipes, but distill has one teacher")
     return objective

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mcore_prefix_tree.data import ChatTokenizer, LineOptions, Ranks, load_tokenizer
 from mcore_prefix_tree.data.source import Source
-from mcore_prefix_tree.objectives import BoundCrossTokenizer, Objective
+from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe.sections import BatchConfig, DataConfig, ModelConfig, ParallelConfig, Recipe, RecipeError
 
 
@@ -39,9 +39,10 @@ def source_of(
             f"batch.groups_per_step={batch.groups_per_step}: {setting} as it is set takes each sample by itself; set "
             "batch.global_batch_size instead"
         )
+    renderings = () if objective is None else objective.renderings
     return Source(
         paths=[data.path] if isinstance(data.path, str) else data.path,
-        options=options or _line_options(data, batch, recipe.model, recipe.parallel, _renderings(objective)),
+        options=options or _line_options(data, batch, recipe.model, recipe.parallel, renderings),
         seed=recipe.seed,
         order=data.order,
         step=batch.per_step,
@@ -54,13 +55,6 @@ def source_of(
         streaming="set data.streaming=true",
         ranks=ranks,
     )
-
-
-def _renderings(objective: Objective | None) -> list[ChatTokenizer]:
-    """Return the tokenizers of the teachers that read conversations in chat formats of their own."""
-    if not isinstance(objective, BoundCrossTokenizer) or objective.settings.rendering == "student":
-        return []
-    return [side.pairing.teacher_tokenizer for side in objective.sides]
 
 
 def _line_options(

@@ -11,12 +11,11 @@ import torch
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step
-from mcore_prefix_tree.mcore.engine.lessons import balanced
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
 from mcore_prefix_tree.mcore.engine.teacher import Teacher
 from mcore_prefix_tree.mcore.readout import Readout, readout_of
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.objectives import BoundCrossTokenizer, LossOutput, Objective
+from mcore_prefix_tree.objectives import LossOutput, Objective
 from mcore_prefix_tree.plan import ModelWork
 
 
@@ -64,7 +63,6 @@ class Job:
         """
         if self.teacher is None:
             return batches
-        taught = self.teacher.teach(batches)
-        if isinstance(self.objective, BoundCrossTokenizer) and self.objective.settings.scaling == "dynamic":
-            return balanced(taught, run_schedule(student, taught, self.forward_step, forward_only=True))
-        return taught
+        return self.teacher.teach(
+            batches, partial(run_schedule, student, forward_step=self.forward_step, forward_only=True)
+        )

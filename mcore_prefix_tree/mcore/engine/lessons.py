@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from mcore_prefix_tree.logprob import Chunks, head_logprobs
 from mcore_prefix_tree.logprob.edges import ROWS, slices
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
-from mcore_prefix_tree.mcore.engine.teacher import Teacher, TeacherModel
+from mcore_prefix_tree.mcore.engine.teacher import Forward, Teacher, TeacherModel
 from mcore_prefix_tree.mcore.seam.micro_batch import ChunkLesson, MicroBatch, TeacherHidden
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, ChunkRows
 from mcore_prefix_tree.objectives.xtoken import kd_metric
@@ -77,8 +77,15 @@ class PairedTeachers(Teacher):
             found.append(asked)
         return found
 
-    def teach(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def teach(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
         """Return the micro-batches with their lessons; see :class:`Teacher`."""
+        taught = self._taught(batches)
+        if self.objective.settings.scaling != "dynamic":
+            return taught
+        with torch.no_grad():
+            return _balanced(taught, student(taught))
+
+    def _taught(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         asked = [[batch.of_teachers[number] for batch in batches] for number in range(len(self.models))]
         found = [
             moved(tuple(model.hidden(of_model)), self.device)
@@ -217,7 +224,7 @@ class _StepLesson:
     share: float
 
 
-def balanced(batches: Sequence[MicroBatch], reported: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:
+def _balanced(batches: Sequence[MicroBatch], reported: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:
     """Return the micro-batches of a step with KD as large as CE.
 
     All ranks of the last pipeline stage together; others have nothing to weigh.

@@ -6,9 +6,9 @@ time: neither model's logits are ever held.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
@@ -20,6 +20,9 @@ from mcore_prefix_tree.mcore.readout import Hidden
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, TeacherHidden
 from mcore_prefix_tree.mcore.seam.output_layer import output_weight_and_head
 
+# A pass over micro-batches without gradients, which returns what their losses report.
+Forward = Callable[[Sequence[MicroBatch]], Sequence[Mapping[str, Any]]]
+
 
 class Teacher(Protocol):
     """Whatever a job asks before its student."""
@@ -27,13 +30,14 @@ class Teacher(Protocol):
     def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return micro-batches with what asking them takes, made on the host."""
 
-    def teach(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def teach(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
         """Return the micro-batches of a step with what the teacher says of them, on the last pipeline stage.
 
         All ranks together, as in the student's own forward.
 
         Args:
             batches: with the rows of the job's objective.
+            student: its forward pass, for losses whose parts are weighed by what the whole step gives.
         """
 
 
@@ -57,7 +61,7 @@ class TeacherModel(Teacher):
             plan_attention(batch, self.attention_backend, self.attention_cases)
         return list(batches)
 
-    def teach(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def teach(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
         """Return the micro-batches with its hidden states; see :class:`Teacher`."""
         found = self.hidden(batches)
         if not found:

@@ -40,8 +40,8 @@ def readout_of(objective: Objective, *, fused_head: bool) -> Readout[LossOutput]
         return ValueLoss(objective=objective)
     if objective.is_weighted_sum:
         return WeightedSum(fused=fused_head)
-    if isinstance(objective, BoundCrossTokenizer):
-        return ChunkLosses(objective=objective)
+    if objective.across_tokenizers:
+        return ChunkLosses(objective=cast("BoundCrossTokenizer", objective))
     if objective.asks_model:
         return DivergenceLoss(objective=cast("Distillation", objective))
     return EdgeLoss(objective=objective, fused=fused_head)

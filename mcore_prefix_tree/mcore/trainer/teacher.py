@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
 from mcore_prefix_tree.mcore.engine.lessons import PairedTeachers
@@ -24,8 +25,7 @@ def read_teacher_recipes(recipe: Recipe, objective: Objective) -> list[Recipe]:
         RecipeError: one cannot be read, has a scalar head, names no checkpoint, or with the student's tokenizer has
             another vocabulary or shorter positions.
     """
-    is_across = isinstance(objective, BoundCrossTokenizer)
-    return [_read(recipe, path, is_across=is_across) for path in recipe.objective.teacher_recipes]
+    return [_read(recipe, path, is_across=objective.across_tokenizers) for path in recipe.objective.teacher_recipes]
 
 
 def _read(recipe: Recipe, path: str, *, is_across: bool) -> Recipe:
@@ -84,13 +84,13 @@ def load_teachers(recipes: Sequence[Recipe], student: Resolved, *, say: Callable
     """
     if not recipes:
         return None
-    objective, parallel = student.job.objective, student.recipe.parallel
+    parallel = student.recipe.parallel
     size = student.recipe.model.vocab_size
     assert size is not None, "resolved"
-    if not isinstance(objective, BoundCrossTokenizer):
+    if not student.job.objective.across_tokenizers:
         (recipe,) = recipes
         return _load(recipe, student, size, say=say)
-    models = []
+    objective, models = cast("BoundCrossTokenizer", student.job.objective), []
     for recipe, side in zip(recipes, objective.sides, strict=True):
         own = recipe.model.vocab_size
         if own is not None and own < side.teacher_size:
