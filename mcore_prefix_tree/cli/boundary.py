@@ -30,6 +30,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 _CHATTY_LOGGERS = (
     "megatron.core.models.gpt.gpt_model",
     "torch.utils.cpp_extension",
+    "megatron.bridge",
 )
 
 

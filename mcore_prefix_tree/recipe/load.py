@@ -17,6 +17,7 @@ from pydantic import ValidationError as PydanticError
 from yaml import YAMLError
 
 from mcore_prefix_tree.inputs import read_text
+from mcore_prefix_tree.recipe.hf import with_folder
 from mcore_prefix_tree.recipe.keys import instead_of
 from mcore_prefix_tree.recipe.sections import AT_ODDS, Recipe, RecipeError
 
@@ -54,6 +55,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         content = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except _UNREADABLE as error:
         raise RecipeError(f"recipe {path} cannot be read: {_one_line(error)}") from error
+    try:
+        content = with_folder(content)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"recipe {path}: model.hf: {_one_line(error)}") from error
     try:
         return TypeAdapter(Recipe).validate_python(content)
     except PydanticError as error:

@@ -114,6 +114,10 @@ class ModelConfig:
     """A GPT, as megatron-core builds it.
 
     Attributes:
+        hf: folder of a Hugging Face model, which Megatron-Bridge builds; of the keys below only ``dtype``,
+            ``transformer_impl`` and, in ``transformer``, how it is computed are set beside it. Training starts from its
+            weights, unless ``checkpoint.pretrained_checkpoint`` is set, and ``data.tokenizer`` is its tokenizer by
+            default if that has a chat template. None for a model of the sizes given here.
         vocab_size: before padding to a multiple of the tensor-parallel size; None takes the tokenizer's.
         rope_scaling: Llama 3.1's of the rotary frequencies, by ``rope_scaling_factor``.
         yarn: of ``position_embedding_type: yarn``, which needs it.
@@ -144,6 +148,7 @@ class ModelConfig:
     dtype: Dtype = "float32"
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     transformer: dict[str, Any] = field(default_factory=dict)
+    hf: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -285,12 +290,15 @@ class CheckpointConfig:
         pretrained_checkpoint: folder of another run, of Megatron-LM too, whose last checkpoint's weights a run starts
             from; its optimizer and data are left alone. A critic or reward model may start from a language model, and
             a critic from a reward model: a scalar head that the checkpoint does not have starts anew.
+        export_hf: folder that the weights of the last step are written to, in the format of ``model.hf``, which it
+            needs; it must not exist. None exports nothing.
     """
 
     save: str | None = None
     pretrained_checkpoint: str | None = None
     save_interval: PositiveInt = 100
     keep_last: PositiveInt | None = None
+    export_hf: str | None = None
 
 
 def _json_lines(name: str) -> str:
@@ -405,7 +413,17 @@ class Recipe:
     verify: VerifyConfig = field(default_factory=VerifyConfig)
 
     def __post_init__(self) -> None:
-        """Refuse chunks of a head that has none."""
+        """Refuse chunks of a head that has none, and Hugging Face folders where there can be none."""
+        if self.checkpoint.export_hf is not None and self.model.hf is None:
+            raise PydanticCustomError(
+                AT_ODDS, "checkpoint.export_hf writes the format of model.hf, which is not set; leave it out"
+            )
+        if self.model.hf is not None and self.objective.has_scalar_head:
+            raise PydanticCustomError(
+                AT_ODDS,
+                "model.hf builds language models, and objective.name={name} needs a scalar head",
+                {"name": self.objective.name},
+            )
         if self.head_chunk_rows is not None and (not self.fused_head or self.objective.has_scalar_head):
             why = "fused_head=false" if not self.fused_head else f"objective.name={self.objective.name}"
             raise PydanticCustomError(

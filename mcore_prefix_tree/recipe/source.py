@@ -87,6 +87,11 @@ def _vocab_size(model: ModelConfig, parallel: ParallelConfig, tokenizer_size: in
     if size is None and tokenizer_size is None:
         raise RecipeError("model.vocab_size is missing; set it, or name a data.tokenizer to take it from")
     if size is not None and tokenizer_size is not None and size < tokenizer_size:
+        if model.hf is not None:
+            raise RecipeError(
+                f"data.tokenizer has {tokenizer_size} tokens, more than the {size} of model.hf={model.hf}; name the "
+                "tokenizer of that model"
+            )
         raise RecipeError(
             f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or leave it out"
         )

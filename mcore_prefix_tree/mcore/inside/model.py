@@ -26,13 +26,13 @@ from mcore_prefix_tree.attention.auto import AUTO, TreeShape, check_setting, cho
 from mcore_prefix_tree.mcore.engine.backend import case_of
 from mcore_prefix_tree.mcore.inside.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
 from mcore_prefix_tree.mcore.inside.check import check_comparable, compare
-from mcore_prefix_tree.mcore.inside.provider import provided_spec
 from mcore_prefix_tree.mcore.inside.report import FoldReport, work_of
 from mcore_prefix_tree.mcore.inside.rows import FoldedRows, RowsPackedSeqParams, read_rows
 from mcore_prefix_tree.mcore.seam.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
+from mcore_prefix_tree.mcore.seam.provider import provided_spec
 from mcore_prefix_tree.mcore.seam.validation import check_model, check_positions
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.upload import moved, upload

@@ -2,60 +2,52 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import json
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from mcore_prefix_tree.cpu.specs import cpu_spec
-from mcore_prefix_tree.inputs import MOST
 from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
+from mcore_prefix_tree.mcore.trainer.fields import (
+    check_experts,
+    check_transformer_engine,
+    defaults_of_run,
+    local_layers,
+    settings_of_run,
+    typed_settings,
+)
+from mcore_prefix_tree.mcore.trainer.hf import provided, provider_of
 from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.plan import LatentAttention, ModelWork
-from mcore_prefix_tree.recipe import Dtype, ModelConfig, ParallelConfig, RecipeError
-
-DTYPES: dict[Dtype, torch.dtype] = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-# The layout of experts by themselves, and what its keys are where none is asked for.
-_LAYOUT_OF_EXPERTS: dict[str, int | None] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig, RecipeError
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> TransformerConfig:
     """Return the ``TransformerConfig`` of a model; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
 
+    That of a Hugging Face folder is Megatron-Bridge's provider, which builds the model too.
+
     Raises:
         RecipeError: ``model.transformer`` has a key that the class lacks or that is not its to set, or a value of a
             wrong type, or megatron-core refuses the combination.
     """
+    if model.hf is not None:
+        return provider_of(model, parallel, on_gpu=on_gpu)
     latent = LatentAttention.from_settings(model.transformer)
     kind = TransformerConfig if latent is None else MLATransformerConfig
-    known = {field.name for field in dataclasses.fields(kind) if field.init}
-    unknown = sorted(set(model.transformer) - known)
-    if unknown:
-        raise RecipeError(f"model.transformer.{unknown[0]}: megatron-core's {kind.__name__} has no such field")
-    dtype = DTYPES[model.dtype]
-    if dtype is torch.float64 and model.transformer_impl == "transformer_engine":
-        raise RecipeError("model.dtype=float64: TransformerEngine has no such layers; set model.transformer_impl=local")
-    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
-    hints = get_type_hints(kind)
-    settings = {name: _typed(name, value, hints[name]) for name, value in model.transformer.items()}
+    settings = typed_settings(model, kind)
     _check_heads(model, has_latent_attention=latent is not None)
     if latent is None:
         _check_rotary_channels(model)
     else:
         _check_latent_attention(model, latent, on_gpu=on_gpu, tensor_parallel=parallel.tensor_model_parallel_size > 1)
-    fixed: dict[str, Any] = {
+    fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
@@ -67,46 +59,17 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
         "activation_func": torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
         "add_bias_linear": model.add_bias_linear,
         "qk_layernorm": model.qk_layernorm,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "autocast_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "fp16": False,
-        "calculate_per_token_loss": True,
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
-        "context_parallel_size": parallel.context_parallel_size,
-        "sequence_parallel": parallel.sequence_parallel,
-        # Micro-batches differ in length; upstream lets stages exchange lengths with every dispatcher but allgather.
-        "variable_seq_lengths": True,
-        "use_cpu_initialization": not on_gpu,
     }
     if latent is not None:
         fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
-    for key, neutral in _LAYOUT_OF_EXPERTS.items():
-        if model.transformer.get(key, neutral) not in (neutral, None):
-            raise RecipeError(
-                f"model.transformer.{key}: a recipe knows no layout of experts by themselves; leave it out, or train "
-                "Megatron-LM's with python -m mcore_prefix_tree.pretrain_gpt"
-            )
+    check_experts(model)
     taken = sorted(set(model.transformer) & set(fixed))
     if taken:
         raise RecipeError(
             f"model.transformer.{taken[0]}: other keys of the recipe, or folding, decide this; leave it out"
         )
-    defaults: dict[str, Any] = {
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "none",
-        # Without overlap the interleaved schedule of two stages has two messages in flight between the same ranks.
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
-        "masked_softmax_fusion": False,
-    }
     try:
-        config = kind(**(fixed | defaults | settings))
+        config = kind(**(fixed | defaults_of_run(parallel) | settings))
     except Exception as error:  # a division by zero, too
         raise RecipeError(f"megatron-core refuses this model or parallel layout: {error}") from error
     if model.yarn is not None:
@@ -127,28 +90,6 @@ def _check_heads(model: ModelConfig, *, has_latent_attention: bool) -> None:
             f"model.hidden_size={model.hidden_size} is not a multiple of "
             f"model.num_attention_heads={model.num_attention_heads}; change one of them, or set model.kv_channels"
         )
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    """Return a value of ``model.transformer`` in the type that Megatron declares for its field.
-
-    Raises:
-        RecipeError: the value has another type.
-    """
-    if isinstance(hint, enum.EnumMeta) and isinstance(value, str) and value in hint.__members__:
-        return hint[value]
-    text = json.dumps(value)
-    try:
-        # JSON, because a recipe's list may be a tuple; strict, because Megatron uses what it is given without a look.
-        typed = TypeAdapter(
-            hint, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, strict=True)
-        ).validate_json(text)
-    except ValidationError as error:
-        faults = "; or ".join(dict.fromkeys(fault["msg"][0].lower() + fault["msg"][1:] for fault in error.errors()))
-        raise RecipeError(f"model.transformer.{name}: {faults} (given {text})") from None
-    if isinstance(typed, int) and abs(typed) > MOST:
-        raise RecipeError(f"model.transformer.{name}: input should be at most {MOST} (given {text})")
-    return typed
 
 
 def _check_latent_attention(model: ModelConfig, sizes: LatentAttention, *, on_gpu: bool, tensor_parallel: bool) -> None:
@@ -239,21 +180,27 @@ def build_chunks(
     vpp = config.virtual_pipeline_model_parallel_size
     chunks: list[torch.nn.Module] = []
     for vp_stage in [None] if vpp is None else range(vpp):
-        chunk = GPTModel(
-            config,
-            _block_spec(model, config, vp_stage),
-            vocab_size=vocab_size,
-            max_sequence_length=model.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=not (model.untie_embeddings_and_output_weights or scalar_head),
-            position_embedding_type=model.position_embedding_type,
-            rotary_base=model.rotary_base,
-            rotary_percent=model.rotary_percent,
-            rope_scaling=model.rope_scaling,
-            rope_scaling_factor=model.rope_scaling_factor,
-            vp_stage=vp_stage,
-        )
+        ends = {
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
+            "vp_stage": vp_stage,
+        }
+        if model.hf is not None:
+            chunk = provided(config, **ends)
+        else:
+            chunk = GPTModel(
+                config,
+                _block_spec(model, config, vp_stage),
+                vocab_size=vocab_size,
+                max_sequence_length=model.max_position_embeddings,
+                share_embeddings_and_output_weights=not (model.untie_embeddings_and_output_weights or scalar_head),
+                position_embedding_type=model.position_embedding_type,
+                rotary_base=model.rotary_base,
+                rotary_percent=model.rotary_percent,
+                rope_scaling=model.rope_scaling,
+                rope_scaling_factor=model.rope_scaling_factor,
+                **ends,
+            )
         check_model(chunk)
         if scalar_head:
             with_scalar_head(chunk)
@@ -262,7 +209,15 @@ def build_chunks(
         # Torch's norms start in the default dtype, whatever params_dtype says.
         chunk = chunk.to(device=device, dtype=config.params_dtype)
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
+        _keep_biases_of_experts(chunk)
     return chunks
+
+
+def _keep_biases_of_experts(chunk: torch.nn.Module) -> None:
+    """Give the biases of experts their fp32 back, as Megatron's training does around ``Float16Module``."""
+    for module in chunk.modules():
+        if hasattr(module, "_maintain_float32_expert_bias"):
+            module._maintain_float32_expert_bias()
 
 
 def _weights(model: ModelConfig, *, scalar_head: bool) -> int:
@@ -296,17 +251,7 @@ def _check_fits(model: ModelConfig, config: TransformerConfig, device: torch.dev
 
 
 def _block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> Any:
-    use_te = model.transformer_impl == "transformer_engine"
-    if use_te:
-        from megatron.core.extensions.transformer_engine import HAVE_TE
-
-        if not HAVE_TE:
-            raise RecipeError(
-                "model.transformer_impl=transformer_engine, but TransformerEngine is not installed; "
-                "pip install transformer-engine[pytorch] or set model.transformer_impl=local"
-            )
-    block = stock_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
-    if not use_te and config.use_cpu_initialization:
-        # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism, say; testing has.
-        block = cpu_spec(block, config, vp_stage)
-    return with_prefix_tree(block)
+    if model.transformer_impl == "local":
+        return local_layers(config, vp_stage)
+    check_transformer_engine()
+    return with_prefix_tree(stock_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage))

@@ -21,7 +21,9 @@ from mcore_prefix_tree.mcore.engine.objective import check_samples
 from mcore_prefix_tree.mcore.engine.verify import CannotVerifyError, VerifyReport, verify
 from mcore_prefix_tree.mcore.ranks import all_ranks, everyone, is_main_rank
 from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.model import DTYPES, build_chunks, transformer_config
+from mcore_prefix_tree.mcore.trainer.fields import DTYPES
+from mcore_prefix_tree.mcore.trainer.hf import load_folder
+from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.trainer.session import Session
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, ModelWork
@@ -119,11 +121,16 @@ class Resolved:
             say: is told which weights these are.
 
         Raises:
-            RecipeError: ``checkpoint.pretrained_checkpoint`` holds no checkpoint, or it does not fit.
+            RecipeError: ``checkpoint.pretrained_checkpoint`` holds no checkpoint, or it does not fit; or see
+                :func:`load_folder`.
         """
         recipe, objective = self.recipe, self.job.objective
         chunks = self.new_model()
         folder = recipe.checkpoint.pretrained_checkpoint
+        if folder is None and recipe.model.hf is not None:
+            load_folder(recipe.model.hf, chunks)
+            say(f"the weights start from {recipe.model.hf}")
+            return chunks
         if folder is None:
             hint = ""
             if objective.improves_policy:

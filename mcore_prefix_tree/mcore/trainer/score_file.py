@@ -15,6 +15,7 @@ from mcore_prefix_tree.mcore.engine.score import Scorer, ScoringStep
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
 from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs, Values
 from mcore_prefix_tree.mcore.trainer import checkpoint
+from mcore_prefix_tree.mcore.trainer.hf import load_folder
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
@@ -97,7 +98,7 @@ def run_score(
         check_rows_output(output, recipe.inputs)
     except ValueError as error:
         raise RecipeError(f"--output {error}") from None
-    policy = recipe.checkpoint.save
+    policy = recipe.checkpoint.save or recipe.model.hf
     if policy is None:
         raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
@@ -112,10 +113,13 @@ def run_score(
                 "the reference in a run of its own"
             )
         folders[REFERENCE] = reference
-    found = {column: checkpoint.latest_weights(folder) for column, folder in folders.items()}
+    saved = {column: folder for column, folder in folders.items() if folder is not recipe.model.hf}
+    found = {column: checkpoint.latest_weights(folder) for column, folder in saved.items()}
     with session(recipe) as joined:
         # A network folder shows another machine's last checkpoint late: all take the main rank's.
         iterations = {column: _existing(folders[column], last) for column, last in everyone(found)[0].items()}
+        if main not in saved:
+            iterations[main] = str(policy)
         objective = objective_of(recipe)
         # Whatever the objective reads of a sample: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
@@ -124,6 +128,9 @@ def run_score(
         models = {}
         for column, iteration in iterations.items():
             models[column] = run.new_model()
+            if column not in saved:
+                load_folder(iteration, models[column])
+                continue
             checkpoint.load_weights(folders[column], iteration, models[column], model=run.recipe.model)
         readouts = {REFERENCE: Logprobs(fused=recipe.fused_head)} | {main: _readout(run, entropy, teacher_top_k)}
         report = ScoreReport(

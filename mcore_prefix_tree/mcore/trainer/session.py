@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.launchers import adopt_ranks
 from mcore_prefix_tree.mcore.ranks import on_main_rank
 from mcore_prefix_tree.mcore.seam.validation import check_config
+from mcore_prefix_tree.mcore.trainer.hf import described
 from mcore_prefix_tree.mcore.trainer.model import size_of, transformer_config
 from mcore_prefix_tree.plan import Measured, read_measured
 from mcore_prefix_tree.recipe import ParallelConfig, Recipe, RecipeError
@@ -32,7 +33,7 @@ class Session:
     """What a process has joined.
 
     Attributes:
-        recipe: of the job.
+        recipe: of the job, with the architecture of ``model.hf``.
         config: the recipe's ``TransformerConfig``.
         device: of all tensors.
         measured: what ``batch.calibration`` names, as the main rank read it when the job started: plans depend on it,
@@ -72,6 +73,7 @@ def session(recipe: Recipe) -> Iterator[Session]:
             stack.enter_context(cpu_emulation(force=recipe.device == "cpu"))
         config = transformer_config(recipe.model, recipe.parallel, on_gpu=on_gpu)
         check_config(config)
+        recipe = replace(recipe, model=described(recipe.model, config))
         device = torch.device("cuda", _device_index()) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)

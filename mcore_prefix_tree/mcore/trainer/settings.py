@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from omegaconf import OmegaConf
 
 from mcore_prefix_tree.recipe import ModelConfig, RecipeError
+from mcore_prefix_tree.recipe.hf import SAME_FUNCTION
 
 FILE = "recipe.yaml"
 # Sections that do not change training itself.
 _ASIDE = ("checkpoint", "validation", "log", "verify", "compare")
-# Keys of a model that leave its function as it is, up to rounding: how it is computed, initialised and regularised.
-_SAME_FUNCTION = re.compile(
-    "dtype|transformer_impl|max_position_embeddings"
-    "|transformer\\.(.*(recompute|fus|overlap|dispatcher|grouped_gemm|offload|deterministic|init|loss|dropout).*)"
-)
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -61,7 +56,7 @@ def check_same_function(folder: Path, model: ModelConfig) -> None:
     for key in dict.fromkeys([*now, *before]):
         # A size that is left to Megatron; weights of other shapes are rejected when they are read.
         is_open = "." not in key and (before.get(key) is None or now.get(key) is None)
-        if not is_open and before.get(key) != now.get(key) and not _SAME_FUNCTION.fullmatch(key):
+        if not is_open and before.get(key) != now.get(key) and not SAME_FUNCTION.fullmatch(key):
             raise RecipeError(
                 f"the weights in {folder} were trained with model.{key}={before.get(key)}, and this recipe has "
                 f"{now.get(key)}; set model.{key}={before.get(key)}, or remove "

@@ -1,0 +1,134 @@
+"""Fields of a ``TransformerConfig`` that a recipe sets for every model, whoever decides its sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from typing import Any, get_type_hints
+
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from mcore_prefix_tree.cpu.specs import cpu_spec
+from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
+from mcore_prefix_tree.recipe import Dtype, ModelConfig, ParallelConfig, RecipeError
+
+DTYPES: dict[Dtype, torch.dtype] = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# The layout of experts by themselves, and what its keys are where none is asked for.
+_LAYOUT_OF_EXPERTS: dict[str, int | None] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+
+
+def settings_of_run(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the fields that precision, parallel layout and folding decide.
+
+    Raises:
+        RecipeError: TransformerEngine has no layers of this precision.
+    """
+    dtype = DTYPES[model.dtype]
+    if dtype is torch.float64 and model.transformer_impl == "transformer_engine":
+        raise RecipeError("model.dtype=float64: TransformerEngine has no such layers; set model.transformer_impl=local")
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": False,
+        "calculate_per_token_loss": True,
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+        # Micro-batches differ in length; upstream lets stages exchange lengths with every dispatcher but allgather.
+        "variable_seq_lengths": True,
+        "use_cpu_initialization": not on_gpu,
+    }
+
+
+def defaults_of_run(parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the fields that ``model.transformer`` may set, where Megatron's defaults do not suit folding."""
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    return {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        # Without overlap the interleaved schedule of two stages has two messages in flight between the same ranks.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "masked_softmax_fusion": False,
+    }
+
+
+def typed_settings(model: ModelConfig, kind: type) -> dict[str, Any]:
+    """Return ``model.transformer`` in the types that Megatron declares for the fields of a configuration class.
+
+    Raises:
+        RecipeError: the class lacks a field, or a value has another type.
+    """
+    known = {field.name for field in dataclasses.fields(kind) if field.init}
+    unknown = sorted(set(model.transformer) - known)
+    if unknown:
+        raise RecipeError(f"model.transformer.{unknown[0]}: megatron-core's {kind.__name__} has no such field")
+    hints = get_type_hints(kind)
+    return {name: _typed(name, value, hints[name]) for name, value in model.transformer.items()}
+
+
+def check_experts(model: ModelConfig) -> None:
+    """Reject a layout of experts by themselves."""
+    for key, neutral in _LAYOUT_OF_EXPERTS.items():
+        if model.transformer.get(key, neutral) not in (neutral, None):
+            raise RecipeError(
+                f"model.transformer.{key}: a recipe knows no layout of experts by themselves; leave it out, or train "
+                "Megatron-LM's with python -m mcore_prefix_tree.pretrain_gpt"
+            )
+
+
+def check_transformer_engine() -> None:
+    """Raise RecipeError if TransformerEngine is not installed."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if not HAVE_TE:
+        raise RecipeError(
+            "model.transformer_impl=transformer_engine, but TransformerEngine is not installed; "
+            "pip install transformer-engine[pytorch] or set model.transformer_impl=local"
+        )
+
+
+def local_layers(config: Any, vp_stage: int | None = None) -> Any:
+    """Return megatron-core's own layers of a model, tree-capable.
+
+    Args:
+        config: ``TransformerConfig``.
+        vp_stage: index of the model chunk within this stage, under virtual pipelining.
+    """
+    block = stock_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    if config.use_cpu_initialization:
+        # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism, say; testing has.
+        block = cpu_spec(block, config, vp_stage)
+    return with_prefix_tree(block)
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """Return a value of ``model.transformer`` in the type that Megatron declares for its field.
+
+    Raises:
+        RecipeError: the value has another type.
+    """
+    if isinstance(hint, enum.EnumMeta) and isinstance(value, str) and value in hint.__members__:
+        return hint[value]
+    text = json.dumps(value)
+    try:
+        # JSON, because a recipe's list may be a tuple; strict, because Megatron uses what it is given without a look.
+        typed = TypeAdapter(
+            hint, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, strict=True)
+        ).validate_json(text)
+    except ValidationError as error:
+        faults = "; or ".join(dict.fromkeys(fault["msg"][0].lower() + fault["msg"][1:] for fault in error.errors()))
+        raise RecipeError(f"model.transformer.{name}: {faults} (given {text})") from None
+    if isinstance(typed, int) and abs(typed) > MOST:
+        raise RecipeError(f"model.transformer.{name}: input should be at most {MOST} (given {text})")
+    return typed
