@@ -9,6 +9,7 @@ import typer
 from mcore_prefix_tree.cli import bench, xtoken
 from mcore_prefix_tree.cli.boundary import Commands
 from mcore_prefix_tree.cli.calibrate import calibrate
+from mcore_prefix_tree.cli.export import export
 from mcore_prefix_tree.cli.inspect import inspect
 from mcore_prefix_tree.cli.plan import plan
 from mcore_prefix_tree.cli.score import score
@@ -47,5 +48,6 @@ app.command()(inspect)
 app.command()(plan)
 app.command()(calibrate)
 app.command()(score)
+app.command()(export)
 app.add_typer(bench.app, name="bench")
 app.add_typer(xtoken.app, name="xtoken")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
 
 Section = TypeVar("Section")
 
+HuggingFace = Annotated[
+    str | None, typer.Option("--hf", metavar="PATH", help="Folder of a Hugging Face model; the same as model.hf=PATH.")
+]
 RANKS = 2**14
 SEEDS = 2**63 - 1
 
@@ -33,6 +39,12 @@ def check_output_option(
         check_output(path, inputs)
     except ValueError as error:
         raise ValueError(f"{option} {error}") from None
+
+
+def with_hf(overrides: list[str] | None, path: str | None) -> list[str]:
+    """Return a recipe's overrides, with ``model.hf`` if ``--hf`` gives a path."""
+    given = overrides or []
+    return given if path is None else [*given, f"model.hf={json.dumps(path)}"]
 
 
 def takes(section: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -177,13 +177,16 @@ class SampleOptions:
         recipe = load_recipe(self.model)
         quiet_upstream()
         try:
+            from mcore_prefix_tree.mcore.trainer.hf import described
             from mcore_prefix_tree.mcore.trainer.model import transformer_config
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "megatron":
                 raise
             typer.echo("megatron-core is not installed, so the model's settings are checked only by train", err=True)
         else:
-            transformer_config(recipe.model, recipe.parallel, on_gpu=False)  # rejects what Megatron would not train
+            # Rejects what Megatron would not train.
+            config = transformer_config(recipe.model, recipe.parallel, on_gpu=False)
+            recipe = replace(recipe, model=described(recipe.model, config))
         return recipe
 
     @property

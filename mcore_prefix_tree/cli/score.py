@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import check_output_option
+from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, with_hf
 from mcore_prefix_tree.inputs import MOST
 
 
@@ -24,6 +24,7 @@ def score(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example checkpoint.save=runs/mine.")
     ] = None,
+    hf: HuggingFace = None,
     reference: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Checkpoints of a reference model; adds ref_logprobs.")
     ] = None,
@@ -38,14 +39,15 @@ def score(
 ) -> None:
     """Write every sample with its log-probabilities under the last checkpoint in checkpoint.save.
 
-    checkpoint.save is the folder of a run, in the recipe or given here; it is only read.
+    checkpoint.save is the folder of a run, in the recipe or given here; it is only read. With checkpoint.save=null the
+    weights of model.hf score.
 
     The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null where none
     was asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.
     """
     from mcore_prefix_tree.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, with_hf(overrides, hf))
     check_output_option("--output", output, [recipe, *loaded.inputs])
     quiet_upstream()
     from mcore_prefix_tree.mcore.trainer.score_file import run_score

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.cli.options import HuggingFace, with_hf
 from mcore_prefix_tree.ending import ended_at_once
 from mcore_prefix_tree.errors import ENDED_BY_SIGNAL, FAILED, leave
 from mcore_prefix_tree.output import outlive_output
@@ -17,6 +18,7 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example data.path=rollouts.jsonl.")
     ] = None,
+    hf: HuggingFace = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -37,7 +39,7 @@ def train(
     Ctrl-C, a lost terminal, or SIGTERM, SIGUSR1 or SIGUSR2 from a scheduler ends it after the step, with a checkpoint.
     """
     with ended_at_once():
-        _train(recipe, overrides or [], resume=resume, new_data=new_data)
+        _train(recipe, with_hf(overrides, hf), resume=resume, new_data=new_data)
 
 
 def _train(recipe: str, overrides: list[str], *, resume: bool, new_data: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.cli.options import HuggingFace, with_hf
 from mcore_prefix_tree.errors import FAILED, leave
 
 
@@ -16,6 +17,7 @@ def verify(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example model.dtype=float64.")
     ] = None,
+    hf: HuggingFace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Show that folding changes nothing but the cost: log-probabilities, loss and every gradient, on your model.
@@ -24,7 +26,7 @@ def verify(
     """
     from mcore_prefix_tree.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, with_hf(overrides, hf))
     quiet_upstream()
     from mcore_prefix_tree.mcore.trainer.jobs import run_once, verify_first
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from mcore_prefix_tree.inputs import read_text
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+DTYPES = ("F64", "F32", "F16", "BF16")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Keys of a model that leave its function as it is, up to rounding: how it is computed, initialised and regularised.
 SAME_FUNCTION = re.compile(
@@ -45,12 +46,14 @@ class HuggingFaceFolder:
         config: content of ``config.json``.
         files: for each weight, the name of its file.
         dtypes: for each weight, its type as safetensors names it, such as ``BF16``.
+        shapes: for each weight, its shape.
     """
 
     path: Path
     config: Mapping[str, Any]
     files: Mapping[str, str]
     dtypes: Mapping[str, str]
+    shapes: Mapping[str, Sequence[int]]
 
     @classmethod
     def read(cls, path: str | Path) -> HuggingFaceFolder:
@@ -69,14 +72,24 @@ class HuggingFaceFolder:
         config = _json(folder / CONFIG)
         _check_config(folder, config)
         files = dict(_files(folder))
-        dtypes: dict[str, str] = {}
-        for file in sorted(set(files.values())):
-            header = _header(folder / file)
-            dtypes |= {name: header[name] for name, of in files.items() if of == file and name in header}
-        absent = sorted(files.keys() - dtypes.keys())
+        headers = {file: _header(folder / file) for file in sorted(set(files.values()))}
+        tensors = {name: headers[file][name] for name, file in files.items() if name in headers[file]}
+        absent = sorted(files.keys() - tensors.keys())
         if absent:
             raise ValueError(f"{folder / files[absent[0]]} lacks '{absent[0]}', which {INDEX} places there")
-        return cls(path=folder, config=config, files=files, dtypes=dtypes)
+        other = sorted(name for name, (dtype, _) in tensors.items() if dtype not in DTYPES)
+        if other:
+            raise ValueError(
+                f"{folder / files[other[0]]} has '{other[0]}' of type {tensors[other[0]][0]}; give the folder of "
+                "weights that are not quantized"
+            )
+        return cls(
+            path=folder,
+            config=config,
+            files=files,
+            dtypes={name: dtype for name, (dtype, _) in tensors.items()},
+            shapes={name: shape for name, (_, shape) in tensors.items()},
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -173,8 +186,8 @@ def _files(folder: Path) -> Iterator[tuple[str, str]]:
         raise ValueError(f"{folder} holds no safetensors: {why}")
 
 
-def _header(file: Path) -> dict[str, str]:
-    """Return the type of each tensor in a safetensors file whose length agrees with its header."""
+def _header(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
+    """Return type and shape of each tensor in a safetensors file whose length agrees with its header."""
     if not file.is_file():
         raise ValueError(f"{file} is missing; download the folder again")
     size = file.stat().st_size
@@ -185,7 +198,7 @@ def _header(file: Path) -> dict[str, str]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         end = max(int(one["data_offsets"][1]) for one in header.values())
-        found = {name: str(one["dtype"]) for name, one in header.items()}
+        found = {name: (str(one["dtype"]), list(one["shape"])) for name, one in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{file} is not a safetensors file, or was cut off; download it again") from None
     if 8 + length + end != size:

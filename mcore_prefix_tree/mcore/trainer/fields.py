@@ -87,6 +87,23 @@ def check_experts(model: ModelConfig) -> None:
             )
 
 
+def check_latent_layers(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> None:
+    """Reject multi-latent attention where Megatron-Core's own layers cannot compute it."""
+    if on_gpu and model.transformer_impl == "local":
+        raise RecipeError(
+            "model.transformer.multi_latent_attention needs model.transformer_impl=transformer_engine on a GPU: "
+            "megatron-core's own attention has one size for queries and values"
+        )
+    if parallel.tensor_model_parallel_size > 1 and (
+        model.transformer_impl == "local" or model.transformer.get("mla_down_proj_fusion")
+    ):
+        raise RecipeError(
+            "model.transformer.multi_latent_attention with parallel.tensor_model_parallel_size above 1 needs "
+            "model.transformer_impl=transformer_engine, without mla_down_proj_fusion: of layers that split the down "
+            "projection, megatron-core's own gradient is wrong (NVIDIA/Megatron-LM issue 1699)"
+        )
+
+
 def check_transformer_engine() -> None:
     """Raise RecipeError if TransformerEngine is not installed."""
     from megatron.core.extensions.transformer_engine import HAVE_TE

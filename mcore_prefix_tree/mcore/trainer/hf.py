@@ -25,6 +25,7 @@ from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.provider import provided_spec
 from mcore_prefix_tree.mcore.trainer.fields import (
     check_experts,
+    check_latent_layers,
     check_transformer_engine,
     defaults_of_run,
     local_layers,
@@ -74,7 +75,7 @@ _NAMES = {
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Buffers that older releases of transformers wrote; they follow from the configuration.
-_DERIVED = "rotary_emb.inv_freq"
+_BUFFER = "rotary_emb.inv_freq"
 
 
 def auto_bridge() -> Any:
@@ -135,7 +136,10 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
     defaults = _OFF | defaults_of_run(parallel)
     if model.transformer_impl == "local":
         defaults["moe_grouped_gemm"] = False  # TransformerEngine's
-    kind = MLATransformerConfig if isinstance(provider, MLATransformerConfig) else TransformerConfig
+    kind = TransformerConfig
+    if isinstance(provider, MLATransformerConfig):
+        kind = MLATransformerConfig
+        check_latent_layers(model, parallel, on_gpu=on_gpu)
     settings = fixed | {name: value for name, value in defaults.items() if hasattr(provider, name)}
     try:
         provider.apply_overrides_and_finalize(overrides=settings | typed_settings(model, kind))
@@ -239,13 +243,16 @@ def _sources(task: Any) -> Iterable[str]:
 def _beyond(folder: HuggingFaceFolder) -> set[str]:
     """Names of weights that a language model does not use: layers that predict further tokens, and what is derived."""
     tied = {"lm_head.weight"} if folder.config.get("tie_word_embeddings") else set()
-    return tied | {name for name in folder.files if is_of_further_layers(folder, name) or _DERIVED in name}
+    return tied | {name for name in folder.files if is_untrained(folder, name)}
 
 
-def is_of_further_layers(folder: HuggingFaceFolder, name: str) -> bool:
-    """Return whether a weight belongs to multi-token prediction, whose layers are counted on after the model's."""
+def is_untrained(folder: HuggingFaceFolder, name: str) -> bool:
+    """Return whether training leaves a weight alone: a table of rotary embeddings, or a layer behind the model's last.
+
+    Multi-token prediction has such layers, which are not built.
+    """
     found = _LAYER.match(name)
-    return found is not None and int(found[1]) >= folder.config["num_hidden_layers"]
+    return _BUFFER in name or (found is not None and int(found[1]) >= folder.config["num_hidden_layers"])
 
 
 def _and_others(names: Sequence[str]) -> str:

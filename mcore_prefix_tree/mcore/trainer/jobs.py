@@ -20,6 +20,7 @@ from mcore_prefix_tree.mcore.engine.verify import VerifyReport
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.claim import claimed
+from mcore_prefix_tree.mcore.trainer.export import check_export, export
 from mcore_prefix_tree.mcore.trainer.logs import check_logs
 from mcore_prefix_tree.mcore.trainer.resolve import Data, Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.retention import check_not_overwritten
@@ -99,6 +100,9 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
     objective = objective_of(recipe)
     _check_trainable(recipe.optimizer, recipe.checkpoint, recipe.model, steps=recipe.train_iters)
     teacher_recipes = read_teacher_recipes(recipe, objective)
+    target = recipe.checkpoint.export_hf
+    if target is not None:
+        check_export(target, f"checkpoint.export_hf={target}")
     saved = _last_checkpoint(recipe.checkpoint, resume=resume, new_data=new_data)
     with session(recipe) as joined, ExitStack() as until_the_end:
         say = reporter.message if is_main_rank() else logger.debug
@@ -123,6 +127,10 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             _verify(run, chunks, reporter)
         trainer = Trainer(run, chunks, held_out=_planned(held_out, run))
         trainer.train(saved, reporter, new_data=new_data)
+        if target is not None:
+            assert recipe.model.hf is not None, "the recipe checks it"
+            export(recipe.model.hf, chunks, target)
+            say(f"the weights are exported to {target}")
         if data.skipped.count:
             say(f"not trained on: {data.skipped}")
 

@@ -16,6 +16,7 @@ from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
 from mcore_prefix_tree.mcore.trainer.fields import (
     check_experts,
+    check_latent_layers,
     check_transformer_engine,
     defaults_of_run,
     local_layers,
@@ -46,7 +47,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
     if latent is None:
         _check_rotary_channels(model)
     else:
-        _check_latent_attention(model, latent, on_gpu=on_gpu, tensor_parallel=parallel.tensor_model_parallel_size > 1)
+        _check_latent_attention(model, latent)
+        check_latent_layers(model, parallel, on_gpu=on_gpu)
     fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -92,8 +94,8 @@ def _check_heads(model: ModelConfig, *, has_latent_attention: bool) -> None:
         )
 
 
-def _check_latent_attention(model: ModelConfig, sizes: LatentAttention, *, on_gpu: bool, tensor_parallel: bool) -> None:
-    """What multi-latent attention would take no notice of, or upstream's layers cannot do."""
+def _check_latent_attention(model: ModelConfig, sizes: LatentAttention) -> None:
+    """Reject what multi-latent attention would take no notice of."""
     for name in ("num_query_groups", "kv_channels"):
         if getattr(model, name) is not None:
             raise RecipeError(
@@ -116,17 +118,6 @@ def _check_latent_attention(model: ModelConfig, sizes: LatentAttention, *, on_gp
         raise RecipeError(
             f"rotary embeddings turn pairs of channels, but model.transformer.qk_pos_emb_head_dim and "
             f"model.rotary_percent leave {rotated}; change one of them"
-        )
-    if on_gpu and model.transformer_impl == "local":
-        raise RecipeError(
-            "model.transformer.multi_latent_attention needs model.transformer_impl=transformer_engine on a GPU: "
-            "megatron-core's own attention has one size for queries and values"
-        )
-    if tensor_parallel and (model.transformer_impl == "local" or model.transformer.get("mla_down_proj_fusion")):
-        raise RecipeError(
-            "model.transformer.multi_latent_attention with parallel.tensor_model_parallel_size above 1 needs "
-            "model.transformer_impl=transformer_engine, without mla_down_proj_fusion: of layers that split the down "
-            "projection, megatron-core's own gradient is wrong (NVIDIA/Megatron-LM issue 1699)"
         )
 
 

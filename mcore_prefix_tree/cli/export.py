@@ -1,0 +1,34 @@
+"""``mcore-prefix-tree export``: a recipe's last checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.cli.options import HuggingFace, with_hf
+
+
+def export(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file that sets model.hf.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="The folder to make; it must not exist.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example checkpoint.save=runs/mine.")
+    ] = None,
+    hf: HuggingFace = None,
+) -> None:
+    """Write the last checkpoint in checkpoint.save with the names, types, configuration and tokenizer of model.hf.
+
+    Any parallel layout reads the checkpoint; under torchrun for several ranks.
+    """
+    from mcore_prefix_tree.recipe import load_recipe
+
+    loaded = load_recipe(recipe, with_hf(overrides, hf))
+    quiet_upstream()
+    from mcore_prefix_tree.mcore.trainer.export import run_export
+
+    iteration, is_main = run_export(loaded, path)
+    if is_main:
+        by = iteration if isinstance(iteration, str) else f"iteration {iteration}"
+        print(f"{path}: the weights of {by} in the format of {loaded.model.hf}")

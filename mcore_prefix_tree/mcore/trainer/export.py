@@ -1,0 +1,196 @@
+"""Trained weights in the format of the Hugging Face folder that they started from: ``mcore-prefix-tree export``.
+
+The folder that is written has the files of the source: weights of the same names, shapes and types in safetensors files
+of the same names, and its configuration and tokenizer.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
+from mcore_prefix_tree.mcore.trainer import checkpoint
+from mcore_prefix_tree.mcore.trainer.hf import bridge_of, is_untrained
+from mcore_prefix_tree.mcore.trainer.model import build_chunks
+from mcore_prefix_tree.mcore.trainer.session import session
+from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe.hf import PICKLES, HuggingFaceFolder
+
+# Names that safetensors gives its types.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Weights, tables of other weights, and code.
+_LEFT_OUT = (".safetensors", ".bin.index.json", ".py", *PICKLES)
+
+
+def check_export(path: str | Path, setting: str) -> None:
+    """Check that a folder can be made, before there is anything to write; make the folder that it lies in.
+
+    Args:
+        path: of the folder.
+        setting: option that names it, for messages.
+
+    Raises:
+        RecipeError: it exists, or cannot be made.
+    """
+    parent = Path(path).absolute().parent
+    if os.path.lexists(path):
+        raise RecipeError(f"{setting} exists already; name a folder that does not")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"{setting}: {parent} cannot be made: {error.strerror}") from error
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise RecipeError(f"{setting}: {parent} is not a folder that can be written to")
+
+
+def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path) -> None:
+    """Write a model's weights as a Hugging Face folder; all ranks together, all or nothing.
+
+    Args:
+        source: folder of ``model.hf``.
+        chunks: of this rank, in any wrappers.
+        target: folder to make.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+        RecipeError: Megatron-Bridge gives other weights than the source has.
+    """
+    folder = HuggingFaceFolder.read(source)
+    unfinished = Path(f"{Path(target).absolute()}.{everyone(uuid4().hex)[0]}.tmp")
+    on_main_rank(unfinished.mkdir)
+    writer = _Writer(folder, unfinished)
+    failure: Exception | None = None
+    # Every rank takes part in every weight; the main rank goes on with the others after an error.
+    for name, weight in bridge_of(source).export_hf_weights(unwrap_model(list(chunks)), cpu=True, show_progress=False):
+        if is_main_rank() and failure is None:
+            try:
+                writer.add(name, weight)
+            except (OSError, ValueError) as error:
+                failure = error
+
+    def finish() -> None:
+        try:
+            if failure is not None:
+                raise failure
+            writer.finish()
+            os.rename(unfinished, target)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    on_main_rank(finish)
+
+
+class _Writer:
+    """Writes each file of a folder as soon as its weights are there.
+
+    Args:
+        source: folder whose names, shapes and types the weights have.
+        target: folder to write to, empty.
+    """
+
+    def __init__(self, source: HuggingFaceFolder, target: Path) -> None:
+        self._source, self._target = source, target
+        self._left: dict[str, set[str]] = defaultdict(set)
+        for name, file in source.files.items():
+            self._left[file].add(name)
+        self._weights: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Take a weight by the source's name.
+
+        Raises:
+            RecipeError: the source has no such weight, or of another shape.
+            OSError: its file cannot be written.
+        """
+        file = self._source.files.get(name)
+        if file is None or name not in self._left[file]:
+            raise RecipeError(f"Megatron-Bridge exports '{name}', which {self._source.path} does not have, or twice")
+        if list(weight.shape) != list(self._source.shapes[name]):
+            raise RecipeError(
+                f"Megatron-Bridge exports '{name}' of shape {list(weight.shape)}, which in {self._source.path} has "
+                f"{list(self._source.shapes[name])}"
+            )
+        # A copy: what is exported may be a view of something larger, or of another weight.
+        self._weights[file][name] = weight.detach().to(_DTYPES[self._source.dtypes[name]], copy=True).contiguous()
+        self._left[file].remove(name)
+        if not self._left[file]:
+            self._write(file)
+
+    def finish(self) -> None:
+        """Write what remains: weights that the model does not train, and the files beside the weights.
+
+        Raises:
+            RecipeError: a weight is missing.
+            OSError: a file cannot be written.
+        """
+        from safetensors import safe_open
+
+        for file in [file for file, names in self._left.items() if names]:
+            with safe_open(self._source.path / file, "pt") as opened:
+                for name in sorted(self._left[file]):
+                    if not is_untrained(self._source, name):
+                        raise RecipeError(f"Megatron-Bridge exports no '{name}', which {self._source.path} has")
+                    self._weights[file][name] = opened.get_tensor(name)
+            self._write(file)
+        for one in sorted(self._source.path.iterdir()):
+            if one.is_file() and not one.name.endswith(_LEFT_OUT):
+                shutil.copyfile(one, self._target / one.name)
+
+    def _write(self, file: str) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        try:
+            save_file(self._weights.pop(file), self._target / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # what it calls a full disk
+            raise OSError(errno.EIO, f"cannot be written ({error})", str(self._target / file)) from error
+        with (self._target / file).open("rb") as written:
+            os.fsync(written.fileno())
+
+
+def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
+    """Write the last checkpoint of a recipe as a Hugging Face folder.
+
+    Args:
+        recipe: the job's; ``checkpoint.save`` is where its checkpoints are.
+        target: folder to make.
+
+    Returns:
+        The checkpoint's iteration, and whether this is the main rank.
+
+    Raises:
+        RecipeError: ``model.hf`` or ``checkpoint.save`` is not set, there is no checkpoint, it does not fit, or the
+            folder exists.
+        OSError: the folder cannot be written.
+    """
+    saved, source = recipe.checkpoint.save, recipe.model.hf
+    if source is None or saved is None:
+        raise RecipeError(
+            f"export needs {'model.hf, whose format it writes' if source is None else 'checkpoint.save'}; set it"
+        )
+    check_export(target, f"PATH={target}")
+    with session(recipe) as joined:
+        iteration = everyone(checkpoint.latest_weights(saved))[0]
+        if iteration is None:
+            raise RecipeError(f"checkpoint.save={saved} holds no checkpoint; train first, or name the folder of a run")
+        model = joined.recipe.model
+        assert model.vocab_size is not None, "the folder gives it"
+        chunks = build_chunks(model, joined.config, vocab_size=model.vocab_size, device=joined.device)
+        checkpoint.load_weights(saved, iteration, chunks, model=model)
+        export(source, chunks, target)
+        return iteration, is_main_rank()
