@@ -1,0 +1,234 @@
+"""``model.hf``: what a recipe takes from a Hugging Face folder, and which folders are rejected before anything heavy."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.recipe import RecipeError, load_recipe
+from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+    "max_position_embeddings": 64,
+}
+HAS_BRIDGE = sys.version_info >= (3, 12) and importlib.util.find_spec("megatron.bridge") is not None
+
+
+def write_tensors(file: Path, names: list[str], dtype: str = "F32") -> None:
+    """A safetensors file of tensors of one element, as the format's page describes it."""
+    size = {"F32": 4, "BF16": 2, "F8_E4M3": 1}[dtype]
+    header = {
+        name: {"dtype": dtype, "shape": [1], "data_offsets": [i * size, (i + 1) * size]} for i, name in enumerate(names)
+    }
+    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size * len(names)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "source"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    write_tensors(made / "model.safetensors", ["a", "b"])
+    return made
+
+
+def recipe_of(folder: Path, *overrides: str) -> Any:
+    file = folder.parent / "recipe.yaml"
+    file.write_text(
+        "data: {path: rows.jsonl}\nbatch: {global_batch_size: 2, max_tokens: 64}\ntrain_iters: 2\n"
+        f"model: {{hf: {folder}}}\n"
+    )
+    return load_recipe(file, overrides)
+
+
+def write_config(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+
+
+def write_index(folder: Path, **placed: str) -> None:
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+
+
+def test_sizes_come_from_the_folder(folder: Path) -> None:
+    recipe = recipe_of(folder, "model.dtype=bfloat16", "model.transformer.recompute_granularity=full")
+    model = recipe.model
+    assert (model.hf, model.dtype) == (str(folder), "bfloat16")
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (2, 8, 2)
+    assert (model.vocab_size, model.max_position_embeddings) == (16, 64)
+    assert recipe.data.tokenizer is None
+
+
+@pytest.mark.parametrize("template", ["in the settings", "in a file"])
+def test_tokenizer_is_the_folders_if_it_has_a_chat_template(folder: Path, template: str) -> None:
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert recipe_of(folder).data.tokenizer is None
+    if template == "in a file":
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+    else:
+        (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert recipe_of(folder).data.tokenizer == str(folder)
+    assert recipe_of(folder, "data.tokenizer=mistral-v7").data.tokenizer == "mistral-v7"
+    assert recipe_of(folder, "data.tokenizer=null").data.tokenizer is None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "num_layers=2",
+        "hidden_size=8",
+        "vocab_size=16",
+        "max_position_embeddings=64",
+        "rotary_base=10000",
+        "swiglu=true",
+        "transformer.num_moe_experts=4",
+        "transformer.layernorm_epsilon=1e-6",
+    ],
+)
+def test_sizes_beside_a_folder_are_rejected(folder: Path, setting: str) -> None:
+    key = setting.partition("=")[0]
+    with pytest.raises(RecipeError, match=rf"model\.{key} is set, but model\.hf=.* decides it; leave one of them out"):
+        recipe_of(folder, f"model.{setting}")
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("objective.name=critic", "model.hf builds language models, and objective.name=critic needs a scalar head"),
+        ("model.hf=Qwen/Qwen3-8B", "is not a folder with a config.json; download the model first"),
+        ("model.hf=3", "model.hf: input should be a valid string"),
+        ("model.nope=3", "model.nope is set, but model.hf="),
+    ],
+)
+def test_recipes_that_a_folder_does_not_fit(folder: Path, setting: str, says: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe_of(folder, setting)
+    assert says in str(caught.value)
+
+
+def test_export_without_a_folder_is_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "data: {path: rows.jsonl}\nbatch: {global_batch_size: 2, max_tokens: 64}\ntrain_iters: 2\n"
+        "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}\n"
+    )
+    with pytest.raises(RecipeError, match=r"checkpoint\.export_hf writes the format of model\.hf, which is not set"):
+        load_recipe(file, ["checkpoint.export_hf=out"])
+    refused = CliRunner().invoke(app, ["export", str(file), str(tmp_path / "out")])
+    assert refused.exit_code == 2
+    assert "export needs model.hf, whose format it writes" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "comes with code of its own, which is never run"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "has 'quantization_config'"),
+        ({"architectures": None}, "has architectures=None; model.hf takes one, a causal language model"),
+        ({"architectures": ["BertModel"]}, r"has architectures=\['BertModel'\]"),
+        ({"architectures": ["A", "BForCausalLM"]}, r"has architectures=\['A', 'BForCausalLM'\]"),
+    ],
+)
+def test_configurations_that_are_rejected(folder: Path, changes: dict[str, Any], says: str) -> None:
+    write_config(folder, **changes)
+    with pytest.raises(RecipeError, match=says):
+        recipe_of(folder)
+
+
+def test_code_of_a_tokenizer_is_rejected(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenizer.Tokenizer", null]}}')
+    with pytest.raises(RecipeError, match=r"tokenizer_config\.json has 'auto_map'"):
+        recipe_of(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '{"a": ' * 100_000])
+def test_configurations_that_are_not_objects(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(RecipeError, match=r"config\.json is not (JSON|a JSON object)"):
+        recipe_of(folder)
+
+
+def test_configuration_without_a_size(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}))
+    with pytest.raises(RecipeError, match=r"config\.json lacks 'hidden_size'"):
+        recipe_of(folder)
+
+
+def test_pickles_are_rejected(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(RecipeError, match=r"it has neither model\.safetensors nor"):
+        recipe_of(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"\x80")
+    with pytest.raises(RecipeError, match=r"its weights are pickles \(pytorch_model\.bin\), which can run code"):
+        recipe_of(folder)
+
+
+@pytest.mark.parametrize("kept", [-1, 20, 7, 0])
+def test_truncated_weights_are_rejected(folder: Path, kept: int) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:kept])
+    says = f"has {len(content) - 1:,} bytes instead of {len(content):,}" if kept == -1 else "was cut off"
+    with pytest.raises(RecipeError, match=says):
+        recipe_of(folder)
+
+
+@pytest.mark.parametrize("header", [b"{}", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b"[" * 5000])
+def test_headers_that_are_not_of_safetensors(folder: Path, header: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(RecipeError, match="is not a safetensors file"):
+        recipe_of(folder)
+
+
+def test_quantized_weights_are_rejected(folder: Path) -> None:
+    write_tensors(folder / "model.safetensors", ["a"], dtype="F8_E4M3")
+    with pytest.raises(RecipeError, match="has 'a' of type F8_E4M3; give the folder of weights that are not quantized"):
+        recipe_of(folder)
+
+
+def test_weights_of_several_files(folder: Path) -> None:
+    write_index(folder, a="one.safetensors", b="two.safetensors")
+    write_tensors(folder / "one.safetensors", ["a"])
+    with pytest.raises(RecipeError, match=r"two\.safetensors is missing; download the folder again"):
+        recipe_of(folder)
+    write_tensors(folder / "two.safetensors", ["c"])
+    with pytest.raises(RecipeError, match=r"two\.safetensors lacks 'b', which .* places there"):
+        recipe_of(folder)
+    write_tensors(folder / "two.safetensors", ["b", "c"], dtype="BF16")
+    read = HuggingFaceFolder.read(folder)
+    assert read.files == {"a": "one.safetensors", "b": "two.safetensors"}
+    assert read.dtypes == {"a": "F32", "b": "BF16"}
+
+
+@pytest.mark.parametrize("file", ["../one.safetensors", "/etc/passwd", "one.bin", ""])
+def test_index_that_leads_elsewhere(folder: Path, file: str) -> None:
+    write_index(folder, a=file)
+    with pytest.raises(RecipeError, match="which is not a safetensors file beside it"):
+        recipe_of(folder)
+
+
+@pytest.mark.skipif(HAS_BRIDGE, reason="Megatron-Bridge is installed")
+@pytest.mark.parametrize("name", ["train", "verify"])
+def test_missing_bridge_is_named(folder: Path, name: str) -> None:
+    recipe_of(folder)
+    (folder.parent / "rows.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
+    arguments = [name, str(folder.parent / "recipe.yaml"), f"data.path={folder.parent / 'rows.jsonl'}"]
+    for given in (arguments, [*arguments, "--hf", str(folder)]):
+        refused = CliRunner().invoke(app, given)
+        assert refused.exit_code == 2, refused.output
+        assert "model.hf needs Megatron-Bridge 0.6 with Python 3.12" in refused.output
