@@ -194,6 +194,7 @@ def _header(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         text = stream.read(length) if length <= min(size - 8, _LONGEST_HEADER) else b""
+    found: dict[str, tuple[str, Sequence[int]]]
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)

@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "first_k_dense_replace": 1,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: what ``model.hf`` trains answers what transformers answers, and exports the same bits.
+"""Hugging Face folders in and out: models of ``model.hf`` answer what transformers answers, and export the same bits.
 
 Needs Megatron-Bridge, and with it Python 3.12: see requirements-bridge.txt.
 """

@@ -1,4 +1,4 @@
-"""``model.hf``: what a recipe takes from a Hugging Face folder, and which folders are rejected before anything heavy."""
+"""``model.hf``: what a recipe takes from a Hugging Face folder, and which folders it rejects before anything heavy."""
 
 from __future__ import annotations
 

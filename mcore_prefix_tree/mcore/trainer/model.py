@@ -207,8 +207,9 @@ def build_chunks(
 def _keep_biases_of_experts(chunk: torch.nn.Module) -> None:
     """Give the biases of experts their fp32 back, as Megatron's training does around ``Float16Module``."""
     for module in chunk.modules():
-        if hasattr(module, "_maintain_float32_expert_bias"):
-            module._maintain_float32_expert_bias()
+        keep: Any = getattr(module, "_maintain_float32_expert_bias", None)
+        if keep is not None:
+            keep()
 
 
 def _weights(model: ModelConfig, *, scalar_head: bool) -> int:

@@ -129,7 +129,7 @@ def run_score(
         for column, iteration in iterations.items():
             models[column] = run.new_model()
             if column not in saved:
-                load_folder(iteration, models[column])
+                load_folder(str(policy), models[column])
                 continue
             checkpoint.load_weights(folders[column], iteration, models[column], model=run.recipe.model)
         readouts = {REFERENCE: Logprobs(fused=recipe.fused_head)} | {main: _readout(run, entropy, teacher_top_k)}
