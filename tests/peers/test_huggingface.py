@@ -5,8 +5,10 @@ Needs Megatron-Bridge, and with it Python 3.12: see requirements-bridge.txt.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,20 @@ def test_training_changes_what_transformers_reads(tmp_path: Path) -> None:
     assert worst_score(tmp_path / "scores.jsonl", model) <= 1e-5
 
 
+def test_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, source, _ = write_job(tmp_path, "Llama", max_shard_size="100KB")
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
+    target = tmp_path / "exported"
+    done = command("train", recipe, "--hf", str(source), f"checkpoint.export_hf={target}", "verify.enabled=false")
+    assert done.exit_code == 2, done.output
+    assert "No space left on device" in done.output
+    assert not list(tmp_path.glob("exported*"))
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -204,6 +220,35 @@ def test_weights_that_no_layer_reads(tmp_path: Path) -> None:
     refused = command("verify", recipe, "--hf", str(source))
     assert refused.exit_code == 2, refused.output
     assert "self_attn.k_norm.weight', which Megatron-Bridge's model does not read" in " ".join(refused.output.split())
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 10000.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rope_parameters": LLAMA3}, None),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "no rotary embeddings with these settings"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "no rotary embeddings with these settings"),
+        ({"sliding_window": 4}, "no sliding window for this architecture"),
+        ({"sliding_window": 4, "use_sliding_window": False}, None),
+    ],
+)
+def test_positions_and_windows(change: dict[str, Any], says: str | None, tmp_path: Path) -> None:
+    recipe, source, _ = write_job(tmp_path, "Llama")
+    config = json.loads((source / "config.json").read_text()) | change
+    (source / "config.json").write_text(json.dumps(config))
+    done = command("verify", recipe, "--hf", str(source))
+    assert done.exit_code == (2 if says else 0), done.output
+    assert (says or "") in " ".join(done.output.split())
 
 
 def test_vocabulary_that_tensor_parallel_ranks_cannot_share(tmp_path: Path) -> None:

@@ -74,25 +74,27 @@ def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path) -
     on_main_rank(unfinished.mkdir)
     writer = _Writer(folder, unfinished)
     failure: Exception | None = None
-    # Every rank takes part in every weight; the main rank goes on with the others after an error.
-    for name, weight in bridge_of(source).export_hf_weights(unwrap_model(list(chunks)), cpu=True, show_progress=False):
-        if is_main_rank() and failure is None:
-            try:
-                writer.add(name, weight)
-            except (OSError, ValueError) as error:
-                failure = error
+    weights = bridge_of(source).export_hf_weights(unwrap_model(list(chunks)), cpu=True, show_progress=False)
 
     def finish() -> None:
-        try:
-            if failure is not None:
-                raise failure
-            writer.finish()
-            os.rename(unfinished, target)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+        if failure is not None:
+            raise failure
+        writer.finish()
+        os.rename(unfinished, target)
 
-    on_main_rank(finish)
+    try:
+        # Every rank takes part in every weight; the main rank goes on with the others after an error.
+        for name, weight in weights:
+            if is_main_rank() and failure is None:
+                try:
+                    writer.add(name, weight)
+                except (OSError, ValueError) as error:
+                    failure = error
+        on_main_rank(finish)
+    except BaseException:
+        if is_main_rank():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 class _Writer:

@@ -68,12 +68,15 @@ _NAMES = {
     "rotary_base": "rotary_base",
     "rotary_percent": "rotary_percent",
     "rope_scaling": "rope_scaling",
+    "rope_scaling_factor": "rope_scaling_factor",
     "normalization": "normalization",
     "swiglu": "gated_linear_unit",
     "add_bias_linear": "add_bias_linear",
     "qk_layernorm": "qk_layernorm",
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# What Megatron-Core has in its source for the rotary embeddings of Llama 3.1.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Buffers that older releases of transformers wrote; they follow from the configuration.
 _BUFFER = "rotary_emb.inv_freq"
 
@@ -120,6 +123,7 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
     assert model.hf is not None
     check_experts(model)
     provider = bridge_of(model.hf).to_megatron_provider(load_weights=False)
+    _check_attention(model.hf, provider)
     if model.transformer_impl == "transformer_engine":
         check_transformer_engine()
         spec: Any = partial(provided_spec, provider.transformer_layer_spec)
@@ -163,6 +167,34 @@ def _check_stock(model: ModelConfig, provider: Any) -> None:
         raise RecipeError(
             f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, of TransformerEngine; "
             "set model.transformer_impl=transformer_engine"
+        )
+
+
+def _check_attention(path: str, provider: Any) -> None:
+    """Reject positions and windows of a configuration that Megatron-Bridge would pass over without a word.
+
+    Raises:
+        RecipeError: names the setting.
+    """
+    config = HuggingFaceFolder.read(path).config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    supported = {
+        "default": True,
+        "llama3": provider.rope_scaling and all(rope.get(name, value) == value for name, value in _LLAMA3.items()),
+        "linear": getattr(provider, "seq_len_interpolation_factor", None) == rope.get("factor"),
+        "yarn": provider.position_embedding_type == "yarn" or isinstance(provider, MLATransformerConfig),
+    }
+    if not supported.get(kind, False):
+        raise RecipeError(
+            f"model.hf={path}: Megatron-Bridge has no rotary embeddings with these settings for this architecture: "
+            f"{rope}"
+        )
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if window and not provider.window_size:
+        raise RecipeError(
+            f"model.hf={path}: Megatron-Bridge has no sliding window for this architecture, and config.json has "
+            f"sliding_window={window}"
         )
 
 

@@ -113,7 +113,7 @@ def run_score(
                 "the reference in a run of its own"
             )
         folders[REFERENCE] = reference
-    saved = {column: folder for column, folder in folders.items() if folder is not recipe.model.hf}
+    saved = {column: folder for column, folder in folders.items() if column != main or recipe.checkpoint.save}
     found = {column: checkpoint.latest_weights(folder) for column, folder in saved.items()}
     with session(recipe) as joined:
         # A network folder shows another machine's last checkpoint late: all take the main rank's.
