@@ -17,7 +17,7 @@ from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
 from mcore_prefix_tree.mcore.inside import fold_inside
-from mcore_prefix_tree.mcore.inside.provider import provided_spec
+from mcore_prefix_tree.mcore.seam.provider import provided_spec
 
 
 def _check(config: Any) -> None:

@@ -1,4 +1,4 @@
-"""The layer spec that a Megatron-Bridge provider asks for when its models fold inside.
+"""The layer spec that a Megatron-Bridge provider asks for when its models fold.
 
 A function with a public name, in a file of its own: Megatron-Bridge writes a provider's spec into checkpoints by name.
 """

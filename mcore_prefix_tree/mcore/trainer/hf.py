@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -89,10 +90,15 @@ def auto_bridge() -> Any:
     """
     if sys.version_info < (3, 12):
         raise RecipeError(f"{_INSTALL} (this is Python {sys.version_info[0]}.{sys.version_info[1]})")
+    # It logs a traceback for every optional package that is missing.
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
     try:
         from megatron.bridge import AutoBridge
     except ImportError as error:
         raise RecipeError(f"{_INSTALL} ({error})") from error
+    finally:
+        logging.disable(before)
     return AutoBridge
 
 
