@@ -19,7 +19,8 @@ from yaml import YAMLError
 from mcore_prefix_tree.inputs import read_text
 from mcore_prefix_tree.recipe.hf import with_folder
 from mcore_prefix_tree.recipe.keys import instead_of
-from mcore_prefix_tree.recipe.sections import AT_ODDS, Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
+from mcore_prefix_tree.recipe.values import AT_ODDS
 
 # Numbers that YAML 1.1 does not read as they look: 1:30 is 90, to base 60, and 010 is 8.
 _MISLEADING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")

@@ -8,45 +8,33 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from mcore_prefix_tree.inputs import MOST
 from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.recipe.values import (
+    AT_ODDS,
+    STRICT,
+    Dtype,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+)
 from mcore_prefix_tree.trie import Share, Sharing
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.objectives import Objective
-
-# The type of an error about several keys together, of which none has a wrong value by itself.
-AT_ODDS = "at_odds"
-
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-def _no_boolean(value: object) -> object:
-    """To Python a boolean is a number, to whoever writes ``train_iters: true`` it is a slip."""
-    if isinstance(value, bool):
-        raise PydanticCustomError("not_a_number", "input should be a number, not a boolean")
-    return value
-
-
-_Number = BeforeValidator(_no_boolean)
-PositiveInt = Annotated[int, Field(gt=0, le=MOST), _Number]
-NonNegativeInt = Annotated[int, Field(ge=0, le=MOST), _Number]
-# torch's generators take 64 bits, and ranks add a little to theirs.
-Seed = Annotated[int, Field(ge=0, lt=2**63), _Number]
-PositiveFloat = Annotated[float, Field(gt=0), _Number]
-NonNegativeFloat = Annotated[float, Field(ge=0), _Number]
-Dtype = Literal["float64", "float32", "bfloat16"]
 
 
 class RecipeError(ValueError):
     """A recipe that cannot be used. The message names the file and the key."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """What to train on.
 
@@ -86,7 +74,7 @@ class DataConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class YarnConfig:
     """YaRN's rotary embeddings (https://arxiv.org/abs/2309.00071), with Megatron's names for its settings.
 
@@ -109,7 +97,7 @@ class YarnConfig:
     correction_range_round_to_int: bool = True
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
     """A GPT, as megatron-core builds it.
 
@@ -136,7 +124,7 @@ class ModelConfig:
     max_position_embeddings: PositiveInt = 4096
     position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
     rotary_base: PositiveInt = 10000
-    rotary_percent: Annotated[float, _Number] = Field(default=1.0, gt=0, le=1)
+    rotary_percent: Annotated[float, Number] = Field(default=1.0, gt=0, le=1)
     rope_scaling: bool = False
     rope_scaling_factor: PositiveFloat = 8.0
     yarn: YarnConfig | None = None
@@ -151,7 +139,7 @@ class ModelConfig:
     hf: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
     """How the model is cut; what is left of the ranks is data parallel."""
 
@@ -177,7 +165,7 @@ class ParallelConfig:
         return (self.pipeline_model_parallel_size - 1) / (self.virtual_pipeline_model_parallel_size or 1)
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class BatchConfig:
     """How much a step takes, and how it folds.
 
@@ -227,7 +215,7 @@ class BatchConfig:
         return size
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ObjectiveConfig:
     """What the samples are trained with.
 
@@ -263,7 +251,7 @@ class ObjectiveConfig:
         return self.kind.has_scalar_head
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
     """AdamW and its schedule; warm-up and decay count steps."""
 
@@ -272,13 +260,13 @@ class OptimizerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     lr_warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.01
-    adam_beta1: Annotated[float, _Number] = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: Annotated[float, _Number] = Field(default=0.95, ge=0, lt=1)
+    adam_beta1: Annotated[float, Number] = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: Annotated[float, Number] = Field(default=0.95, ge=0, lt=1)
     clip_grad: NonNegativeFloat = 1.0
     use_distributed_optimizer: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
     """Where and how often to save.
 
@@ -308,7 +296,7 @@ def _json_lines(name: str) -> str:
     return name
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LogConfig:
     """Where ``train`` writes the numbers of every step, for programs; the main rank does, as soon as a step is done.
 
@@ -336,7 +324,7 @@ def _no_standard_input(path: str | list[str] | None) -> str | list[str] | None:
     return path
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ValidationConfig:
     """Samples that are held out: the loss of the recipe's objective on all of them is told, and none is learnt from.
 
@@ -353,7 +341,7 @@ class ValidationConfig:
     eval_interval: PositiveInt = 100
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class VerifyConfig:
     """Folded against unfolded on the first batch.
 
@@ -371,7 +359,7 @@ class VerifyConfig:
     tolerance: PositiveFloat | None = None
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
     """A whole job.
 

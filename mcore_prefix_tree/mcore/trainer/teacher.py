@@ -12,6 +12,7 @@ from mcore_prefix_tree.mcore.engine.teacher import Teacher, TeacherModel
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.mcore.trainer import checkpoint
+from mcore_prefix_tree.mcore.trainer.hf import described
 from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, Objective
@@ -112,19 +113,20 @@ def _load(recipe: Recipe, student: Resolved, vocab_size: int, *, say: Callable[[
     try:
         config = transformer_config(recipe.model, recipe.parallel, on_gpu=device.type == "cuda")
         check_config(config)
+        model = described(recipe.model, config)
     except (RecipeError, NotImplementedError) as error:
         raise type(error)(f"of the teacher: {error}") from error
     deterministic = recipe.deterministic_attention
     backend = resolve_backend(
         recipe.attention_backend, config, student.first_step, device=device, deterministic=deterministic
     )
-    chunks = build_chunks(recipe.model, config, vocab_size=recipe.parallel.padded_vocab_size(vocab_size), device=device)
+    chunks = build_chunks(model, config, vocab_size=recipe.parallel.padded_vocab_size(vocab_size), device=device)
     folder = recipe.checkpoint.save
     assert folder is not None, "read_teacher_recipes asks for it"
     iteration = everyone(checkpoint.latest_weights(folder))[0]
     if iteration is None:
         raise RecipeError(f"the teacher's checkpoint.save={folder} holds no checkpoint; name the folder of a run")
-    checkpoint.load_weights(folder, iteration, chunks, model=recipe.model)
+    checkpoint.load_weights(folder, iteration, chunks, model=model)
     for chunk in chunks:
         chunk.requires_grad_(False)
     say(f"the teacher's weights are {checkpoint.iteration_folder(folder, iteration)}")
