@@ -8,7 +8,6 @@ from mcore_prefix_tree.recipe.sections import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
-    Dtype,
     LogConfig,
     ModelConfig,
     ObjectiveConfig,
@@ -20,6 +19,7 @@ from mcore_prefix_tree.recipe.sections import (
     VerifyConfig,
     YarnConfig,
 )
+from mcore_prefix_tree.recipe.values import Dtype
 
 __all__ = [
     "BatchConfig",
