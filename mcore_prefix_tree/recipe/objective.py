@@ -49,7 +49,14 @@ def objective_of(recipe: Recipe) -> Objective:
             "objective.options.teacher=full, and xtoken, ask a second model; leave it out"
         )
     if objective.across_tokenizers:
-        return bound(cast("CrossTokenizer", objective), recipe)
+        return bound(
+            cast("CrossTokenizer", objective),
+            teachers,
+            recipe.data,
+            sharing=recipe.batch.sharing,
+            pad_to_multiple_of=recipe.padding.multiple,
+            block_rows=recipe.head_chunk_rows,
+        )
     if len(teachers) > 1:
         raise RecipeError(f"objective.teacher_recipe names {len(teachers)} recipes, but distill has one teacher")
     return objective

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, TeacherSide
 from mcore_prefix_tree.recipe.load import load_recipe
-from mcore_prefix_tree.recipe.sections import DataConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import DataConfig, RecipeError
+from mcore_prefix_tree.trie import Sharing
 from mcore_prefix_tree.xtoken.losses import Endings
 from mcore_prefix_tree.xtoken.losses.registry import Reads
 from mcore_prefix_tree.xtoken.pairs import Pairing
@@ -15,33 +16,40 @@ from mcore_prefix_tree.xtoken.projection_file import read_projection
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 
-def bound(settings: CrossTokenizer, recipe: Recipe) -> BoundCrossTokenizer:
+def bound(
+    settings: CrossTokenizer,
+    teachers: Sequence[str],
+    data: DataConfig,
+    *,
+    sharing: Sharing,
+    pad_to_multiple_of: int,
+    block_rows: int | None,
+) -> BoundCrossTokenizer:
     """Return the objective of a recipe's settings.
 
     Args:
         settings: from ``objective.options``.
-        recipe: names the student's tokenizer, and the recipes of the teachers, which name theirs.
+        teachers: their recipes, which name their tokenizers.
+        data: names the student's tokenizer.
+        sharing: see :meth:`CrossTokenizer.bound`, as for the other two.
+        pad_to_multiple_of: of the layouts' sizes.
+        block_rows: predictors of a block, at most.
 
     Raises:
         RecipeError: a tokenizer or a projection is missing, or does not fit.
         ValueError, OSError: a tokenizer or a file cannot be read; names it.
     """
-    paths, reads = recipe.objective.teacher_recipes, settings.losses.reads
-    projections = _projections(settings, reads, len(paths))
-    student = _tokenizer(recipe.data, "data.tokenizer")
+    reads = settings.losses.reads
+    projections = _projections(settings, reads, len(teachers))
+    student = _tokenizer(data, "data.tokenizer")
     sides = []
-    for path, projection in zip(paths, projections, strict=True):
+    for path, projection in zip(teachers, projections, strict=True):
         teacher = _tokenizer(load_recipe(path).data, f"objective.teacher_recipe={path}: its data.tokenizer")
         pairing = Pairing(student, teacher, aligner=settings.aligner)
         sides.append(_side(pairing, reads, projection))
     _check_columns(settings, sides)
     try:
-        return settings.bound(
-            sides,
-            sharing=recipe.batch.sharing,
-            pad_to_multiple_of=recipe.padding.multiple,
-            block_rows=recipe.head_chunk_rows,
-        )
+        return settings.bound(sides, sharing=sharing, pad_to_multiple_of=pad_to_multiple_of, block_rows=block_rows)
     except ValueError as error:
         raise RecipeError(f"objective.options: {error}") from None
 

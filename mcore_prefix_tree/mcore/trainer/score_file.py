@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
@@ -18,7 +20,7 @@ from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.hf import load_folder
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
-from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.sample import Sample
 
@@ -98,44 +100,35 @@ def run_score(
         check_rows_output(output, recipe.inputs)
     except ValueError as error:
         raise RecipeError(f"--output {error}") from None
-    policy = recipe.checkpoint.save or recipe.model.hf
-    if policy is None:
-        raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
     main = recipe.objective.kind.scored_as
     if teacher_top_k is not None:
         main = _teacher_column(recipe.objective, recipe.model.vocab_size, teacher_top_k)
-    folders: dict[str, str | Path] = {main: policy}
+    weights = {main: _policy(recipe.checkpoint.save, recipe.model.hf)}
     if reference is not None:
         if recipe.objective.has_scalar_head or teacher_top_k is not None:
             raise RecipeError(
                 f"--reference gives ref_logprobs beside those of a policy, but this model gives {main} alone; score "
                 "the reference in a run of its own"
             )
-        folders[REFERENCE] = reference
-    saved = {column: folder for column, folder in folders.items() if column != main or recipe.checkpoint.save}
-    found = {column: checkpoint.latest_weights(folder) for column, folder in saved.items()}
+        weights[REFERENCE] = _Weights(folder=reference)
+    found = {column: one.last() for column, one in weights.items()}
     with session(recipe) as joined:
         # A network folder shows another machine's last checkpoint late: all take the main rank's.
-        iterations = {column: _existing(folders[column], last) for column, last in everyone(found)[0].items()}
-        if main not in saved:
-            iterations[main] = str(policy)
+        found = everyone(found)[0]
+        names = {column: one.named(found[column]) for column, one in weights.items()}
         objective = objective_of(recipe)
         # Whatever the objective reads of a sample: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
         data = read_data(joined, grouping, every_sample=True)
         run = resolve(joined, objective, data)
-        models = {}
-        for column, iteration in iterations.items():
-            models[column] = run.new_model()
-            if column not in saved:
-                load_folder(str(policy), models[column])
-                continue
-            checkpoint.load_weights(folders[column], iteration, models[column], model=run.recipe.model)
+        models = {column: run.new_model() for column in weights}
+        for column, one in weights.items():
+            one.fill(models[column], names[column], run.recipe.model)
         readouts = {REFERENCE: Logprobs(fused=recipe.fused_head)} | {main: _readout(run, entropy, teacher_top_k)}
         report = ScoreReport(
-            iteration=iterations[main],
-            reference_iteration=iterations.get(REFERENCE),
+            iteration=names[main],
+            reference_iteration=names.get(REFERENCE),
             skipped=str(data.skipped) if data.skipped.count else "",
         )
         with rows_file(output) if is_main_rank() else nullcontext() as writer:
@@ -151,6 +144,46 @@ def run_score(
                         ]
                     )
         return report, is_main_rank()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """Weights to score with.
+
+    Attributes:
+        folder: of a run's checkpoints, or of a Hugging Face model.
+        is_hf: whether it is the latter.
+    """
+
+    folder: str | Path
+    is_hf: bool = False
+
+    def last(self) -> int | str | None:
+        """Return the iteration of a run's last checkpoint, None without one."""
+        return None if self.is_hf else checkpoint.latest_weights(self.folder)
+
+    def named(self, last: int | str | None) -> int | str:
+        """Return the iteration, or the name of the model's folder.
+
+        Raises:
+            RecipeError: the run has no checkpoint.
+        """
+        return str(self.folder) if self.is_hf else _existing(self.folder, last)
+
+    def fill(self, chunks: list[torch.nn.Module], name: int | str, model: ModelConfig) -> None:
+        """Fill a model with the weights that :meth:`named` named."""
+        if self.is_hf:
+            load_folder(str(self.folder), chunks)
+        else:
+            checkpoint.load_weights(self.folder, name, chunks, model=model)
+
+
+def _policy(save: str | None, hf: str | None) -> _Weights:
+    if save is not None:
+        return _Weights(folder=save)
+    if hf is None:
+        raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
+    return _Weights(folder=hf, is_hf=True)
 
 
 def _batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:

@@ -26,32 +26,37 @@ def read_teacher_recipes(recipe: Recipe, objective: Objective) -> list[Recipe]:
         RecipeError: one cannot be read, has a scalar head, names no checkpoint, or with the student's tokenizer has
             another vocabulary or shorter positions.
     """
-    return [_read(recipe, path, is_across=objective.across_tokenizers) for path in recipe.objective.teacher_recipes]
+    recipes = []
+    for path in recipe.objective.teacher_recipes:
+        teacher = load_recipe(path)
+        setting = f"objective.teacher_recipe={path}"
+        if teacher.objective.has_scalar_head:
+            raise RecipeError(f"{setting}: its objective.name={teacher.objective.name} has no vocabulary to learn from")
+        if teacher.checkpoint.save is None:
+            raise RecipeError(f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints")
+        if not objective.across_tokenizers:
+            _check_vocabulary(teacher.model, recipe.model, setting)
+            _check_positions(teacher.model, recipe.model, recipe.batch.max_tokens, setting)
+        recipes.append(
+            replace(
+                teacher,
+                objective=ObjectiveConfig(),
+                parallel=recipe.parallel,
+                fused_head=True,
+                device=recipe.device,
+                deterministic_attention=recipe.deterministic_attention,
+            )
+        )
+    return recipes
 
 
-def _read(recipe: Recipe, path: str, *, is_across: bool) -> Recipe:
-    teacher = load_recipe(path)
-    setting = f"objective.teacher_recipe={path}"
-    if teacher.objective.has_scalar_head:
-        raise RecipeError(f"{setting}: its objective.name={teacher.objective.name} has no vocabulary to learn from")
-    if teacher.checkpoint.save is None:
-        raise RecipeError(f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints")
-    sizes = teacher.model.vocab_size, recipe.model.vocab_size
-    if not is_across and None not in sizes and sizes[0] != sizes[1]:
+def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) -> None:
+    sizes = teacher.vocab_size, student.vocab_size
+    if None not in sizes and sizes[0] != sizes[1]:
         raise RecipeError(
             f"{setting}: its model.vocab_size={sizes[0]}, but the student's is {sizes[1]}; whole vocabularies are "
             "compared token by token"
         )
-    if not is_across:
-        _check_positions(teacher.model, recipe.model, recipe.batch.max_tokens, setting)
-    return replace(
-        teacher,
-        objective=ObjectiveConfig(),
-        parallel=recipe.parallel,
-        fused_head=True,
-        device=recipe.device,
-        deterministic_attention=recipe.deterministic_attention,
-    )
 
 
 def _check_positions(teacher: ModelConfig, student: ModelConfig, max_tokens: int, setting: str) -> None:
