@@ -156,6 +156,7 @@ TRANSFORMER_ENGINE = (
 ENGINE = (
     Uses(f"{_STATE}:get_data_parallel_group", keywords="with_context_parallel"),
     Uses(f"{_STATE}:get_embedding_group"),
+    Uses(f"{_STATE}:is_pipeline_last_stage", keywords="ignore_virtual"),
     Uses(f"{_STATE}:is_rank_in_embedding_group"),
     Uses("megatron.core.tensor_parallel:gather_from_tensor_model_parallel_region", "input_"),
     Uses("megatron.core.pipeline_parallel:get_forward_backward_func"),
@@ -205,6 +206,7 @@ TRAINER = (
     Uses(f"{_STATE}:get_pipeline_model_parallel_rank"),
     Uses(f"{_STATE}:get_data_parallel_world_size"),
     Uses("megatron.core.tensor_parallel:model_parallel_cuda_manual_seed", "seed", "force_reset_rng"),
+    Uses("megatron.core.process_groups_config:ProcessGroupCollection.use_mpu_process_groups"),
     Uses("megatron.core.distributed:DistributedDataParallel", "config ddp_config module"),
     Uses(
         "megatron.core.distributed:DistributedDataParallelConfig",
