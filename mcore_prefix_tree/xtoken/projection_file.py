@@ -155,7 +155,8 @@ def _read_safetensors(path: str | Path, student: TokenBytes, teacher: TokenBytes
     known = {"format", "student_hash", "teacher_hash"} <= about.keys()
     if not known or about["format"] != _FORMAT or columns is None or weights is None:
         raise ValueError(f"{path}: is a safetensors file, but not a projection of this version; {_REBUILD}")
-    if columns.dtype != np.int32 or weights.dtype != np.float32 or columns.ndim != 2 or columns.shape != weights.shape:
+    is_typed = columns.dtype == np.int32 and weights.dtype == np.float32
+    if not is_typed or columns.ndim != 2 or columns.shape != weights.shape or not columns.shape[1]:
         raise ValueError(f"{path}: its arrays are not those of a projection; {_REBUILD}")
     if not np.isfinite(weights).all() or (weights < 0).any():
         raise ValueError(f"{path}: has weights that are negative or not finite; {_REBUILD}")
@@ -205,11 +206,12 @@ def _read_torch(path: str | Path, student: TokenBytes, teacher: TokenBytes, scal
         top_k, size = int(content["indices"].shape[1]), int(content["indices"].shape[0])
     elif isinstance(content, dict) and content and all(isinstance(key, tuple) and len(key) == 2 for key in content):
         rows, columns, weights = _sparse_entries(path, content)
-        top_k, size = int(np.bincount(rows).max()), student.vocab_size
+        top_k, size = 0, student.vocab_size
     else:
         raise ValueError(f"{path}: has neither 'indices' and 'likelihoods' nor pairs of tokens; {_REBUILD}")
-    if (rows < 0).any() or (rows >= size).any() or (columns >= teacher.vocab_size).any():
-        at = int(np.argmax((rows < 0) | (rows >= size) | (columns >= teacher.vocab_size)))
+    strange = (rows < 0) | (rows >= size) | (columns < 0) | (columns >= teacher.vocab_size)
+    if strange.any():
+        at = int(np.argmax(strange))
         raise ValueError(
             f"{path}: maps token {rows[at]} to {columns[at]}, but the tokenizers '{student.name}' and '{teacher.name}' "
             f"have {size} and {teacher.vocab_size} tokens; {_REBUILD}"
@@ -222,7 +224,8 @@ def _read_torch(path: str | Path, student: TokenBytes, teacher: TokenBytes, scal
         weights,
         student_vocab_size=size,
         teacher_vocab_size=teacher.vocab_size,
-        top_k=top_k,
+        # The sparse form keeps all entries; they are counted once it is known that the rows are tokens.
+        top_k=top_k or int(np.bincount(rows).max(initial=1)),
         student_hash=str(content.get("student_hash", "")),
         teacher_hash=str(content.get("teacher_hash", "")),
     )
@@ -242,8 +245,9 @@ def _dense_entries(path: str | Path, content: dict[str, Any], scale_column: bool
         or indices.dtype.is_floating_point
     ):
         raise ValueError(f"{path}: 'indices' and 'likelihoods' are not matrices of one shape; {_REBUILD}")
+    # Weights that were learned are parameters.
     columns = indices.to(torch.int64).numpy()
-    weights = likelihoods.to(torch.float64).numpy()
+    weights = likelihoods.detach().to(torch.float64).numpy()
     if content.get("enable_scale_trick") and not scale_column:
         columns, weights = columns[:, :-1], weights[:, :-1]
     row, rank = np.nonzero((columns >= 0) & (weights != 0))

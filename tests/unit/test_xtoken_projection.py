@@ -219,6 +219,14 @@ class Harmful:
         return print, ("executed",)
 
 
+def test_learned_weights_are_read(tmp_path):
+    path = tmp_path / "w.pt"
+    content = {"indices": torch.tensor([[0]] * 5), "likelihoods": torch.nn.Parameter(torch.ones(5, 1))}
+    torch.save(content, path)
+    read = read_projection(path, student=EXAMPLE.student, teacher=EXAMPLE.teacher)
+    assert read.weights.tolist() == [[1.0]] * 5
+
+
 def harmful(path):
     path.write_bytes(pickle.dumps({"indices": Harmful()}, protocol=2))
 
@@ -248,6 +256,9 @@ BAD = {
     "text_keys.pt": (lambda path: torch.save({("a", "b"): 1.0}, path), "its pairs are not two tokens with a weight"),
     "nan.pt": (lambda path: nemo(path, [[0]] * 5, [[float("nan")]] * 5), "negative or not finite"),
     "beyond.pt": (lambda path: torch.save({(1, 9): 1.0}, path), "maps token 1 to 9, but the tokenizers 'student' and"),
+    "row.pt": (lambda path: torch.save({(-1, 0): 1.0}, path), "maps token -1 to 0, but the tokenizers 'student' and"),
+    "large.pt": (lambda path: torch.save({(2**50, 0): 1.0}, path), "but the tokenizers 'student' and"),
+    "column.pt": (lambda path: torch.save({(1, -1): 1.0}, path), "maps token 1 to -1, but the tokenizers 'student'"),
     "rows.pt": (lambda path: nemo(path, [[0]] * 4, [[1.0]] * 4), "has 4 rows, but the student's tokenizer 'student'"),
 }  # fmt: skip
 
@@ -307,6 +318,7 @@ def test_our_file_is_checked(tmp_path):
         (built.columns, built.weights - 1, "negative or not finite"),
         (built.columns + 5, built.weights, "row 1 maps to a token that the teacher's tokenizer 'teacher' of 6 tokens"),
         (built.columns.astype(np.int64), built.weights, "its arrays are not those of a projection"),
+        (built.columns[:, :0], built.weights[:, :0], "its arrays are not those of a projection"),
     ):
         wrong = Projection(columns=columns, weights=weights, teacher_vocab_size=6)
         write_projection(path, wrong)
