@@ -85,6 +85,15 @@ class TeacherSide:
     endings: Endings | None = None
 
 
+def _same(one: TeacherSide, other: TeacherSide) -> bool:
+    """Return whether two teachers have the same projection."""
+    if one.projection is None or other.projection is None:
+        return one.projection is other.projection
+    return np.array_equal(one.projection.columns, other.projection.columns) and np.array_equal(
+        one.projection.weights, other.projection.weights
+    )
+
+
 @plain_dataclass(frozen=True, kw_only=True, eq=False)
 class TaughtChunks:
     """The chunks that a micro-batch has with one teacher.
@@ -298,6 +307,11 @@ class BoundCrossTokenizer(_OfChunks):
             if settings.rendering == "own":
                 # Chat formats may differ, and with them the tokens.
                 raise ValueError("teachers=averaged_logits needs teachers that read one text; set rendering=student")
+            if not all(map(_same, self.sides, self.sides[1:])):
+                raise ValueError(
+                    "teachers=averaged_logits compares by one projection, and those of the teachers differ; name one "
+                    "file for all"
+                )
             if weights is not None and not sum(weights) > 0:
                 raise ValueError(
                     "teachers=averaged_logits divides by the sum of teacher_weights, which must be above 0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, TeacherSide
@@ -56,6 +57,11 @@ def bound(
 
 def _side(pairing: Pairing, reads: Reads, projection: str | None) -> TeacherSide:
     tables = pairing.student, pairing.teacher
+    if projection is not None and not Path(projection).is_file():
+        raise RecipeError(
+            f"objective.options.projection={projection}: no such file; make it with mcore-prefix-tree xtoken "
+            "build-projection"
+        )
     return TeacherSide(
         pairing=pairing,
         student_size=pairing.student.vocab_size,

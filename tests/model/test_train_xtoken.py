@@ -159,6 +159,14 @@ def test_one_teacher_twice_is_that_teacher(folder):
     assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
+def test_the_average_of_one_teacher_is_that_teacher_whatever_it_weighs(folder):
+    averaged = settings(folder, "alm", teachers="averaged_logits", teacher_weights=[3.0])
+    found = [
+        train(folder / "student.yaml", *given, "train_iters=2").losses for given in (settings(folder, "alm"), averaged)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
 def test_verification_goes_with_a_teacher(folder):
     assert command("verify", folder / "student.yaml", *settings(folder)).exit_code == 0
 
@@ -183,6 +191,23 @@ def test_mistakes_are_named_before_a_step(folder, tmp_path):
     assert "teacher_weights has 2 numbers, but there are 1 teachers" in refused(*good, *options(teacher_weights=[1, 2]))
     averaged = {"teachers": "averaged_logits"}
     assert "set rendering=student" in refused(*good, *options(rendering="own", **averaged))
+    twice = f"objective.teacher_recipe={json.dumps([str(folder / 'teacher.yaml')] * 2)}"
+    trimmed, names = tmp_path / "trimmed.safetensors", ["--student", str(folder / "student")]
+    names += ["--teacher", str(folder / "teacher"), "--top-k", "1"]
+    trim = ["xtoken", "trim", str(folder / "w.safetensors"), "--output", str(trimmed), *names]
+    assert CliRunner().invoke(app, trim).exit_code == 0
+    files = [str(folder / "w.safetensors"), str(trimmed)]
+    assert "name one file for all" in refused(*good, twice, *options(projection=files, **averaged))
+    larger = tmp_path / "larger.yaml"
+    larger.write_text((folder / "teacher.yaml").read_text().replace("  dtype:", "  vocab_size: 2000\n  dtype:"))
+    unlike = f"objective.teacher_recipe={json.dumps([str(folder / 'teacher.yaml'), str(larger)])}"
+    assert "give their recipes one model.vocab_size" in refused(
+        *good, unlike, *options(projection=files[:1] * 2, **averaged)
+    )
+    missing = tmp_path / "missing.safetensors"
+    assert f"objective.options.projection={missing}: no such file" in refused(
+        *settings(folder, projection=str(missing))
+    )
     assert "which must be above 0" in refused(*good, *options(teacher_weights=[0], **averaged))
     assert "was built for another student's tokenizer" in refused(*good, f"data.tokenizer={folder / 'teacher'}")
     broken = tmp_path / "broken.safetensors"

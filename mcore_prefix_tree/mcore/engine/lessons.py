@@ -184,8 +184,10 @@ class PairedTeachers(Teacher):
     def _shares(self, found: Sequence[Sequence[TeacherHidden]], asked: Sequence[Sequence[MicroBatch]]) -> list[float]:
         """Return how much each teacher counts."""
         settings = self.objective.settings
-        if len(found) == 1 or settings.teachers == "weights":
+        if settings.teachers == "weights":
             return list(settings.teacher_weights or [1.0] * len(found))
+        if len(found) == 1:
+            return [1.0]  # the average, the softmax and the lowest of one
         entropies = [self._cross_entropy(*of_model) for of_model in zip(found, asked, strict=True)]
         if settings.teachers == "lowest_ce":
             return [float(number == int(np.argmin(entropies))) for number in range(len(entropies))]

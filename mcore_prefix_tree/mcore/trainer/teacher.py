@@ -97,6 +97,15 @@ def load_teachers(recipes: Sequence[Recipe], student: Resolved, *, say: Callable
         (recipe,) = recipes
         return _load(recipe, student, size, say=say)
     objective, models = cast("BoundCrossTokenizer", student.job.objective), []
+    padded = {
+        parallel.padded_vocab_size(recipe.model.vocab_size or side.teacher_size)
+        for recipe, side in zip(recipes, objective.sides, strict=True)
+    }
+    if objective.settings.teachers == "averaged_logits" and len(padded) > 1:
+        raise RecipeError(
+            f"objective.options.teachers=averaged_logits adds logits, but the teachers have {min(padded)} and "
+            f"{max(padded)} of them; give their recipes one model.vocab_size"
+        )
     for recipe, side in zip(recipes, objective.sides, strict=True):
         own = recipe.model.vocab_size
         if own is not None and own < side.teacher_size:
