@@ -9,6 +9,7 @@ import errno
 import importlib.util
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
+import safetensors.torch
 import torchrun_jobs
 import transformers
 from bridge_models import auto_bridge
@@ -26,6 +28,7 @@ from hf_folders import FAMILIES, rows, saved_model
 from safetensors.torch import load_file
 from train_jobs import command, write_rows
 
+from mcore_prefix_tree import ending
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
 from mcore_prefix_tree.mcore.engine.steps import fold_step
 from mcore_prefix_tree.mcore.trainer.hf import bridge_of
@@ -133,6 +136,7 @@ def test_training_changes_what_transformers_reads(tmp_path: Path) -> None:
     """Also after a resume, and through ``export``."""
     recipe, source, model = write_job(tmp_path, "Llama")
     saved = f"checkpoint.save={tmp_path / 'run'}"
+    (source / "tf_model.h5").write_bytes(b"the untrained weights once more")
     for iterations in (1, 2):
         options = (saved, f"train_iters={iterations}", "optimizer.lr_decay_style=constant")
         exported = tmp_path / f"after {iterations}"
@@ -141,6 +145,7 @@ def test_training_changes_what_transformers_reads(tmp_path: Path) -> None:
     again = command("export", recipe, str(tmp_path / "again"), "--hf", str(source), saved)
     assert again.exit_code == 0, again.output
     assert_same_folder(tmp_path / "again", exported)
+    assert not list(exported.glob("*.h5"))
     losses = []
     for folder in (source, tmp_path / "after 1", exported):
         model = read_model(folder)
@@ -162,6 +167,26 @@ def test_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.exit_code == 2, done.output
     assert "No space left on device" in done.output
     assert not list(tmp_path.glob("exported*"))
+
+
+def test_signal_during_the_export_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, source, _ = write_job(tmp_path, "Llama")
+    save_file = safetensors.torch.save_file
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        # It would end this process, and pytest with it.
+        if signal.getsignal(signal.SIGTERM) is ending._end_at_once:
+            raise OSError(errno.EINTR, "ended at once")
+        os.kill(os.getpid(), signal.SIGTERM)
+        save_file(*args, **options)
+
+    monkeypatch.setattr("safetensors.torch.save_file", interrupted)
+    target = tmp_path / "exported"
+    done = command(
+        "train", recipe, "--hf", str(source), STILL, f"checkpoint.export_hf={target}", "verify.enabled=false"
+    )
+    assert done.exit_code == 0, done.output
+    assert_same_folder(target, source)
 
 
 def full_disk(*_: Any, **__: Any) -> None:
@@ -249,6 +274,15 @@ def test_positions_and_windows(change: dict[str, Any], says: str | None, tmp_pat
     done = command("verify", recipe, "--hf", str(source))
     assert done.exit_code == (2 if says else 0), done.output
     assert (says or "") in " ".join(done.output.split())
+
+
+def test_settings_that_folding_decides(tmp_path: Path) -> None:
+    """Without losses by token every micro-batch would have a mean of its own."""
+    recipe, source, _ = write_job(tmp_path, "Llama")
+    setting = "model.transformer.calculate_per_token_loss"
+    refused = command("verify", recipe, "--hf", str(source), f"{setting}=false")
+    assert refused.exit_code == 2, refused.output
+    assert f"{setting}: other keys of the recipe, or folding, decide this" in " ".join(refused.output.split())
 
 
 def test_vocabulary_that_tensor_parallel_ranks_cannot_share(tmp_path: Path) -> None:

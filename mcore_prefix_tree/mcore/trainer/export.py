@@ -32,8 +32,9 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# Weights, tables of other weights, and code.
-_LEFT_OUT = (".safetensors", ".bin.index.json", ".py", *PICKLES)
+# Weights, in formats of other frameworks too, which would be the untrained ones; tables of other weights, and code.
+_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
+_LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", ".py", *PICKLES, *_OTHER_WEIGHTS)
 
 
 def check_export(path: str | Path, setting: str) -> None:

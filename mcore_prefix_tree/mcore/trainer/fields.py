@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+from collections.abc import Container
 from typing import Any, get_type_hints
 
 import torch
@@ -75,6 +76,15 @@ def typed_settings(model: ModelConfig, kind: type) -> dict[str, Any]:
         raise RecipeError(f"model.transformer.{unknown[0]}: megatron-core's {kind.__name__} has no such field")
     hints = get_type_hints(kind)
     return {name: _typed(name, value, hints[name]) for name, value in model.transformer.items()}
+
+
+def check_not_decided(model: ModelConfig, fixed: Container[str]) -> None:
+    """Reject a key of ``model.transformer`` among the fields that a run sets itself."""
+    taken = sorted(name for name in model.transformer if name in fixed)
+    if taken:
+        raise RecipeError(
+            f"model.transformer.{taken[0]}: other keys of the recipe, or folding, decide this; leave it out"
+        )
 
 
 def check_experts(model: ModelConfig) -> None:

@@ -27,6 +27,7 @@ from mcore_prefix_tree.mcore.seam.provider import provided_spec
 from mcore_prefix_tree.mcore.trainer.fields import (
     check_experts,
     check_latent_layers,
+    check_not_decided,
     check_transformer_engine,
     defaults_of_run,
     local_layers,
@@ -143,6 +144,7 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
         )
     fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {"should_pad_vocab": False}
     fixed["transformer_layer_spec"] = spec
+    check_not_decided(model, fixed)
     defaults = _OFF | defaults_of_run(parallel)
     if model.transformer_impl == "local":
         defaults["moe_grouped_gemm"] = False  # TransformerEngine's

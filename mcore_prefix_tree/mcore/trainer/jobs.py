@@ -20,6 +20,7 @@ from mcore_prefix_tree.mcore.engine.verify import VerifyReport
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.claim import claimed
+from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
 from mcore_prefix_tree.mcore.trainer.export import check_export, export
 from mcore_prefix_tree.mcore.trainer.logs import check_logs
 from mcore_prefix_tree.mcore.trainer.resolve import Data, Resolved, read_data, resolve
@@ -129,7 +130,9 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         trainer.train(saved, reporter, new_data=new_data)
         if target is not None:
             assert recipe.model.hf is not None, "the recipe checks it"
-            export(recipe.model.hf, chunks, target)
+            # Like a step, it is finished first: a signal would leave half a folder, and no other copy without a save.
+            with EndRequest():
+                export(recipe.model.hf, chunks, target)
             say(f"the weights are exported to {target}")
         if data.skipped.count:
             say(f"not trained on: {data.skipped}")

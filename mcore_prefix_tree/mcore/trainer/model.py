@@ -17,6 +17,7 @@ from mcore_prefix_tree.mcore.seam.validation import check_model
 from mcore_prefix_tree.mcore.trainer.fields import (
     check_experts,
     check_latent_layers,
+    check_not_decided,
     check_transformer_engine,
     defaults_of_run,
     local_layers,
@@ -65,11 +66,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
     if latent is not None:
         fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
     check_experts(model)
-    taken = sorted(set(model.transformer) & set(fixed))
-    if taken:
-        raise RecipeError(
-            f"model.transformer.{taken[0]}: other keys of the recipe, or folding, decide this; leave it out"
-        )
+    check_not_decided(model, fixed)
     try:
         config = kind(**(fixed | defaults_of_run(parallel) | settings))
     except Exception as error:  # a division by zero, too
