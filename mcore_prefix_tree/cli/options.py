@@ -44,7 +44,7 @@ def check_output_option(
 def with_hf(overrides: list[str] | None, path: str | None) -> list[str]:
     """Return a recipe's overrides, with ``model.hf`` if ``--hf`` gives a path."""
     given = overrides or []
-    return given if path is None else [*given, f"model.hf={json.dumps(path)}"]
+    return given if path is None else [*given, f"model.hf={json.dumps(path, ensure_ascii=False)}"]
 
 
 def takes(section: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:

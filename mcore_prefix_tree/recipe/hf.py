@@ -127,7 +127,7 @@ def with_folder(content: Any) -> Any:
     if not isinstance(model, dict) or not isinstance(path, str):
         return content
     further = model.get("transformer")
-    given = [*model, *(f"transformer.{name}" for name in (further if isinstance(further, dict) else ()))]
+    given = [*map(str, model), *(f"transformer.{name}" for name in (further if isinstance(further, dict) else ()))]
     for key in given:
         # The folder's, and not of this run: a limit of positions, too.
         if key != "transformer" and (not SAME_FUNCTION.fullmatch(key) or key == "max_position_embeddings"):
@@ -163,6 +163,11 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _files(folder: Path) -> Iterator[tuple[str, str]]:
     """Weights and their files."""
+    if (folder / INDEX).is_file() and (folder / SINGLE).is_file():
+        raise ValueError(
+            f"{folder} has weights twice: transformers reads {SINGLE}, other programs the files of {INDEX}; remove "
+            "those that are not the model's"
+        )
     if (folder / INDEX).is_file():
         placed = _json(folder / INDEX).get("weight_map")
         if not isinstance(placed, dict) or not placed:

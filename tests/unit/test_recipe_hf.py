@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.cli.options import with_hf
 from mcore_prefix_tree.recipe import RecipeError, load_recipe
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
 
@@ -113,6 +114,7 @@ def test_sizes_beside_a_folder_are_rejected(folder: Path, setting: str) -> None:
         ("model.hf=Qwen/Qwen3-8B", "is not a folder with a config.json; download the model first"),
         ("model.hf=3", "model.hf: input should be a valid string"),
         ("model.nope=3", "model.nope is set, but model.hf="),
+        ("model={3: 4}", "model.3 is set, but model.hf="),
     ],
 )
 def test_recipes_that_a_folder_does_not_fit(folder: Path, setting: str, says: str) -> None:
@@ -213,6 +215,20 @@ def test_weights_of_several_files(folder: Path) -> None:
     read = HuggingFaceFolder.read(folder)
     assert read.files == {"a": "one.safetensors", "b": "two.safetensors"}
     assert read.dtypes == {"a": "F32", "b": "BF16"}
+
+
+def test_weights_twice(folder: Path) -> None:
+    write_index(folder, a="one.safetensors")
+    for name in ("one.safetensors", "model.safetensors"):
+        write_tensors(folder / name, ["a"])
+    with pytest.raises(RecipeError, match=r"has weights twice: transformers reads model\.safetensors"):
+        recipe_of(folder)
+
+
+def test_paths_of_any_character(folder: Path) -> None:
+    recipe_of(folder)
+    renamed = folder.rename(folder.parent / 'a=b \U0001f600 \u00e9 "q" \\')
+    assert load_recipe(folder.parent / "recipe.yaml", with_hf(None, str(renamed))).model.hf == str(renamed)
 
 
 @pytest.mark.parametrize("file", ["../one.safetensors", "/etc/passwd", "one.bin", ""])
