@@ -285,6 +285,16 @@ def test_settings_that_folding_decides(tmp_path: Path) -> None:
     assert f"{setting}: other keys of the recipe, or folding, decide this" in " ".join(refused.output.split())
 
 
+@pytest.mark.parametrize("change", [{"norm_topk_prob": False}, {"rope_interleave": False}, {"rms_norm_eps": 0.1}])
+def test_settings_that_deepseek_layers_pass_over(change: dict[str, Any], tmp_path: Path) -> None:
+    recipe, source, _ = write_job(tmp_path, "DeepseekV3")
+    config = json.loads((source / "config.json").read_text()) | change
+    (source / "config.json").write_text(json.dumps(config))
+    refused = command("verify", recipe, "--hf", str(source))
+    assert refused.exit_code == 2, refused.output
+    assert f"config.json has {next(iter(change))}=" in " ".join(refused.output.split())
+
+
 def test_vocabulary_that_tensor_parallel_ranks_cannot_share(tmp_path: Path) -> None:
     recipe, source, _ = write_job(tmp_path, "Llama")
     refused = command("verify", recipe, "--hf", str(source), "parallel.tensor_model_parallel_size=3")

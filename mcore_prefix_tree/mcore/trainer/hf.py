@@ -79,6 +79,9 @@ _NAMES = {
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # What Megatron-Core has in its source for the rotary embeddings of Llama 3.1.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What DeepSeek-V3's layers do in Megatron-Core or in transformers whatever a configuration says: scores of experts are
+# normalised, rotary channels interleaved, and transformers' latent norms have this epsilon.
+_DEEPSEEK3 = {"norm_topk_prob": True, "rope_interleave": True, "rms_norm_eps": 1e-6}
 # Buffers that older releases of transformers wrote; they follow from the configuration.
 _BUFFER = "rotary_emb.inv_freq"
 
@@ -179,7 +182,7 @@ def _check_stock(model: ModelConfig, provider: Any) -> None:
 
 
 def _check_attention(path: str, provider: Any) -> None:
-    """Reject positions and windows of a configuration that Megatron-Bridge would pass over without a word.
+    """Reject settings of a configuration that Megatron-Bridge would pass over without a word.
 
     Raises:
         RecipeError: names the setting.
@@ -198,6 +201,13 @@ def _check_attention(path: str, provider: Any) -> None:
             f"model.hf={path}: Megatron-Bridge has no rotary embeddings with these settings for this architecture: "
             f"{rope}"
         )
+    fixed = _DEEPSEEK3 if config.get("model_type") == "deepseek_v3" else {}
+    for name, value in fixed.items():
+        if config.get(name, value) != value:
+            raise RecipeError(
+                f"model.hf={path}: config.json has {name}={config[name]}, and Megatron-Core's layers of this "
+                f"architecture would not compute what transformers does unless it is {value}"
+            )
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window and not provider.window_size:
         raise RecipeError(
