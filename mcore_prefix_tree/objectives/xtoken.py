@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.layout import FlatLayout, fold
@@ -208,7 +208,7 @@ class CrossTokenizer(_OfChunks):
     kd_weight: float = Field(default=1.0, ge=0)
     ce_weight: float = Field(default=0.0, ge=0)
     teachers: Literal["weights", "scores", "lowest_ce", "averaged_logits"] = "weights"
-    teacher_weights: list[float] | None = None
+    teacher_weights: list[NonNegativeFloat] | None = None
     score_sharpness: float = Field(default=1.0, gt=0)
 
     def __post_init__(self) -> None:
@@ -228,6 +228,8 @@ class CrossTokenizer(_OfChunks):
                 ("score_sharpness", self.teachers == "scores", "teachers=scores"),
             ],
         )
+        if fixed and not (self.kd_weight or self.ce_weight):
+            raise ValueError("kd_weight=0 and ce_weight=0 leave no loss; set one of them above 0")
 
     @property
     def losses(self) -> LossSettings:

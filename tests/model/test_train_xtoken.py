@@ -189,6 +189,8 @@ def test_mistakes_are_named_before_a_step(folder, tmp_path):
     assert "objective.options.top_k=4000 is more than the" in refused(*good, *options(top_k=4000))
     assert "theta=2.0 has no effect without mode=alm" in refused(*good, *options(theta=2.0))
     assert "teacher_weights has 2 numbers, but there are 1 teachers" in refused(*good, *options(teacher_weights=[1, 2]))
+    assert "kd_weight=0 and ce_weight=0 leave no loss" in refused(*good, *options(kd_weight=0))
+    assert "greater than or equal to 0" in refused(*good, *options(teacher_weights=[-1]))
     averaged = {"teachers": "averaged_logits"}
     assert "set rendering=student" in refused(*good, *options(rendering="own", **averaged))
     twice = f"objective.teacher_recipe={json.dumps([str(folder / 'teacher.yaml')] * 2)}"
