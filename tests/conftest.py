@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.groups import LEFT_BEHIND, release_groups, threads
 from hypothesis import settings
 
 # Shells start background jobs with Ctrl-C ignored, and nohup ignores SIGHUP. Commands under test would inherit that.
@@ -15,18 +16,40 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)
 
 # Machines that run tests are busy; a slow example is not a failure. Time limits are in the tests that are about time.
-settings.register_profile("quick", deadline=None, print_blob=True, max_examples=20)
+settings.register_profile("quick", deadline=None, print_blob=True, max_examples=10)
 settings.register_profile("thorough", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Tests are of the CPU, on every machine, but for those of these folders when they are named, as scripts/gpu_check does.
 _ON_GPU = [Path(__file__).with_name(name) for name in ("gpu", "kernels")]
 
+# Folders with files of a minute and more come first: at the end of a run one of those would keep one worker busy and
+# leave the others idle.
+_LONGEST = ["torchrun", "faults", "kernels", "upstream", "world", "model"]
+
+_kept = 0  # threads after the last release: a module's fixtures have some
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the folders with the longest files first."""
+    folders = [item.path.relative_to(Path(__file__).parent).parts[0] for item in items]
+    order = {folder: position for position, folder in enumerate(_LONGEST)}
+    positions = [order.get(folder, len(order)) for folder in folders]
+    items[:] = [item for _, item in sorted(zip(positions, items, strict=True), key=lambda pair: pair[0])]
+
 
 def pytest_collection_finish() -> None:
     """Keep what was imported out of every later garbage collection, which would look at millions of objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Free what a test left behind, before the threads of hundreds of forgotten groups slow down the others."""
+    global _kept
+    if threads() > _kept + LEFT_BEHIND:
+        release_groups()
+        _kept = threads()
 
 
 def pytest_configure(config: pytest.Config) -> None:

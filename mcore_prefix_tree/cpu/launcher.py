@@ -20,7 +20,6 @@ def single_process() -> Iterator[None]:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-        gc.freeze()  # so that the collection below looks only at what came since
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
@@ -32,4 +31,3 @@ def single_process() -> Iterator[None]:
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
             gc.collect()  # models and optimizers keep Megatron's groups, and their threads, in reference cycles
-            gc.unfreeze()

@@ -7,7 +7,7 @@ from fault_cases import Case, Runner
 from fault_inputs import write_bases
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     """Runs cases from good inputs, among them the checkpoint of a run."""
     folder = tmp_path_factory.mktemp("faults")

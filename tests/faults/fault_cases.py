@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fault_server import ENVIRONMENT, serve
+from harness.forks import fork_context
+
 LIMIT_S = 20.0
 _LINES = 2
 # How a warning of a field with an unusual name ends, which may come before the error.
 _WARNING = " meant?"
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,22 +117,17 @@ class Runner:
         self._folder, self.bases = folder, bases
         self._good: dict[tuple[str, ...], str] = {}
         self._number = 0
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fault_server.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **_ENVIRONMENT},
-        )
-        assert self._server.stdout is not None
-        assert json.loads(self._server.stdout.readline()) == "ready"
+        context = fork_context()
+        self._connection, theirs = context.Pipe()
+        self._server = context.Process(target=serve, args=(theirs,))
+        self._server.start()
+        theirs.close()
+        assert self._connection.recv() == "ready"
 
     def close(self) -> None:
         """End the process."""
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(10)
+        self._connection.close()
+        self._server.join(10)
 
     def judge(self, case: Case, *, process: bool = False) -> tuple[str, Outcome]:
         """Run a case and judge it.
@@ -180,12 +177,9 @@ class Runner:
             "folder": str(place / "work"),
             **{name: str(place / name) for name in ("stdin", "stdout", "stderr")},
             "limit_s": limit_s,
-            "environment": _ENVIRONMENT,
         }
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        print(json.dumps(request), file=self._server.stdin, flush=True)
-        answer = json.loads(self._server.stdout.readline())
+        self._connection.send(request)
+        answer = self._connection.recv()
         return answer["status"], answer["seconds"]
 
     def _in_a_process(self, case: Case, place: Path, limit_s: float) -> tuple[int | None, float]:
@@ -203,7 +197,7 @@ class Runner:
                     stdout=stdout,
                     stderr=stderr,
                     timeout=2 * limit_s,  # its imports take seconds on a busy machine
-                    env={**os.environ, **_ENVIRONMENT},
+                    env={**os.environ, **ENVIRONMENT},
                 ).returncode
             except subprocess.TimeoutExpired:
                 status = None

@@ -1,4 +1,4 @@
-"""Run commands, each in a fork of one process that has imported everything; a request and an answer a line.
+"""Run commands, each in a fork of one process that has imported everything.
 
 A fork has a state of its own, as a process has, and starts in milliseconds: a thousand commands take a minute. What
 the command writes, also from C++, goes to the files that the request names.
@@ -7,25 +7,30 @@ the command writes, also from C++, goes to the files that the request names.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import resource
 import signal
 import sys
 import time
 import traceback
+import warnings
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
 _MEMORY = 6 << 30  # bytes, beyond what the imports take
 _LOOK_S = 0.002
 
 
-def main() -> None:
-    requests, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    os.dup2(2, 1)
+def serve(connection: Connection) -> None:
+    """Say that all is imported, then answer each request until the other end hangs up."""
+    os.environ.update(ENVIRONMENT)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     import pyarrow.parquet  # noqa: F401
     import rich.table  # noqa: F401
     from transformers import AutoTokenizer  # noqa: F401
@@ -37,14 +42,13 @@ def main() -> None:
     from mcore_prefix_tree.cli.main import app
 
     gc.freeze()
-    print(json.dumps("ready"), file=answers)
-    for line in requests:
-        print(json.dumps(_answer(app, json.loads(line))), file=answers)
+    connection.send("ready")
+    with suppress(EOFError):
+        while True:
+            connection.send(_answer(app, connection.recv()))
 
 
 def _answer(app: Any, request: dict[str, Any]) -> dict[str, Any]:
-    sys.stdout.flush()
-    sys.stderr.flush()
     started = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -72,11 +76,13 @@ def _be_the_command(app: Any, request: dict[str, Any]) -> None:
         for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
             flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             os.dup2(os.open(request[name], flags, 0o644), descriptor)
+        sys.stdin, sys.stdout, sys.stderr = (
+            os.fdopen(number, mode, closefd=False) for number, mode in ((0, "r"), (1, "w"), (2, "w"))
+        )
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.environ.update(request["environment"])
         sys.argv = ["mcore-prefix-tree", *request["arguments"]]
         app(prog_name="mcore-prefix-tree")
         status = 0
@@ -90,7 +96,3 @@ def _be_the_command(app: Any, request: dict[str, Any]) -> None:
             sys.stderr.flush()
         finally:
             os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

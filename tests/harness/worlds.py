@@ -30,18 +30,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
-import psutil
 import torch
 import torch.distributed.distributed_c10d as c10d
 
 from harness.forks import fork_context
+from harness.groups import LEFT_BEHIND, release_groups, threads
 from mcore_prefix_tree.cpu.emulation import enable
 from mcore_prefix_tree.cpu.launcher import SEED
 
-# Threads of gloo that calls may leave behind in a process before its world starts anew. Each wakes a hundred times a
-# second for as long as its group lives, which is forever where a mixture of experts keeps it in an autograd graph that
-# refers to itself, and 32 calls where only Megatron's cache of rotary tables does.
-LEFT_BEHIND = 30
 T = TypeVar("T")
 
 
@@ -104,7 +100,6 @@ def parallel_state(layout: Layout) -> Iterator[None]:
 
 @contextmanager
 def _process_group(store: c10d.Store, rank: int, size: int, timeout_s: float) -> Iterator[None]:
-    gc.freeze()  # so that the collection below looks only at what came since
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
@@ -112,8 +107,7 @@ def _process_group(store: c10d.Store, rank: int, size: int, timeout_s: float) ->
         yield
     finally:
         torch.distributed.destroy_process_group()
-        gc.collect()  # models and optimizers keep Megatron's groups in reference cycles: see LEFT_BEHIND
-        gc.unfreeze()
+        release_groups()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +159,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     enable()
+    gc.freeze()  # what was imported need not be looked at after each call
     while True:
         try:
             call: _Call = connection.recv()
@@ -174,7 +169,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
             reply = _execute(call, rank, size)
         except Exception:
             reply = _Reply(error=traceback.format_exc(), time=time.monotonic())
-        connection.send(replace(reply, threads=psutil.Process().num_threads()))
+        connection.send(replace(reply, threads=threads()))
 
 
 class World:

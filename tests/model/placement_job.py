@@ -5,8 +5,8 @@ devices, any number that the host reads back, and, since :class:`Fake` looks for
 that wait. A CPU build of torch cannot give a fake tensor the device ``cuda``; PyTorch's device for Python back-ends
 stands in for it. Kernels do not run: operators of our own answer with their fake implementation.
 
-Prints one JSON object: for each case "" or what was refused. A process of its own, because such a device is set up once
-for a whole process and ends it with an abort.
+Takes names of objectives. Prints one JSON object: for each case "" or what was refused. A process of its own, because
+such a device is set up once for a whole process and ends it with an abort.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forwa
 from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum, readout_of
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
-from mcore_prefix_tree.objectives import OBJECTIVES, make_objective, sft_loss
+from mcore_prefix_tree.objectives import make_objective, sft_loss
 from mcore_prefix_tree.signals import Teacher
 
 DEVICE = "gpu"
@@ -191,7 +191,7 @@ def main() -> None:
     outcomes: dict[str, str] = {}
     with cpu_emulation(force=True), single_process():
         samples, informed = branching_samples(), informed_samples()
-        for name in (name for name in OBJECTIVES if name != "xtoken"):
+        for name in sys.argv[1:]:
             objective = make_objective(name, OPTIONS.get(name))
             readout = readout_of(objective, fused_head=True)
             # The attention that is cheapest on fake tensors; the readouts below go with path.

@@ -93,6 +93,7 @@ def test_the_recipe_says_that_it_is_the_script_s() -> None:
         train(load_recipe(recipe, [SMALL[0], "checkpoint.save=null"]))
 
 
+@pytest.mark.slow
 def test_folded_and_unfolded_runs_are_one_curve(script: dict[str, Any]) -> None:
     recipe = str(ROOT / "recipes/grpo_arithmetic.yaml")
     folded, unfolded = (script["run"](recipe, SMALL, unfolded=unfolded) for unfolded in (False, True))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from attention_cases import case_of
 from fake_flash_attention import install
 from harness.marks import quick
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import causal_attention, forest_samples, metadata_of, random_forest, sample_lists, worst
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,7 +66,6 @@ def assert_path_is_reference(metadata, *, limit=1e-12, **shape):
 # The reference defines correctness, so it is held against samples that have never heard of a tree.
 
 
-@settings(max_examples=25)
 @given(sample_lists(min_samples=1, max_samples=6), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.sampled_from([8, 5]))
 def test_reference_is_every_sample_alone(samples, heads, value_dim):
     layout = fold(samples, pad_to_multiple_of=4)
@@ -426,7 +425,6 @@ def test_one_dtype_for_all():
         tree_attention(query, key.float(), value, metadata, softmax_scale=1.0)
 
 
-@settings(max_examples=20)
 @given(sample_lists(min_samples=1, max_samples=5), st.sampled_from([None, 1, 2, 5]), st.booleans())
 def test_options_of_the_reference_are_every_sample_alone(samples, window, has_sinks):
     """Row by row, in the words of the options."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_cases import assert_close_to_reference, case_of, random_inputs, results
 from fused_attention import FusedAttention, install
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import metadata_of, random_forest, sample_lists, worst
 from plain_kernel import KERNELS
@@ -94,7 +94,6 @@ def test_statistics_of_a_forward(kernel):
 # Forests.
 
 
-@settings(max_examples=40)
 @given(
     sample_lists(min_samples=1),
     st.sampled_from([(1, 1), (4, 2), (3, 1), (8, 1)]),
@@ -146,7 +145,6 @@ def test_without_sharing_it_is_one_causal_call():
 # TransformerEngine's kernels, as far as a machine without them can go: see tests/upstream for their signatures.
 
 
-@settings(max_examples=15)
 @given(sample_lists(min_samples=1), st.sampled_from([(1, 1), (4, 2), (8, 1)]), st.sampled_from([8, 5]), st.booleans())
 def test_transformer_engines_arguments_and_statistics(samples, heads, value_dim, has_sinks):
     metadata = TreeMetadata.from_layout(fold(samples, pad_to_multiple_of=3))

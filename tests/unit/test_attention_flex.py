@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import case_of, random_inputs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import metadata_of, random_forest, sample_lists, worst
 from torch.nn.attention.flex_attention import flex_attention
@@ -47,7 +47,6 @@ def dense(counts, blocks):
     return mask
 
 
-@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.sampled_from([None, 1, 40, 150]))
 def test_the_block_mask_says_which_blocks_meet(seed, window):
     metadata = metadata_of(*random_forest(seed, nodes=12, node_lens=(0, 1, 60, 130, 200)), padding=seed % 3 + 1)
@@ -71,7 +70,6 @@ def test_the_block_mask_says_which_blocks_meet(seed, window):
     assert mask.seq_lengths == (metadata.padded_size, metadata.padded_size)
 
 
-@settings(max_examples=15)
 @given(sample_lists(min_samples=1), st.integers(1, 4))
 def test_hypothesis_forests(samples, multiple):
     is_reference(uncompiled, TreeMetadata.from_layout(fold(samples, pad_to_multiple_of=multiple)))
@@ -124,6 +122,7 @@ def test_code_is_generated_once_for_all_lengths():
     compiles_once()
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=3)
 def test_more_configurations_than_torch_compiles_of_one_function(eager):
     """A model and its teacher, layers with windows and without: none of them uses up another one's recompilations."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import case_of, random_inputs, results
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import metadata_of, random_forest, worst
 from plain_kernel import KERNELS
@@ -143,7 +143,6 @@ TAKES = {
 
 
 @each_method
-@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
     nodes=st.integers(0, 14),

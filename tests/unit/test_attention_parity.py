@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import case_of
+from harness.marks import quick
 from torch.utils.checkpoint import checkpoint
 
 from mcore_prefix_tree import TreeMetadata
@@ -92,7 +93,7 @@ def stops_a_gradient(token):
     return attention
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", quick(torch.bfloat16, of=[torch.bfloat16, torch.float16]))
 @pytest.mark.parametrize("key_index", [0, 130, 300, 400])
 def test_one_missing_pair_is_found(dtype, key_index):
     with pytest.raises(ParityError, match=r"attention backend 'wrong' is wrong on this machine: \w+ is off by"):

@@ -514,6 +514,7 @@ def test_a_gpu_is_busy_when_its_clock_starts(monkeypatch):
     assert did == ["sleep", "record", "run", "record", "synchronize"]
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_attention_needs_no_megatron():
     script = "import sys; sys.modules['megatron'] = None; import attention_bench.measure"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT / "scripts", check=True)

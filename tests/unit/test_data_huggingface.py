@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_prefix_tree.data import ChatError, load_tokenizer, parse_messages, parse_tools, read_samples
@@ -177,7 +177,6 @@ CONTENT = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
 @needs_transformers
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(deadline=None, max_examples=15)
 @given(contents=st.lists(CONTENT, min_size=2, max_size=6))
 def test_every_turn_of_any_text_is_the_official_encoding(tokenizers, template, variant, contents):
     rows = [{"role": ["user", "assistant"][at % 2], "content": content} for at, content in enumerate(contents)]

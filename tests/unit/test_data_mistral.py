@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mistral_common.protocol.instruct import messages as mistral
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
@@ -160,7 +160,6 @@ def conversations(draw):
     return parse_messages(rows)
 
 
-@settings(deadline=None, max_examples=60)
 @given(messages=conversations())
 def test_text_that_imitates_control_tokens_does_not_move_the_turns(tokenizer, official, messages):
     check_against_official(tokenizer, official["mistral-v7"], messages)
@@ -198,7 +197,6 @@ def one_by_one(tokenizer, messages, tools):
 
 @pytest.mark.parametrize("tools", [[], TOOLS], ids=["untold", "told"])
 @pytest.mark.parametrize("name", OFFICIAL)
-@settings(deadline=None, max_examples=60)
 @given(messages=any_conversations())
 def test_turns_that_are_encoded_together_are_what_each_is_by_itself(loaded, name, tools, messages):
     tokenizer, tools = loaded[name], parse_tools(tools)

@@ -550,7 +550,8 @@ for way, workers in (("streamed", 1), ("streamed", 0), ("held", 0)):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="psutil knows of mapped pages on Linux")
-@pytest.mark.parametrize("form", ["parquet", pytest.param("arrow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_memory_stays_small_on_a_large_file(tmp_path, form):
     tokens = np.random.default_rng(0).integers(0, 30_000, (1600, 4000))
     path = write_table(tmp_path, pa.table({"tokens": list(tokens)}), form, rows_a_chunk=16)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from heads import FORKED, VOCAB
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import sample_lists, worst
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,7 +57,6 @@ def check_against_naive(layout, logits, *, limit):
     assert torch.equal(results[0][0] == 0, torch.from_numpy(layout.predictor < 0))
 
 
-@settings(max_examples=40)
 @given(sample_lists(), st.integers(0, 3), st.sampled_from([1, 2, 3, 5, 1024]))
 def test_values_and_gradients_one_by_one(samples, seed, block):
     layout = fold(samples, pad_to_multiple_of=3)
@@ -253,7 +252,6 @@ def test_restore_adds_the_gradients_of_shared_tokens():
     assert torch.equal(grad, expected)
 
 
-@settings(max_examples=40)
 @given(sample_lists())
 def test_sft_loss_is_the_sum_over_the_samples(samples):
     layout = fold(samples, pad_to_multiple_of=4)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from heads import FORKED, HIDDEN, MULTIPLIERS, VOCAB, edge_loss_of, logits_of, naive, parameters, temperatures
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import sample_lists, worst
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,7 +41,6 @@ def gradients(outputs, leaves, *, seed=1):
     return torch.autograd.grad(total, leaves)
 
 
-@settings(max_examples=60)
 @given(
     sample_lists(),
     st.integers(0, 3),
@@ -169,7 +168,6 @@ def turned_into_gradients(weight):
     return loss
 
 
-@settings(max_examples=40)
 @given(
     sample_lists(), st.integers(0, 3), st.sampled_from([1, 2, 3, 5, None]), st.sampled_from(MULTIPLIERS), st.booleans()
 )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from harness.losses import divided, vocabulary_divergence
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from objective_oracles import (
     VOCAB,
@@ -83,7 +83,6 @@ def run_top_k(objective, world, cut):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15)
 @given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99), by=st.sampled_from(["token", "sample", "group"]))
 def test_top_k_equals_each_sample_alone_whatever_the_cut(kind, samples, seed, by):
     world = World.of(with_teachers(with_signals(samples, seed, table_seed=seed), 5, seed), seed)
@@ -98,7 +97,6 @@ def test_top_k_equals_each_sample_alone_whatever_the_cut(kind, samples, seed, by
         assert (grad - wanted).norm() <= 1e-12 * max(1e-3, wanted.norm())
 
 
-@settings(max_examples=25)
 @given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99))
 def test_a_teacher_that_contradicts_itself_is_taken_at_its_word(samples, seed):
     """Asked about each sample by itself, it may say something else of the same path."""
@@ -126,7 +124,6 @@ def test_a_teacher_that_contradicts_itself_is_taken_at_its_word(samples, seed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15)
 @given(samples=sample_lists(max_samples=6), seed=st.integers(0, 99), block=st.sampled_from([1, 3, 256]))
 def test_whole_vocabularies_equal_each_sample_alone_whatever_the_cut(kind, samples, seed, block):
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from harness.losses import divided
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from objective_oracles import World, changed, policy_loss, random_cut, run_logprobs, with_signals
 from oracles import sample_lists, worst
@@ -44,7 +44,6 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("name", "options"), SETTINGS, ids=[f"{name}{i}" for i, (name, _) in enumerate(SETTINGS)])
-@settings(max_examples=25)
 @given(data=st.data())
 def test_equal_to_each_sample_alone_whatever_the_cut(name, options, data):
     samples = data.draw(sample_lists(max_samples=9, min_samples=4))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from harness.losses import divided
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from objective_oracles import World, changed, random_cut, run_logprobs, scored_positions, with_signals
 from oracles import sample_lists
@@ -69,7 +69,6 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("name", "options"), SETTINGS, ids=[f"{name}{i}" for i, (name, _) in enumerate(SETTINGS)])
-@settings(max_examples=25)
 @given(samples=sample_lists(max_samples=8), seed=st.integers(0, 99))
 def test_equal_to_each_pair_alone_whatever_the_cut(name, options, samples, seed):
     samples = [all_scored(sample) for sample in samples[: len(samples) // 2 * 2]]
@@ -111,7 +110,6 @@ def kto_loss(objective: KTO, world: World) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("point", ["mismatched", "zero"])
-@settings(max_examples=25)
 @given(samples=sample_lists(max_samples=7, min_samples=2), seed=st.integers(0, 99))
 def test_kto_equals_each_sample_alone_whatever_the_cut(point, samples, seed):
     samples = [sample for sample in samples if scored_positions(sample)]

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from objective_oracles import VOCAB, World, changed, policy_loss, random_cut, run_logprobs
 from rollouts import advantages_by_hand, as_samples, rollouts, shapes
@@ -47,7 +47,6 @@ def by_path(world: World, grad: torch.Tensor) -> dict[bytes, torch.Tensor]:
 
 @pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("per_turn", [False, True], ids=["a reward a rollout", "a reward a turn"])
-@settings(max_examples=30)
 @given(shape=shapes, seed=st.integers(0, 99))
 def test_advantages_are_those_of_the_rollouts(baseline, per_turn, shape, seed):
     made = rollouts(shape, seed, vocab=VOCAB, per_turn=per_turn)
@@ -73,7 +72,6 @@ def test_advantages_are_those_of_the_rollouts(baseline, per_turn, shape, seed):
     ],
     ids=["grpo", "rloo", "dapo", "dr_grpo"],
 )
-@settings(max_examples=15)
 @given(shape=shapes, seed=st.integers(0, 99))
 def test_turns_train_as_the_whole_rollouts_do(name, options, normalise, shape, seed):
     """Loss and gradient of one sample a turn equal those of one sample a rollout, token by token, whatever the cut."""
@@ -95,7 +93,6 @@ def test_turns_train_as_the_whole_rollouts_do(name, options, normalise, shape, s
 
 
 @pytest.mark.parametrize("normalise", ["sample", "sample_sum"])
-@settings(max_examples=20)
 @given(shape=shapes, seed=st.integers(0, 99))
 def test_turns_may_count_as_samples(normalise, shape, seed):
     """The advantages are given to the oracle: only these are of the rollout, and each turn weighs as a sample does."""

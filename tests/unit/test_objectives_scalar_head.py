@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from harness.losses import divided
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from objective_oracles import (
     World,
@@ -74,7 +74,6 @@ def reward_model_loss(objective: RewardModel, world: World) -> torch.Tensor:
     ],
     ids=["clip", "plain", "given", "KL in reward"],
 )
-@settings(max_examples=25)
 @given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99))
 def test_a_critic_equals_each_sample_alone_whatever_the_cut(objective, samples, seed):
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
@@ -89,7 +88,6 @@ def test_a_critic_equals_each_sample_alone_whatever_the_cut(objective, samples, 
 
 
 @pytest.mark.parametrize("center", [0.0, 0.01])
-@settings(max_examples=25)
 @given(samples=sample_lists(max_samples=8), seed=st.integers(0, 99))
 def test_a_reward_model_equals_each_pair_alone_whatever_the_cut(center, samples, seed):
     samples = samples[: len(samples) // 2 * 2]
@@ -104,7 +102,6 @@ def test_a_reward_model_equals_each_pair_alone_whatever_the_cut(center, samples,
         assert (grad - wanted).norm() <= 1e-12 * max(1e-3, wanted.norm())
 
 
-@settings(max_examples=50)
 @given(
     lens=st.lists(st.integers(0, 40), min_size=1, max_size=5),
     gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),

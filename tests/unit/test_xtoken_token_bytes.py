@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_data_huggingface import PLAIN, make_folder
 from xtoken_toys import tokenizer_of
@@ -50,7 +50,6 @@ class OfPieces:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
 def test_text_is_spelled_back_from_its_tokens(wheel, name, text):
     tokenizer, table = wheel[name]

@@ -82,6 +82,7 @@ def test_without_a_tree_it_computes_the_same_bits(copies: Copies) -> None:
     assert lines[0] == lines[1]
 
 
+@pytest.mark.slow  # test_patches.py looks at where the patches import it
 def test_it_needs_this_package_only_for_trees(copies: Copies) -> None:
     """Megatron-Core imports where mcore_prefix_tree cannot be imported."""
     script = (

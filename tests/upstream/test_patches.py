@@ -30,9 +30,7 @@ MOVED = "megatron/core/transformer/enums.py"
 
 
 @pytest.fixture(
-    params=quick(
-        ("--megatron-lm", "installed"), ("--megatron-lm", "0.19.2"), ("--transformer-engine", "2.18.0"), of=TARGETS
-    ),
+    params=quick(("--megatron-lm", "installed"), ("--transformer-engine", "2.18.0"), of=TARGETS),
     ids=" ".join,
 )
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:

@@ -125,7 +125,7 @@ def test_scores_are_those_of_each_sample_alone(size: int, layout: Layout, fused:
                 assert error(torch.from_numpy(row.entropy[1:]), torch.from_numpy(entropy)) < 1e-12
 
 
-@EVERY_LAYOUT
+@in_layouts("tp2-sp", "dp2", slow=["single", "tp2", "pp2", "pp2-vpp2", "tp2-pp2"])
 @pytest.mark.parametrize(
     ("fused", "dtype"),
     [

@@ -9,7 +9,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from harness.worlds import LEFT_BEHIND, Layout, WorkerError, World, world
+from harness.groups import LEFT_BEHIND
+from harness.worlds import Layout, WorkerError, World, world
 
 
 def ranks(offset: int) -> tuple[int, int, int, int, float, int]:

@@ -14,9 +14,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from harness.marks import quick
 from harness.weights import assemble
 from harness.worlds import Layout, world
-from layouts import in_layouts
+from layouts import LAYOUTS, in_layouts
 from objective_jobs import (
     Job,
     Outcome,
@@ -55,11 +56,7 @@ TAUGHT = Job(
     teacher_config=(("hidden_size", 48), ("ffn_hidden_size", 64), ("num_layers", 8)),
 )
 OBJECTIVES = [pytest.param(job, id=job.name) for job in (GRPO, DPO, CRITIC, REWARD_MODEL, DISTILL)]
-# Each asks the last stage for something else; the others share their way with one of them.
-UNLIKE = [
-    pytest.param(job, id=job.name, marks=[] if job in (GRPO, CRITIC) else pytest.mark.slow)
-    for job in (GRPO, CRITIC, DPO, REWARD_MODEL, DISTILL)
-]
+IDS = ["grpo", "critic", "dpo", "reward_model", "distill", "distill from a model"]
 MOE = (
     ("num_moe_experts", 4),
     ("moe_ffn_hidden_size", 32),
@@ -135,39 +132,40 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("job", EVERY)
-@in_layouts("tp2-sp", "pp2-vpp2", "dp2", slow=["single"])
+# By default, each objective on unequal ranks, and each question to the last stage in a model that is cut.
+QUICK = {
+    "dp2": {one.id for one in EVERY},
+    "tp2-sp": {"grpo", "critic", "distill", "distill from a model"},
+    "pp2-vpp2": {"dpo", "reward_model", "distill from a model"},
+    "tp2": {"grpo"},
+    "pp2": {"critic"},
+    "single": set(),
+}
+EVERY_WAY = [
+    pytest.param(*LAYOUTS[name], *one.values, id=f"{name}-{one.id}", marks=[] if one.id in kept else pytest.mark.slow)
+    for name, kept in QUICK.items()
+    for one in EVERY
+]
+
+
+@pytest.mark.parametrize(("size", "layout", "job"), EVERY_WAY)
 def test_every_layout(size: int, layout: Layout, job: Job) -> None:
-    check_layout(size, layout, job)
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        pytest.param(*one.values, id=one.id, marks=[] if one.values[0] in (GRPO, CRITIC, TAUGHT) else pytest.mark.slow)
-        for one in EVERY
-    ],
-)
-@in_layouts("tp2", "pp2")
-def test_plain_tensor_and_pipeline_parallelism(size: int, layout: Layout, job: Job) -> None:
-    check_layout(size, layout, job)
-
-
-def check_layout(size: int, layout: Layout, job: Job) -> None:
     outcomes = check(size, layout, replace(job, max_tokens=max(LONGEST, PAIR) + 10))
     assert outcomes[0].micro_batches > 1
     if size == 2 and layout == Layout():
         assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
 
 
-@pytest.mark.parametrize("job", [*BY_GROUP, IPO], ids=["grpo by group", "sft by group", "ipo"])
+@pytest.mark.parametrize(
+    "job", quick(BY_GROUP[0], IPO, of=[*BY_GROUP, IPO]), ids=["grpo by group", "sft by group", "ipo"]
+)
 def test_groups_that_are_split_over_ranks(job: Job) -> None:
     outcomes = check(2, Layout(), replace(job, max_tokens=max(LONGEST, PAIR) + 10))
     assert outcomes[0].groups_here & outcomes[1].groups_here
     assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
 
 
-@pytest.mark.parametrize("job", UNLIKE)
+@pytest.mark.parametrize("job", quick(GRPO, of=[GRPO, CRITIC, DPO, REWARD_MODEL, DISTILL]), ids=IDS[:-1])
 def test_the_cut_and_the_order_change_neither_gradient_nor_metrics(job: Job) -> None:
     order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()
     narrow, wide, shuffled, unfused = (
@@ -198,7 +196,7 @@ def test_a_rank_without_samples(job: Job) -> None:
     assert min(outcome.samples_here for outcome in outcomes) == 0
 
 
-@pytest.mark.parametrize("job", [*UNLIKE, pytest.param(TAUGHT, id="distill from a model")])
+@pytest.mark.parametrize("job", quick(GRPO, of=[GRPO, CRITIC, DPO, REWARD_MODEL, DISTILL, TAUGHT]), ids=IDS)
 def test_a_mixture_of_experts(job: Job) -> None:
     layout = Layout(tp=2, sequence_parallel=True)
     check(2, layout, replace(job, max_tokens=2 * LONGEST, config=MOE), limit=FP32_INSIDE)
@@ -218,7 +216,7 @@ def test_bfloat16_is_about_as_close_to_the_truth_as_unfolded(job: Job) -> None:
     assert of_loss[1] <= max(FACTOR * of_loss[0], 2**-8)
 
 
-SCORED = in_layouts("tp2-sp", "pp2", "dp2")
+SCORED = in_layouts("tp2-sp", slow=["pp2", "dp2"])
 
 
 @SCORED

@@ -7,9 +7,10 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from harness.marks import quick
 from harness.weights import assemble
 from harness.worlds import Layout, world
-from layouts import in_layouts
+from layouts import LAYOUTS, in_layouts
 from xtoken_jobs import STUDENT_SIZE, TEACHER_SIZE, Job, folded_step, unfolded_step
 from xtoken_texts import samples, texts
 
@@ -74,8 +75,17 @@ def test_the_texts_are_hard_ones():
     assert TEACHER_SIZE / 2 < both.teacher.vocab_size < TEACHER_SIZE
 
 
-@pytest.mark.parametrize("name", MODES)
-@in_layouts("tp2-sp", "dp2", slow=["single", "tp2", "tp2-pp2"])
+# Each loss by itself is cut over a vocabulary in test_xtoken_vocabularies.py.
+QUICK = {"tp2-sp": {"p_kl top-k", "h_kl", "uld"}, "dp2": set(MODES)}
+EVERY_WAY = [
+    pytest.param(*LAYOUTS[layout], name, id=f"{layout}-{name}", marks=[] if name in kept else pytest.mark.slow)
+    for layout in ("tp2-sp", "dp2", "single", "tp2", "tp2-pp2")
+    for kept in [QUICK.get(layout, set())]
+    for name in MODES
+]
+
+
+@pytest.mark.parametrize(("size", "layout", "name"), EVERY_WAY)
 def test_every_mode(size, layout, name):
     outcomes = check(size, layout, name)
     assert outcomes[0]["micro_batches"] > 1
@@ -89,7 +99,7 @@ def test_pipelines(size, layout, name):
     check(size, layout, name)
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", quick("scores", "averaged_logits", of=SEVERAL))
 def test_several_teachers(name):
     check(2, Layout(), name)
 
