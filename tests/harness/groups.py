@@ -19,7 +19,7 @@ _ROTARY = (
 
 def threads() -> int:
     """Return the number of threads of this process."""
-    return psutil.Process().num_threads()
+    return int(psutil.Process().num_threads())
 
 
 def release_groups() -> None:
