@@ -12,6 +12,7 @@ from mcore_prefix_tree.cli.calibrate import calibrate
 from mcore_prefix_tree.cli.export import export
 from mcore_prefix_tree.cli.inspect import inspect
 from mcore_prefix_tree.cli.plan import plan
+from mcore_prefix_tree.cli.recipes import recipes
 from mcore_prefix_tree.cli.score import score
 from mcore_prefix_tree.cli.train import train
 from mcore_prefix_tree.cli.verify import verify
@@ -49,5 +50,6 @@ app.command()(plan)
 app.command()(calibrate)
 app.command()(score)
 app.command()(export)
+app.command()(recipes)
 app.add_typer(bench.app, name="bench")
 app.add_typer(xtoken.app, name="xtoken")

@@ -1,0 +1,24 @@
+"""``mcore-prefix-tree recipes``: copy the shipped recipes, their launchers and their data."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# In a clone a link to its recipes/, in a wheel the files themselves.
+SHIPPED = Path(__file__).parents[1] / "shipped_recipes"
+
+
+def recipes(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to make the folder recipes.")] = Path("."),
+) -> None:
+    """Copy the shipped recipes and the quickstart's data into FOLDER/recipes, to edit and to train."""
+    target = folder / "recipes"
+    if target.exists():
+        raise ValueError(f"{target} exists already; name another folder")
+    shutil.copytree(SHIPPED, target)
+    typer.echo(f"{target}: {sum(path.is_file() for path in target.rglob('*'))} files")
+    typer.echo(f"cd {folder} && mcore-prefix-tree train recipes/quickstart.yaml")
