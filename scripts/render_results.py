@@ -45,6 +45,22 @@ def bench_step_tables(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", *dict.fromkeys(batches)])
 
 
+def saving(results: list[dict[str, Any]]) -> str:
+    """Markdown for the widest model of the same results: one sentence."""
+    model, result = _by_model(results)[0]
+    comparison, machine, speedup = result["comparison"], result["machine"], result["speedup"]
+    (folded, folded_memory), (packed, packed_memory) = (
+        _seconds_and_memory(comparison[name]).split(", ", 1) for name in ("folded", "packed")
+    )
+    return (
+        f"One batch of {result['recipe']['batch']['global_batch_size']} agent turns has "
+        f"{comparison['logical_tokens']:,} tokens, of which {comparison['folded']['tokens']:,} are unique. Forward and "
+        f"backward of {model} take {folded} folded and {packed} packed without sharing: **{speedup['median']:.1f} "
+        f"times faster** ({speedup['min']:.1f} to {speedup['max']:.1f}), in {folded_memory} instead of "
+        f"{packed_memory}, on {device_of(machine)}."
+    )
+
+
 def bound_table(results: list[dict[str, Any]]) -> str:
     """Markdown for the bounds in the same results, by parts."""
     lines = ["| model | body | attention | head | bound |", "|---|---:|---:|---:|---:|"]
@@ -299,6 +315,7 @@ def inside_table(result: dict[str, Any]) -> str:
 TABLES = {
     "inside": ("inside.json", inside_table),
     "endings": ("endings.json", endings_table),
+    "saving": ("step_*_cpu.json", saving),
     "bench_step": ("step_*_cpu.json", bench_step_tables),
     "bound": ("step_*_cpu.json", bound_table),
     "bench_trie": ("trie.json", bench_trie_table),
@@ -312,7 +329,15 @@ TABLES = {
     "attention_gpu": ("gpu_*.json", gpu_tables),
     "faults": ("faults.json", fault_table),
 }
-PAGES = ("README.md", "docs/planning.md", "docs/attention.md", "docs/head.md", "docs/correctness.md", "docs/inside.md")
+PAGES = (
+    "README.md",
+    "docs/performance.md",
+    "docs/planning.md",
+    "docs/attention.md",
+    "docs/head.md",
+    "docs/correctness.md",
+    "docs/inside.md",
+)
 COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"
 ROOFLINE = ROOT / "docs" / "attention_roofline.png"
 
