@@ -122,7 +122,9 @@ def tree_attention(
         metadata: of the micro-batch.
         softmax_scale: factor on the scores before the softmax.
         backend: a key of :data:`BACKENDS`.
-        window, sinks, deterministic: see :class:`AttentionOptions`.
+        window: keys that a query sees, by position; see :class:`AttentionOptions`.
+        sinks: ``[H]``; see :class:`AttentionOptions`.
+        deterministic: same bits twice; see :class:`AttentionOptions`.
 
     Returns:
         ``[P, H, W]``, in the query's dtype.
