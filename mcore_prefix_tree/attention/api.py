@@ -17,7 +17,7 @@ from mcore_prefix_tree.metadata import TreeMetadata
 
 
 class Backend(Protocol):
-    """What a back-end's module offers."""
+    """Functions of a back-end's module."""
 
     def attention(
         self,

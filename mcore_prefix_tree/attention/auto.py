@@ -1,11 +1,11 @@
-"""Which back-end a run takes when none is named: the fastest measured on a tree like its own, chosen once.
+"""Choice of a back-end for a run that names none: the fastest measured on a tree like its own, chosen once.
 
 ``auto`` is a setting of a job, never of a call: it becomes the name of a back-end before the first micro-batch is
 folded, and that name is what micro-batches carry. So a run cannot change its back-end.
 
 The measurements are in ``costs.json``, written by ``scripts/render_results.py`` from the attention benchmarks under
-``benchmarks/results``. Where nothing was measured, :data:`PREFERENCE` decides, and the reason says so. A back-end whose
-kernels are wrong on this machine, or do not run, is left out, and the reason says that too.
+``benchmarks/results``. Where nothing was measured, :data:`PREFERENCE` decides. A back-end whose kernels are wrong on
+this machine, or do not run, is left out. The printed reason names both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PREFERENCE = {"cuda": ("fa4", "triton", "cascade", "flex", "path"), "cpu": ("pat
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """What of a forest the speed of a back-end depends on.
+    """Figures of a forest that the speed of a back-end depends on.
 
     Attributes:
         tokens: physical.
@@ -50,7 +50,7 @@ class TreeShape:
 
     @classmethod
     def of(cls, forests: Sequence[TreeMetadata]) -> TreeShape:
-        """Of all micro-batches of a step together; raises ValueError if there is no token."""
+        """Return the shape of all micro-batches of a step together; raises ValueError if they have no token."""
         spans = [cut_into_spans(forest) for forest in forests]
         tokens = sum(forest.num_tokens for forest in forests)
         if not tokens:

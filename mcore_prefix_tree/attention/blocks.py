@@ -1,4 +1,4 @@
-"""Which tiles of queries and keys meet, from one integer per token: O(T + tiles visited), on the host.
+"""Tiles of queries and keys that meet, from one integer per token: O(T + tiles visited), on the host.
 
 In depth-first order the queries that see key j are ``j:subtree_end[j]``. So the query blocks that see any key of a
 block are one contiguous range, which the smallest and the largest ``subtree_end`` of the block cut in three:
@@ -99,7 +99,7 @@ def block_plan(metadata: TreeMetadata, query_block: int, key_block: int, *, wind
 
 
 def visible_pairs(metadata: TreeMetadata, *, window: int | None = None) -> int:
-    """How many keys all queries see together, padding (one each) included: a query sees its path, or a window of it."""
+    """Count visible pairs, one for each token of padding included; a query sees its path, or a window of it."""
     seen = metadata.host_position_ids.astype(np.int64) + 1
     return int((seen if window is None else np.minimum(seen, window)).sum())
 
@@ -146,7 +146,7 @@ def _key_bounds(end: Int32Array, query_block: int, key_block: int) -> Int64Array
 def _in_window(
     position: Int32Array, query: Int64Array, key: Int64Array, query_block: int, key_block: int, window: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Of each tile, whether any pair can be within the window, and whether all must be."""
+    """Return for each tile whether any pair can be within the window, and whether all must be."""
     query_start, key_start = (np.arange(0, len(position), block) for block in (query_block, key_block))
     lowest_query, highest_query = (f.reduceat(position, query_start)[query] for f in (np.minimum, np.maximum))
     lowest_key, highest_key = (f.reduceat(position, key_start)[key] for f in (np.minimum, np.maximum))

@@ -69,7 +69,7 @@ def tiles_of(capability: tuple[int, int], head_dim: int, value_dim: int) -> Tile
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mask:
-    """What the kernels read of the tree.
+    """Tensors of the tree that the kernels read.
 
     Attributes:
         forward: for each block of queries its blocks of keys, as the package's ``BlockSparseTensorsTorch``.
@@ -157,7 +157,7 @@ def _visible(window: int | None) -> Any:
 
 
 def arguments(mask: Mask, options: AttentionOptions) -> dict[str, Any]:
-    """What its forward and its backward are given beside the tensors and the lists."""
+    """Arguments of its forward and backward beside the tensors and the lists."""
     given: dict[str, Any] = {
         "softmax_scale": options.softmax_scale,
         "mask_mod": _visible(options.window),
@@ -233,7 +233,7 @@ def _is_installed() -> bool:
 
 
 def refusal(case: Case) -> str | None:
-    """What its block-sparse kernels do not do, from the assertions in its source."""
+    """Return what its block-sparse kernels do not support, from the assertions in its source."""
     if case.capability is None:
         return f"device={case.device.type} (it is a CUDA kernel)"
     if not _is_installed():

@@ -115,7 +115,7 @@ def build_mask(metadata: TreeMetadata, window: int | None) -> BlockMask:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rectangle:
-    """How many blocks each of B blocks meets, int32 ``[1, 1, B]``, and which, ``[B, most]``."""
+    """Return the number of blocks that each of B blocks meets, int32 ``[1, 1, B]``, and these blocks, ``[B, most]``."""
 
     counts: torch.Tensor
     blocks: torch.Tensor
@@ -166,7 +166,7 @@ def _visible(metadata: TreeMetadata, window: int | None) -> Mod:
 
 
 def refusal(case: Case) -> str | None:
-    """What torch's FlexAttention does not do, or not on this device."""
+    """Return what torch's FlexAttention does not support, or not on this device."""
     options = case.options
     if options.sinks is not None and not hasattr(torch_flex, "AuxRequest"):
         return "sinks (torch before 2.9 does not return the log-sum-exp)"

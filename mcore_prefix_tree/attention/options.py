@@ -1,4 +1,4 @@
-"""What a caller may ask of tree attention beside the tensors, and the description of a call that back-ends judge.
+"""Options of tree attention beside the tensors, and the description of a call that back-ends judge.
 
 Legend: P padded tokens, H query heads, K key/value heads, D head_dim, W value head_dim.
 """

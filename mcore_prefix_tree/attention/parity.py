@@ -1,4 +1,4 @@
-"""Whether a kernel of a GPU computes tree attention on this machine, asked once before it is trusted.
+"""Check that a GPU's kernel computes tree attention on this machine, once before it is trusted.
 
 A forest of a thousand tokens, with borders before, on and behind those of tiles, goes forward, and backward where the
 caller trains, through the kernel and through the reference in fp64. What is compared is the worst row of a head, not a
@@ -42,7 +42,7 @@ class ParityError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What decides which code a kernel runs, apart from the lengths of the tree."""
+    """Everything but the lengths of the tree that decides which code a kernel runs."""
 
     device: torch.device
     dtype: torch.dtype

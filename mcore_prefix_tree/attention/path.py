@@ -30,7 +30,7 @@ QUERY_BLOCK = 256
 
 
 class _Fused(NamedTuple):
-    """Where SDPA may choose a fused kernel: for causal attention within a root, and for windows of the bias."""
+    """Parts for which SDPA may choose a fused kernel: causal attention within a root, and windows of the bias."""
 
     roots: bool
     windows: bool
@@ -46,7 +46,7 @@ class _Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _PathPlan:
-    """What the loops need, as Python integers: non-empty segments in pre-order, and where padding begins."""
+    """Python integers for the loops: non-empty segments in pre-order, and the start of the padding."""
 
     segments: list[_Segment]
     num_tokens: int

@@ -1,4 +1,4 @@
-"""Where errors meet the terminal: one sentence and an exit code for what a user can mend, a traceback for a bug."""
+"""The way of errors to the terminal: one sentence and an exit code for what a user can mend, a traceback for a bug."""
 
 from __future__ import annotations
 

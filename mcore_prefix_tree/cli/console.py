@@ -1,4 +1,4 @@
-"""What a training run looks like: a line a step, under it a progress bar on a terminal; tables."""
+"""Display of a training run: a line a step, on a terminal a progress bar below it; tables."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def object_of(given: str | None, option: str = "--chat-template-kwargs") -> dict
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """Which samples to read, and how training takes them. An option wins over the recipe."""
+    """Samples to read, and how training takes them. An option wins over the recipe."""
 
     files: Annotated[
         list[str],
@@ -142,7 +142,7 @@ class SampleOptions:
 
     @cached_property
     def data(self) -> DataConfig:
-        """How the files are read."""
+        """Settings for reading the files."""
         from mcore_prefix_tree.recipe.sections import DataConfig
 
         given = {
@@ -191,7 +191,7 @@ class SampleOptions:
 
     @property
     def sharing(self) -> Sharing:
-        """Which common prefixes are shared."""
+        """Common prefixes that are shared."""
         if self.recipe is not None:
             return self.recipe.batch.sharing
         return Sharing(share=self.share or "all", min_shared_tokens=self.min_shared_tokens or 0)

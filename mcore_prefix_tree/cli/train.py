@@ -21,9 +21,7 @@ def train(
     hf: HuggingFace = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Continue from the last complete checkpoint in checkpoint.save; if there is none, start."
-        ),
+        typer.Option("--resume", help="Continue from the last complete checkpoint in checkpoint.save, or start."),
     ] = False,
     new_data: Annotated[
         bool,
@@ -51,7 +49,7 @@ def _train(recipe: str, overrides: list[str], *, resume: bool, new_data: bool) -
     loaded = load_recipe(recipe, overrides)
     quiet_upstream()
     outlive_output()
-    # Megatron takes seconds to import: a wrong recipe is told before.
+    # Megatron takes seconds to import: a wrong recipe is rejected before.
     from mcore_prefix_tree.mcore.trainer.end_request import EndedError
     from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_train
 

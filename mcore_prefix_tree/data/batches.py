@@ -108,7 +108,7 @@ class SampleOrder:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether samples are read when they are needed."""
+        """True if samples are read when they are needed."""
         return isinstance(self.groups, StreamedGroups)
 
     @cached_property

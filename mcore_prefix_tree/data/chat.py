@@ -55,7 +55,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """A function that the model was told of.
+    """A function that the model could call.
 
     Attributes:
         definition: ``{"type": "function", "function": {"name": ..., ...}}``, with the keys, the values and the order
@@ -72,7 +72,7 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """Name of the function."""
         return str(self.function["name"])
 
 
@@ -85,7 +85,7 @@ class ChatMessage:
         content: the text; empty for an assistant message that only calls tools.
         tool_calls: the calls of an assistant message.
         tool_call_id: of a ``tool`` message: the call it answers.
-        name: of a ``tool`` message: the function that answered, if the data says so.
+        name: of a ``tool`` message: the function that answered, if the data names it.
     """
 
     role: str
@@ -114,7 +114,7 @@ class ChatTokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """What ``load_tokenizer`` was given; for messages."""
+        """Argument of ``load_tokenizer``; for messages."""
 
     @property
     def vocab_size(self) -> int:
@@ -198,7 +198,7 @@ def _message(entry: object, field: str, calls_seen: int) -> ChatMessage:
 
 
 def parse_tools(value: object) -> list[Tool]:
-    """Check the ``tools`` of a record: what the model was told it may call.
+    """Check the ``tools`` of a record: the functions that the model could call.
 
     They are kept as they are, since chat formats write them out for the model to read: OpenAI's shape ``{"type",
     "function": {"name", ...}}`` with all its keys, nulls included. Two things are made alike: a function without that
@@ -222,7 +222,7 @@ def _tool(entry: object, field: str) -> Tool:
     if not isinstance(function, dict) or not shell:
         raise ChatError(f"field '{field}' must be an object with 'name', 'description' and 'parameters'")
     if not in_shell and shell.get("type", "function") != "function":
-        raise ChatError(f"field '{field}.type' must be \"function\", which is what a model can be told of here")
+        raise ChatError(f"field '{field}.type' must be \"function\"; other kinds of tools are not supported")
     shell, inner = (shell, f"{field}.function") if in_shell else ({"type": "function"}, field)
     _text(function.get("name"), f"{inner}.name")
     if function.get("description") is not None:

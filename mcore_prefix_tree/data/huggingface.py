@@ -70,7 +70,7 @@ class HuggingFaceChatTokenizer:
 
     @property
     def name(self) -> str:
-        """What ``load_tokenizer`` was given."""
+        """Argument of ``load_tokenizer``."""
         return self._folder
 
     @property

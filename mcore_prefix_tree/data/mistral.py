@@ -63,7 +63,7 @@ class MistralChatTokenizer:
 
     @property
     def name(self) -> str:
-        """What ``load_tokenizer`` was given."""
+        """Argument of ``load_tokenizer``."""
         return self._name
 
     @property
@@ -148,13 +148,13 @@ class MistralChatTokenizer:
         return [EncodedTurn(tokens=tokens[:end], start=int(start)) for start, end in zip(starts, ends, strict=True)]
 
     def _told(self, tool: Tool, field: str) -> MistralTool:
-        """As mistral-common reads OpenAI's shape, but for keys that it would drop; what is left out is empty there."""
+        """Return a tool in mistral-common's form of OpenAI's shape; keys that it would drop are rejected."""
         for given, model in ((tool.definition, MistralTool), (tool.function, Function)):
             for name in given:
                 if name not in model.model_fields:
                     raise ChatError(
                         f"field '{field}' has the key '{name}', which the chat format of tokenizer '{self._name}' "
-                        f"cannot tell, only {', '.join(model.model_fields)}; remove it if the model was not told of it"
+                        f"cannot write, only {', '.join(model.model_fields)}; remove the key"
                     )
         said = {name: one for name, one in tool.function.items() if one is not None}
         try:

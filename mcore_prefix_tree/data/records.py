@@ -218,7 +218,7 @@ def _parts(
 
 
 def _departure(tokenizer: ChatTokenizer, turn: EncodedTurn, whole: npt.NDArray[np.int32]) -> str:
-    """What makes the history of a conversation other than one of its turns was."""
+    """Return why the history of a conversation differs from one of its turns."""
     if tokenizer.decode(whole.tolist()).startswith(tokenizer.decode(turn.tokens.tolist())):
         return f"tokenizer '{tokenizer.name}' writes the same text of the history in other tokens"
     return f"the chat format of tokenizer '{tokenizer.name}' rewrites the history"

@@ -49,7 +49,7 @@ ALONE = Ranks()
 
 @dataclass(frozen=True, kw_only=True)
 class Digest:
-    """What one rank has read: its machine, the amount in words, a checksum of the content, the bytes of each file."""
+    """Input of one rank: its machine, the amount in words, a checksum of the content, the bytes of each file."""
 
     host: str
     what: str
@@ -117,7 +117,7 @@ def _some_of(number: int) -> list[int]:
 def _read(read: Callable[[int], Sequence[Sample]], record: int) -> Sequence[Sample]:
     try:
         return read(record)
-    except SampleError:  # which is told when the files are gone through
+    except SampleError:  # which is reported when the files are read
         return ()
 
 

@@ -26,7 +26,7 @@ _CHECKED_AT_ONCE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Which samples a job takes, and in which order.
+    """The samples that a job takes, and their order.
 
     Attributes:
         paths: files and globs.
@@ -70,7 +70,7 @@ class Source:
 
         Args:
             check: of whole groups, before the first step, that no sample lacks what the objective reads.
-            progress: of streamed samples; is told how many bytes of how many are gone through.
+            progress: of streamed samples; called with the bytes read and the bytes in all.
 
         Returns:
             The samples in order, and the bad ones that were left out.

@@ -41,7 +41,7 @@ class FileIndex:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return int(self._first_byte[-1])
 
     def bytes_before(self, record: int) -> int:
@@ -194,7 +194,7 @@ class StreamedGroups(Sequence[list[Sample]]):
 
 @dataclass(kw_only=True, eq=False)
 class _Found:
-    """What one rank finds in its records.
+    """Findings of one rank in its records.
 
     Attributes:
         sizes: int32 ``[N]``, samples of each record.
@@ -281,7 +281,7 @@ class _CheckedGroups:
 
 
 def _fault(samples: list[Sample] | None, check: Callable[[list[Sample]], None] | None) -> str:
-    """Return the error that ``check`` raises, or "" if there is none or nothing to check."""
+    """Return the error that ``check`` raises, or "" if it raises none or nothing is to be checked."""
     if not samples or check is None:
         return ""
     try:

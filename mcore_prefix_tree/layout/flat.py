@@ -223,7 +223,7 @@ def fold(
 def _temperature(
     samples: Sequence[Sample], trie: Trie, lengths: Int64Array, padded_size: int
 ) -> npt.NDArray[np.float64] | None:
-    """Of every token; samples that share it agree on theirs, which is part of the merge key."""
+    """Return the temperature of every token; samples that share it agree on theirs, which is part of the merge key."""
     of_sample = np.fromiter((sample.temperature for sample in samples), dtype=np.float64, count=len(samples))
     if (of_sample == 1).all():
         return None

@@ -1,4 +1,4 @@
-"""How far a micro-batch is padded: to what its parallel layout needs, and to few sizes if wanted."""
+"""Padding of a micro-batch: to what its parallel layout needs, and to few sizes if wanted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """What the sizes of micro-batches are rounded up to.
+    """Sizes that micro-batches are rounded up to.
 
     Attributes:
         multiple: of the size: the tensor-parallel ranks where they share the sequence, else 1.

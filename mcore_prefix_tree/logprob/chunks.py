@@ -71,12 +71,12 @@ class WeightGradSink(Protocol):
         """``[Vl, h]``, fp32 or the weight's dtype, to add to."""
 
     def placeholder(self) -> torch.Tensor | None:
-        """What autograd is given; called once the gradient has been added."""
+        """Return the gradient for autograd; call it once the gradient has been added."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Head:
-    """What a row's logits are made of, besides hidden states and weight.
+    """Everything that a row's logits are made of, besides hidden states and weight.
 
     Attributes:
         edges: that are scored.
@@ -101,7 +101,7 @@ class Chunks:
     """The logits of ``hidden @ weight.T`` a chunk of rows at a time."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, like: Chunks | None = None) -> None:
-        """Of chunks of other rows, if they are done with, ``like`` takes over their memory."""
+        """Take over the memory of ``like``, chunks of other rows that are finished, if it is given."""
         self.hidden, self.weight, self.head = hidden, weight, head
         self.dtype = wide(hidden.dtype)
         self._product: torch.Tensor
@@ -150,7 +150,7 @@ class Chunks:
         return torch.where(self.here[edges], logits[own_row, self.column[edges]], 0)
 
     def edge_grads(self, rows: slice, edges: slice, grad: torch.Tensor) -> EdgeGrads:
-        """Of gradients ``[E]`` of all edges."""
+        """Select a chunk's part of the gradients ``[E]`` of all edges."""
         return EdgeGrads(
             row=self.head.edges.row_of_edge[edges] - rows.start,
             column=self.column[edges],

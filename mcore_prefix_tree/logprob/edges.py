@@ -124,7 +124,7 @@ class Edges:
         )
 
     def scored_together(self, predictor: npt.NDArray[np.int64], term: npt.NDArray[np.int64]) -> Edges:
-        """The same edges for a loss whose terms read more than a sample each.
+        """Return these edges for a loss whose terms read more than one sample each.
 
         Args:
             predictor: int64 ``[K]``, flat indices of the predictors that terms read.
@@ -176,7 +176,7 @@ class Edges:
         return self.of_rows(slice(start, stop))
 
     def column(self, vocab_start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether each edge's token is in this rank's part of the vocabulary, and its column there, clamped if not."""
+        """Return whether each edge's token is in this rank's part of the vocabulary, and its column, clamped if not."""
         column = self.token_id - vocab_start
         return (column >= 0) & (column < size), column.clamp(0, size - 1)
 
@@ -195,7 +195,7 @@ class Edges:
 
 
 def _places(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Where a mask is true, ascending, given how often: ``nonzero`` would wait for the device."""
+    """Return where a mask is true, ascending, given how often: ``nonzero`` would wait for the device."""
     return mask.int().argsort(descending=True, stable=True)[:count]
 
 
@@ -206,7 +206,7 @@ def slices(count: int, size: int) -> Iterator[slice]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What reductions are in: fp32, or ``dtype`` if that is wider."""
+    """Return the dtype of reductions: fp32, or ``dtype`` if that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 

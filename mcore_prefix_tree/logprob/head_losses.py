@@ -141,7 +141,7 @@ def _with_gradient(
 
 
 def forms_gradient(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> bool:
-    """Whether forward forms a gradient; checks that it can."""
+    """Return whether forward forms a gradient; check that it can."""
     check_shapes(hidden, weight, head)
     if hidden.dtype == torch.float16:
         raise ValueError("gradients that are formed before the loss is scaled vanish in float16; use bfloat16")
@@ -199,7 +199,7 @@ class _HeadEdgeLoss(torch.autograd.Function):
 
 
 class _Scores:
-    """What a loss of edges reads, filled in a chunk at a time.
+    """Inputs of a loss of edges, filled in a chunk at a time.
 
     Attributes:
         logprob: ``[E]``; those of later chunks are as if all tokens were equally likely.
@@ -299,7 +299,7 @@ class _Waiting:
         self._rows = torch.zeros_like(edges.settled_by, dtype=torch.bool)  # the same on the device, which is not asked
 
     def settled(self, rows: slice) -> slice:
-        """Of the rows of a chunk, from the first to the last that need not wait."""
+        """Return the rows of a chunk from the first to the last that need not wait."""
         self.rows[rows] = self._edges.host_settled_by[rows] >= rows.stop
         self._rows[rows] = self._edges.settled_by[rows] >= rows.stop
         settled = np.flatnonzero(~self.rows[rows])
@@ -319,7 +319,7 @@ class _Waiting:
     def add_gradients(
         self, chunks: Chunks, grads: Grads, sums: RowSums, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None
     ) -> None:
-        """Of all these rows, when everything is known; arguments as of :func:`add_gradients`, of all rows."""
+        """Add the gradients of these rows, once everything is known; arguments are those of :func:`add_gradients`."""
         edges, rows, of_edge = self._edges.some_rows(self.rows, self._rows)
         later = Chunks(chunks.hidden[rows], chunks.weight, replace(chunks.head, edges=edges), like=chunks)
         own = Grads(later, of_hidden=grads.hidden is not None, of_weight=False, weight_grad=grads.weight)

@@ -138,7 +138,7 @@ class _Search:
                 return
 
     def consider_bins(self, bin_of: Int64Array) -> None:
-        """What is in each of D * K bins, K a rank; and what comes of it by moving leaves."""
+        """Consider the contents of D * K bins, K a rank, and what comes of them by moving leaves."""
         count = self.micro_batches
         refined = refine(
             self.leaves,
@@ -216,7 +216,7 @@ class _Search:
 
 
 def _members(bin_of: Int64Array, bins: int) -> list[Int64Array]:
-    """What each bin holds, in increasing order."""
+    """Contents of each bin, in increasing order."""
     sizes = np.bincount(bin_of, minlength=bins)
     return np.split(np.argsort(bin_of, kind="stable"), np.cumsum(sizes)[:-1])
 

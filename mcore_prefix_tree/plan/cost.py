@@ -1,4 +1,4 @@
-"""What a micro-batch costs: token-wise work, attention by visible pairs, scoring, and a fixed overhead.
+"""Cost of a micro-batch: token-wise work, attention by visible pairs, scoring, and a fixed overhead.
 
 A token at depth d sees d + 1 keys, wherever it is laid out. So the cost of a path is a function of its length, and the
 cost of a set of samples is the sum over their unique tokens. A vocabulary head that computes scored tokens alone adds a
@@ -156,7 +156,7 @@ class CostModel:
         return round(self.micro_batch * (UNITS_PER_TOKEN / self.token))
 
     def units_of_scored(self, scored: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Of scoring so many tokens, in the units of :meth:`units_of_path`."""
+        """Cost of scoring so many tokens, in the units of :meth:`units_of_path`."""
         return np.rint(scored.astype(np.float64) * (self.scored * UNITS_PER_TOKEN / self.token)).astype(np.int64)
 
     def of_micro_batch(self, tokens: float, pairs: float, scored: float = 0.0) -> float:

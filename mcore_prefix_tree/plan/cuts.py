@@ -33,7 +33,7 @@ def reach(context: Int64Array, fresh: Int64Array, budget: int) -> Int64Array:
 
 
 def reach_of_several(furthest: Int64Array, count: int) -> Int64Array:
-    """The same for ``count`` runs in a row, if a single one goes as far as ``furthest``."""
+    """Return the reach of ``count`` runs in a row, if a single one goes as far as ``furthest``."""
     single = np.append(furthest, len(furthest))
     several = single
     for _ in range(count - 1):
@@ -53,7 +53,7 @@ def longest_runs(furthest: Int64Array) -> list[Run]:
 
 
 def fewest_runs(context: Int64Array, fresh: Int64Array, budget: int) -> list[Run]:
-    """As few runs as the budget allows; see :func:`reach`."""
+    """Cut into as few runs as the budget allows; see :func:`reach`."""
     return longest_runs(reach(context, fresh, budget))
 
 

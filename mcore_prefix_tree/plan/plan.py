@@ -34,7 +34,7 @@ class BudgetError(SampleError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForestPlan:
-    """Which samples each micro-batch of a step holds.
+    """Samples that each micro-batch of a step holds.
 
     Attributes:
         micro_batches: by data-parallel rank, then by micro-batch, the indices of its samples; an empty tuple is a
@@ -169,7 +169,7 @@ def _in_order(
 def _scored(
     samples: Sequence[Sample], order: Int64Array, shared: Int64Array, cost_model: CostModel | None
 ) -> Int64Array | None:
-    """What scoring each sample adds, if it costs anything."""
+    """Cost that scoring each sample adds, if it costs anything."""
     return first_scored(samples, order, shared) if cost_model is not None and cost_model.scored else None
 
 

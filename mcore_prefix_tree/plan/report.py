@@ -1,4 +1,4 @@
-"""What a plan is worth: tokens, cost and balance, next to the lower bound."""
+"""Figures of a plan: tokens, cost and balance, next to the lower bound."""
 
 from __future__ import annotations
 

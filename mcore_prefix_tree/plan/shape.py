@@ -1,4 +1,4 @@
-"""What of a model's configuration its FLOPs depend on, by the names that Megatron gives its settings."""
+"""Settings of a model that its FLOPs depend on, by Megatron's names."""
 
 from __future__ import annotations
 

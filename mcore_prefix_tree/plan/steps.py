@@ -1,4 +1,4 @@
-"""What the steps of training fold to, which is less than a whole file does."""
+"""Fold ratio of training steps, which is less than that of a whole file."""
 
 from __future__ import annotations
 

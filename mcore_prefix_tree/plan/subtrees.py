@@ -89,7 +89,7 @@ class SubtreePlacer:
         return bin_of
 
     def _price(self, run: Run) -> int:
-        """What a cut through a run repeats at least; all of a single leaf, which cannot be cut."""
+        """Return the least that a cut through a run repeats; all of a single leaf, which cannot be cut."""
         start, end = run
         if end - start == 1:
             return self._units_of(run)
@@ -115,7 +115,7 @@ class SubtreePlacer:
         return common
 
     def _cut(self, start: int, end: int, max_units: int, max_tokens: int) -> int:
-        """How far a run from ``start`` goes: near the limits, where the path that the rest repeats is shortest."""
+        """Return the end of a run from ``start``: near the limits, where the path that the rest repeats is shortest."""
 
         def furthest(limit: int, limit_tokens: int) -> int:
             by_units = np.searchsorted(self._units, limit - self._path_units[start] + self._units[start], side="right")

@@ -186,7 +186,7 @@ class ModelWork:
         pair: FLOPs of a visible pair in one layer; see :func:`pair_flops`.
         layers: number of layers without a sliding window.
         window_layers: number of layers with one.
-        window: keys that a query of these sees at most, itself included; None if there are none.
+        window: keys that a query of these sees at most, itself included; None without windows.
         position: FLOPs of projecting a position to the vocabulary, forward; its two gradients are counted as backward,
             though the fused head forms them in its forward.
         fused_head: whether the head projects only positions that predict a scored token.

@@ -21,7 +21,7 @@ Share = Literal["all", "prompt"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Which common prefixes samples share. A plan and the folding of its micro-batches take the same one.
+    """Common prefixes that samples share. A plan and the folding of its micro-batches take the same one.
 
     Attributes:
         share: ``"all"`` shares every common prefix, scored tokens too. ``"prompt"`` shares what two samples have in
@@ -88,7 +88,7 @@ def _sorted_runs(samples: Sequence[Sample], shareable: Sequence[npt.NDArray[np.i
 
 @dataclass(frozen=True, eq=False)
 class _Scored:
-    """What decides between equal tokens, and is made for these alone: more scored ones first, then earlier ones.
+    """Order of samples with equal tokens, made for these alone: more scored ones first, then earlier ones.
 
     What the others of them score is then mostly scored already, as a plan's cost takes for granted.
     """
@@ -115,7 +115,7 @@ def prompt_length(sample: Sample) -> int:
 
 
 def common_prefix_length(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) -> int:
-    """How many leading tokens two samples have in common."""
+    """Count the leading tokens that two samples have in common."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     first = int(differs.argmax()) if length else 0

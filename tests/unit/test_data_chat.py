@@ -197,7 +197,7 @@ def test_nothing_is_added_to_a_tool_or_lost():
         ([{"function": {"name": 1}}], "field 'tools[0].function.name' must be a string, not a number"),
         (
             [{"type": "web_search", "name": "f"}],
-            "field 'tools[0].type' must be \"function\", which is what a model can be told of here",
+            "field 'tools[0].type' must be \"function\"; other kinds of tools are not supported",
         ),
         ([{"name": "f"}, {"description": "x"}], "field 'tools[1].name' must be a string, not null"),
         ([{"name": "f", "description": 1}], "field 'tools[0].description' must be a string, not a number"),

@@ -1,4 +1,4 @@
-"""The tools of a record: what chat formats are given is what the record has, and what they cannot tell is named."""
+"""The tools of a record: what chat formats are given is what the record has, and what they cannot write is named."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_mistral_is_told_what_mistral_common_makes_of_openais_shape(name, tmp_pa
     [
         (
             {"type": "function", "function": {"name": "f", "return": {}}},
-            "field 'tools[0]' has the key 'return', which the chat format of tokenizer 'mistral-v7' cannot tell, only "
+            "field 'tools[0]' has the key 'return', which the chat format of tokenizer 'mistral-v7' cannot write, only "
             "name, description, parameters",
         ),
         ({"name": "f", "cache_control": None}, "field 'tools[0]' has the key 'cache_control', which"),

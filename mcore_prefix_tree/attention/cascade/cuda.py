@@ -23,7 +23,7 @@ _LARGEST_HEAD_DIM = 256
 
 @cache
 def _is_missing(package: str, major: int, minor: int) -> str | None:
-    """Why a package cannot be used, if it is missing or older than a version."""
+    """Return why a package cannot be used, if it is missing or older than a version."""
     try:
         installed = version(package)
     except PackageNotFoundError:
@@ -39,7 +39,7 @@ def _flash_attn_interface_is_missing() -> bool:
 
 
 def _common_refusal(case: Case, oldest: tuple[int, int], newest: tuple[int, int]) -> str | None:
-    """What all of them want: a GPU of certain generations, 16-bit floats, heads of at most 256."""
+    """Return what no kernel supports: other generations of GPUs, other dtypes, heads above 256."""
     if case.capability is None:
         return f"device={case.device.type} (it is a CUDA kernel)"
     if not oldest <= case.capability <= newest:
@@ -241,7 +241,7 @@ class TransformerEngine:
         return QKV(*grads[:3])
 
     def _common(self, fused_attn: Any, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> dict[str, Any]:
-        """What both passes are given: sequences packed one after the other, a causal mask or none, no dropout."""
+        """Return arguments of both passes: sequences packed one after the other, a causal mask or none, no dropout."""
         query, key, value = (one.contiguous() for one in qkv)
         return {
             "q": query,

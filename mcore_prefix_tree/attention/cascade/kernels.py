@@ -1,4 +1,4 @@
-"""What the cascade asks of a varlen attention kernel, and the kernels that run on a CPU.
+"""The interface of a varlen attention kernel to the cascade, and the kernels that run on a CPU.
 
 A kernel returns the log-sum-exp of the scores beside its result, and its backward takes both as arguments. The backward
 of softmax needs nothing else of the forward (Dao, FlashAttention-2, algorithm 2): given the result and the log-sum-exp
@@ -27,7 +27,7 @@ class QKV(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a call returns.
+    """Result of a call.
 
     Attributes:
         out: ``[Q, H, W]``.
@@ -50,7 +50,7 @@ class VarlenKernel(Hashable, Protocol):
     head_dim_multiple: int | None
 
     def refusal(self, case: Case) -> str | None:
-        """As a back-end's: the argument it does not support and why, or None."""
+        """Return the argument that the kernel does not support and why, or None, like a back-end's ``refusal``."""
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         """Attend within each sequence."""

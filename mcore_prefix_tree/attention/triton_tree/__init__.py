@@ -115,7 +115,7 @@ def attend(
 
 
 def refusal(case: Case) -> str | None:
-    """What the kernels cannot do: other devices, other dtypes, other head dimensions."""
+    """Return what the kernels do not support: other devices, other dtypes, other head dimensions."""
     reason = _machine_refusal(case)
     if reason is not None:
         return reason
@@ -155,7 +155,7 @@ def _has_triton() -> bool:
 
 
 def _interprets() -> bool:
-    """Whether kernels run in NumPy: Triton's own switch, for tests."""
+    """Return whether kernels run in NumPy: Triton's own switch, for tests."""
     if "interpreter" not in _KNOWN:
         import triton
 

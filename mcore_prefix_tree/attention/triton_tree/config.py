@@ -16,7 +16,7 @@ from mcore_prefix_tree.attention.options import Case
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched. The block sizes divide ``schedule.ROUND``.
+    """Launch of a kernel. The block sizes divide ``schedule.ROUND``.
 
     Attributes:
         query_block, key_block: rows of a tile.
@@ -54,7 +54,7 @@ class Configs:
 
     @property
     def packed(self) -> list[int]:
-        """As operators take it."""
+        """Integers in the order that operators take them."""
         flags = (self.apart, self.engine, self.divides)
         return [*map(int, flags), *self.forward, *self.key_value, *(self.query or ())]
 

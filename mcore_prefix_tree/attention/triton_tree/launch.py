@@ -35,7 +35,7 @@ ROW_SUMS = Launch(query_block=ROUND // 2, key_block=ROUND // 2, warps=8, stages=
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """What the kernels of one call have in common.
+    """Arguments that the kernels of one call have in common.
 
     Attributes:
         configs: how they are launched.

@@ -23,7 +23,7 @@ ROUND = 128
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DevicePlan:
-    """What the kernels read of a tree, on the device.
+    """Tensors of a tree that the kernels read, on the device.
 
     Attributes:
         end: int32 ``[R]``, ``subtree_end``, zero past the last token; R is P rounded up to :data:`ROUND`.

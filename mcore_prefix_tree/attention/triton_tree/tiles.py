@@ -1,4 +1,4 @@
-"""What the forward and the backward kernels have in common: loading a tile, multiplying, masking it.
+"""Steps that the forward and the backward kernels have in common: load a tile, multiply it, mask it.
 
 Triton's tiles have powers of two of rows and columns. Rows of another width are taken in parts, each a tile: a tile of
 rows is a tuple of ``[ROWS, PART]``, and of most widths has one part.
@@ -67,7 +67,7 @@ def store_rows(target, rows, head, start, size, WIDTH: tl.constexpr, ENGINE: tl.
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
-    """Where :func:`add_weighted` begins: ``[ROWS, WIDTH]`` in parts, fp32."""
+    """Return zeros for :func:`add_weighted` to add to: ``[ROWS, WIDTH]`` in parts, fp32."""
     sums = ()
     for _ in tl.static_range(0, WIDTH, PART):
         sums += (tl.zeros([ROWS, PART], dtype=tl.float32),)
