@@ -1,6 +1,6 @@
 """Pages of the site that are not files in docs/, and links from pages to files of the repository.
 
-MkDocs calls :func:`on_files` and :func:`on_page_markdown` (``hooks`` in mkdocs.yml). The README and its like become
+MkDocs calls the functions ``on_...`` (``hooks`` in mkdocs.yml). The README and its like become
 pages; recipe keys, the command line and the objectives' options are written from the code. A link to a file that is
 no page becomes plain text, because the site has no repository to link to.
 """
@@ -71,6 +71,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     parts = _FENCED.split(markdown)
     return "".join(part if part.startswith("```") else _LINK.sub(relinked, part) for part in parts)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Show the last part of a name that a docstring gives a role of Sphinx."""
+    return re.sub(r":(?:class|mod|func|meth|data|attr):<code>~?(?:[\w.]*\.)?(\w+)</code>", r"<code>\1</code>", html)
 
 
 def cell(text: object) -> str:
@@ -212,7 +217,12 @@ def objectives_page() -> str:
     ]
     for heading, modules in _FORMULAS.items():
         parts.append(f"## {heading}")
-        parts.extend(f"::: mcore_prefix_tree.objectives.{name}\n    options: {{members: []}}" for name in modules)
+        for name in modules:
+            # Where the functions have the formulas, not the module.
+            members = "true" if name in ("advantages", "gae", "normalise") else "[]"
+            parts.append(
+                f"::: mcore_prefix_tree.objectives.{name}\n    options: {{members: {members}, heading_level: 3}}"
+            )
     parts.append("## Options")
     for kind in dict.fromkeys(made for made, _ in OBJECTIVES.values()):
         names = [name for name, (made, _) in OBJECTIVES.items() if made is kind]
