@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 # What the scripts and the README install, by their names; see environment.sh and versions.sh.
 INSTALLED = {
     "scripts/quickstart": ["-r", "requirements-torch.txt", "-r", "requirements.txt"],
+    "scripts/docs": ["-r", "requirements-torch.txt", "-r", "requirements-docs.txt"],
     "scripts/test": ["-r", "requirements-torch.txt", "-r", "requirements-test.txt"],
     "scripts/gpu_check": ["-r", "requirements-torch.txt", "-r", "requirements-gpu.txt"],
     "tests/upstream": ["-r", "requirements-torch.txt", "-r", "requirements-megatron-lm.txt"],
