@@ -20,7 +20,7 @@ def inspect(
     trees: Annotated[int, typer.Option(min=0, max=MOST, metavar="N", help="Trees to draw, largest first.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a drawing.")] = False,
 ) -> None:
-    """Fold samples and show what folding is worth: tokens, ratios and the largest trees."""
+    """Fold samples and show what folding saves: tokens, ratios and the largest trees."""
     import numpy as np
 
     from mcore_prefix_tree.layout import fold

@@ -33,13 +33,13 @@ def plan(
             min=1,
             max=MOST,
             metavar="N",
-            help="Physical tokens that a micro-batch may hold; the recipe's if none are given.",
+            help="Most physical tokens of a micro-batch. Default: the recipe's.",
         ),
     ] = None,
     dp: Annotated[int, typer.Option(min=1, max=RANKS, metavar="D", help="Data-parallel ranks.")] = 1,
     micro_batches: Annotated[
         int | None,
-        typer.Option(min=1, max=RANKS, metavar="K", help="Per rank; as few as the budget allows if none are given."),
+        typer.Option(min=1, max=RANKS, metavar="K", help="Micro-batches per rank. Default: as few as possible."),
     ] = None,
     calibration: Annotated[
         str | None,
@@ -69,7 +69,7 @@ def plan(
     limit = "--max-tokens"
     if max_tokens is None:
         if recipe is None:
-            raise ValueError("--max-tokens is missing: give the tokens that a micro-batch may hold, or --model RECIPE")
+            raise ValueError("--max-tokens is missing: give the most tokens of a micro-batch, or --model RECIPE")
         limit, max_tokens = "batch.max_tokens", recipe.batch.max_tokens
     samples = options.read({limit: max_tokens})
     if recipe is not None:

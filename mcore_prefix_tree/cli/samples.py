@@ -93,22 +93,22 @@ class SampleOptions:
     ]
     model: Annotated[
         str | None,
-        typer.Option(metavar="RECIPE", help="Read, order and fold samples as this recipe does; its data.path aside."),
+        typer.Option(metavar="RECIPE", help="Read, order and fold samples as this recipe does, except its data.path."),
     ] = None
     global_batch_size: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST, metavar="N", help="Samples of a training step, to report what steps fold to."),
+        typer.Option(min=1, max=MOST, metavar="N", help="Samples of a training step; report the fold ratio of steps."),
     ] = None
     order: Annotated[
         Order | None,
-        typer.Option(help="How samples are dealt to steps: data.order of a recipe; shuffled if none is given."),
+        typer.Option(help="Order in which steps take samples. Default: the recipe's data.order, or shuffled."),
     ] = None
-    seed: Annotated[int | None, typer.Option(min=0, max=SEEDS, metavar="N", help="Of that order.")] = None
+    seed: Annotated[int | None, typer.Option(min=0, max=SEEDS, metavar="N", help="Seed of that order.")] = None
     tokenizer: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Of chat messages: mistral-v7 (if none is given), mistral-v3, mistral-v3-tekken, or a folder with a "
+            help="Tokenizer of chat messages: mistral-v7 (default), mistral-v3, mistral-v3-tekken, or a folder with a "
             "Hugging Face tokenizer.",
         ),
     ] = None
@@ -116,8 +116,8 @@ class SampleOptions:
         str | None,
         typer.Option(
             metavar="JSON",
-            help="What the chat template of a Hugging Face tokenizer is given besides, as "
-            "'{\"enable_thinking\": false}'; with strftime_now, a date as 2026-11-20, its clock shows that date.",
+            help="Variables of a Hugging Face tokenizer's chat template, such as '{\"enable_thinking\": false}'. "
+            "strftime_now, a date such as 2026-11-20, sets the template's clock.",
         ),
     ] = None
     expand_turns: Annotated[
@@ -125,19 +125,15 @@ class SampleOptions:
     ] = False
     on_error: Annotated[
         OnError | None,
-        typer.Option(
-            help="raise: end at the first bad sample (if none is given). skip: leave bad ones out and say so."
-        ),
+        typer.Option(help="raise: stop at the first bad sample (default). skip: leave bad samples out and count them."),
     ] = None
     share: Annotated[
         Share | None,
-        typer.Option(help="all: every common prefix (if none is given). prompt: those before the first scored token."),
+        typer.Option(help="all: share every common prefix (default). prompt: only before the first scored token."),
     ] = None
     min_shared_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=MOST, metavar="N", help="Common prefixes of fewer tokens are not shared; 0 if not given."
-        ),
+        typer.Option(min=0, max=MOST, metavar="N", help="Do not share common prefixes of fewer tokens. Default: 0."),
     ] = None
 
     @cached_property
@@ -210,7 +206,7 @@ class SampleOptions:
 
         for name in ("order", "seed"):
             if getattr(self, name) is not None and self.model is None and self.global_batch_size is None:
-                raise ValueError(f"--{name} is about the steps of training; give --global-batch-size too")
+                raise ValueError(f"--{name} needs the size of a training step; give --global-batch-size too")
         data = self.data
         name = DEFAULT_TOKENIZER if data.tokenizer is None else data.tokenizer
         tokenizer = TokenizerOnDemand(name, data.chat_template_kwargs)
@@ -261,7 +257,7 @@ class Samples:
                 scalar_head=recipe.objective.has_scalar_head,
             )
         except (TypeError, ArithmeticError, LookupError) as error:
-            raise ValueError(f"model.transformer: no FLOPs can be counted with these settings ({error})") from error
+            raise ValueError(f"model.transformer: cannot count FLOPs with these settings ({error})") from error
 
     @cached_property
     def objective(self) -> Objective | None:

@@ -17,8 +17,8 @@ def score(
         str,
         typer.Option(
             metavar="FILE",
-            help="A sample a line in the data's order: JSON Lines (.jsonl, .json, or packed with .gz), or a .parquet, "
-            ".arrow or .feather file. A file that is there is overwritten once all is scored.",
+            help="File to write, one sample a line in the data's order: JSON Lines (.jsonl, .json, also .gz), "
+            ".parquet, .arrow or .feather. An existing file is replaced once all samples are scored.",
         ),
     ],
     overrides: Annotated[
@@ -29,12 +29,12 @@ def score(
         str | None, typer.Option(metavar="FOLDER", help="Checkpoints of a reference model; adds ref_logprobs.")
     ] = None,
     all_tokens: Annotated[
-        bool, typer.Option("--all-tokens", help="Every token, not only those that the loss mask scores.")
+        bool, typer.Option("--all-tokens", help="Score every token, not only those of the loss mask.")
     ] = False,
     entropy: Annotated[bool, typer.Option("--entropy/--no-entropy", help="Write the entropies too.")] = True,
     teacher_top_k: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST, metavar="K", help="Instead, the K likeliest tokens, to distil from."),
+        typer.Option(min=1, max=MOST, metavar="K", help="Write the K likeliest tokens instead, to distil from."),
     ] = None,
 ) -> None:
     """Write every sample with its log-probabilities under the last checkpoint in checkpoint.save.

@@ -27,14 +27,15 @@ def train(
         bool,
         typer.Option(
             "--new-data",
-            help="With --resume: if the data are not the checkpoint's, begin with their first; weights, optimizer and "
-            "steps go on.",
+            help="With --resume: accept data other than the checkpoint's and begin with its first sample; weights, "
+            "optimizer and steps continue.",
         ),
     ] = False,
 ) -> None:
     """Train a GPT on folded rollouts; under torchrun for several ranks.
 
-    Ctrl-C, a lost terminal, or SIGTERM, SIGUSR1 or SIGUSR2 from a scheduler ends it after the step, with a checkpoint.
+    Ctrl-C, a lost terminal, or SIGTERM, SIGUSR1 or SIGUSR2 from a scheduler ends the run after its step, with a
+    checkpoint.
     """
     with ended_at_once():
         _train(recipe, with_hf(overrides, hf), resume=resume, new_data=new_data)

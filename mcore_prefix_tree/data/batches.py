@@ -89,20 +89,20 @@ class SampleOrder:
         self._whole_steps = whole_steps
         assert step is not None or not (whole_steps or order == "folded"), "they are about steps"
         if order == "folded" and self.is_streamed:
-            raise ValueError("the folded order sorts all samples in memory, and these are streamed")
+            raise ValueError("data.order=folded sorts all samples in memory; set data.streaming=false")
         sizes = groups.sizes if isinstance(groups, StreamedGroups) else np.array([len(group) for group in groups], int)
         self._sizes = sizes.astype(np.int64)
         self._lines = np.flatnonzero(sizes)
         self._drawn: _Epoch | None = None  # the epoch that was asked for last
         if not len(self._lines):
-            raise ValueError("there are no samples to train on")
+            raise ValueError("the data has no samples to train on")
         count = len(self._lines) if by_line else int(self._sizes.sum())
         self.left_out = count % step if whole_steps and step is not None else 0
         self.per_epoch = count - self.left_out
         if not self.per_epoch:
             setting, things = ("groups_per_step", "groups") if by_line else ("global_batch_size", "samples")
             raise ValueError(
-                f"batch.{setting}={step} is more than the {count} {things} there are, and a step takes none of "
+                f"batch.{setting}={step} is more than the {count} {things} in the data, and a step takes none of "
                 "them twice; lower it or add data"
             )
 

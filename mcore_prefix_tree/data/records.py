@@ -211,7 +211,7 @@ def _parts(
     for number, turn in enumerate(turns):
         if not np.array_equal(whole[: len(turn.tokens)], turn.tokens):
             raise SampleError(
-                f"{source}: field 'messages' is no single sample, because {_departure(tokenizer, turn, whole)} "
+                f"{source}: field 'messages' cannot be one sample, because {_departure(tokenizer, turn, whole)} "
                 f"after turn {number}; set data.expand_turns, or use a tokenizer that keeps it, such as mistral-v7"
             )
     return [(whole, _mask(len(whole), [(turn.start, len(turn.tokens)) for turn in turns]))]

@@ -67,6 +67,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = PAGES_OF.get(target, target.removeprefix("docs/") if target.startswith("docs/") else "")
         if not target:
             return text
+        text = re.sub(r"^(?:[\w-]+/)*([\w-]+)\.md$", r"\1", text)  # a page's file name is its title here
         return f"{image}[{text}]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{mark}{anchor})"
 
     parts = _FENCED.split(markdown)

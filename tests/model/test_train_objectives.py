@@ -266,7 +266,7 @@ def test_a_run_that_is_continued(tmp_path: Path) -> None:
         ("grpo", ["objective.options.kl_coeff=1"], "objective.options.kl_coeff: grpo has no such option; it has adv"),
         ("grpo", ["objective.options.kl_coef=-1"], "objective.options.kl_coef: input should be greater than or equal"),
         ("grpo", ["objective.options={kl_coef: 1, kl_estimator: k1}"], "objective.options: kl_estimator=k1 has no exp"),
-        ("grpo", ["batch.global_batch_size=18"], "batch.global_batch_size=18 is more than the 15 samples there are"),
+        ("grpo", ["batch.global_batch_size=18"], "batch.global_batch_size=18 is more than the 15 samples in the data"),
     ],
 )
 def test_a_wrong_recipe_is_refused_by_the_key(tmp_path: Path, name: str, overrides: list[str], says: str) -> None:

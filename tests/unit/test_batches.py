@@ -129,7 +129,7 @@ def test_lines_can_be_asked_from_anywhere(lines, kind, per_step):
 
 
 def test_fewer_lines_than_a_step(lines):
-    with pytest.raises(ValueError, match=r"^batch\.groups_per_step=9 is more than the 8 groups there are"):
+    with pytest.raises(ValueError, match=r"^batch\.groups_per_step=9 is more than the 8 groups in the data"):
         SampleOrder(lines, seed=0, order="shuffled", by_line=True, step=9, whole_steps=True)
 
 

@@ -135,5 +135,5 @@ def test_no_step_takes_a_group_twice_or_cuts_one(kind):
 
 
 def test_fewer_samples_than_a_step():
-    with pytest.raises(ValueError, match=re.escape("batch.global_batch_size=6 is more than the 4 samples there are")):
+    with pytest.raises(ValueError, match=re.escape("batch.global_batch_size=6 is more than the 4 samples in the data")):
         SampleOrder(lines("a", "a", "b", "b"), seed=0, order="shuffled", step=6, whole_steps=True)

@@ -286,7 +286,7 @@ def test_a_template_that_removes_reasoning(tmp_path):
     assert len(read_samples(path, tokenizer=tokenizer, expand_turns=True)) == 2
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=tokenizer)
-    assert str(caught.value).startswith(f"{path}:1: field 'messages' is no single sample")
+    assert str(caught.value).startswith(f"{path}:1: field 'messages' cannot be one sample")
     assert "rewrites the history after turn 0; set data.expand_turns" in str(caught.value)
 
 
@@ -304,7 +304,7 @@ def test_a_history_whose_text_stays_and_whose_tokens_do_not(tmp_path):
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=load_tokenizer(folder))
     assert str(caught.value) == (
-        f"{path}:1: field 'messages' is no single sample, because tokenizer '{folder}' writes the same text of the "
+        f"{path}:1: field 'messages' cannot be one sample, because tokenizer '{folder}' writes the same text of the "
         "history in other tokens after turn 0; set data.expand_turns, or use a tokenizer that keeps it, such as "
         "mistral-v7"
     )

@@ -252,7 +252,7 @@ def test_rewritten_history_only_allows_expanded_turns(write):
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=tokenizer)
     assert str(caught.value) == (
-        f"{path}:1: field 'messages' is no single sample, because the chat format of tokenizer 'forgetful' rewrites "
+        f"{path}:1: field 'messages' cannot be one sample, because the chat format of tokenizer 'forgetful' rewrites "
         "the history after turn 0; set data.expand_turns, or use a tokenizer that keeps it, such as mistral-v7"
     )
     expanded = read_samples(path, tokenizer=tokenizer, expand_turns=True)

@@ -269,7 +269,7 @@ def test_v3_rewrites_the_history_and_says_so(tmp_path):
     assert len(read_samples(path, tokenizer=tokenizer, expand_turns=True)) == 4
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=tokenizer)
-    assert str(caught.value).startswith(f"{path}:1: field 'messages' is no single sample")
+    assert str(caught.value).startswith(f"{path}:1: field 'messages' cannot be one sample")
     assert "'mistral-v3' rewrites the history after turn 0; set data.expand_turns" in str(caught.value)
 
 

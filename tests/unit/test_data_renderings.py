@@ -55,7 +55,7 @@ def test_conversations_may_be_whole(tmp_path, tokenizers):
     (rendering,) = sample.renderings
     (expected,) = read_samples(path, tokenizer=tokenizers[2])
     assert rendering.tokens.tolist() == expected.tokens.tolist()
-    with pytest.raises(SampleError, match="is no single sample, because the chat format of tokenizer 'mistral-v3' rew"):
+    with pytest.raises(SampleError, match="cannot be one sample, because the chat format of tokenizer 'mistral-v3'"):
         list(iter_sample_groups(path, LineOptions(tokenizer=tokenizers[0], renderings=[tokenizers[1]])))
 
 
