@@ -1,4 +1,4 @@
-"""Tables of the pages equal the result files; the example of a trainer runs."""
+"""The README is short, tables of the pages equal the result files, and the example of a trainer runs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ def test_the_tables_come_from_the_result_files() -> None:
         assert script["rendered"](page) == page, f"{name}: run scripts/render_results.py"
     for table in script["TABLES"]:
         assert sum(f"<!-- {table}:begin -->" in page for page in pages.values()) == 1, table
+
+
+def test_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 900, "move details to docs/"
 
 
 def test_the_example_of_an_own_trainer_runs() -> None:
