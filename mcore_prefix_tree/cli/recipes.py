@@ -21,4 +21,5 @@ def recipes(
         raise ValueError(f"{target} exists already; name another folder")
     shutil.copytree(SHIPPED, target)
     typer.echo(f"{target}: {sum(path.is_file() for path in target.rglob('*'))} files")
-    typer.echo(f"cd {folder} && mcore-prefix-tree train recipes/quickstart.yaml")
+    there = "" if folder == Path(".") else f"cd {folder} && "
+    typer.echo(f"{there}mcore-prefix-tree train recipes/quickstart.yaml")

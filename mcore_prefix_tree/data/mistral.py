@@ -154,7 +154,7 @@ class MistralChatTokenizer:
                 if name not in model.model_fields:
                     raise ChatError(
                         f"field '{field}' has the key '{name}', which the chat format of tokenizer '{self._name}' "
-                        f"cannot write, only {', '.join(model.model_fields)}; remove the key"
+                        f"cannot write, only {', '.join(model.model_fields)}; remove it if the model did not read it"
                     )
         said = {name: one for name, one in tool.function.items() if one is not None}
         try:
