@@ -33,16 +33,25 @@ class SampleError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Teacher:
-    """A teacher's distribution at every token of a sample, in the student's own vocabulary: its k likeliest tokens.
+    """A teacher's distribution at every token of a sample: its k likeliest tokens.
+
+    A teacher with the student's tokenizer has a row for each of the sample's tokens. One with another tokenizer reads
+    the same text in m tokens of its own, has a row for each of these, and sets the last three attributes; n is m.
 
     Attributes:
-        token_ids: int32 ``[n, k]``, different ids in each row.
-        logprobs: float32 ``[n, k]`` in nats; row t is of the distribution that ``tokens[t]`` is predicted from. What a
-            row lacks to a probability of 1 is the rest of the vocabulary.
+        token_ids: int32 ``[n, k]``, different ids of the teacher's vocabulary in each row.
+        logprobs: float32 ``[n, k]`` in nats, or float64 beside ``tokens``; row t is of the distribution that
+            ``tokens[t]`` is predicted from. What a row lacks to a probability of 1 is the rest of the vocabulary.
+        tokens: int32 ``[m]``, the teacher's own; None where these are the sample's.
+        realised: float32 or float64 ``[m]``, the log-probability of each of ``tokens``; NaN where there is no row.
+        tokenizer: SHA-256 of the teacher's tokenizer (``TokenBytes.hash``).
     """
 
     token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
+    logprobs: FloatArray
+    tokens: npt.NDArray[np.int32] | None = None
+    realised: FloatArray | None = None
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -170,12 +179,14 @@ def _reward(signals: Signals, scored: npt.NDArray[np.bool_], source: str) -> flo
 
 
 def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Teacher:
-    with np.errstate(over="ignore"):  # becomes inf, which is refused below where it is read
-        logprobs = _numbers(teacher.logprobs, "teacher.logprobs", source).astype(np.float32)
-    try:
-        token_ids: npt.NDArray[Any] = np.asarray(teacher.token_ids)
-    except ValueError:  # a ragged list
-        token_ids = np.empty(0)
+    double = teacher.tokens is not None
+    logprobs = _log_probabilities(teacher.logprobs, "teacher.logprobs", source, double=double)
+    token_ids = _integers(teacher.token_ids)
+    own: dict[str, Any] = {}
+    of = "tokens"
+    if teacher.tokens is not None:
+        own, of = _own_tokens(teacher, source), "teacher.tokens"
+        scored = np.isfinite(own["realised"])
     length = len(scored)
     if token_ids.ndim != 2 or token_ids.dtype.kind not in "iu" or token_ids.shape != logprobs.shape:
         raise SampleError(
@@ -183,7 +194,7 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
         )
     if len(token_ids) != length or not token_ids.shape[1]:
         raise SampleError(
-            f"{source}: field 'teacher' has {len(token_ids)} rows of {token_ids.shape[1]} but 'tokens' has {length} "
+            f"{source}: field 'teacher' has {len(token_ids)} rows of {token_ids.shape[1]} but '{of}' has {length} "
             "entries; there must be a row of at least one token for each"
         )
     too_large = token_ids > np.iinfo(np.int32).max
@@ -199,7 +210,43 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
     for fault, rows in faults.items():
         if (rows & scored).any():
             raise SampleError(f"{source}: field 'teacher' has {fault} at token {int(np.argmax(rows & scored))}")
-    return Teacher(token_ids=_frozen(token_ids.astype(np.int32)), logprobs=_frozen(logprobs))
+    return Teacher(token_ids=_frozen(token_ids.astype(np.int32)), logprobs=_frozen(logprobs), **own)
+
+
+def _own_tokens(teacher: Teacher, source: str) -> dict[str, Any]:
+    """Return what a teacher with another tokenizer has besides its rows."""
+    tokens, realised = (
+        _integers(teacher.tokens),
+        _log_probabilities(teacher.realised, "teacher.realised", source, double=True),
+    )
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
+        raise SampleError(f"{source}: field 'teacher.tokens' must be a list of token ids, at least one")
+    if tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max:
+        raise SampleError(f"{source}: field 'teacher.tokens' has token ids that no vocabulary has")
+    if realised.shape != tokens.shape:
+        raise SampleError(f"{source}: field 'teacher.realised' must have a number for each of 'teacher.tokens'")
+    if not isinstance(teacher.tokenizer, str):
+        raise SampleError(f"{source}: field 'teacher.tokenizer' must be the hash of the tokenizer of 'teacher.tokens'")
+    _check_not_probabilities(realised, "teacher.realised", np.isfinite(realised), source)
+    return {
+        "tokens": _frozen(tokens.astype(np.int32)),
+        "realised": _frozen(realised),
+        "tokenizer": teacher.tokenizer,
+    }
+
+
+def _log_probabilities(value: object, name: str, source: str, *, double: bool) -> FloatArray:
+    """Return float32, or with ``double`` float64 of an array of float64."""
+    is_double = double and isinstance(value, np.ndarray) and value.dtype == np.float64
+    with np.errstate(over="ignore"):  # becomes inf, which is refused where it is read
+        return _numbers(value, name, source).astype(np.float64 if is_double else np.float32)
+
+
+def _integers(value: object) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except ValueError:  # a ragged list
+        return np.empty(0)
 
 
 def _numbers(value: object, name: str, source: str) -> npt.NDArray[Any]:

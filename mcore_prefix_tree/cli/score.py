@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, with_hf
 from mcore_prefix_tree.inputs import MOST
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.mcore.trainer.score_file import ScoreReport
 
 
 def score(
@@ -60,8 +63,12 @@ def score(
         entropy=entropy,
         teacher_top_k=teacher_top_k,
     )
-    if not is_main:
-        return
+    if is_main:
+        print_report(report, output)
+
+
+def print_report(report: ScoreReport, output: str) -> None:
+    """Print what was written."""
     by = report.iteration if isinstance(report.iteration, str) else f"iteration {report.iteration}"
     if report.reference_iteration is not None:
         by += f" and the reference's {report.reference_iteration}"

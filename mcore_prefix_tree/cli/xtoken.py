@@ -11,6 +11,7 @@ import typer
 
 from mcore_prefix_tree.cli.options import check_output_option, takes
 from mcore_prefix_tree.cli.xtoken_alignment import inspect_alignment
+from mcore_prefix_tree.cli.xtoken_export import export_teacher
 from mcore_prefix_tree.cli.xtoken_options import Tokenizers
 from mcore_prefix_tree.inputs import MOST
 
@@ -104,6 +105,7 @@ def trim(
 
 
 app.command()(inspect_alignment)
+app.command()(export_teacher)
 
 
 def _check_output(option: str, path: Path, inputs: list[Path], *, sparse: bool) -> None:

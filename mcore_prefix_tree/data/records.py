@@ -247,7 +247,7 @@ def _beyond_limits(sample: Sample, options: LineOptions) -> tuple[SampleError, K
         )
         return error, "outside the vocabulary"
     teacher = sample.signals.teacher
-    if options.vocab_size is not None and teacher is not None:
+    if options.vocab_size is not None and teacher is not None and teacher.tokens is None:
         beyond = (teacher.token_ids >= options.vocab_size).any(axis=1) & (sample.loss_mask != 0)
         beyond[:1] = False  # nothing predicts the first token
         if beyond.any():

@@ -222,7 +222,9 @@ def _crc_of_signal(value: object, crc: int) -> int:
     if isinstance(value, np.ndarray):
         return crc32(value.tobytes(), crc)
     if isinstance(value, Teacher):
-        return _crc_of_signal(value.logprobs, _crc_of_signal(value.token_ids, crc))
+        for part in (value.token_ids, value.logprobs, value.tokens, value.realised, value.tokenizer):
+            crc = crc if part is None else _crc_of_signal(part, crc)
+        return crc
     return crc32(repr(value).encode(), crc)
 
 

@@ -13,6 +13,7 @@ from mcore_prefix_tree.signals import PER_TOKEN, SampleError, Signals, Teacher
 
 _NAMES = tuple(field.name for field in fields(Signals))
 _IDS = ("group", "rollout", "pair")
+_ROWS, _OF_OWN_TOKENS = {"token_ids", "logprobs"}, {"tokens", "realised", "tokenizer"}
 
 
 def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
@@ -33,9 +34,12 @@ def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
 
 
 def _teacher(value: Any, source: str) -> Teacher:
-    if not isinstance(value, dict) or set(value) != {"token_ids", "logprobs"}:
-        raise SampleError(f"{source}: field 'teacher' must be an object with 'token_ids' and 'logprobs'")
-    return Teacher(token_ids=value["token_ids"], logprobs=value["logprobs"])
+    if not isinstance(value, dict) or set(value) not in (_ROWS, _ROWS | _OF_OWN_TOKENS):
+        raise SampleError(
+            f"{source}: field 'teacher' must be an object with 'token_ids' and 'logprobs'; a teacher with another "
+            "tokenizer has 'tokens', 'realised' and 'tokenizer' too"
+        )
+    return Teacher(**value)
 
 
 def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | None:

@@ -155,7 +155,7 @@ class _JsonLines:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Teacher):
-        return {"token_ids": _plain(value.token_ids), "logprobs": _plain(value.logprobs)}
+        return {name: _plain(part) for name, part in vars(value).items() if part is not None}
     if isinstance(value, np.ndarray):
         return [_plain(row) for row in value] if value.ndim > 1 else _listed(value)
     return value

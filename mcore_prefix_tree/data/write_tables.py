@@ -110,19 +110,31 @@ def _array(values: Sequence[Any]) -> Any:
     """Return an Arrow array of values of one kind. In a list of numbers, NaN becomes null."""
     example = next(value for value in values if value is not None)
     if isinstance(example, Teacher):
-        both = [
-            None if value is None else {"token_ids": value.token_ids.tolist(), "logprobs": value.logprobs.tolist()}
-            for value in values
-        ]
-        rows = pa.struct(
-            [("token_ids", pa.list_(pa.list_(pa.int32()))), ("logprobs", pa.list_(pa.list_(pa.float32())))]
-        )
-        return pa.array(both, type=rows)
+        objects = [None if value is None else vars(value) for value in values]
+        parts: dict[str, list[Any]] = {}
+        for name, part in ((name, part) for one in objects if one for name, part in one.items() if part is not None):
+            parts.setdefault(name, []).append(part)
+        rows = [None if one is None else {name: _plain(one[name]) for name in parts} for one in objects]
+        return pa.array(rows, type=pa.struct([(name, _type_of(own)) for name, own in parts.items()]))
     if isinstance(example, np.ndarray):
         dtype = np.result_type(*(value.dtype for value in values if value is not None))
         lists = [None if value is None else value.astype(dtype, copy=False) for value in values]
         return pa.array(lists, type=pa.list_(pa.from_numpy_dtype(dtype)), from_pandas=True)
     return pa.array(values)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _type_of(values: Sequence[Any]) -> Any:
+    """Return the Arrow type of texts, or of arrays of one number of dimensions."""
+    if not isinstance(values[0], np.ndarray):
+        return pa.string()
+    kind = pa.from_numpy_dtype(np.result_type(*(value.dtype for value in values)))
+    for _ in range(values[0].ndim):
+        kind = pa.list_(kind)
+    return kind
 
 
 def _no_column(what: str, error: Exception) -> SampleError:

@@ -10,7 +10,8 @@ from mcore_prefix_tree.objectives.registry import OBJECTIVES, make_objective
 from mcore_prefix_tree.objectives.rows import LossRows, Rows, Targets
 from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
 from mcore_prefix_tree.objectives.sft import SupervisedFineTuning, sft_loss
-from mcore_prefix_tree.objectives.xtoken import BoundCrossTokenizer, ChunkRows, CrossTokenizer, TeacherSide
+from mcore_prefix_tree.objectives.xtoken import BoundCrossTokenizer, CrossTokenizer
+from mcore_prefix_tree.objectives.xtoken_rows import ChunkRows, TeacherSide
 
 __all__ = [
     "KTO",

@@ -112,7 +112,13 @@ class Distillation(Objective):
         if self.teacher == "top_k":
             sizes: dict[int, int] = {}
             for index in np.flatnonzero(scored.lens).tolist():
-                sizes.setdefault(scored.required(index, "teacher", "teacher=top_k").token_ids.shape[1], index)
+                teacher = scored.required(index, "teacher", "teacher=top_k")
+                if teacher.tokens is not None:
+                    raise SampleError(
+                        f"{samples[index].source}: field 'teacher' is of a teacher with another tokenizer; set "
+                        "objective.name=xtoken"
+                    )
+                sizes.setdefault(teacher.token_ids.shape[1], index)
             if len(sizes) > 1:
                 (one, first), (other, second) = list(sizes.items())[:2]
                 raise SampleError(

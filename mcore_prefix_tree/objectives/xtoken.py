@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -33,56 +33,25 @@ from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import LossRows, Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.xtoken_rows import (
+    ChunkRows,
+    ChunkTargets,
+    Lesson,
+    TaughtChunks,
+    TeacherSide,
+    kd_metric,
+)
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie
 from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.xtoken.exported import Labelled, rows_of
 from mcore_prefix_tree.xtoken.fold import fold_chunks
-from mcore_prefix_tree.xtoken.losses import MODES, Block, Endings, LossSettings, Mode, blocks_of, ordered
-from mcore_prefix_tree.xtoken.pairs import Aligner, Pair, Pairing
-from mcore_prefix_tree.xtoken.projection import Projection
+from mcore_prefix_tree.xtoken.losses import MODES, KnownRows, LossSettings, Mode, blocks_of, ordered
+from mcore_prefix_tree.xtoken.pairs import Aligner, Pair
 
 # Logits of a block, at most: some temporaries of this size exist at a time.
 _LOGITS = 2**24
 _LEAST_ROWS = 256
-
-
-class Lesson(Protocol):
-    """What the value of a loss reads of a lesson.
-
-    Attributes:
-        number: which of the objective's teachers it is of.
-        factor: of the weighted sum of its terms.
-    """
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def factor(self) -> float: ...
-
-
-def kd_metric(number: int, lessons: int) -> str:
-    """Return the name under which the KD of a lesson is reported."""
-    return "kd" if lessons == 1 else f"kd_{number}"
-
-
-@plain_dataclass(frozen=True, kw_only=True, eq=False)
-class TeacherSide:
-    """What is known of a teacher before its model is built.
-
-    Attributes:
-        pairing: of the student's tokenizer and the teacher's.
-        student_size: tokens of the student's vocabulary.
-        teacher_size: tokens of the teacher's.
-        projection: of the one onto the other; None for losses that read none.
-        endings: of both vocabularies' bytes; None for losses that read none.
-    """
-
-    pairing: Pairing
-    student_size: int
-    teacher_size: int
-    projection: Projection | None = None
-    endings: Endings | None = None
 
 
 def _same(one: TeacherSide, other: TeacherSide) -> bool:
@@ -94,72 +63,10 @@ def _same(one: TeacherSide, other: TeacherSide) -> bool:
     )
 
 
-@plain_dataclass(frozen=True, kw_only=True, eq=False)
-class TaughtChunks:
-    """The chunks that a micro-batch has with one teacher.
-
-    Attributes:
-        layout: of the teacher's samples.
-        edges: whose predictors are the teacher's rows.
-        blocks: of the chunks.
-        weight: float64 ``[C]``, of each chunk, in the order of the blocks.
-        multiplicity: float64 ``[C]``, how many samples have it.
-        first_sample: int64 ``[C]``, the first of them in the micro-batch, for messages.
-        per_chunk: the step's divisor over its chunks, which makes the weighted sum a mean over chunks.
-    """
-
-    layout: FlatLayout
-    edges: Edges
-    blocks: tuple[Block, ...]
-    weight: torch.Tensor
-    multiplicity: torch.Tensor
-    first_sample: torch.Tensor
-    per_chunk: float
-
-
-@plain_dataclass(frozen=True, kw_only=True, eq=False)
-class ChunkRows(LossRows):
-    """What the loss of a micro-batch reads, on the device.
-
-    Attributes:
-        edges: of the student's scored tokens; their predictors are the student's rows.
-        token_weight: float64 ``[E]``, the masks of all samples that score each, added up.
-        taught: by each teacher.
-    """
-
-    edges: Edges
-    token_weight: torch.Tensor
-    taught: tuple[TaughtChunks, ...]
-
-    def scored(self, edges: Edges) -> Edges:
-        """Return the edges of the scored tokens."""
-        return self.edges
-
-
-@plain_dataclass(frozen=True, kw_only=True, eq=False)
-class ChunkTargets(Targets):
-    """What the losses of a step read.
-
-    Attributes:
-        paired: with each teacher, one pair a sample.
-    """
-
-    paired: tuple[tuple[Pair, ...], ...] = ()
-
-    def per_chunk(self, teacher: int) -> float:
-        """Return the step's divisor over the chunks that it has with a teacher; 0 without chunks."""
-        chunks = sum(map(len, self.paired[teacher]))
-        return self.divisor / chunks if chunks else 0.0
-
-
 class _OfChunks(Objective):
     """An objective whose terms are of chunks, not of tokens."""
 
     across_tokenizers: ClassVar[bool] = True
-
-    @property
-    def asks_model(self) -> bool:
-        return True
 
     def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: LossRows) -> LossOutput:
         raise TypeError("the loss of chunks is not one of log-probabilities; read it with ChunkLosses")
@@ -182,6 +89,9 @@ class CrossTokenizer(_OfChunks):
         theta: tempers the likelihoods of ``alm``.
         projection: file of the projection matrix, for ``p_kl``, ``gold``, ``h_kl`` and ``partition_kl``; one for each
             teacher.
+        teacher: ``full`` asks the teachers' models in every step. ``top_k`` reads the rows that the samples bring
+            (:class:`~mcore_prefix_tree.signals.Teacher`), of one teacher: P-KL compares the tokens that they name, ALM
+            the likelihoods of the tokens, and the other modes need rows of the whole vocabulary.
         rendering: ``student`` gives the teacher the text that the student reads; ``own`` encodes ``messages`` with the
             teacher's own chat format, in which the scored text must be the same.
         aligner: ``bytes`` is exact; ``dynamic`` also aligns text that the two tokenizers write differently.
@@ -202,6 +112,7 @@ class CrossTokenizer(_OfChunks):
     tail: int = Field(default=8192, gt=0)
     theta: float = Field(default=1.0, gt=0)
     projection: str | list[str] | None = None
+    teacher: Literal["full", "top_k"] = "full"
     rendering: Literal["student", "own"] = "student"
     aligner: Aligner = "bytes"
     scaling: Literal["fixed", "dynamic"] = "fixed"
@@ -212,16 +123,18 @@ class CrossTokenizer(_OfChunks):
     score_sharpness: float = Field(default=1.0, gt=0)
 
     def __post_init__(self) -> None:
-        reads, fixed = MODES[self.mode], self.scaling == "fixed"
+        reads, fixed, asks = MODES[self.mode], self.scaling == "fixed", self.teacher == "full"
         refuse_unused(
             self,
             [
                 ("temperature", reads.temperature, "mode=p_kl, gold or h_kl"),
-                ("top_k", self.mode == "p_kl", "mode=p_kl"),
+                ("top_k", self.mode == "p_kl" and asks, "mode=p_kl and teacher=full"),
                 ("reverse", reads.reverse, "mode=p_kl, gold or h_kl"),
                 ("tail", self.mode in ("gold", "h_kl"), "mode=gold or h_kl"),
                 ("theta", self.mode == "alm", "mode=alm"),
                 ("projection", reads.projection, "mode=p_kl, gold, h_kl or partition_kl"),
+                ("rendering", asks, "teacher=full, because exported rows are of the student's text"),
+                ("teachers", asks, "teacher=full, because the data have the rows of one teacher"),
                 ("kd_weight", fixed, "scaling=fixed"),
                 ("ce_weight", fixed, "scaling=fixed"),
                 ("teacher_weights", self.teachers in ("weights", "averaged_logits"), "teachers=weights"),
@@ -230,6 +143,10 @@ class CrossTokenizer(_OfChunks):
         )
         if fixed and not (self.kd_weight or self.ce_weight):
             raise ValueError("kd_weight=0 and ce_weight=0 leave no loss; set one of them above 0")
+
+    @property
+    def asks_model(self) -> bool:
+        return self.teacher == "full"
 
     @property
     def losses(self) -> LossSettings:
@@ -241,6 +158,7 @@ class CrossTokenizer(_OfChunks):
             reverse=self.reverse,
             tail=self.tail,
             theta=self.theta,
+            exported=self.teacher == "top_k",
         )
 
     @property
@@ -303,6 +221,8 @@ class BoundCrossTokenizer(_OfChunks):
         weights = settings.teacher_weights
         if weights is not None and len(weights) != len(self.sides):
             raise ValueError(f"teacher_weights has {len(weights)} numbers, but there are {len(self.sides)} teachers")
+        if settings.teacher == "top_k" and len(self.sides) > 1:
+            raise ValueError(f"teacher=top_k reads the rows of one teacher, but there are {len(self.sides)}; name one")
         if settings.teachers == "averaged_logits":
             if len({side.pairing.teacher.hash for side in self.sides}) > 1:
                 raise ValueError("teachers=averaged_logits needs teachers with one tokenizer; set teachers=weights")
@@ -319,6 +239,10 @@ class BoundCrossTokenizer(_OfChunks):
                     "teachers=averaged_logits divides by the sum of teacher_weights, which must be above 0"
                 )
         object.__setattr__(self, "ce_weight", settings.ce_weight if settings.scaling == "fixed" else 1.0)
+
+    @property
+    def asks_model(self) -> bool:
+        return self.settings.asks_model
 
     @property
     def renderings(self) -> list[Any]:
@@ -342,7 +266,30 @@ class BoundCrossTokenizer(_OfChunks):
         paired = tuple(
             tuple(side.pairing.of(sample, number) for sample in samples) for number, side in enumerate(self.sides)
         )
+        if not self.asks_model:
+            self._check_rows(paired[0])
         return ChunkTargets(scored=scored, weight=scored.mask, count=scored.lens, paired=paired)
+
+    def _check_rows(self, pairs: Sequence[Pair]) -> None:
+        """Check the rows that the samples of a step bring; raises SampleError."""
+        table = self.sides[0].pairing.teacher
+        sizes: dict[int, str] = {}
+        for pair in pairs:
+            rows = rows_of(pair, table)
+            if rows is not None:
+                sizes.setdefault(rows.token_ids.shape[1], pair.student.source)
+        if len(sizes) > 1:
+            (one, first), (other, second) = list(sizes.items())[:2]
+            raise SampleError(
+                f"{second}: field 'teacher' has rows of {other} tokens, but those of {first} have {one}; all samples "
+                "of a step need the same"
+            )
+        for size, source in sizes.items():
+            if self.settings.losses.reads.whole and size < table.vocab_size:
+                raise SampleError(
+                    f"{source}: field 'teacher' has rows of {size} tokens, and mode={self.settings.mode} compares all "
+                    f"{table.vocab_size} of the teacher; set mode=p_kl or alm, or teacher=full"
+                )
 
     def rows(
         self, targets: Targets, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu"
@@ -370,11 +317,19 @@ class BoundCrossTokenizer(_OfChunks):
     ) -> TaughtChunks:
         side = self.sides[number]
         pairs = [targets.paired[number][index] for index in indices]
-        samples = [pair.teacher for pair in pairs]
+        exported = None if self.asks_model else Labelled.of(pairs)
+        samples = [pair.teacher for pair in pairs] if exported is None else exported.samples
         of_teacher = fold(samples, trie=build_trie(samples, self.sharing), pad_to_multiple_of=self.pad_to_multiple_of)
         asked = Edges.from_layout(of_teacher, needed=of_teacher.loss_weight != 0)
         reads = self.settings.losses.reads
         chunks = ordered(fold_chunks(layout, of_teacher, pairs, keyed_by_tokens=reads.tokens))
+        known = None
+        if exported is not None:
+            chunks, row = exported.spelled(chunks), exported.row[of_teacher.input_ids[asked.host_row]]
+            known = KnownRows(
+                token_ids=upload(exported.token_ids[row].astype(np.int64), device),
+                logprobs=upload(exported.logprobs[row], device),
+            )
         blocks = blocks_of(
             chunks,
             student_rows=edges.host_row,
@@ -392,6 +347,7 @@ class BoundCrossTokenizer(_OfChunks):
             multiplicity=upload(chunks.multiplicity, device),
             first_sample=upload(chunks.first_sample, device),
             per_chunk=targets.per_chunk(number),
+            known=known,
         )
 
     def value(

@@ -12,20 +12,29 @@ from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
 from mcore_prefix_tree.recipe.xtoken import bound
 
 
-def objective_of(recipe: Recipe) -> Objective:
-    """Return the objective that a recipe names.
+def settings_of(recipe: Recipe) -> Objective:
+    """Return the objective that a recipe names, by its options alone.
 
     Raises:
-        RecipeError: the objective or an option is unknown, an option is out of range, or the objective reads a second
-            model and the recipe names none, or the reverse.
+        RecipeError: the objective or an option is unknown, or an option is out of range.
     """
     name, options = recipe.objective.name, recipe.objective.options
     try:
-        objective = make_objective(name, options)
+        return make_objective(name, options)
     except ValidationError as error:
         raise RecipeError("; ".join(_faults(name, error))) from None
     except ValueError as error:
         raise RecipeError(f"objective.name: {error}") from None
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    """Return the objective that a recipe names, with what it reads before any model is built.
+
+    Raises:
+        RecipeError: see :func:`settings_of`; or the objective reads a second model and the recipe names none, or the
+            reverse.
+    """
+    objective = settings_of(recipe)
     teachers = recipe.objective.teacher_recipes
     if objective.across_tokenizers and not teachers:
         raise RecipeError(
@@ -37,13 +46,13 @@ def objective_of(recipe: Recipe) -> Objective:
             "objective.options.teacher: full asks a second model in every step; name its recipe with "
             "objective.teacher_recipe, or put the teacher's likeliest tokens into the data and set top_k"
         )
-    if objective.asks_model and not recipe.fused_head:
+    if (objective.asks_model or objective.across_tokenizers) and not recipe.fused_head:
         setting = "objective.name=xtoken" if objective.across_tokenizers else "objective.options.teacher: full"
         raise RecipeError(
             f"fused_head=false keeps all logits of the student, and {setting} would keep the teacher's too; leave "
             "fused_head out"
         )
-    if teachers and not objective.asks_model:
+    if teachers and not objective.asks_model and not objective.across_tokenizers:
         raise RecipeError(
             f"objective.teacher_recipe={', '.join(teachers)}: only objective.name=distill with "
             "objective.options.teacher=full, and xtoken, ask a second model; leave it out"

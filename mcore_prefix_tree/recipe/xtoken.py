@@ -8,7 +8,7 @@ from pathlib import Path
 from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, TeacherSide
 from mcore_prefix_tree.recipe.load import load_recipe
-from mcore_prefix_tree.recipe.sections import DataConfig, RecipeError
+from mcore_prefix_tree.recipe.sections import DataConfig, Recipe, RecipeError
 from mcore_prefix_tree.trie import Sharing
 from mcore_prefix_tree.xtoken.losses import Endings
 from mcore_prefix_tree.xtoken.losses.registry import Reads
@@ -45,14 +45,32 @@ def bound(
     student = _tokenizer(data, "data.tokenizer")
     sides = []
     for path, projection in zip(teachers, projections, strict=True):
-        teacher = _tokenizer(load_recipe(path).data, f"objective.teacher_recipe={path}: its data.tokenizer")
-        pairing = Pairing(student, teacher, aligner=settings.aligner)
+        pairing = Pairing(student, _of_teacher(path, load_recipe(path)), aligner=settings.aligner)
         sides.append(_side(pairing, reads, projection))
     _check_columns(settings, sides)
     try:
         return settings.bound(sides, sharing=sharing, pad_to_multiple_of=pad_to_multiple_of, block_rows=block_rows)
     except ValueError as error:
         raise RecipeError(f"objective.options: {error}") from None
+
+
+def pairing_of(settings: CrossTokenizer, data: DataConfig, path: str, teacher: Recipe) -> Pairing:
+    """Return what pairs a recipe's samples with one teacher's.
+
+    Args:
+        settings: from ``objective.options``.
+        data: names the student's tokenizer.
+        path: of the teacher's recipe.
+        teacher: that recipe.
+
+    Raises:
+        RecipeError, ValueError: see :func:`bound`.
+    """
+    return Pairing(_tokenizer(data, "data.tokenizer"), _of_teacher(path, teacher), aligner=settings.aligner)
+
+
+def _of_teacher(path: str, teacher: Recipe) -> ChatTokenizer:
+    return _tokenizer(teacher.data, f"objective.teacher_recipe={path}: its data.tokenizer")
 
 
 def _side(pairing: Pairing, reads: Reads, projection: str | None) -> TeacherSide:

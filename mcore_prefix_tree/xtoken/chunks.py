@@ -22,11 +22,13 @@ class Side:
         rows: int64 ``[A]``, flat indices of the predictors, chunk after chunk.
         tokens: int32 ``[A]``, the token that each of them predicts in the chunk's text.
         starts: int64 ``[C + 1]``; chunk c has ``rows[starts[c]:starts[c + 1]]``, at least one.
+        realised: float64 ``[A]``, log-probability of each of ``tokens``, where it is known beforehand; otherwise None.
     """
 
     rows: Int64Array
     tokens: Int32Array
     starts: Int64Array
+    realised: npt.NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

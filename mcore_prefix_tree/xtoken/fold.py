@@ -48,7 +48,7 @@ def fold_chunks(student: FlatLayout, teacher: FlatLayout, pairs: Sequence[Pair],
     keys = [column for side in sides for column in (side.last, side.lengths)]
     if keyed_by_tokens:
         keys += [side.last_token for side in sides]
-    first, group, multiplicity = _unique(keys)
+    first, group, multiplicity = unique_rows(keys)
     weight = np.concatenate([np.zeros(0), *(pair.weight for pair in pairs)])
     return Chunks(
         student=sides[0].side(student, first),
@@ -108,7 +108,7 @@ class _Occurrences:
         )
 
 
-def _unique(columns: list[Int64Array]) -> tuple[Int64Array, Int64Array, Int64Array]:
+def unique_rows(columns: list[Int64Array]) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Group rows of equal columns, in order of the first column, then the second, and so on.
 
     Returns:

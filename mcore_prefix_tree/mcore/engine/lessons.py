@@ -24,9 +24,10 @@ from mcore_prefix_tree.logprob import Chunks, head_logprobs
 from mcore_prefix_tree.logprob.edges import ROWS, slices
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
 from mcore_prefix_tree.mcore.engine.teacher import Forward, Teacher, TeacherModel
+from mcore_prefix_tree.mcore.readout.chunks import chunk_rows
 from mcore_prefix_tree.mcore.seam.micro_batch import ChunkLesson, MicroBatch, TeacherHidden
-from mcore_prefix_tree.objectives import BoundCrossTokenizer, ChunkRows
-from mcore_prefix_tree.objectives.xtoken import kd_metric
+from mcore_prefix_tree.objectives import BoundCrossTokenizer
+from mcore_prefix_tree.objectives.xtoken_rows import kd_metric
 from mcore_prefix_tree.upload import moved
 from mcore_prefix_tree.xtoken.losses import (
     ChunkLoss,
@@ -45,7 +46,7 @@ class PairedTeachers(Teacher):
 
     Args:
         objective: of the job.
-        models: of its teachers, in the student's parallel layout.
+        models: of its teachers, in the student's parallel layout; none where the samples bring rows.
         student_columns: of the student's output weight on each tensor-parallel rank, padding included.
         device: of the models.
     """
@@ -65,7 +66,7 @@ class PairedTeachers(Teacher):
 
     def _of_teachers(self, batch: MicroBatch) -> list[MicroBatch]:
         found = []
-        for model, taught in zip(self.models, _rows(batch).taught, strict=True):
+        for model, taught in zip(self.models, chunk_rows(batch).taught, strict=True):
             asked = MicroBatch.from_layout(
                 taught.layout,
                 attention_backend=model.attention_backend,
@@ -114,26 +115,33 @@ class PairedTeachers(Teacher):
             terms=lesson.terms,
             vocabularies=lesson.vocabularies,
             number=lesson.number,
-            factor=kd_weight * lesson.share * _rows(batch).taught[lesson.number].per_chunk,
+            factor=kd_weight * lesson.share * chunk_rows(batch).taught[lesson.number].per_chunk,
         )
 
     def _separate(
         self, found: Sequence[Sequence[TeacherHidden]], asked: Sequence[Sequence[MicroBatch]]
     ) -> list[_StepLesson]:
         return [
-            self._lesson(number, [found[number]], (1.0,), share)
+            self._lesson(number, [found[number]], (1.0,), share, len(found[number][0].weight))
             for number, share in enumerate(self._shares(found, asked))
         ]
 
     def _averaged(self, found: Sequence[Sequence[TeacherHidden]]) -> list[_StepLesson]:
         weights = self.objective.settings.teacher_weights or [1.0] * len(found)
-        return [self._lesson(0, found, tuple(weight / sum(weights) for weight in weights), 1.0)]
+        mix = tuple(weight / sum(weights) for weight in weights)
+        return [self._lesson(0, found, mix, 1.0, len(found[0][0].weight))]
 
     def _lesson(
-        self, number: int, taught_by: Sequence[Sequence[TeacherHidden]], mix: tuple[float, ...], share: float
+        self,
+        number: int,
+        taught_by: Sequence[Sequence[TeacherHidden]],
+        mix: tuple[float, ...],
+        share: float,
+        columns: int,
     ) -> _StepLesson:
+        """Return a lesson; ``columns`` are the teacher's on each tensor-parallel rank, padding included."""
         settings = self.objective.settings.losses
-        vocabularies = self._both(number, len(taught_by[0][0].weight))
+        vocabularies = self._both(number, columns)
         if settings.top_k is not None and settings.top_k < vocabularies.teacher.size:
             # Other columns in every step.
             loss = make_loss(settings, vocabularies, columns=self._columns(taught_by, mix, vocabularies.teacher))
@@ -209,6 +217,24 @@ class PairedTeachers(Teacher):
         return total / count if count else 0.0
 
 
+@dataclass(eq=False)
+class ExportedTeacher(PairedTeachers):
+    """A teacher whose rows the samples bring; there is no model to ask."""
+
+    def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches, which have the rows."""
+        return list(batches)
+
+    def _taught(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return list(batches)
+        (side,) = self.objective.sides
+        columns = -(-side.teacher_size // parallel_state.get_tensor_model_parallel_world_size())
+        (share,) = self.objective.settings.teacher_weights or [1.0]
+        lesson = self._lesson(0, (), (), share, columns)
+        return [replace(batch, lessons=(self._on(batch, lesson, at),)) for at, batch in enumerate(batches)]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _StepLesson:
     """A lesson on all micro-batches of a step; attributes as of :class:`ChunkLesson`.
@@ -251,8 +277,3 @@ def _balanced(batches: Sequence[MicroBatch], reported: Sequence[Mapping[str, Any
         replace(batch, lessons=tuple(replace(lesson, factor=scale * lesson.factor) for lesson in batch.lessons))
         for batch in batches
     ]
-
-
-def _rows(batch: MicroBatch) -> ChunkRows:
-    assert isinstance(batch.rows, ChunkRows), "a distillation across tokenizers makes them"
-    return batch.rows

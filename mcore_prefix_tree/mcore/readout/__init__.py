@@ -9,7 +9,7 @@ from mcore_prefix_tree.mcore.readout.chunks import ChunkLosses
 from mcore_prefix_tree.mcore.readout.edge_loss import EdgeLoss
 from mcore_prefix_tree.mcore.readout.logprobs import Logprobs, Scores
 from mcore_prefix_tree.mcore.readout.teacher import DivergenceLoss, Hidden
-from mcore_prefix_tree.mcore.readout.top import TopLogprobs, TopTokens
+from mcore_prefix_tree.mcore.readout.top import ExportedRows, TopLogprobs, TopTokens
 from mcore_prefix_tree.mcore.readout.values import SampleValues, ValueLoss, Values
 from mcore_prefix_tree.mcore.readout.weighted_sum import WeightedSum
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, Distillation, LossOutput, Objective
@@ -18,6 +18,7 @@ __all__ = [
     "ChunkLosses",
     "DivergenceLoss",
     "EdgeLoss",
+    "ExportedRows",
     "Hidden",
     "Logits",
     "Logprobs",

@@ -14,7 +14,8 @@ from mcore_prefix_tree.logprob import Head, head_block_losses, head_weighted_sum
 from mcore_prefix_tree.mcore.readout.base import VocabularyReadout, gradient_and_values, with_gradient
 from mcore_prefix_tree.mcore.seam.micro_batch import ChunkLesson, MicroBatch
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, ChunkRows, LossOutput
-from mcore_prefix_tree.xtoken.losses import Block, block_loss, teacher_logits
+from mcore_prefix_tree.objectives.xtoken_rows import TaughtChunks
+from mcore_prefix_tree.xtoken.losses import block_loss, teacher_logits
 from mcore_prefix_tree.xtoken.losses.head import TeacherLogits
 
 
@@ -29,18 +30,19 @@ class ChunkLosses(VocabularyReadout[LossOutput]):
     objective: BoundCrossTokenizer
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-        rows, values = _rows(batch), []
+        rows, values = chunk_rows(batch), []
         assert batch.lessons, "the teachers are asked before the student"
         gradient = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for lesson in batch.lessons:
-            blocks = rows.taught[lesson.number].blocks
+            taught = rows.taught[lesson.number]
+            blocks = taught.blocks
             of_teacher, found = head_block_losses(
                 hidden,
                 weight,
                 head,
                 blocks=[block.student.rows for block in blocks],
                 loss=block_loss(
-                    lesson.terms, lesson.vocabularies, blocks, _logits(lesson, blocks), factor=lesson.factor
+                    lesson.terms, lesson.vocabularies, blocks, _logits(lesson, taught), factor=lesson.factor
                 ),
             )
             gradient = gradient + of_teacher
@@ -54,16 +56,18 @@ class ChunkLosses(VocabularyReadout[LossOutput]):
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> LossOutput:
         gradient, values = gradient_and_values(packed)
-        rows = _rows(batch)
+        rows = chunk_rows(batch)
         sizes = [len(rows.taught[lesson.number].weight) for lesson in batch.lessons]
         *terms, logprob = values.split([*sizes, len(values) - sum(sizes)])
         value = self.objective.value(batch.lessons, terms, logprob if self.objective.settings.reads_ce else None, rows)
         return replace(value, loss=value.loss + gradient)
 
 
-def _logits(lesson: ChunkLesson, blocks: tuple[Block, ...]) -> TeacherLogits:
+def _logits(lesson: ChunkLesson, taught: TaughtChunks) -> TeacherLogits:
     """Return the logits of the lesson's teacher, or the weighted sum of those of several."""
-    each = [teacher_logits(one.hidden, one.weight, one.head, blocks) for one in lesson.taught_by]
+    if taught.known is not None:
+        return taught.known.logits(lesson.vocabularies.teacher)
+    each = [teacher_logits(one.hidden, one.weight, one.head, taught.blocks) for one in lesson.taught_by]
 
     def logits(rows: torch.Tensor) -> torch.Tensor:
         first, *others = (share * of(rows) for share, of in zip(lesson.mix, each, strict=True))
@@ -72,6 +76,7 @@ def _logits(lesson: ChunkLesson, blocks: tuple[Block, ...]) -> TeacherLogits:
     return each[0] if lesson.mix == (1.0,) else logits
 
 
-def _rows(batch: MicroBatch) -> ChunkRows:
+def chunk_rows(batch: MicroBatch) -> ChunkRows:
+    """Return what the losses of chunks read of a micro-batch."""
     assert isinstance(batch.rows, ChunkRows), "a distillation across tokenizers makes them"
     return batch.rows

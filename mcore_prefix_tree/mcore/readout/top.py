@@ -5,7 +5,8 @@ Legend: P padded tokens, R rows, n tokens of a sample, k tokens of each predicti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.logprob import top_logprobs
-from mcore_prefix_tree.mcore.readout.base import SampleScores, VocabularyReadout, split_logits
+from mcore_prefix_tree.mcore.readout.base import Readout, SampleScores, VocabularyReadout, split_logits
+from mcore_prefix_tree.mcore.readout.logprobs import Logprobs
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import Teacher
@@ -58,15 +60,49 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
         found = self.read(output, batch)
         size = (batch.layout.padded_size, self.k)
         ids = np.tile(np.arange(self.k, dtype=np.int32), (size[0], 1))
-        logprobs = np.full(size, np.nan, dtype=np.float32)
+        values = found[1].cpu().numpy()
+        logprobs = np.full(size, np.nan, dtype=values.dtype)
         ids[batch.edges.host_row] = found[0].cpu().numpy()
-        logprobs[batch.edges.host_row] = found[1].float().cpu().numpy()
+        logprobs[batch.edges.host_row] = values
         return Teacher(token_ids=ids, logprobs=logprobs)
 
     def of_sample(self, flat: Teacher, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> TopTokens:
         before = np.concatenate([tokens[:1], tokens[:-1]])  # nothing comes before the first, and it is not scored
         teacher = Teacher(
             token_ids=np.where(scored[:, None], flat.token_ids[before], np.arange(self.k, dtype=np.int32)),
-            logprobs=np.where(scored[:, None], flat.logprobs[before], np.float32("nan")),
+            logprobs=np.where(scored[:, None], flat.logprobs[before], flat.logprobs.dtype.type("nan")),
         )
         return TopTokens(scored=scored, teacher=teacher)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedRows(Readout[Any]):
+    """The likeliest tokens of every prediction, and the log-probability of the token that follows.
+
+    Attributes:
+        top: asks for the likeliest tokens.
+        realised: asks for the token that follows.
+    """
+
+    top: TopLogprobs
+    realised: Logprobs = field(default_factory=partial(Logprobs, fused=False))
+
+    def arguments(self, layer: Any, batch: MicroBatch) -> dict[str, Any]:
+        """Ask for the logits, which both read."""
+        return self.top.arguments(layer, batch)
+
+    def read(self, output: torch.Tensor, batch: MicroBatch) -> tuple[Any, Any]:
+        """Read both."""
+        return self.top.read(output, batch), self.realised.read(output, batch)
+
+    def flat(self, output: torch.Tensor, batch: MicroBatch) -> tuple[Any, Any]:
+        """Read both onto the host."""
+        return self.top.flat(output, batch), self.realised.flat(output, batch)
+
+    def of_sample(
+        self, flat: tuple[Any, Any], tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]
+    ) -> TopTokens:
+        """Return a sample's rows; see :class:`TopTokens`."""
+        top = self.top.of_sample(flat[0], tokens, scored)
+        logprobs = self.realised.of_sample(flat[1], tokens, scored).logprobs
+        return replace(top, teacher=replace(top.teacher, realised=logprobs))

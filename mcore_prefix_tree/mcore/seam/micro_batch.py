@@ -37,7 +37,8 @@ class ChunkLesson:
     """What a teacher with another tokenizer says of a micro-batch's chunks.
 
     Attributes:
-        taught_by: the teacher's hidden states; of several whose logits are averaged, each one's.
+        taught_by: the teacher's hidden states; of several whose logits are averaged, each one's; none where the samples
+            bring the teacher's rows.
         mix: what each one's logits are multiplied by.
         terms: the loss of chunks.
         vocabularies: of the student and the teacher.

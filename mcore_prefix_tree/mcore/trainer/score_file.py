@@ -132,7 +132,7 @@ def run_score(
             skipped=str(data.skipped) if data.skipped.count else "",
         )
         with rows_file(output) if is_main_rank() else nullcontext() as writer:
-            for samples in _batches(data.order, recipe.batch.per_step):
+            for samples in batches(data.order, recipe.batch.per_step):
                 step = ScoringStep.plan(samples, run.job.folding, all_tokens=all_tokens, for_main_rank=True)
                 scores = {column: step.score(chunks, readouts[column]) for column, chunks in models.items()}
                 if writer is not None:
@@ -186,8 +186,8 @@ def _policy(save: str | None, hf: str | None) -> _Weights:
     return _Weights(folder=hf, is_hf=True)
 
 
-def _batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
-    """The samples of one epoch, so many, or of so many groups, at a time."""
+def batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
+    """Yield the samples of one epoch, so many, or of so many groups, at a time."""
     with order.stream(0) as stream:
         for start in range(0, order.per_epoch, size):
             yield stream.take(min(size, order.per_epoch - start))

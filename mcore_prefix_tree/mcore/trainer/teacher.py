@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
+import torch
+
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
-from mcore_prefix_tree.mcore.engine.lessons import PairedTeachers
+from mcore_prefix_tree.mcore.engine.lessons import ExportedTeacher, PairedTeachers
 from mcore_prefix_tree.mcore.engine.teacher import Teacher, TeacherModel
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
@@ -17,23 +20,23 @@ from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_conf
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, Objective
 from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.sample import Sample
 
 
 def read_teacher_recipes(recipe: Recipe, objective: Objective) -> list[Recipe]:
-    """Return the recipes of the teachers, as the student's job runs them; none if the objective has no second model.
+    """Return the recipes of the teachers, as the student's job runs them; none if the objective asks no second model.
 
     Raises:
         RecipeError: one cannot be read, has a scalar head, names no checkpoint, or with the student's tokenizer has
             another vocabulary or shorter positions.
     """
+    if not objective.asks_model:
+        return []
     recipes = []
     for path in recipe.objective.teacher_recipes:
         teacher = load_recipe(path)
         setting = f"objective.teacher_recipe={path}"
-        if teacher.objective.has_scalar_head:
-            raise RecipeError(f"{setting}: its objective.name={teacher.objective.name} has no vocabulary to learn from")
-        if teacher.checkpoint.save is None:
-            raise RecipeError(f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints")
+        check_teacher(teacher, setting)
         if not objective.across_tokenizers:
             _check_vocabulary(teacher.model, recipe.model, setting)
             _check_positions(teacher.model, recipe.model, recipe.batch.max_tokens, setting)
@@ -48,6 +51,14 @@ def read_teacher_recipes(recipe: Recipe, objective: Objective) -> list[Recipe]:
             )
         )
     return recipes
+
+
+def check_teacher(teacher: Recipe, setting: str) -> None:
+    """Check that a recipe's model can be asked; raises RecipeError, which begins with ``setting``."""
+    if teacher.objective.has_scalar_head:
+        raise RecipeError(f"{setting}: its objective.name={teacher.objective.name} has no vocabulary to learn from")
+    if teacher.checkpoint.save is None:
+        raise RecipeError(f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints")
 
 
 def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) -> None:
@@ -88,15 +99,16 @@ def load_teachers(recipes: Sequence[Recipe], student: Resolved, *, say: Callable
         NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
         ValueError: see :func:`resolve_backend`.
     """
-    if not recipes:
-        return None
-    parallel = student.recipe.parallel
+    parallel, device = student.recipe.parallel, student.job.folding.device
     size = student.recipe.model.vocab_size
     assert size is not None, "resolved"
+    load = partial(load_model, first_step=student.first_step, device=device, say=say)
     if not student.job.objective.across_tokenizers:
-        (recipe,) = recipes
-        return _load(recipe, student, size, say=say)
-    objective, models = cast("BoundCrossTokenizer", student.job.objective), []
+        return load(recipes[0], size) if recipes else None
+    objective = cast("BoundCrossTokenizer", student.job.objective)
+    columns = parallel.padded_vocab_size(size) // parallel.tensor_model_parallel_size
+    if not recipes:
+        return ExportedTeacher(objective=objective, models=(), student_columns=columns, device=device)
     padded = {
         parallel.padded_vocab_size(recipe.model.vocab_size or side.teacher_size)
         for recipe, side in zip(recipes, objective.sides, strict=True)
@@ -106,24 +118,47 @@ def load_teachers(recipes: Sequence[Recipe], student: Resolved, *, say: Callable
             f"objective.options.teachers=averaged_logits adds logits, but the teachers have {min(padded)} and "
             f"{max(padded)} of them; give their recipes one model.vocab_size"
         )
-    for recipe, side in zip(recipes, objective.sides, strict=True):
-        own = recipe.model.vocab_size
-        if own is not None and own < side.teacher_size:
-            raise RecipeError(
-                f"the teacher's model.vocab_size={own} is smaller than its tokenizer's {side.teacher_size}; raise it "
-                "or leave it out"
-            )
-        models.append(_load(recipe, student, own or side.teacher_size, say=say))
-    return PairedTeachers(
-        objective=objective,
-        models=models,
-        student_columns=parallel.padded_vocab_size(size) // parallel.tensor_model_parallel_size,
-        device=student.job.folding.device,
-    )
+    models = [
+        load(recipe, vocabulary_of(recipe, side.teacher_size))
+        for recipe, side in zip(recipes, objective.sides, strict=True)
+    ]
+    return PairedTeachers(objective=objective, models=models, student_columns=columns, device=device)
 
 
-def _load(recipe: Recipe, student: Resolved, vocab_size: int, *, say: Callable[[str], None]) -> TeacherModel:
-    device = student.job.folding.device
+def vocabulary_of(recipe: Recipe, tokens: int) -> int:
+    """Return the size of a teacher's vocabulary, from its recipe or else its tokenizer's ``tokens``.
+
+    Raises:
+        RecipeError: the recipe's is smaller.
+    """
+    own = recipe.model.vocab_size
+    if own is not None and own < tokens:
+        raise RecipeError(
+            f"the teacher's model.vocab_size={own} is smaller than its tokenizer's {tokens}; raise it or leave it out"
+        )
+    return own or tokens
+
+
+def load_model(
+    recipe: Recipe,
+    vocab_size: int,
+    *,
+    first_step: Callable[[], Sequence[Sample]],
+    device: torch.device,
+    say: Callable[[str], None],
+) -> TeacherModel:
+    """Return one teacher with the weights of its last checkpoint.
+
+    Args:
+        recipe: of the teacher, with the parallel layout of the job.
+        vocab_size: before padding.
+        first_step: returns samples that ``attention_backend: auto`` takes a look at.
+        device: of the model.
+        say: is told which weights they are, on every rank.
+
+    Raises:
+        RecipeError, NotImplementedError, ValueError: see :func:`load_teachers`.
+    """
     try:
         config = transformer_config(recipe.model, recipe.parallel, on_gpu=device.type == "cuda")
         check_config(config)
@@ -131,9 +166,7 @@ def _load(recipe: Recipe, student: Resolved, vocab_size: int, *, say: Callable[[
     except (RecipeError, NotImplementedError) as error:
         raise type(error)(f"of the teacher: {error}") from error
     deterministic = recipe.deterministic_attention
-    backend = resolve_backend(
-        recipe.attention_backend, config, student.first_step, device=device, deterministic=deterministic
-    )
+    backend = resolve_backend(recipe.attention_backend, config, first_step, device=device, deterministic=deterministic)
     chunks = build_chunks(model, config, vocab_size=recipe.parallel.padded_vocab_size(vocab_size), device=device)
     folder = recipe.checkpoint.save
     assert folder is not None, "read_teacher_recipes asks for it"

@@ -2,7 +2,13 @@
 
 from mcore_prefix_tree.xtoken.losses.base import ChunkLoss, Vocabularies
 from mcore_prefix_tree.xtoken.losses.blocks import Block, blocks_of, ordered
-from mcore_prefix_tree.xtoken.losses.head import ChunkTerms, block_loss, largest_logits, teacher_logits
+from mcore_prefix_tree.xtoken.losses.head import (
+    ChunkTerms,
+    KnownRows,
+    block_loss,
+    largest_logits,
+    teacher_logits,
+)
 from mcore_prefix_tree.xtoken.losses.outcomes import Endings
 from mcore_prefix_tree.xtoken.losses.p_kl import top_columns
 from mcore_prefix_tree.xtoken.losses.registry import MODES, LossSettings, Mode, make_loss
@@ -14,6 +20,7 @@ __all__ = [
     "ChunkLoss",
     "ChunkTerms",
     "Endings",
+    "KnownRows",
     "LossSettings",
     "Mode",
     "Part",

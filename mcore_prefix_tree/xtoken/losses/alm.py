@@ -30,8 +30,11 @@ class LikelihoodMatching:
         both, group = self._vocabularies, self._vocabularies.group
         found = []
         for logits, side, part in ((student, block.student, both.student), (teacher, block.teacher, both.teacher)):
-            realised = gathered(log_softmax(logits, group), side.row, side.token, part)
-            found.append(side.sum(sum_over(realised, group)))
+            if side.realised is None:
+                realised = sum_over(gathered(log_softmax(logits, group), side.row, side.token, part), group)
+            else:
+                realised = side.realised.to(logits.dtype)
+            found.append(side.sum(realised))
         return binary_cross_entropy(*found, theta=self._theta) / size_of(group)
 
 

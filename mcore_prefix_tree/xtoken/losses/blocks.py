@@ -31,6 +31,7 @@ class BlockSide:
         token: int64 ``[n]``, the token that it predicts.
         share: float64 ``[n]``, one over the predictors of its chunk.
         last: int64 ``[C]``, the last predictor of each chunk.
+        realised: float64 ``[n]``, log-probability of each ``token``, where it is known beforehand; otherwise None.
     """
 
     rows: torch.Tensor
@@ -39,6 +40,7 @@ class BlockSide:
     token: torch.Tensor
     share: torch.Tensor
     last: torch.Tensor
+    realised: torch.Tensor | None = None
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the means ``[C, k]`` over each chunk's predictors, from ``[A, k]``."""
@@ -132,7 +134,8 @@ def _taken(side: Side, order: Int64Array) -> Side:
     lens = np.diff(side.starts)[order]
     starts = np.concatenate([[0], np.cumsum(lens)])
     at = np.repeat(side.starts[:-1][order] - starts[:-1], lens) + np.arange(starts[-1])
-    return Side(rows=side.rows[at], tokens=side.tokens[at], starts=starts)
+    realised = None if side.realised is None else side.realised[at]
+    return Side(rows=side.rows[at], tokens=side.tokens[at], starts=starts, realised=realised)
 
 
 def _block_side(side: Side, part: slice, rows: Int64Array, device: torch.device | str) -> BlockSide:
@@ -148,4 +151,5 @@ def _block_side(side: Side, part: slice, rows: Int64Array, device: torch.device 
         token=upload(side.tokens[own].astype(np.int64), device),
         share=upload(np.repeat(1 / lens, lens), device),
         last=upload(np.cumsum(lens) - 1, device),
+        realised=None if side.realised is None else upload(side.realised[own], device),
     )

@@ -74,6 +74,30 @@ def teacher_logits(hidden: torch.Tensor, weight: torch.Tensor, head: Head, block
     return HeadChunks(hidden, weight, replace(head, head_chunk_rows=largest)).logits
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KnownRows:
+    """Rows of a teacher's likeliest tokens, in place of what its logits are made of.
+
+    Attributes:
+        token_ids: int64 ``[R, k]``.
+        logprobs: ``[R, k]`` of these tokens, in nats.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+
+    def logits(self, part: Part) -> TeacherLogits:
+        """Return the logits of a block's rows in this rank's columns; -inf for tokens that a row does not name."""
+
+        def of_rows(rows: torch.Tensor) -> torch.Tensor:
+            column = self.token_ids[rows] - part.start
+            column = column.where((column >= 0) & (column < part.width), part.width)  # other ranks' tokens
+            logits = self.logprobs.new_full((len(rows), part.width + 1), -torch.inf)
+            return logits.scatter_(1, column, self.logprobs[rows])[:, :-1]
+
+        return of_rows
+
+
 def largest_logits(logits: torch.Tensor, part: Part) -> torch.Tensor:
     """Return ``[Wl]``, the largest of some rows' logits ``[B, Wl]`` in each column that is not padding."""
     return logits[:, : part.width].amax(dim=0)

@@ -5,6 +5,9 @@ With K the columns, W the projection, S the chunk's predictors in the student an
     Q = mean over S of (softmax(x) W)[K]      a = log(Q / sum Q)
     b = mean over U of log softmax(z[K])      sum e^b (b - a), or in reverse sum e^a (a - b)
 
+Where the teacher is rows of its likeliest tokens, K is of each chunk: the tokens that the rows of all its predictors
+name. A chunk that has none of them has the term 0.
+
 The mean is taken before projecting, which is linear, so a chunk is projected once. Each rank multiplies the columns
 that it has by their rows of W; what it finds of the columns of K that another rank has of the teacher goes there.
 
@@ -25,7 +28,7 @@ import torch.distributed as dist
 
 from mcore_prefix_tree.upload import upload
 from mcore_prefix_tree.xtoken.losses.base import FLOOR, Vocabularies, kl
-from mcore_prefix_tree.xtoken.losses.blocks import Block
+from mcore_prefix_tree.xtoken.losses.blocks import Block, BlockSide
 from mcore_prefix_tree.xtoken.losses.collectives import Group, log_softmax, rank_of, size_of, sum_over
 from mcore_prefix_tree.xtoken.losses.vocabulary import Part
 
@@ -39,10 +42,13 @@ class ProjectedKL:
         vocabularies: with a projection.
         columns: int64 ``[K]``, ids of the teacher's vocabulary, ascending; None takes all.
         reverse: the KL of the student's distribution from the teacher's.
+        named: the teacher's logits are -inf but for the tokens that a row names.
     """
 
-    def __init__(self, vocabularies: Vocabularies, columns: Int64Array | None, *, reverse: bool = False) -> None:
-        self._group, self._reverse = vocabularies.group, reverse
+    def __init__(
+        self, vocabularies: Vocabularies, columns: Int64Array | None, *, reverse: bool = False, named: bool = False
+    ) -> None:
+        self._group, self._reverse, self._named = vocabularies.group, reverse, named
         chosen = np.arange(vocabularies.teacher.size) if columns is None else columns
         self._own_columns = upload(vocabularies.teacher.here(chosen), vocabularies.device)
         self._matrices = _matrices(vocabularies, chosen)
@@ -53,10 +59,26 @@ class ProjectedKL:
         if self._matrices[0].onto.dtype != mean.dtype:
             self._matrices = [matrix.to(mean.dtype) for matrix in self._matrices]
         projected: torch.Tensor = _Projected.apply(mean, self._matrices, self._group)  # type: ignore[no-untyped-call]
+        logits = teacher.index_select(1, self._own_columns)
+        if self._named:
+            common, target = self._of_named(logits, block.teacher)
+            projected = projected.where(common, 0)
+        else:
+            target = block.teacher.mean(log_softmax(logits, self._group))
         total = sum_over(projected.sum(dim=1), self._group).clamp(min=FLOOR)
         model = (projected / total[:, None]).clamp(min=FLOOR).log()
-        target = block.teacher.mean(log_softmax(teacher.index_select(1, self._own_columns), self._group))
+        if self._named:
+            model = model.where(common, 0)  # as the target is there: a term of 0
         return kl(target, model, reverse=self._reverse)
+
+    def _of_named(self, logits: torch.Tensor, side: BlockSide) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return bool ``[C, K_r]``, the columns that all rows of a chunk name, and b ``[C, K_r]``, 0 in the others."""
+        common = side.mean(logits.isinf().to(logits.dtype)) == 0
+        other = ~common[side.chunk]
+        logprobs = log_softmax(logits[side.row].masked_fill(other, -torch.inf), self._group).masked_fill(other, 0)
+        each = torch.arange(len(side.row), device=logits.device)
+        shares = logits.new_zeros(len(common), len(each)).index_put((side.chunk, each), side.share.to(logits.dtype))
+        return common, shares @ logprobs
 
 
 def top_columns(maxima: torch.Tensor, k: int, part: Part) -> Int64Array:

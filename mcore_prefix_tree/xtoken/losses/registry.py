@@ -28,6 +28,7 @@ class Reads:
         token_bytes: exact bytes of both vocabularies.
         temperature: logits are divided by a temperature, and terms multiplied by its square.
         reverse: there is a reverse form.
+        whole: every log-probability of the teacher, so that rows of its likeliest tokens do not do.
     """
 
     projection: bool = False
@@ -35,15 +36,16 @@ class Reads:
     token_bytes: bool = False
     temperature: bool = False
     reverse: bool = False
+    whole: bool = False
 
 
 MODES: dict[Mode, Reads] = {
     "p_kl": Reads(projection=True, temperature=True, reverse=True),
-    "gold": Reads(projection=True, temperature=True, reverse=True),
-    "h_kl": Reads(projection=True, temperature=True, reverse=True),
-    "partition_kl": Reads(projection=True, tokens=True, token_bytes=True),
+    "gold": Reads(projection=True, temperature=True, reverse=True, whole=True),
+    "h_kl": Reads(projection=True, temperature=True, reverse=True, whole=True),
+    "partition_kl": Reads(projection=True, tokens=True, token_bytes=True, whole=True),
     "alm": Reads(tokens=True),
-    "uld": Reads(),
+    "uld": Reads(whole=True),
 }
 
 
@@ -58,6 +60,7 @@ class LossSettings:
         reverse: the KL of the student's distribution from the teacher's.
         tail: uncommon tokens that gold and H-KL compare, at most.
         theta: tempers ALM's likelihoods.
+        exported: the teacher's logits are rows of its likeliest tokens, -inf elsewhere.
     """
 
     mode: Mode = "p_kl"
@@ -66,6 +69,7 @@ class LossSettings:
     reverse: bool = False
     tail: int = 8192
     theta: float = 1.0
+    exported: bool = False
 
     @property
     def reads(self) -> Reads:
@@ -83,7 +87,7 @@ def make_loss(
 ) -> ChunkLoss:
     """Return a loss; ``columns``, int64 ids ascending, are those that P-KL compares, None for all."""
     if settings.mode == "p_kl":
-        return ProjectedKL(vocabularies, columns, reverse=settings.reverse)
+        return ProjectedKL(vocabularies, columns, reverse=settings.reverse, named=settings.exported)
     if settings.mode in ("gold", "h_kl"):
         relaxed = settings.mode == "h_kl"
         return Gold(vocabularies, relaxed=relaxed, reverse=settings.reverse, tail=settings.tail)

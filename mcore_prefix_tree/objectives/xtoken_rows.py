@@ -1,0 +1,117 @@
+"""What a distillation across tokenizers reads of its teachers and its micro-batches.
+
+Legend: C unique chunks of a micro-batch, E scored tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.logprob import Edges
+from mcore_prefix_tree.objectives.rows import LossRows, Targets
+from mcore_prefix_tree.xtoken.losses import Block, Endings, KnownRows
+from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
+from mcore_prefix_tree.xtoken.projection import Projection
+
+
+class Lesson(Protocol):
+    """What the value of a loss reads of a lesson.
+
+    Attributes:
+        number: which of the objective's teachers it is of.
+        factor: of the weighted sum of its terms.
+    """
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def factor(self) -> float: ...
+
+
+def kd_metric(number: int, lessons: int) -> str:
+    """Return the name under which the KD of a lesson is reported."""
+    return "kd" if lessons == 1 else f"kd_{number}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TeacherSide:
+    """What is known of a teacher before its model is built.
+
+    Attributes:
+        pairing: of the student's tokenizer and the teacher's.
+        student_size: tokens of the student's vocabulary.
+        teacher_size: tokens of the teacher's.
+        projection: of the one onto the other; None for losses that read none.
+        endings: of both vocabularies' bytes; None for losses that read none.
+    """
+
+    pairing: Pairing
+    student_size: int
+    teacher_size: int
+    projection: Projection | None = None
+    endings: Endings | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaughtChunks:
+    """The chunks that a micro-batch has with one teacher.
+
+    Attributes:
+        layout: of the teacher's samples.
+        edges: whose predictors are the teacher's rows.
+        blocks: of the chunks.
+        weight: float64 ``[C]``, of each chunk, in the order of the blocks.
+        multiplicity: float64 ``[C]``, how many samples have it.
+        first_sample: int64 ``[C]``, the first of them in the micro-batch, for messages.
+        per_chunk: the step's divisor over its chunks, which makes the weighted sum a mean over chunks.
+        known: the teacher's rows, where the samples have them; None where its model is asked.
+    """
+
+    layout: FlatLayout
+    edges: Edges
+    blocks: tuple[Block, ...]
+    weight: torch.Tensor
+    multiplicity: torch.Tensor
+    first_sample: torch.Tensor
+    per_chunk: float
+    known: KnownRows | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkRows(LossRows):
+    """What the loss of a micro-batch reads, on the device.
+
+    Attributes:
+        edges: of the student's scored tokens; their predictors are the student's rows.
+        token_weight: float64 ``[E]``, the masks of all samples that score each, added up.
+        taught: by each teacher.
+    """
+
+    edges: Edges
+    token_weight: torch.Tensor
+    taught: tuple[TaughtChunks, ...]
+
+    def scored(self, edges: Edges) -> Edges:
+        """Return the edges of the scored tokens."""
+        return self.edges
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkTargets(Targets):
+    """What the losses of a step read.
+
+    Attributes:
+        paired: with each teacher, one pair a sample.
+    """
+
+    paired: tuple[tuple[Pair, ...], ...] = ()
+
+    def per_chunk(self, teacher: int) -> float:
+        """Return the step's divisor over the chunks that it has with a teacher; 0 without chunks."""
+        chunks = sum(map(len, self.paired[teacher]))
+        return self.divisor / chunks if chunks else 0.0

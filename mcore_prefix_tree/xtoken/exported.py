@@ -1,0 +1,143 @@
+"""Rows of a teacher that the samples bring with them, in place of the teacher's model.
+
+Rows of one path may differ: a teacher that was asked in two batches can differ in its last digits. So samples are
+folded by what their rows say, too: a path is shared as far as the teacher's tokens and all rows on it are equal.
+
+Legend: m teacher tokens of a sample, M of all samples of a micro-batch, L labels, A different rows, k tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.signals import Teacher
+from mcore_prefix_tree.xtoken.chunks import Chunks
+from mcore_prefix_tree.xtoken.fold import unique_rows
+from mcore_prefix_tree.xtoken.pairs import Pair
+from mcore_prefix_tree.xtoken.token_bytes import Int64Array, TokenBytes
+
+EXPORT = "`mcore-prefix-tree xtoken export-teacher` writes them"
+
+
+def rows_of(pair: Pair, table: TokenBytes) -> Teacher | None:
+    """Return a sample's rows, None for a sample without chunks.
+
+    Args:
+        pair: of the sample.
+        table: the teacher's vocabulary.
+
+    Raises:
+        SampleError: rows are missing, or they are of another tokenizer or another text; names the sample.
+    """
+    teacher, source = pair.student.signals.teacher, pair.student.source
+    if not len(pair):
+        return None
+    if teacher is None:
+        raise SampleError(f"{source}: field 'teacher' is missing, whose rows teacher=top_k reads; {EXPORT}")
+    if teacher.tokens is None or teacher.realised is None:
+        raise SampleError(f"{source}: field 'teacher' has rows for the sample's own tokens alone; {EXPORT}")
+    if teacher.tokenizer != table.hash:
+        raise SampleError(
+            f"{source}: field 'teacher' was exported with another tokenizer (hash {str(teacher.tokenizer)[:12]}) than "
+            f"'{table.name}' ({table.hash[:12]}), which the teacher's recipe names; export the rows again"
+        )
+    own = pair.teacher.tokens
+    size = min(len(own), len(teacher.tokens))
+    differ = np.flatnonzero(own[:size] != teacher.tokens[:size])
+    if len(differ) or len(own) != len(teacher.tokens):
+        at = int(differ[0]) if len(differ) else size
+        raise SampleError(
+            f"{source}: field 'teacher' is of another text: it differs from the sample's in the teacher's tokens first "
+            f"at token {at}; export the rows of these samples"
+        )
+    scored = pair.teacher.loss_mask != 0
+    scored[:1] = False
+    missing = np.flatnonzero(scored & ~np.isfinite(teacher.realised))
+    if len(missing):
+        raise SampleError(
+            f"{source}: field 'teacher' has no row for the teacher's token {missing[0]}, which is in a chunk; export "
+            "the rows again, with this loss mask and aligner"
+        )
+    beyond = np.flatnonzero(scored & (teacher.token_ids >= table.vocab_size).any(axis=1))
+    if len(beyond):
+        raise SampleError(
+            f"{source}: field 'teacher' has a token at index {beyond[0]} outside the {table.vocab_size} tokens of "
+            f"'{table.name}'; export the rows again"
+        )
+    return teacher
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Labelled:
+    """The teacher's samples of a micro-batch with labels in place of tokens.
+
+    A label stands for a token, its log-probability and the row that predicts the next token. Layouts of the labelled
+    samples so share what has equal rows, and their flat indices name rows.
+
+    Attributes:
+        samples: of labels.
+        token: int64 ``[L]``, the token that each label stands for.
+        realised: float64 ``[L]``, its log-probability; NaN where it is in no chunk.
+        row: int64 ``[L]``, which of the rows predicts what follows; -1 for none.
+        token_ids: int32 ``[A, k]``, of the different rows.
+        logprobs: ``[A, k]``.
+    """
+
+    samples: list[Sample]
+    token: Int64Array
+    realised: npt.NDArray[np.float64]
+    row: Int64Array
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.floating]
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> Labelled:
+        """Label the samples of some pairs, whose rows :func:`rows_of` has checked; all have the same k."""
+        known: dict[tuple[bytes, bytes], tuple[int, Teacher, int]] = {}
+        tokens, realised, following = [], [], []
+        for pair in pairs:
+            teacher, length = pair.student.signals.teacher, len(pair.teacher)
+            said, after = np.full(length, np.nan), np.full(length, -1, dtype=np.int64)
+            if len(pair):
+                assert teacher is not None, "checked with the step"
+                assert teacher.realised is not None, "checked with the step"
+                scored = np.flatnonzero(pair.teacher.loss_mask[1:]) + 1
+                said[scored] = teacher.realised[scored]
+                for at in scored.tolist():
+                    row = teacher.token_ids[at].tobytes(), teacher.logprobs[at].tobytes()
+                    after[at - 1] = known.setdefault(row, (len(known), teacher, at))[0]
+            tokens.append(pair.teacher.tokens.astype(np.int64))
+            realised.append(said)
+            following.append(after)
+        token, said, row = (
+            np.concatenate([np.zeros(0, parts[0].dtype), *parts]) for parts in (tokens, realised, following)
+        )
+        # NaN is equal to itself here.
+        first, label, _ = unique_rows([token, np.unique(said, return_inverse=True)[1], row + 1])
+        ends = np.cumsum([len(pair.teacher) for pair in pairs])
+        return cls(
+            samples=[
+                replace(pair.teacher, tokens=own.astype(np.int32))
+                for pair, own in zip(pairs, np.split(label, ends[:-1]), strict=True)
+            ],
+            token=token[first],
+            realised=said[first],
+            row=row[first],
+            token_ids=np.stack([teacher.token_ids[at] for _, teacher, at in known.values()])
+            if known
+            else np.empty((0, 1), dtype=np.int32),
+            logprobs=np.stack([teacher.logprobs[at] for _, teacher, at in known.values()])
+            if known
+            else np.empty((0, 1), dtype=np.float32),
+        )
+
+    def spelled(self, chunks: Chunks) -> Chunks:
+        """Return chunks with the teacher's tokens and their log-probabilities in place of labels."""
+        labels = chunks.teacher.tokens
+        side = replace(chunks.teacher, tokens=self.token[labels].astype(np.int32), realised=self.realised[labels])
+        return replace(chunks, teacher=side)
