@@ -151,6 +151,8 @@ def reference_terms(
     for chunk in task.chunks:
         x, z = student[list(chunk.student)], teacher[list(chunk.teacher)]
         if settings.mode == "p_kl":
+            if settings.exported:
+                columns = z.isfinite().all(dim=0).nonzero().flatten()
             term = reference.p_kl(x, z, task.w, columns, temperature=t, reverse=settings.reverse)
         elif settings.mode in ("gold", "h_kl"):
             both = reference.gold(x, z, pairs, temperature=t, reverse=settings.reverse, tail=settings.tail)

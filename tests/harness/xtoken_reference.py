@@ -43,7 +43,7 @@ def p_kl(
 ) -> torch.Tensor:
     """P-KL of one chunk from ``[A, V_s]`` and ``[B, V_t]`` logits and W ``[V_s, V_t]``, over the given columns."""
     projected = (torch.softmax(student / temperature, dim=1) @ weights)[:, columns].mean(dim=0)
-    a = (projected / projected.sum()).clamp(min=FLOOR).log()
+    a = (projected / projected.sum().clamp(min=FLOOR)).clamp(min=FLOOR).log()
     b = torch.log_softmax(teacher[:, columns] / temperature, dim=1).mean(dim=0)
     return (a.exp() * (a - b)).sum() if reverse else (b.exp() * (b - a)).sum()
 

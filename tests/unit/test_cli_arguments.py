@@ -33,6 +33,7 @@ NUMBERS = [
     *(("xtoken build-projection", option) for option in ("--top-k", "--tokens-kept")),
     *(("xtoken inspect-alignment", option) for option in ("--samples", "--chunks")),
     *(("xtoken trim", option) for option in ("--top-k",)),
+    *(("xtoken export-teacher", option) for option in ("--top-k",)),
 ]
 
 

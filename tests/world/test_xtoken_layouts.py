@@ -11,7 +11,7 @@ from harness.marks import quick
 from harness.weights import assemble
 from harness.worlds import Layout, world
 from layouts import LAYOUTS, in_layouts
-from xtoken_jobs import STUDENT_SIZE, TEACHER_SIZE, Job, folded_step, unfolded_step
+from xtoken_jobs import STUDENT_SIZE, TEACHER_SIZE, Job, exported, folded_step, unfolded_step
 from xtoken_texts import samples, texts
 
 SAMPLES = samples()
@@ -34,19 +34,36 @@ SEVERAL = {
 
 
 @functools.cache
+def samples_of(name: str):
+    if JOBS[name].rows is None:
+        return SAMPLES
+    (found,) = world(1).run(exported, JOBS[name], SAMPLES, layout=Layout())
+    return found
+
+
+@functools.cache
 def expected(name: str):
-    ((loss, parts),) = world(1).run(unfolded_step, JOBS[name], SAMPLES, layout=Layout())
+    ((loss, parts),) = world(1).run(unfolded_step, JOBS[name], samples_of(name), layout=Layout())
     return loss, assemble(parts)
 
 
-JOBS = MODES | {
-    name: Job(options=(("mode", "p_kl"), ("top_k", 12), *options), teachers=2) for name, options in SEVERAL.items()
+EXPORTED = {
+    f"{mode}, rows": Job(options=(("mode", mode), ("teacher", "top_k"), *options), rows=14)
+    for mode, options in {
+        "p_kl": (("temperature", 1.5), ("ce_weight", 0.3)),
+        "alm": (("scaling", "dynamic"),),
+    }.items()
 }
+JOBS = (
+    MODES
+    | EXPORTED
+    | {name: Job(options=(("mode", "p_kl"), ("top_k", 12), *options), teachers=2) for name, options in SEVERAL.items()}
+)
 
 
 def check(size, layout, name, *, max_tokens=LONGEST + 12):
     job = replace(JOBS[name], max_tokens=max_tokens)
-    results = world(size).run(folded_step, layout, job, SAMPLES, layout=layout)
+    results = world(size).run(folded_step, layout, job, samples_of(name), layout=layout)
     loss, wanted = expected(name)
     gradients = assemble(itertools.chain.from_iterable(parts for _, parts in results))
     for outcome, _ in results:
@@ -96,6 +113,12 @@ def test_every_mode(size, layout, name):
 @pytest.mark.parametrize("name", ["p_kl top-k", "h_kl"])
 @in_layouts("pp2", slow=["pp2-vpp2"])
 def test_pipelines(size, layout, name):
+    check(size, layout, name)
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+@in_layouts("tp2-sp", "pp2", slow=["dp2"])
+def test_rows_that_the_samples_bring(size, layout, name):
     check(size, layout, name)
 
 

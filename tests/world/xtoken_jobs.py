@@ -27,11 +27,12 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Settings of the objective, and how it is computed."""
+    """Settings of the objective, and how it is computed; ``rows`` of so many tokens stand for the teacher."""
 
     options: Options
     max_tokens: int = 10_000
     teachers: int = 1
+    rows: int | None = None
 
 
 def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Any, list[Any]]:
@@ -44,7 +45,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
 
     from mcore_prefix_tree.mcore.engine.folding import Folding
     from mcore_prefix_tree.mcore.engine.job import Job as Resolved
-    from mcore_prefix_tree.mcore.engine.lessons import PairedTeachers
+    from mcore_prefix_tree.mcore.engine.lessons import ExportedTeacher, PairedTeachers
     from mcore_prefix_tree.mcore.engine.steps import fold_step
     from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
@@ -62,7 +63,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
         [texts().side(settings.losses)] * job.teachers, pad_to_multiple_of=multiple, block_rows=7
     )
     models = []
-    for seed in TEACHER_SEEDS[: job.teachers]:
+    for seed in () if job.rows else TEACHER_SEEDS[: job.teachers]:
         chunks = model(tiny_gpt_config(layout=layout, **dict(TEACHER_CONFIG)), TEACHER_SIZE)
         fill(chunks, seed=seed)
         models.append(TeacherModel(chunks=chunks, attention_backend="reference", attention_cases=()))
@@ -83,7 +84,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
         work=ModelWork.from_dimensions(
             num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=STUDENT_SIZE
         ),
-        teacher=PairedTeachers(
+        teacher=(ExportedTeacher if job.rows else PairedTeachers)(
             objective=objective, models=models, student_columns=STUDENT_SIZE // layout.tp, device=device
         ),
     )
@@ -109,10 +110,55 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
     return outcome, local_parts(trainer.chunks, lambda parameter: parameter.main_grad)
 
 
+def stock_model(seed: int) -> Any:
+    """Return a teacher of stock specs, one sample at a time."""
+    from harness.models import build_chunks, tiny_gpt_config
+    from harness.weights import fill
+    from objective_jobs import OneByOne
+
+    (model,) = build_chunks(
+        tiny_gpt_config(layout=Layout(), **dict(TEACHER_CONFIG)), stock_spec, vocab_size=TEACHER_SIZE
+    )
+    fill([model], seed=seed)
+    return OneByOne(model)
+
+
+def answers(teacher: Any, number: int, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the logits that rows are exported from: those of every third sample differ on the paths it shares."""
+    z: torch.Tensor = teacher.logits(tokens).detach()
+    return z + 0.1 * torch.sin(torch.arange(z.numel(), dtype=z.dtype)).view_as(z) if number % 3 == 1 else z
+
+
+def exported(job: Job, samples: Sequence[Sample]) -> list[Sample]:
+    """One process: the samples with the rows of the teacher, asked about each alone."""
+    from dataclasses import replace as changed
+
+    from mcore_prefix_tree.signals import Signals, Teacher
+
+    assert job.rows is not None
+    teacher, both, found = stock_model(TEACHER_SEEDS[0]), texts(), []
+    for number, sample in enumerate(samples):
+        tokens = both.pairing.reencode(sample).teacher.tokens
+        z = answers(teacher, number, tokens.tolist())[:-1, : both.teacher.vocab_size]
+        first = z.new_full((1, z.shape[1]), torch.nan)  # nothing predicts the first token
+        logprobs = torch.cat([first, torch.log_softmax(z, dim=1)])
+        top = logprobs.nan_to_num().topk(job.rows, dim=1)
+        realised = logprobs.gather(1, torch.from_numpy(tokens.copy()).long()[:, None])[:, 0]
+        rows = Teacher(
+            token_ids=top.indices.int().numpy(),
+            logprobs=top.values.numpy(),
+            tokens=tokens,
+            realised=realised.numpy(),
+            tokenizer=both.pairing.teacher.hash,
+        )
+        found.append(changed(sample, signals=Signals(teacher=rows)))
+    return found
+
+
 def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]]:
     """One process, stock specs, each sample alone through both models, the formulas chunk by chunk."""
     from harness.models import build_chunks, tiny_gpt_config
-    from harness.weights import fill, local_parts
+    from harness.weights import local_parts
     from objective_jobs import OneByOne
 
     from mcore_prefix_tree.objectives import make_objective
@@ -120,12 +166,7 @@ def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]
     settings: Any = make_objective("xtoken", dict(job.options))
     (model,) = build_chunks(tiny_gpt_config(layout=Layout()), stock_spec, vocab_size=STUDENT_SIZE)
     student = OneByOne(model)
-    teachers = []
-    for seed in TEACHER_SEEDS[: job.teachers]:
-        config = tiny_gpt_config(layout=Layout(), **dict(TEACHER_CONFIG))
-        (other,) = build_chunks(config, stock_spec, vocab_size=TEACHER_SIZE)
-        fill([other], seed=seed)
-        teachers.append(OneByOne(other))
+    teachers = [stock_model(seed) for seed in TEACHER_SEEDS[: job.teachers]]
     both = texts()
     pairs = [both.pairing.reencode(sample) for sample in samples]
     logits = [student.logits(sample.tokens.tolist()) for sample in samples]
@@ -163,8 +204,12 @@ def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]
     taught, entropies = [], []
     for teacher in teachers:
         z = [teacher.logits(pair.teacher.tokens.tolist()).detach() for pair in pairs]
+        if job.rows:
+            z = [answers(teacher, number, pair.teacher.tokens.tolist()) for number, pair in enumerate(pairs)]
+        if job.rows and settings.mode == "p_kl":
+            z = [likeliest(own[:, : both.teacher.vocab_size], job.rows) for own in z]
         taught.append(torch.cat(z)[:, : both.teacher.vocab_size])
-        entropies.append(cross_entropy(z, [pair.teacher for pair in pairs]))
+        entropies.append(0.0 if job.rows else cross_entropy(z, [pair.teacher for pair in pairs]))
 
     def kd(z: torch.Tensor) -> torch.Tensor:
         return torch.dot(task.weight, reference_terms(task, settings.losses, x, z)) / len(chunks)
@@ -191,6 +236,12 @@ def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]
     (loss * divisor).backward()
     sums = student.backward()
     return float(loss.detach()), local_parts([model], lambda parameter: sums[parameter] * (1.0 / divisor))
+
+
+def likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Return logits that are -inf but for the k largest of each row."""
+    top = logits.topk(k, dim=1)
+    return torch.full_like(logits, -torch.inf).scatter(1, top.indices, top.values)
 
 
 def cross_entropy(logits: Sequence[torch.Tensor], samples: Sequence[Sample]) -> float:
