@@ -226,11 +226,14 @@ class ObjectiveConfig:
         teacher_recipe: of the model that ``distill`` with ``teacher: full`` learns from: ``model``, of the same
             vocabulary, ``checkpoint.save``, where its weights are, and ``attention_backend`` are read of it. ``xtoken``
             also reads ``data.tokenizer``, and may have a list of teachers.
+        teacher_tensor_model_parallel_size: of the teachers of ``xtoken``; 1 gives each tensor-parallel rank of the
+            student whole teachers. None is the student's.
     """
 
     name: str = "sft"
     options: dict[str, Any] = field(default_factory=dict)
     teacher_recipe: str | list[str] | None = None
+    teacher_tensor_model_parallel_size: PositiveInt | None = None
 
     @property
     def teacher_recipes(self) -> list[str]:

@@ -85,6 +85,7 @@ def build_chunks(
     max_sequence_length: int = 256,
     share_embeddings: bool = False,
     seed: int = 0,
+    groups: Any = None,
 ) -> list[GPTModel]:
     """Build this rank's model chunks (several under virtual pipelining), with the weights that belong to ``seed``.
 
@@ -96,6 +97,7 @@ def build_chunks(
         max_sequence_length: as in ``GPTModel``.
         share_embeddings: tie the output layer to the word embeddings.
         seed: of the weights, which are the same in every layout: see :mod:`harness.weights`.
+        groups: of the model's ranks; those of ``parallel_state`` by default.
     """
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     last_pp_rank = config.pipeline_model_parallel_size - 1
@@ -120,6 +122,7 @@ def build_chunks(
             position_embedding_type="rope",
             share_embeddings_and_output_weights=share_embeddings,
             vp_stage=stage,
+            pg_collection=groups,
         )
         # The norms of PyTorch start in the default dtype, whatever params_dtype says.
         chunks.append(chunk.to(config.params_dtype))

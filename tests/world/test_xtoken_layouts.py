@@ -61,8 +61,8 @@ JOBS = (
 )
 
 
-def check(size, layout, name, *, max_tokens=LONGEST + 12):
-    job = replace(JOBS[name], max_tokens=max_tokens)
+def check(size, layout, name, *, max_tokens=LONGEST + 12, whole=False):
+    job = replace(JOBS[name], max_tokens=max_tokens, whole=whole)
     results = world(size).run(folded_step, layout, job, samples_of(name), layout=layout)
     loss, wanted = expected(name)
     gradients = assemble(itertools.chain.from_iterable(parts for _, parts in results))
@@ -120,6 +120,12 @@ def test_pipelines(size, layout, name):
 @in_layouts("tp2-sp", "pp2", slow=["dp2"])
 def test_rows_that_the_samples_bring(size, layout, name):
     check(size, layout, name)
+
+
+@pytest.mark.parametrize("name", ["p_kl top-k"])
+@in_layouts("tp2-sp", slow=["tp2-pp2"])
+def test_each_rank_may_have_the_whole_teacher(size, layout, name):
+    check(size, layout, name, whole=True)
 
 
 @pytest.mark.parametrize("name", quick("scores", "averaged_logits", of=SEVERAL))

@@ -47,6 +47,11 @@ def alone(given: list[str]) -> list[dict[str, float]]:
     return reported(run(1, "train", *given))
 
 
+def test_each_rank_may_have_the_whole_teacher(given: list[str], alone: list[dict[str, float]]) -> None:
+    whole = "objective.teacher_tensor_model_parallel_size=1"
+    assert reported(run(2, "train", *given, whole, *LAYOUTS["tensor and sequence"])) == alone
+
+
 @pytest.mark.parametrize("layout", ["tensor and sequence", "pipeline", pytest.param("data", marks=pytest.mark.slow)])
 def test_two_ranks_report_what_one_does(given: list[str], alone: list[dict[str, float]], layout: str) -> None:
     assert [step.keys() >= {"loss", "kd", "ce"} for step in alone] == [True] * 3

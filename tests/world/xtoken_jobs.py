@@ -27,12 +27,16 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Settings of the objective, and how it is computed; ``rows`` of so many tokens stand for the teacher."""
+    """Settings of the objective, and how it is computed.
+
+    ``rows`` of so many tokens stand for the teacher; with ``whole`` it is whole on each tensor-parallel rank.
+    """
 
     options: Options
     max_tokens: int = 10_000
     teachers: int = 1
     rows: int | None = None
+    whole: bool = False
 
 
 def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Any, list[Any]]:
@@ -49,11 +53,13 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
     from mcore_prefix_tree.mcore.engine.steps import fold_step
     from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+    from mcore_prefix_tree.mcore.trainer.model import groups_of_whole
     from mcore_prefix_tree.objectives import add_means, make_objective
     from mcore_prefix_tree.plan import ModelWork
 
-    def model(config: Any, vocab_size: int) -> list[Any]:
-        return [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=vocab_size)]
+    def model(config: Any, vocab_size: int, groups: Any = None) -> list[Any]:
+        chunks = build_chunks(config, tree_spec, vocab_size=vocab_size, groups=groups)
+        return [with_edge_head(chunk) for chunk in chunks]
 
     config = tiny_gpt_config(layout=layout)
     trainer = Trainer.of(model(config, STUDENT_SIZE))
@@ -64,9 +70,12 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
     )
     models = []
     for seed in () if job.rows else TEACHER_SEEDS[: job.teachers]:
-        chunks = model(tiny_gpt_config(layout=layout, **dict(TEACHER_CONFIG)), TEACHER_SIZE)
+        own = replace(layout, tp=1, sequence_parallel=False) if job.whole else layout
+        groups = groups_of_whole() if job.whole else None
+        chunks = model(tiny_gpt_config(layout=own, **dict(TEACHER_CONFIG)), TEACHER_SIZE, groups)
         fill(chunks, seed=seed)
-        models.append(TeacherModel(chunks=chunks, attention_backend="reference", attention_cases=()))
+        over = parallel_state.get_tensor_model_parallel_group() if job.whole else None
+        models.append(TeacherModel(chunks=chunks, attention_backend="reference", attention_cases=(), columns_over=over))
     device = torch.device("cpu")
     resolved = Resolved(
         objective=objective,

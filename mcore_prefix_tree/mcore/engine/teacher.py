@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from mcore_prefix_tree.attention import Case
+from mcore_prefix_tree.logprob import Head
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
 from mcore_prefix_tree.mcore.engine.schedule import forward_only
 from mcore_prefix_tree.mcore.readout import Hidden
@@ -43,17 +45,20 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherModel(Teacher):
-    """This rank's part of a teacher with the student's tokenizer, in the student's parallel layout.
+    """This rank's part of a teacher, in the student's parallel layout, or whole on each tensor-parallel rank.
 
     Attributes:
         chunks: bare model chunks with edge heads, whose weights nothing changes.
         attention_backend: of its heads; the student's may be of another size.
         attention_cases: the calls of its layers.
+        columns_over: the student's tensor-parallel group, where the teacher is whole on each of its ranks: each makes
+            logits of its part of the vocabulary. None where the teacher is cut as the student is.
     """
 
     chunks: Sequence[torch.nn.Module]
     attention_backend: str
     attention_cases: Sequence[Case]
+    columns_over: dist.ProcessGroup | None = None
 
     def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches, with the plans of its attention."""
@@ -84,6 +89,18 @@ class TeacherModel(Teacher):
         made = []
         for batch, hidden in zip(batches, found, strict=True):
             weight, head = output_weight_and_head(model, batch.edges, batch.temperature)
+            if self.columns_over is not None:
+                weight, head = _part_of(weight, head, self.columns_over)
             # Megatron makes fp32 of whatever a bfloat16 model puts out; these are numbers that bfloat16 has.
             made.append(TeacherHidden(hidden=hidden.to(weight.dtype), weight=weight.detach(), head=head))
         return made
+
+
+def _part_of(weight: torch.Tensor, head: Head, group: dist.ProcessGroup) -> tuple[torch.Tensor, Head]:
+    """Return this rank's columns of a whole output weight ``[V, h]``, as many on each rank, and their head."""
+    columns = -(-len(weight) // group.size())
+    start = group.rank() * columns
+    own = weight[start : start + columns]
+    padding = columns - len(own)  # of the last ranks, and in no loss
+    own = torch.nn.functional.pad(own, (0, 0, 0, padding)) if padding else own
+    return own, replace(head, vocab_start=start, group=group)

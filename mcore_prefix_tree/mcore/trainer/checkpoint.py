@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
@@ -246,7 +247,14 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
     return Progress(**{key: value for key, value in progress.items() if key in known})
 
 
-def load_weights(folder: str | Path, iteration: int | str, chunks: Sequence[Any], *, model: ModelConfig) -> None:
+def load_weights(
+    folder: str | Path,
+    iteration: int | str,
+    chunks: Sequence[Any],
+    *,
+    model: ModelConfig,
+    replicas: dist.ProcessGroup | None = None,
+) -> None:
     """Read a checkpoint's model and nothing else; Megatron-LM may have written it, in any parallel layout.
 
     Args:
@@ -254,13 +262,14 @@ def load_weights(folder: str | Path, iteration: int | str, chunks: Sequence[Any]
         iteration: of the checkpoint.
         chunks: of this rank, which the weights are read into.
         model: that the chunks were built from.
+        replicas: ranks that have the same weights; None is the data-parallel group.
 
     Raises:
         RecipeError: as :func:`load`; or the recipe beside the weights describes another function of them.
     """
     source = _existing(folder, iteration)
     on_main_rank(partial(check_same_function, source, model))
-    _load_into(chunks, _read(source, _model_state(chunks)))
+    _load_into(chunks, _read(source, _model_state(chunks, replicas)))
 
 
 def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[Any], *, model: ModelConfig) -> bool:
@@ -353,9 +362,10 @@ def _leave_out_absent(state: dict[Any, Any]) -> None:
             _leave_out_absent(value)
 
 
-def _model_state(chunks: Sequence[Any]) -> dict[str, Any]:
+def _model_state(chunks: Sequence[Any], replicas: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    metadata = _metadata() if replicas is None else _metadata() | {"dp_cp_group": replicas}
     return {
-        _model_key(index, len(chunks)): unwrap_model(chunk).sharded_state_dict(metadata=_metadata())
+        _model_key(index, len(chunks)): unwrap_model(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(chunks)
     }
 

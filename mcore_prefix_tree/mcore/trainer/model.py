@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -146,6 +148,7 @@ def build_chunks(
     device: torch.device,
     scalar_head: bool = False,
     fused_head: bool = True,
+    groups: ProcessGroupCollection | None = None,
 ) -> list[torch.nn.Module]:
     """This rank's model chunks, tree-capable, without gradients' buffers: one, or one per virtual pipeline stage.
 
@@ -156,6 +159,7 @@ def build_chunks(
         device: of the weights.
         scalar_head: the model ends in a scalar head instead of a vocabulary.
         fused_head: the output layer can score a chunk of logits at a time.
+        groups: of the model's ranks, where they are not those of ``parallel_state``; see :func:`groups_of_whole`.
 
     Returns:
         ``GPTModel``\\ s, inside ``Float16Module`` in half precision.
@@ -187,6 +191,7 @@ def build_chunks(
                 rotary_percent=model.rotary_percent,
                 rope_scaling=model.rope_scaling,
                 rope_scaling_factor=model.rope_scaling_factor,
+                pg_collection=groups,
                 **ends,
             )
         check_model(chunk)
@@ -199,6 +204,24 @@ def build_chunks(
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
         _keep_biases_of_experts(chunk)
     return chunks
+
+
+def groups_of_whole() -> ProcessGroupCollection:
+    """Return the groups of a model that each tensor-parallel rank has whole, beside one that is cut.
+
+    Its replicas are on the ranks that share both tensors and data.
+    """
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    # Folding has no context parallelism: this group has one rank.
+    groups.tp = groups.tp_cp = groups.cp
+    groups.dp_cp = replicas_of_whole()
+    return groups
+
+
+def replicas_of_whole() -> dist.ProcessGroup:
+    """Return the ranks of one pipeline stage, each of which has a model of :func:`groups_of_whole`."""
+    group: dist.ProcessGroup = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return group
 
 
 def _keep_biases_of_experts(chunk: torch.nn.Module) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import cast
 
 import torch
+from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
 from mcore_prefix_tree.mcore.engine.lessons import ExportedTeacher, PairedTeachers
@@ -16,10 +17,10 @@ from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.hf import described
-from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
+from mcore_prefix_tree.mcore.trainer.model import build_chunks, groups_of_whole, replicas_of_whole, transformer_config
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, Objective
-from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError, load_recipe
 from mcore_prefix_tree.sample import Sample
 
 
@@ -32,7 +33,7 @@ def read_teacher_recipes(recipe: Recipe, objective: Objective) -> list[Recipe]:
     """
     if not objective.asks_model:
         return []
-    recipes = []
+    recipes, parallel = [], _parallel_of_teachers(recipe, objective)
     for path in recipe.objective.teacher_recipes:
         teacher = load_recipe(path)
         setting = f"objective.teacher_recipe={path}"
@@ -44,13 +45,33 @@ def read_teacher_recipes(recipe: Recipe, objective: Objective) -> list[Recipe]:
             replace(
                 teacher,
                 objective=ObjectiveConfig(),
-                parallel=recipe.parallel,
+                parallel=parallel,
                 fused_head=True,
                 device=recipe.device,
                 deterministic_attention=recipe.deterministic_attention,
             )
         )
     return recipes
+
+
+def _parallel_of_teachers(recipe: Recipe, objective: Objective) -> ParallelConfig:
+    """Return the parallel layout of a job's teachers."""
+    given, parallel = recipe.objective.teacher_tensor_model_parallel_size, recipe.parallel
+    if given is None or given == parallel.tensor_model_parallel_size:
+        return parallel
+    setting = f"objective.teacher_tensor_model_parallel_size={given}"
+    if not objective.across_tokenizers:
+        raise RecipeError(
+            f"{setting}: objective.name={recipe.objective.name} compares columns on the rank that has them of both "
+            "models; leave it out"
+        )
+    if given != 1:
+        raise RecipeError(
+            f"{setting}: teachers are cut as the student is, parallel.tensor_model_parallel_size="
+            f"{parallel.tensor_model_parallel_size}, or whole on each rank; set 1 or leave it out; in another "
+            "layout it can export its rows with mcore-prefix-tree xtoken export-teacher"
+        )
+    return replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False)
 
 
 def check_teacher(teacher: Recipe, setting: str) -> None:
@@ -110,7 +131,7 @@ def load_teachers(recipes: Sequence[Recipe], student: Resolved, *, say: Callable
     if not recipes:
         return ExportedTeacher(objective=objective, models=(), student_columns=columns, device=device)
     padded = {
-        parallel.padded_vocab_size(recipe.model.vocab_size or side.teacher_size)
+        recipe.parallel.padded_vocab_size(recipe.model.vocab_size or side.teacher_size)
         for recipe, side in zip(recipes, objective.sides, strict=True)
     }
     if objective.settings.teachers == "averaged_logits" and len(padded) > 1:
@@ -165,17 +186,35 @@ def load_model(
         model = described(recipe.model, config)
     except (RecipeError, NotImplementedError) as error:
         raise type(error)(f"of the teacher: {error}") from error
+    is_whole = recipe.parallel.tensor_model_parallel_size < parallel_state.get_tensor_model_parallel_world_size()
+    if is_whole and (recipe.model.hf is not None or config.num_moe_experts is not None):
+        raise RecipeError(
+            "objective.teacher_tensor_model_parallel_size=1 beside a student that is cut goes with teachers without "
+            "experts and without model.hf; leave it out"
+        )
     deterministic = recipe.deterministic_attention
     backend = resolve_backend(recipe.attention_backend, config, first_step, device=device, deterministic=deterministic)
-    chunks = build_chunks(model, config, vocab_size=recipe.parallel.padded_vocab_size(vocab_size), device=device)
+    chunks = build_chunks(
+        model,
+        config,
+        vocab_size=recipe.parallel.padded_vocab_size(vocab_size),
+        device=device,
+        groups=groups_of_whole() if is_whole else None,
+    )
     folder = recipe.checkpoint.save
     assert folder is not None, "read_teacher_recipes asks for it"
     iteration = everyone(checkpoint.latest_weights(folder))[0]
     if iteration is None:
         raise RecipeError(f"the teacher's checkpoint.save={folder} holds no checkpoint; name the folder of a run")
-    checkpoint.load_weights(folder, iteration, chunks, model=model)
+    replicas = replicas_of_whole() if is_whole else None
+    checkpoint.load_weights(folder, iteration, chunks, model=model, replicas=replicas)
     for chunk in chunks:
         chunk.requires_grad_(False)
     say(f"the teacher's weights are {checkpoint.iteration_folder(folder, iteration)}")
     cases = cases_of(config, device=device, deterministic=deterministic)
-    return TeacherModel(chunks=chunks, attention_backend=backend, attention_cases=cases)
+    return TeacherModel(
+        chunks=chunks,
+        attention_backend=backend,
+        attention_cases=cases,
+        columns_over=parallel_state.get_tensor_model_parallel_group() if is_whole else None,
+    )
