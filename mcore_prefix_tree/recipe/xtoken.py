@@ -45,7 +45,7 @@ def bound(
     student = _tokenizer(data, "data.tokenizer")
     sides = []
     for path, projection in zip(teachers, projections, strict=True):
-        pairing = Pairing(student, _of_teacher(path, load_recipe(path)), aligner=settings.aligner)
+        pairing = _pairing(settings, student, path, load_recipe(path))
         sides.append(_side(pairing, reads, projection))
     _check_columns(settings, sides)
     try:
@@ -66,11 +66,15 @@ def pairing_of(settings: CrossTokenizer, data: DataConfig, path: str, teacher: R
     Raises:
         RecipeError, ValueError: see :func:`bound`.
     """
-    return Pairing(_tokenizer(data, "data.tokenizer"), _of_teacher(path, teacher), aligner=settings.aligner)
+    return _pairing(settings, _tokenizer(data, "data.tokenizer"), path, teacher)
 
 
-def _of_teacher(path: str, teacher: Recipe) -> ChatTokenizer:
-    return _tokenizer(teacher.data, f"objective.teacher_recipe={path}: its data.tokenizer")
+def _pairing(settings: CrossTokenizer, student: ChatTokenizer, path: str, teacher: Recipe) -> Pairing:
+    model, limits = teacher.model, {}
+    if model.position_embedding_type == "learned_absolute":
+        limits[f"model.max_position_embeddings of {path}"] = model.max_position_embeddings
+    tokenizer = _tokenizer(teacher.data, f"objective.teacher_recipe={path}: its data.tokenizer")
+    return Pairing(student, tokenizer, aligner=settings.aligner, teacher_limits=limits)
 
 
 def _side(pairing: Pairing, reads: Reads, projection: str | None) -> TeacherSide:

@@ -5,6 +5,7 @@ Legend: n student tokens, m teacher tokens, C chunks of a pair, R runs of select
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -46,7 +47,14 @@ class Pair:
 class Pairing:
     """Makes pairs for two tokenizers."""
 
-    def __init__(self, student: ChatTokenizer, teacher: ChatTokenizer, *, aligner: Aligner = "bytes") -> None:
+    def __init__(
+        self,
+        student: ChatTokenizer,
+        teacher: ChatTokenizer,
+        *,
+        aligner: Aligner = "bytes",
+        teacher_limits: Mapping[str, int] | None = None,
+    ) -> None:
         """Read both vocabularies.
 
         Args:
@@ -54,13 +62,14 @@ class Pairing:
             teacher: the teacher's tokenizer.
             aligner: ``bytes`` is exact and prefix-causal; ``dynamic`` also aligns text that the tokenizers normalise
                 differently, and leaves out what it cannot align.
+            teacher_limits: largest number of the teacher's tokens, by the name of the setting.
 
         Raises:
             ValueError: a tokenizer does not tell its bytes; or ``aligner`` is neither.
         """
         if aligner not in get_args(Aligner):
             raise ValueError(f"aligner={aligner!r} must be one of {', '.join(map(repr, get_args(Aligner)))}")
-        self.aligner = aligner
+        self.aligner, self._teacher_limits = aligner, dict(teacher_limits or {})
         self.student_tokenizer, self.teacher_tokenizer = student, teacher
         self.student: TokenBytes = token_bytes(student)
         self.teacher: TokenBytes = token_bytes(teacher)
@@ -70,9 +79,16 @@ class Pairing:
         """Pair a student's sample with its rendering of this number, or with its own text in the teacher's tokens.
 
         Raises:
-            SampleError: see :meth:`pair` and :meth:`reencode`.
+            SampleError: see :meth:`pair` and :meth:`reencode`; or the teacher cannot read as many tokens.
         """
-        return self.pair(student, student.renderings[number]) if student.renderings else self.reencode(student)
+        pair = self.pair(student, student.renderings[number]) if student.renderings else self.reencode(student)
+        for name, limit in self._teacher_limits.items():
+            if len(pair.teacher) > limit:
+                raise SampleError(
+                    f"{student.source}: the sample has {len(pair.teacher)} of the teacher's tokens, but {name} is "
+                    f"{limit}; raise {name} or shorten the sample"
+                )
+        return pair
 
     def pair(self, student: Sample, teacher: Sample) -> Pair:
         """Align a conversation that each side has encoded with its own chat format.

@@ -25,7 +25,6 @@ class PairReader:
         rendering: Rendering = "student",
         expand_turns: bool = False,
         student_limits: Mapping[str, int] | None = None,
-        teacher_limits: Mapping[str, int] | None = None,
     ) -> None:
         """Set how records become pairs.
 
@@ -36,14 +35,13 @@ class PairReader:
                 first way.
             expand_turns: make a sample of every assistant turn.
             student_limits: largest number of the student's tokens, by the name of the setting.
-            teacher_limits: largest number of the teacher's tokens.
 
         Raises:
             ValueError: ``rendering`` is neither.
         """
         if rendering not in get_args(Rendering):
             raise ValueError(f"rendering={rendering!r} must be one of {', '.join(map(repr, get_args(Rendering)))}")
-        self._pairing, self._teacher_limits = pairing, dict(teacher_limits or {})
+        self._pairing = pairing
         self._options = LineOptions(
             tokenizer=pairing.student_tokenizer,
             expand_turns=expand_turns,
@@ -64,22 +62,12 @@ class PairReader:
 
     def _pair(self, sample: Sample, skipped: Skipped | None) -> Pair | None:
         try:
-            pair = self._pairing.of(sample)
-            self._check_limits(pair)
+            return self._pairing.of(sample)
         except SampleError as error:
             if skipped is None:
                 raise
             skipped.add(error, "malformed")
             return None
-        return pair
-
-    def _check_limits(self, pair: Pair) -> None:
-        for name, limit in self._teacher_limits.items():
-            if len(pair.teacher) > limit:
-                raise SampleError(
-                    f"{pair.teacher.source}: the sample has {len(pair.teacher)} of the teacher's tokens, but {name} is "
-                    f"{limit}; raise {name} or shorten the sample"
-                )
 
 
 def iter_pairs(

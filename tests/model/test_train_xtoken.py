@@ -219,5 +219,15 @@ def test_mistakes_are_named_before_a_step(folder, tmp_path):
     warm.write_text(json.dumps({"tokens": [5, 6, 7], "temperature": 0.5}) + "\n")
     warmed = (f"data.path={warm}", "batch.global_batch_size=1")
     assert "warm.jsonl:1: was drawn at temperature 0.5" in refused(*good, *warmed)
+    short = tmp_path / "short.yaml"
+    learned = "  position_embedding_type: learned_absolute\n  max_position_embeddings: 4\n  dtype:"
+    short.write_text((folder / "teacher.yaml").read_text().replace("  dtype:", learned))
+    assert f"of the teacher's tokens, but model.max_position_embeddings of {short} is 4; raise" in refused(
+        *good, f"objective.teacher_recipe={short}"
+    )
+    cut = "objective.teacher_tensor_model_parallel_size=2"
+    assert "teachers are cut as the student is, parallel.tensor_model_parallel_size=1, or whole" in refused(*good, cut)
+    distill = (cut, "objective.name=distill", *options(teacher="full"), f"objective.teacher_recipe={short}")
+    assert "compares columns on the rank that has them of both models" in refused(*FLOAT64, *distill)
     distill = ("objective.name=distill", *options(teacher="full"), 'objective.teacher_recipe=["a.yaml", "b.yaml"]')
     assert "distill has one teacher" in refused(*FLOAT64, *distill)

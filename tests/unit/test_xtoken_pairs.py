@@ -257,7 +257,8 @@ def test_bad_pairs_end_the_reading_or_are_counted(tmp_path, wheel):
     skipped = Skipped()
     assert len(list(iter_pairs(path, PairReader(wheel["down"]), on_error="skip", skipped=skipped))) == 1
     assert skipped.count == 1
-    long = PairReader(wheel["down"], rendering="student", teacher_limits={"teacher.max_tokens": 2})
+    both = wheel["down"].student_tokenizer, wheel["down"].teacher_tokenizer
+    long = PairReader(Pairing(*both, teacher_limits={"teacher.max_tokens": 2}), rendering="student")
     with pytest.raises(
         SampleError, match=r"bad.jsonl:2: the sample has \d+ of the teacher's tokens, but teacher.max_t"
     ):
