@@ -20,11 +20,20 @@ BORDERS = {
 }
 
 
+# What a host asks a device's values for: sizes that depend on them.
+WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+
+
 class NoWholeVocabulary(TorchDispatchMode):
-    """Fails where an operation makes rows of a whole vocabulary."""
+    """Fails where an operation makes rows of a whole vocabulary, or where a host would wait for its device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
+        masks = function is torch.ops.aten.index.Tensor and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if function in WAITS or masks:
+            raise AssertionError(f"{function} waits for the device")
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[-1] >= STUDENT:
                 raise AssertionError(f"{function} made {list(leaf.shape)}: a vocabulary has {STUDENT} columns")

@@ -106,15 +106,17 @@ def log_softmax(logits: torch.Tensor, group: Group) -> torch.Tensor:
     return shifted - sum_over(shifted.exp().sum(dim=1), group).log()[:, None]
 
 
-def sorted_over(values: torch.Tensor, size: int, group: Group) -> torch.Tensor:
+def sorted_over(values: torch.Tensor, size: int, widths: Sequence[int], group: Group) -> torch.Tensor:
     """Return this rank's part of the sorted columns of all ranks, the largest first.
 
     The rank that has the i-th largest value depends on i alone, so two sorted rows of one size meet place by place. No
-    rank has more than its own columns, those of one other rank, and its part.
+    rank has more than its own columns, those of one other rank, and its part. All shapes are known beforehand: the host
+    does not wait for the device.
 
     Args:
         values: ``[C, n]``, at least 0; ranks may have different n, or none.
         size: m, how many of all ranks' values are kept; where they have fewer, the rest are 0.
+        widths: n of each rank.
         group: of the ranks.
 
     Returns:
@@ -123,34 +125,51 @@ def sorted_over(values: torch.Tensor, size: int, group: Group) -> torch.Tensor:
     own = values.topk(min(size, values.shape[1]), dim=1).values
     if group is None:
         return torch.nn.functional.pad(own, (0, size - own.shape[1]))
-    ranks, here = size_of(group), rank_of(group)
-    each = -(-size // ranks)
-    place = _places(own.detach(), group)
-    sent, slots = [], []
-    for rank in range(ranks):
-        goes = (place >= rank * each) & (place < min((rank + 1) * each, size))
-        sent.append(own[goes])
-        chunk = torch.arange(len(own), device=own.device)[:, None].expand_as(place)[goes]
-        slots.append(chunk * each + place[goes] - rank * each)
-    counts = torch.tensor([len(part) for part in sent], device=own.device)
-    incoming = torch.empty_like(counts)
-    dist.all_to_all_single(incoming, counts, group=group)
-    to, of = counts.tolist(), incoming.tolist()
-    found = exchange(torch.cat(sent), to, of, group)
-    slot = _exchanged(torch.cat(slots), to, of, group)
-    part = own.new_zeros(len(own) * each).index_put((slot,), found)
-    return part.view(len(own), each)[:, : max(0, min(each, size - here * each))]
+    each = -(-size // size_of(group))
+    place = _places(own.detach(), [min(size, width) for width in widths], group)
+    part: torch.Tensor = _Placed.apply(own, place, each, group)  # type: ignore[no-untyped-call]
+    return part[:, : max(0, min(each, size - rank_of(group) * each))]
 
 
-def _places(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+class _Placed(torch.autograd.Function):
+    """Give each rank the values ``[C, each]`` of its places, 0 where no rank has one; one receiver at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, place: torch.Tensor, each: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        ctx.each, ctx.group = each, group
+        found = own.new_empty(0)
+        for rank in range(size_of(group)):
+            # No other rank has a value in the same place, so the sum is that value. The last column takes the others.
+            part = own.new_zeros(len(own), each + 1).scatter_(1, _slots(place, rank, each), own)[:, :each].contiguous()
+            dist.reduce(part, dist.get_global_rank(group, rank), group=group)
+            if rank == rank_of(group):
+                found = part
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,), (place,), each, group = grads, ctx.saved_tensors, ctx.each, ctx.group
+        total = grad.new_zeros(place.shape)
+        for rank in range(size_of(group)):
+            part = grad.contiguous() if rank == rank_of(group) else torch.empty_like(grad)
+            dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+            total += torch.nn.functional.pad(part, (0, 1)).gather(1, _slots(place, rank, each))
+        return total, None, None, None
+
+
+def _slots(place: torch.Tensor, rank: int, each: int) -> torch.Tensor:
+    """Return int64 ``[C, n]``, where a rank has each place among its own; ``each`` for places of others."""
+    slot = place - rank * each
+    return slot.where((slot >= 0) & (slot < each), each)
+
+
+def _places(own: torch.Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Return int64 ``[C, n]``, where each of this rank's values, sorted, stands among those of all ranks."""
-    ranks, here = size_of(group), rank_of(group)
+    here = rank_of(group)
     place = torch.arange(own.shape[1], device=own.device).repeat(len(own), 1)
-    width = torch.tensor([own.shape[1]], device=own.device)
-    widths = [torch.empty_like(width) for _ in range(ranks)]
-    dist.all_gather(widths, width, group=group)
-    for rank in range(ranks):
-        others = own.clone() if rank == here else own.new_empty(len(own), int(widths[rank]))
+    for rank, width in enumerate(widths):
+        others = own.clone() if rank == here else own.new_empty(len(own), width)
         dist.broadcast(others, dist.get_global_rank(group, rank), group=group)
         if rank != here:
             # Of equal values those of the lower rank come first.

@@ -40,5 +40,8 @@ class Gold:
         found = kl(target, model, reverse=self._reverse)
         if not self._tail:
             return found
-        tails = [sorted_over(side.exp(), self._tail, self._group) for side in self._common.unpaired(a, b)]
+        tails = [
+            sorted_over(side.exp(), self._tail, widths, self._group)
+            for side, widths in zip(self._common.unpaired(a, b), self._common.left_widths, strict=True)
+        ]
         return found + (tails[0] - tails[1]).abs().sum(dim=1)

@@ -16,13 +16,16 @@ class UniversalLogits:
     """ULD over both whole vocabularies; it reads no projection."""
 
     def __init__(self, vocabularies: Vocabularies) -> None:
-        self._group = vocabularies.group
+        self._vocabularies, self._group = vocabularies, vocabularies.group
         self._size = max(vocabularies.student.size, vocabularies.teacher.size)
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
         """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.base.ChunkLoss`."""
         sides = [
-            sorted_over(side.mean(log_softmax(logits, self._group).exp()), self._size, self._group)
-            for side, logits in ((block.student, student), (block.teacher, teacher))
+            sorted_over(side.mean(log_softmax(logits, self._group).exp()), self._size, part.widths, self._group)
+            for side, logits, part in (
+                (block.student, student, self._vocabularies.student),
+                (block.teacher, teacher, self._vocabularies.teacher),
+            )
         ]
         return (sides[0] - sides[1]).abs().sum(dim=1)

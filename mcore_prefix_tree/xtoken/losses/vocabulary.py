@@ -56,6 +56,11 @@ class Part:
         return self.stop - self.start
 
     @property
+    def widths(self) -> list[int]:
+        """Columns on each rank that are not padding."""
+        return np.diff(self._clamped).tolist()
+
+    @property
     def _clamped(self) -> list[int]:
         return [min(border, self.size) for border in self.borders]
 
@@ -113,6 +118,10 @@ class CommonColumns:
             np.setdiff1d(np.arange(part.size), ids) for part, ids in ((student, of_student), (teacher, of_teacher))
         ]
         self.left = len(others[0]), len(others[1])
+        self.left_widths = [
+            np.bincount(part.owner(ids), minlength=ranks).tolist()
+            for part, ids in zip((student, teacher), others, strict=True)
+        ]
         self._left_of_student = upload(student.here(others[0]), device)
         self._left_of_teacher = upload(teacher.here(others[1]), device)
 
