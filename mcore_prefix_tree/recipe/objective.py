@@ -57,6 +57,13 @@ def objective_of(recipe: Recipe) -> Objective:
             f"objective.teacher_recipe={', '.join(teachers)}: only objective.name=distill with "
             "objective.options.teacher=full, and xtoken, ask a second model; leave it out"
         )
+    if recipe.objective.teacher_tensor_model_parallel_size and not (
+        objective.across_tokenizers and objective.asks_model
+    ):
+        raise RecipeError(
+            "objective.teacher_tensor_model_parallel_size is of the teachers that objective.name=xtoken asks in every "
+            "step; leave it out"
+        )
     if objective.across_tokenizers:
         return bound(
             cast("CrossTokenizer", objective),

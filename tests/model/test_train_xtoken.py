@@ -228,6 +228,6 @@ def test_mistakes_are_named_before_a_step(folder, tmp_path):
     cut = "objective.teacher_tensor_model_parallel_size=2"
     assert "teachers are cut as the student is, parallel.tensor_model_parallel_size=1, or whole" in refused(*good, cut)
     distill = (cut, "objective.name=distill", *options(teacher="full"), f"objective.teacher_recipe={short}")
-    assert "compares columns on the rank that has them of both models" in refused(*FLOAT64, *distill)
+    assert "is of the teachers that objective.name=xtoken asks in every step" in refused(*FLOAT64, *distill)
     distill = ("objective.name=distill", *options(teacher="full"), 'objective.teacher_recipe=["a.yaml", "b.yaml"]')
     assert "distill has one teacher" in refused(*FLOAT64, *distill)

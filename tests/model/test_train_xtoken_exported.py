@@ -67,7 +67,9 @@ def test_rows_of_the_whole_vocabulary_are_the_teacher(folder, whole, mode, chang
 def test_likeliest_tokens_train_from_lines_however_steps_are_cut(folder, lines, mode):  # noqa: F811
     given = [*settings(folder, mode), EXPORTED, f"data.path={lines}", "train_iters=3"]
     narrow = train(folder / "student.yaml", *given)
-    wide = train(folder / "student.yaml", *given, "batch.max_tokens=2000")
+    held_out = [f"validation.path={lines}", "validation.eval_interval=3"]
+    wide = train(folder / "student.yaml", *given, *held_out, "batch.max_tokens=2000")
+    assert 0 < wide.evaluations[-1].loss < wide.evaluations[0].loss
     assert narrow.losses == pytest.approx(wide.losses, rel=1e-9)
     if mode == "alm":
         asked = train(folder / "student.yaml", *settings(folder, mode), "train_iters=3")

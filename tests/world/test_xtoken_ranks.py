@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_data_huggingface import PLAIN, make_folder
 from test_train_objectives_ranks import LAYOUTS, reported
@@ -12,6 +13,7 @@ from torchrun_jobs import run
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.data import read_samples
 
 pytest.importorskip("transformers")
 FLOAT64 = ("optimizer.clip_grad=0", "attention_backend=path")
@@ -56,3 +58,23 @@ def test_each_rank_may_have_the_whole_teacher(given: list[str], alone: list[dict
 def test_two_ranks_report_what_one_does(given: list[str], alone: list[dict[str, float]], layout: str) -> None:
     assert [step.keys() >= {"loss", "kd", "ce"} for step in alone] == [True] * 3
     assert reported(run(2, "train", *given, *LAYOUTS[layout])) == alone
+
+
+@pytest.mark.parametrize(
+    "layout", ["tensor_model_parallel_size: 2", pytest.param("pipeline_model_parallel_size: 2", marks=pytest.mark.slow)]
+)
+def test_two_ranks_export_what_one_does(given: list[str], layout: str, tmp_path: Path) -> None:
+    teacher = Path(given[0]).with_name("teacher.yaml").read_text()
+    found = []
+    for ranks, parallel in ((1, "{}"), (2, f"{{{layout}}}")):
+        recipe, output = tmp_path / f"{ranks}.yaml", tmp_path / f"{ranks}.parquet"
+        recipe.write_text(f"{teacher}parallel: {parallel}\nattention_backend: path\n")
+        asked = [*given, f"objective.teacher_recipe={recipe}", "--top-k", "9", "--output", str(output)]
+        assert run(ranks, "xtoken", "export-teacher", *asked).code == 0
+        found.append([sample.signals.teacher for sample in read_samples(output)])
+    for alone, together in zip(*found, strict=True):
+        assert alone is not None
+        assert together is not None
+        assert np.array_equal(alone.token_ids, together.token_ids)
+        for name in ("logprobs", "realised"):
+            np.testing.assert_allclose(getattr(together, name), getattr(alone, name), rtol=1e-12, atol=1e-13)

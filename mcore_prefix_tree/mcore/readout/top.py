@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from megatron.core import parallel_state
 
 from mcore_prefix_tree.logprob import top_logprobs
 from mcore_prefix_tree.mcore.readout.base import Readout, SampleScores, VocabularyReadout, split_logits
@@ -57,12 +58,15 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> Teacher:
         """Read them onto the host, ``[P, k]`` each, at the predictors."""
-        found = self.read(output, batch)
+        return self.on_host(*self.read(output, batch), batch)
+
+    def on_host(self, token_ids: torch.Tensor, top: torch.Tensor, batch: MicroBatch) -> Teacher:
+        """Return what was read of the predictors, ``[R, k]`` each, as ``[P, k]`` on the host."""
         size = (batch.layout.padded_size, self.k)
         ids = np.tile(np.arange(self.k, dtype=np.int32), (size[0], 1))
-        values = found[1].cpu().numpy()
+        values = top.cpu().numpy()
         logprobs = np.full(size, np.nan, dtype=values.dtype)
-        ids[batch.edges.host_row] = found[0].cpu().numpy()
+        ids[batch.edges.host_row] = token_ids.cpu().numpy()
         logprobs[batch.edges.host_row] = values
         return Teacher(token_ids=ids, logprobs=logprobs)
 
@@ -79,8 +83,10 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
 class ExportedRows(Readout[Any]):
     """The likeliest tokens of every prediction, and the log-probability of the token that follows.
 
+    Padded columns take no part: distillation across tokenizers reads none, and their number depends on the layout.
+
     Attributes:
-        top: asks for the likeliest tokens.
+        top: asks for the likeliest tokens; it knows the vocabulary before padding.
         realised: asks for the token that follows.
     """
 
@@ -93,11 +99,16 @@ class ExportedRows(Readout[Any]):
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> tuple[Any, Any]:
         """Read both."""
+        assert self.top.vocab_size is not None, "the size of the tokenizer"
+        start = parallel_state.get_tensor_model_parallel_rank() * output.shape[-1]
+        # Not -inf: a rank may have padding alone, whose softmax would be NaN.
+        output[..., max(0, self.top.vocab_size - start) :] = torch.finfo(output.dtype).min
         return self.top.read(output, batch), self.realised.read(output, batch)
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> tuple[Any, Any]:
         """Read both onto the host."""
-        return self.top.flat(output, batch), self.realised.flat(output, batch)
+        (ids, top), (logprob, _) = self.read(output, batch)
+        return self.top.on_host(ids, top, batch), (logprob.cpu().numpy(), None)
 
     def of_sample(
         self, flat: tuple[Any, Any], tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]

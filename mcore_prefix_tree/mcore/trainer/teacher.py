@@ -33,7 +33,7 @@ def read_teacher_recipes(recipe: Recipe, objective: Objective) -> list[Recipe]:
     """
     if not objective.asks_model:
         return []
-    recipes, parallel = [], _parallel_of_teachers(recipe, objective)
+    recipes, parallel = [], _parallel_of_teachers(recipe)
     for path in recipe.objective.teacher_recipes:
         teacher = load_recipe(path)
         setting = f"objective.teacher_recipe={path}"
@@ -54,22 +54,16 @@ def read_teacher_recipes(recipe: Recipe, objective: Objective) -> list[Recipe]:
     return recipes
 
 
-def _parallel_of_teachers(recipe: Recipe, objective: Objective) -> ParallelConfig:
+def _parallel_of_teachers(recipe: Recipe) -> ParallelConfig:
     """Return the parallel layout of a job's teachers."""
     given, parallel = recipe.objective.teacher_tensor_model_parallel_size, recipe.parallel
     if given is None or given == parallel.tensor_model_parallel_size:
         return parallel
-    setting = f"objective.teacher_tensor_model_parallel_size={given}"
-    if not objective.across_tokenizers:
-        raise RecipeError(
-            f"{setting}: objective.name={recipe.objective.name} compares columns on the rank that has them of both "
-            "models; leave it out"
-        )
     if given != 1:
         raise RecipeError(
-            f"{setting}: teachers are cut as the student is, parallel.tensor_model_parallel_size="
-            f"{parallel.tensor_model_parallel_size}, or whole on each rank; set 1 or leave it out; in another "
-            "layout it can export its rows with mcore-prefix-tree xtoken export-teacher"
+            f"objective.teacher_tensor_model_parallel_size={given}: teachers are cut as the student is, "
+            f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size}, or whole on each rank; set 1 "
+            "or leave it out; in another layout they can export their rows with mcore-prefix-tree xtoken export-teacher"
         )
     return replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False)
 

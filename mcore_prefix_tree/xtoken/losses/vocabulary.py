@@ -6,6 +6,7 @@ Legend: C chunks, V_s and V_t vocabularies, n columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +59,7 @@ class Part:
     @property
     def widths(self) -> list[int]:
         """Columns on each rank that are not padding."""
-        return np.diff(self._clamped).tolist()
+        return [stop - start for start, stop in pairwise(self._clamped)]
 
     @property
     def _clamped(self) -> list[int]:
