@@ -184,7 +184,7 @@ TRAINER = (
         "megatron.core.models.gpt:GPTModel",
         "config transformer_layer_spec",
         "vocab_size max_sequence_length pre_process post_process share_embeddings_and_output_weights "
-        "position_embedding_type rotary_base rotary_percent rope_scaling rope_scaling_factor vp_stage",
+        "position_embedding_type rotary_base rotary_percent rope_scaling rope_scaling_factor vp_stage pg_collection",
     ),
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",
@@ -207,6 +207,7 @@ TRAINER = (
     Uses(f"{_STATE}:get_data_parallel_world_size"),
     Uses("megatron.core.tensor_parallel:model_parallel_cuda_manual_seed", "seed", "force_reset_rng"),
     Uses("megatron.core.process_groups_config:ProcessGroupCollection.use_mpu_process_groups"),
+    Uses(f"{_STATE}:get_tensor_and_data_parallel_group", keywords="with_context_parallel"),
     Uses("megatron.core.distributed:DistributedDataParallel", "config ddp_config module"),
     Uses(
         "megatron.core.distributed:DistributedDataParallelConfig",

@@ -40,6 +40,7 @@ from mcore_prefix_tree.objectives.xtoken_rows import (
     TaughtChunks,
     TeacherSide,
     kd_metric,
+    refuse_temperatures,
 )
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie
@@ -256,12 +257,7 @@ class BoundCrossTokenizer(_OfChunks):
         Raises:
             SampleError: text that cannot be aligned; or a sample with a temperature, which this loss does not read.
         """
-        warm = next((sample for sample in samples if sample.temperature != 1), None)
-        if warm is not None:
-            raise SampleError(
-                f"{warm.source}: was drawn at temperature {warm.temperature}, and xtoken compares both models at "
-                "objective.options.temperature; drop the field 'temperature' from the data"
-            )
+        refuse_temperatures(samples)
         scored = ScoredTokens.of(samples)
         paired = tuple(
             tuple(side.pairing.of(sample, number) for sample in samples) for number, side in enumerate(self.sides)

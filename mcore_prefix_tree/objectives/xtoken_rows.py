@@ -5,6 +5,7 @@ Legend: C unique chunks of a micro-batch, E scored tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import torch
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges
 from mcore_prefix_tree.objectives.rows import LossRows, Targets
+from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.xtoken.losses import Block, Endings, KnownRows
 from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
 from mcore_prefix_tree.xtoken.projection import Projection
@@ -31,6 +33,16 @@ class Lesson(Protocol):
 
     @property
     def factor(self) -> float: ...
+
+
+def refuse_temperatures(samples: Sequence[Sample]) -> None:
+    """Raise SampleError for a sample with a temperature, which no loss of chunks reads."""
+    warm = next((sample for sample in samples if sample.temperature != 1), None)
+    if warm is not None:
+        raise SampleError(
+            f"{warm.source}: was drawn at temperature {warm.temperature}, and xtoken compares both models at "
+            "objective.options.temperature; drop the field 'temperature' from the data"
+        )
 
 
 def kd_metric(number: int, lessons: int) -> str:

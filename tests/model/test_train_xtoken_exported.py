@@ -147,6 +147,9 @@ def test_export_names_what_is_wrong_and_writes_nothing(folder, tmp_path):  # noq
     assert "names 0 recipes" in refused("objective.teacher_recipe=null")
     assert "rows are exported for the student's text" in refused(*options(rendering="own"))
     assert "is more than the" in refused("--top-k", "100000")
+    warm = tmp_path / "warm.jsonl"
+    warm.write_text(json.dumps({"tokens": [5, 6, 7], "temperature": 0.5}) + "\n")
+    assert "warm.jsonl:1: was drawn at temperature 0.5" in refused(f"data.path={warm}")
     assert "holds no checkpoint" in refused(f"objective.teacher_recipe={empty(folder, tmp_path)}")
 
 

@@ -98,9 +98,7 @@ class TeacherModel(Teacher):
 
 def _part_of(weight: torch.Tensor, head: Head, group: dist.ProcessGroup) -> tuple[torch.Tensor, Head]:
     """Return this rank's columns of a whole output weight ``[V, h]``, as many on each rank, and their head."""
-    columns = -(-len(weight) // group.size())
+    assert len(weight) % group.size() == 0, "the model is padded for these ranks"
+    columns = len(weight) // group.size()
     start = group.rank() * columns
-    own = weight[start : start + columns]
-    padding = columns - len(own)  # of the last ranks, and in no loss
-    own = torch.nn.functional.pad(own, (0, 0, 0, padding)) if padding else own
-    return own, replace(head, vocab_start=start, group=group)
+    return weight[start : start + columns], replace(head, vocab_start=start, group=group)

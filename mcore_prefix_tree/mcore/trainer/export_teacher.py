@@ -23,6 +23,7 @@ from mcore_prefix_tree.mcore.trainer.score_file import TEACHER, ScoreReport, bat
 from mcore_prefix_tree.mcore.trainer.session import Session, session
 from mcore_prefix_tree.mcore.trainer.teacher import check_teacher, load_model, vocabulary_of
 from mcore_prefix_tree.objectives import CrossTokenizer
+from mcore_prefix_tree.objectives.xtoken_rows import refuse_temperatures
 from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError, load_recipe
 from mcore_prefix_tree.recipe.objective import settings_of
 from mcore_prefix_tree.recipe.xtoken import pairing_of
@@ -66,6 +67,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         data = read_data(replace(joined, recipe=read), None, every_sample=True)
 
         def paired(samples: Sequence[Sample]) -> list[Pair]:
+            refuse_temperatures(samples)
             return [pairing.of(sample) for sample in samples]
 
         model = load_model(

@@ -125,7 +125,7 @@ def load_teachers(recipes: Sequence[Recipe], student: Resolved, *, say: Callable
     if not recipes:
         return ExportedTeacher(objective=objective, models=(), student_columns=columns, device=device)
     padded = {
-        recipe.parallel.padded_vocab_size(recipe.model.vocab_size or side.teacher_size)
+        parallel.padded_vocab_size(recipe.model.vocab_size or side.teacher_size)
         for recipe, side in zip(recipes, objective.sides, strict=True)
     }
     if objective.settings.teachers == "averaged_logits" and len(padded) > 1:
@@ -180,7 +180,8 @@ def load_model(
         model = described(recipe.model, config)
     except (RecipeError, NotImplementedError) as error:
         raise type(error)(f"of the teacher: {error}") from error
-    is_whole = recipe.parallel.tensor_model_parallel_size < parallel_state.get_tensor_model_parallel_world_size()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    is_whole = recipe.parallel.tensor_model_parallel_size < ranks
     if is_whole and (recipe.model.hf is not None or config.num_moe_experts is not None):
         raise RecipeError(
             "objective.teacher_tensor_model_parallel_size=1 beside a student that is cut goes with teachers without "
@@ -191,7 +192,8 @@ def load_model(
     chunks = build_chunks(
         model,
         config,
-        vocab_size=recipe.parallel.padded_vocab_size(vocab_size),
+        # A whole teacher is padded as one that is cut: each rank takes as many columns.
+        vocab_size=replace(recipe.parallel, tensor_model_parallel_size=ranks).padded_vocab_size(vocab_size),
         device=device,
         groups=groups_of_whole() if is_whole else None,
     )
