@@ -131,6 +131,7 @@ class HuggingFaceChatTokenizer:
             dummy_space=self._dummy_space(),
             bos=self._tokenizer.bos_token_id,
             eos=self._tokenizer.eos_token_id,
+            merges=_merges_of(self._tokenizer),
         )
 
     def _dummy_space(self) -> DummySpace:
@@ -258,6 +259,13 @@ def _spelling_of(tokenizer: Any, folder: str) -> Spelling:
         f"tokenizer '{folder}' does not tell the bytes of its tokens (its decoder is "
         f"{', '.join(sorted(kinds)) or 'missing'}); use a byte-level, SentencePiece or Tekken tokenizer"
     )
+
+
+def _merges_of(tokenizer: Any) -> list[str]:
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    merges = [] if model is None else json.loads(model.__getstate__()).get("merges", [])
+    # Pairs are lists or, in older files, joined by a space.
+    return [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
 
 
 def _templates_of(tokenizer: Any, folder: str) -> dict[str, str]:

@@ -26,6 +26,7 @@ class Vocabulary:
         dummy_space: where the tokenizer puts a space that is not in the text.
         bos: id of the token that begins a text; None without one.
         eos: id of the token that ends a turn; None without one.
+        merges: pairs of pieces that byte-pair encoding joins, in its order, where the pieces do not tell it.
     """
 
     pieces: Sequence[str | bytes | None]
@@ -35,3 +36,4 @@ class Vocabulary:
     dummy_space: DummySpace = "never"
     bos: int | None = None
     eos: int | None = None
+    merges: Sequence[str] = ()

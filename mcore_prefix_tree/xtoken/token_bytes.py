@@ -65,6 +65,7 @@ class TokenBytes:
         dummy_space: where the tokenizer puts a space that is not in the text.
         bos: id of the token that begins a text; None without one.
         eos: id of the token that ends a turn; None without one.
+        merges: see :class:`~mcore_prefix_tree.data.vocabulary.Vocabulary`.
     """
 
     name: str
@@ -75,6 +76,7 @@ class TokenBytes:
     dummy_space: DummySpace = "never"
     bos: int | None = None
     eos: int | None = None
+    merges: Sequence[str] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -83,15 +85,17 @@ class TokenBytes:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over the bytes of all tokens and the names of the special ones, in hexadecimal.
+        """SHA-256 over the bytes of all tokens, the names of the special ones and the merges, in hexadecimal.
 
-        It identifies the tokenizer: equal on every machine, and for every way to load the same vocabulary.
+        It identifies the tokenizer: equal on every machine, and for every way to load the same files.
         """
         digest = hashlib.sha256(b"mcore-prefix-tree vocabulary 1\n")
         digest.update(self.starts.astype("<i8").tobytes())
         digest.update(self.data.tobytes())
         for token, name in sorted(self.special_names.items()):
             digest.update(f"\n{token} {name}".encode())
+        for pair in self.merges:
+            digest.update(f"\nmerge {pair}".encode())
         return digest.hexdigest()
 
     def of(self, token: int) -> bytes:
@@ -169,6 +173,7 @@ def token_bytes(tokenizer: ChatTokenizer) -> TokenBytes:
         dummy_space=vocabulary.dummy_space,
         bos=vocabulary.bos,
         eos=vocabulary.eos,
+        merges=vocabulary.merges,
     )
 
 

@@ -1,5 +1,6 @@
 """Bytes of tokens: what tokenizers encode is spelled back to the same bytes."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -161,3 +162,16 @@ def test_a_tokenizer_without_bytes_is_refused(tmp_path):
     wrapped.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="does not tell the bytes of its tokens \\(its decoder is WordPiece\\)"):
         token_bytes(load_tokenizer(str(tmp_path)))
+
+
+def test_hash_tells_the_order_of_merges_apart(tmp_path):
+    pytest.importorskip("transformers")
+    folder = make_folder(tmp_path, PLAIN)
+    before = token_bytes(load_tokenizer(folder))
+    path = tmp_path / "tokenizer.json"
+    rules = json.loads(path.read_text())
+    rules["model"]["merges"][:2] = rules["model"]["merges"][1::-1]
+    path.write_text(json.dumps(rules))
+    after = token_bytes(load_tokenizer(folder))
+    assert after.data.tobytes() == before.data.tobytes()
+    assert after.hash != before.hash
