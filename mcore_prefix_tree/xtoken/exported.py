@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -111,29 +112,25 @@ class Labelled:
                 for at in scored.tolist():
                     row = teacher.token_ids[at].tobytes(), teacher.logprobs[at].tobytes()
                     after[at - 1] = known.setdefault(row, (len(known), teacher, at))[0]
-            tokens.append(pair.teacher.tokens.astype(np.int64))
+            tokens.append(pair.teacher.tokens)
             realised.append(said)
             following.append(after)
-        token, said, row = (
-            np.concatenate([np.zeros(0, parts[0].dtype), *parts]) for parts in (tokens, realised, following)
-        )
+        token = np.concatenate([np.empty(0, dtype=np.int64), *tokens])
+        said, row = np.concatenate([np.empty(0), *realised]), np.concatenate([np.empty(0, dtype=np.int64), *following])
         # NaN is equal to itself here.
         first, label, _ = unique_rows([token, np.unique(said, return_inverse=True)[1], row + 1])
-        ends = np.cumsum([len(pair.teacher) for pair in pairs])
+        starts = np.cumsum([0, *(len(pair.teacher) for pair in pairs)]).tolist()
+        answers = [(teacher.token_ids[at], teacher.logprobs[at]) for _, teacher, at in known.values()]
         return cls(
             samples=[
-                replace(pair.teacher, tokens=own.astype(np.int32))
-                for pair, own in zip(pairs, np.split(label, ends[:-1]), strict=True)
+                replace(pair.teacher, tokens=label[start:stop].astype(np.int32))
+                for pair, (start, stop) in zip(pairs, pairwise(starts), strict=True)
             ],
             token=token[first],
             realised=said[first],
             row=row[first],
-            token_ids=np.stack([teacher.token_ids[at] for _, teacher, at in known.values()])
-            if known
-            else np.empty((0, 1), dtype=np.int32),
-            logprobs=np.stack([teacher.logprobs[at] for _, teacher, at in known.values()])
-            if known
-            else np.empty((0, 1), dtype=np.float32),
+            token_ids=np.stack([ids for ids, _ in answers]) if answers else np.empty((0, 1), dtype=np.int32),
+            logprobs=np.stack([logprobs for _, logprobs in answers]) if answers else np.empty((0, 1)),
         )
 
     def spelled(self, chunks: Chunks) -> Chunks:
