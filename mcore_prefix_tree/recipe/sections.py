@@ -223,11 +223,9 @@ class ObjectiveConfig:
         name: of ``mcore_prefix_tree.objectives.OBJECTIVES``, such as ``sft``, ``grpo`` or ``dpo``. With ``critic`` and
             ``reward_model`` the model ends in a scalar head instead of the vocabulary's.
         options: of its class there, for example ``{kl_coef: 0.01}``.
-        teacher_recipe: of the model that ``distill`` with ``teacher: full`` learns from: ``model``, of the same
-            vocabulary, ``checkpoint.save``, where its weights are, and ``attention_backend`` are read of it. ``xtoken``
-            also reads ``data.tokenizer``, and may have a list of teachers.
-        teacher_tensor_model_parallel_size: of the teachers of ``xtoken``; 1 gives each tensor-parallel rank of the
-            student whole teachers. None is the student's.
+        teacher_recipe: of the teacher of ``distill`` or ``xtoken``, for the latter also a list; ``model``,
+            ``data.tokenizer``, ``checkpoint.save`` and ``attention_backend`` are read of it.
+        teacher_tensor_model_parallel_size: 1 leaves teachers of ``xtoken`` whole on each rank; None is the student's.
     """
 
     name: str = "sft"
@@ -238,8 +236,7 @@ class ObjectiveConfig:
     @property
     def teacher_recipes(self) -> list[str]:
         """The recipes of all teachers."""
-        given = self.teacher_recipe
-        return [] if given is None else [given] if isinstance(given, str) else given
+        return [given] if isinstance(given := self.teacher_recipe, str) else given or []
 
     @property
     def kind(self) -> type[Objective]:

@@ -110,15 +110,16 @@ class Labelled:
                 scored = np.flatnonzero(pair.teacher.loss_mask[1:]) + 1
                 said[scored] = teacher.realised[scored]
                 for at in scored.tolist():
-                    row = teacher.token_ids[at].tobytes(), teacher.logprobs[at].tobytes()
-                    after[at - 1] = known.setdefault(row, (len(known), teacher, at))[0]
+                    answer = teacher.token_ids[at].tobytes(), teacher.logprobs[at].tobytes()
+                    after[at - 1] = known.setdefault(answer, (len(known), teacher, at))[0]
             tokens.append(pair.teacher.tokens)
             realised.append(said)
             following.append(after)
-        token = np.concatenate([np.empty(0, dtype=np.int64), *tokens])
-        said, row = np.concatenate([np.empty(0), *realised]), np.concatenate([np.empty(0, dtype=np.int64), *following])
+        token: Int64Array = np.concatenate([np.empty(0, dtype=np.int64), *tokens])
+        logprob = np.concatenate([np.empty(0), *realised])
+        row: Int64Array = np.concatenate([np.empty(0, dtype=np.int64), *following])
         # NaN is equal to itself here.
-        first, label, _ = unique_rows([token, np.unique(said, return_inverse=True)[1], row + 1])
+        first, label, _ = unique_rows([token, np.unique(logprob, return_inverse=True)[1], row + 1])
         starts = np.cumsum([0, *(len(pair.teacher) for pair in pairs)]).tolist()
         answers = [(teacher.token_ids[at], teacher.logprobs[at]) for _, teacher, at in known.values()]
         return cls(
@@ -127,7 +128,7 @@ class Labelled:
                 for pair, (start, stop) in zip(pairs, pairwise(starts), strict=True)
             ],
             token=token[first],
-            realised=said[first],
+            realised=logprob[first],
             row=row[first],
             token_ids=np.stack([ids for ids, _ in answers]) if answers else np.empty((0, 1), dtype=np.int32),
             logprobs=np.stack([logprobs for _, logprobs in answers]) if answers else np.empty((0, 1)),
