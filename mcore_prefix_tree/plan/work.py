@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.plan.shape import Experts, LatentAttention, layers_with_experts, layers_with_window
@@ -60,19 +61,21 @@ class Counts(NamedTuple):
     @classmethod
     def unfolded(cls, layouts: Iterable[FlatLayout], window: int | None = None) -> Counts:
         """Count the same samples, each by itself."""
-        counts = []
-        for layout in layouts:
-            lengths = np.diff(layout.cu_sample_lens)
-            inside = np.minimum(lengths, window or 0)
-            counts.append(
-                cls(
-                    tokens=layout.logical_tokens,
-                    pairs=layout.unfolded_pairs,
-                    window_pairs=int((inside * (inside + 1) // 2 + (lengths - inside) * inside).sum()),
-                    predictors=layout.num_supervised,
-                )
-            )
-        return cls._sum(counts)
+        return cls._sum(
+            cls.of_lengths(np.diff(layout.cu_sample_lens), window)._replace(predictors=layout.num_supervised)
+            for layout in layouts
+        )
+
+    @classmethod
+    def of_lengths(cls, lengths: npt.NDArray[np.int64], window: int | None = None) -> Counts:
+        """Count samples of so many tokens, int64 ``[S]``, each by itself, with a head for every token."""
+        inside = np.minimum(lengths, window or 0)
+        return cls(
+            tokens=int(lengths.sum()),
+            pairs=int((lengths * (lengths + 1) // 2).sum()),
+            window_pairs=int((inside * (inside + 1) // 2 + (lengths - inside) * inside).sum()),
+            predictors=int(lengths.sum()),
+        )
 
     @classmethod
     def _sum(cls, counts: Iterable[Counts]) -> Counts:

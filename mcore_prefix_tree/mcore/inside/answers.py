@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs
-from mcore_prefix_tree.mcore.inside.rows import FoldedRows
+from mcore_prefix_tree.mcore.inside.rows import FoldedRows, PackedRows
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
 from mcore_prefix_tree.upload import upload
 
@@ -43,9 +43,9 @@ class RowLogprobs:
     temperature: float = 1.0
     entropy: bool = False
 
-    def request(self, rows: FoldedRows, *, folded: bool) -> HeadRequest:
+    def request(self, rows: PackedRows) -> HeadRequest:
         """Return the request to the output layer; see :meth:`edges`."""
-        edges, position = self.edges(rows, folded=folded)
+        edges, position = self.edges(rows)
         temperature = None
         if self.temperature != 1:
             temperature = torch.full((edges.padded_size,), self.temperature, dtype=torch.float64, device=rows.device)
@@ -55,20 +55,21 @@ class RowLogprobs:
             logprob, entropy = head_logprobs(hidden, weight, head, with_entropy=self.entropy)
             columns = [_at_positions(logprob, edges, position, rows, vocabulary)]
             if entropy is not None:
-                columns.append(expand(entropy, rows, dim=0) if folded else entropy)
+                columns.append(expand(entropy, rows, dim=0) if isinstance(rows, FoldedRows) else entropy)
             return torch.stack(columns, dim=1)
 
         return HeadRequest(edges=edges, temperature=temperature, head_chunk_rows=None, answer=answer)
 
-    def edges(self, rows: FoldedRows, *, folded: bool = True) -> tuple[Edges, torch.Tensor]:
+    def edges(self, rows: PackedRows) -> tuple[Edges, torch.Tensor]:
         """Return an edge to every label of a row, and int64 ``[E]``, its position in the packed micro-batch.
 
         Args:
-            rows: of the micro-batch.
-            folded: whether the model computes it folded; else every position has a hidden state of its own.
+            rows: of the micro-batch; where they are not folded, every position has a hidden state of its own.
         """
-        predictor = rows.layout.sample_map.astype(np.int64) if folded else rows.position
-        padded_size = rows.layout.padded_size if folded else rows.size
+        if isinstance(rows, FoldedRows):
+            predictor, padded_size = rows.layout.sample_map.astype(np.int64), rows.layout.padded_size
+        else:
+            predictor, padded_size = rows.position, rows.size
         order = np.argsort(predictor, kind="stable")
         unknown = np.zeros((len(order), 1), dtype=np.int64)  # the labels stay on the device
         edges = Edges.of_candidates(predictor[order], unknown, padded_size=padded_size, device=rows.device)
@@ -78,7 +79,7 @@ class RowLogprobs:
 
 
 def _at_positions(
-    logprob: torch.Tensor, edges: Edges, position: torch.Tensor, rows: FoldedRows, vocabulary: int
+    logprob: torch.Tensor, edges: Edges, position: torch.Tensor, rows: PackedRows, vocabulary: int
 ) -> torch.Tensor:
     """Return ``[T]`` of ``[E]``; 0 at padding and for labels outside the vocabulary."""
     known = (edges.token_id >= 0) & (edges.token_id < vocabulary)

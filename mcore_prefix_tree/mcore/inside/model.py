@@ -27,7 +27,7 @@ from mcore_prefix_tree.mcore.engine.backend import case_of
 from mcore_prefix_tree.mcore.inside.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
 from mcore_prefix_tree.mcore.inside.check import check_comparable, compare
 from mcore_prefix_tree.mcore.inside.report import FoldReport, work_of
-from mcore_prefix_tree.mcore.inside.rows import FoldedRows, RowsPackedSeqParams, read_rows
+from mcore_prefix_tree.mcore.inside.rows import FoldedRows, PackedRows, RowsPackedSeqParams, read_rows
 from mcore_prefix_tree.mcore.seam.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
@@ -128,16 +128,18 @@ class Folding:
             call["input_ids"],
             call["packed_seq_params"],
             device=next(model.parameters(), call["input_ids"]).device,
-            pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1,
             position_ids=call.get("position_ids") if learned else None,
         )
-        check_positions(model, rows.layout.max_path_len)
+        check_positions(model, int(rows.length.max(initial=1)))
+        folds = self._always_folds or rows.fold_ratio > self._settings.least_fold_ratio
+        if folds or self._to_check:
+            folded = rows.fold(pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1)
         if self._to_check:
-            compare(model, rows, call, partial(self._folded, model, rows))
+            compare(model, folded, call, partial(self._folded, model, folded))
             self._to_check = False
-        if self._always_folds or rows.layout.fold_ratio > self._settings.least_fold_ratio:
-            return (), self._folded(model, rows, call)
-        self._record(FoldReport.of(rows.layout, self._work, left_alone=True))
+        if folds:
+            return (), self._folded(model, folded, call)
+        self._record(FoldReport.of_stock(rows.length, self._work))
         return (), _left_alone(model, rows, call)
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -197,22 +199,22 @@ def _asked(
         return {}, partial(expand_hidden, rows=rows, model=model) if _is_last(model) else _same, None
     processor, labels = call.get("output_processor"), call.get("labels")
     if isinstance(processor, RowLogprobs):
-        return _requested(model, processor, rows, folded=True), _same, None
+        return _requested(model, processor, rows), _same, None
     if processor is not None:
         return {"output_processor": for_rows(processor, call, rows, model)}, _same, rows.layout.logical_tokens
     if labels is None:
         return {}, partial(expand, rows=rows, dim=1), None
     # The fused head forms logits twice, which sharing pays for.
     if isinstance(model.output_layer, EdgeHeadMixin) and rows.layout.fold_ratio > 1:
-        return _requested(model, RowLogprobs(labels=labels), rows, folded=True), _loss, None
+        return _requested(model, RowLogprobs(labels=labels), rows), _loss, None
     finish = partial(loss_of_logits, labels=labels, rows=rows, model=model)
     return {"runtime_gather_output": False}, finish, None
 
 
-def _requested(model: Any, logprobs: RowLogprobs, rows: FoldedRows, *, folded: bool) -> dict[str, Any]:
+def _requested(model: Any, logprobs: RowLogprobs, rows: PackedRows) -> dict[str, Any]:
     if not isinstance(model.output_layer, EdgeHeadMixin):
         raise ValueError("RowLogprobs needs a vocabulary's fused head: set fused_head=True in fold_inside")
-    return request_arguments(logprobs.request(rows, folded=folded))
+    return request_arguments(logprobs.request(rows))
 
 
 def _same(output: Any) -> Any:
@@ -223,13 +225,13 @@ def _loss(logprobs: torch.Tensor) -> torch.Tensor:
     return -logprobs.squeeze(-1)
 
 
-def _left_alone(model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
+def _left_alone(model: Any, rows: PackedRows, call: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the stock call, on the device."""
     names = ("input_ids", "position_ids", "labels", "packed_seq_params")
     call = call | {name: moved(call[name], rows.device) for name in names if name in call}
     if isinstance(call.get("output_processor"), RowLogprobs):
         logprobs = call.pop("output_processor")
-        call |= _requested(model, logprobs, rows, folded=False) if model.post_process else {}
+        call |= _requested(model, logprobs, rows) if model.post_process else {}
     return call
 
 

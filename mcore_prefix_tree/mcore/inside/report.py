@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.plan.work import Bound, Counts, ModelWork
 
@@ -32,22 +35,24 @@ class FoldReport:
     expanded_bytes: int = 0
 
     @classmethod
-    def of(
-        cls, layout: FlatLayout, work: ModelWork, *, left_alone: bool = False, head_rows: int | None = None
-    ) -> FoldReport:
-        """Report one micro-batch.
+    def of(cls, layout: FlatLayout, work: ModelWork, *, head_rows: int | None = None) -> FoldReport:
+        """Report a micro-batch that was folded.
 
         Args:
             layout: folded rows.
             work: of the model.
-            left_alone: whether the stock model computes it.
             head_rows: positions that the head computes; None is the unique tokens.
         """
-        unfolded = Counts.unfolded([layout], work.window)._replace(predictors=layout.logical_tokens)
         folded = Counts.folded([layout], work.window)
         folded = folded._replace(predictors=folded.tokens if head_rows is None else head_rows)
-        computed = unfolded if left_alone else folded
-        return cls(work=work, folded=computed, unfolded=unfolded, left_alone=int(left_alone), rows=layout.num_samples)
+        unfolded = Counts.of_lengths(np.diff(layout.cu_sample_lens), work.window)
+        return cls(work=work, folded=folded, unfolded=unfolded, rows=layout.num_samples)
+
+    @classmethod
+    def of_stock(cls, lengths: npt.NDArray[np.int64], work: ModelWork) -> FoldReport:
+        """Report a micro-batch of rows, int64 ``[S]``, that the stock model computes."""
+        counts = Counts.of_lengths(lengths, work.window)
+        return cls(work=work, folded=counts, unfolded=counts, left_alone=1, rows=len(lengths))
 
     def __add__(self, other: FoldReport) -> FoldReport:
         """Return the report of both."""

@@ -7,8 +7,9 @@ tokens of all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,32 +20,94 @@ from mcore_prefix_tree.layout import FlatLayout, fold
 from mcore_prefix_tree.mcore.inside.report import FoldReport
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.trie import common_prefix_length, trie_from_order
 from mcore_prefix_tree.upload import upload
 
 Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FoldedRows:
-    """A packed micro-batch and its folded layout.
+class PackedRows:
+    """The rows of a packed micro-batch, on the host. Rows without tokens are left out.
 
     Attributes:
-        layout: folded; its samples are the rows that have tokens, in their order.
-        start: int64 ``[S]``, where each row begins in the packed micro-batch.
-        size: T.
+        ids: int64 ``[T]``.
+        row: int64 ``[S]``, number of each row among all of the micro-batch.
+        start: int64 ``[S]``, where each row begins.
+        length: int64 ``[S]``, tokens of each row.
         device: device of the model.
     """
 
-    layout: FlatLayout
+    ids: Int64Array
+    row: Int64Array
     start: Int64Array
-    size: int
+    length: Int64Array
     device: torch.device
+
+    @property
+    def size(self) -> int:
+        """T."""
+        return len(self.ids)
+
+    @property
+    def logical_tokens(self) -> int:
+        """L."""
+        return int(self.length.sum())
+
+    @property
+    def fold_ratio(self) -> float:
+        """Tokens of all rows over unique tokens; 1 for no tokens. Costs a sort of the rows, not a layout."""
+        _, shared = self._sorted
+        unique = self.logical_tokens - int(shared.sum())
+        return self.logical_tokens / unique if unique else 1.0
 
     @cached_property
     def position(self) -> Int64Array:
         """int64 ``[L]``, where the rows' tokens stand in the packed micro-batch, row after row."""
-        borders = self.layout.cu_sample_lens
-        return np.arange(borders[-1]) + np.repeat(self.start - borders[:-1], np.diff(borders))
+        before = np.cumsum(self.length) - self.length
+        return np.arange(self.logical_tokens) + np.repeat(self.start - before, self.length)
+
+    @cached_property
+    def _tokens(self) -> list[Int64Array]:
+        ends = self.start + self.length
+        return [self.ids[start:end] for start, end in zip(self.start.tolist(), ends.tolist(), strict=True)]
+
+    @cached_property
+    def _sorted(self) -> tuple[Int64Array, Int64Array]:
+        """``order`` and ``shared`` of the rows' trie, those of :func:`sort_samples`, without making samples."""
+        packed = self.ids.astype(">i4").tobytes()  # such bytes compare like the ids
+        spans = zip((4 * self.start).tolist(), (4 * (self.start + self.length)).tolist(), strict=True)
+        keys = [packed[start:end] for start, end in spans]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        shared = np.zeros(len(order), dtype=np.int64)
+        for at, (left, right) in enumerate(pairwise(order), start=1):
+            if keys[left][:4] == keys[right][:4]:
+                shared[at] = common_prefix_length(self._tokens[left], self._tokens[right])
+        return np.array(order, dtype=np.int64), shared
+
+    def fold(self, *, pad_to_multiple_of: int) -> FoldedRows:
+        """Fold the rows; ``pad_to_multiple_of`` as for :func:`mcore_prefix_tree.layout.fold`.
+
+        Raises:
+            ValueError: a token id is negative or does not fit into 32 bits; names the row.
+        """
+        named = zip(self.row.tolist(), self._tokens, strict=True)
+        samples = [Sample(tokens=tokens, source=f"row {row}") for row, tokens in named]
+        order, shared = self._sorted
+        trie = trie_from_order(order, shared, self.length[order])
+        layout = fold(samples, trie=trie, pad_to_multiple_of=pad_to_multiple_of)
+        return FoldedRows(layout=layout, **{field.name: getattr(self, field.name) for field in fields(PackedRows)})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FoldedRows(PackedRows):
+    """The same, with the folded layout.
+
+    Attributes:
+        layout: its samples are the rows, in their order.
+    """
+
+    layout: FlatLayout
 
     @cached_property
     def place(self) -> torch.Tensor:
@@ -72,10 +135,9 @@ def read_rows(
     packed_seq_params: Any,
     *,
     device: torch.device,
-    pad_to_multiple_of: int,
     position_ids: torch.Tensor | None = None,
-) -> FoldedRows:
-    """Fold a packed micro-batch on the host.
+) -> PackedRows:
+    """Read the rows of a packed micro-batch on the host.
 
     Tensors on a device are copied to the host in one transfer, the only one of a micro-batch; tensors on the host cost
     none.
@@ -84,7 +146,6 @@ def read_rows(
         input_ids: ``[1, T]``.
         packed_seq_params: with ``qkv_format="thd"``.
         device: device of the model.
-        pad_to_multiple_of: see :func:`fold`.
         position_ids: ``[1, T]``, checked to restart in each row; None is not checked.
 
     Raises:
@@ -103,13 +164,18 @@ def read_rows(
         )
     if slots[-1] > len(ids):
         raise ValueError(f"cu_seqlens ends at {slots[-1]}, but input_ids has {len(ids)} tokens")
-    rows = {row: slice(slots[row], slots[row] + length[row]) for row in np.flatnonzero(length).tolist()}
-    for row, span in rows.items():
-        if positions and (positions[0][span] != np.arange(length[row])).any():
+    row = np.flatnonzero(length)
+    rows = PackedRows(ids=ids, row=row, start=slots[row], length=length[row], device=device)
+    if positions:
+        _check_restarts(positions[0], rows)
+    return rows
+
+
+def _check_restarts(positions: Int64Array, rows: PackedRows) -> None:
+    """Refuse positions that do not count from 0 in every row."""
+    for row, start, length in zip(rows.row.tolist(), rows.start.tolist(), rows.length.tolist(), strict=True):
+        if (positions[start : start + length] != np.arange(length)).any():
             raise ValueError(f"position_ids of row {row} must count from 0 to be folded")
-    samples = [Sample(tokens=ids[span], source=f"row {row}") for row, span in rows.items()]
-    layout = fold(samples, pad_to_multiple_of=pad_to_multiple_of)
-    return FoldedRows(layout=layout, start=slots[:-1][length > 0], size=len(ids), device=device)
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[Int64Array]:
