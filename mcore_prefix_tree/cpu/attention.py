@@ -1,13 +1,17 @@
-"""Megatron-Core's own attention for heads whose queries and values differ in size.
+"""Attention of a CPU that Megatron-Core itself does not have: heads of two sizes, and packed rows.
 
-``MultiLatentAttention`` gives its core attention both sizes. ``DotProductAttention`` computes with any sizes, but has
-no arguments for them and assumes the size of its output.
+``MultiLatentAttention`` gives its core attention the sizes of queries and of values. ``DotProductAttention`` computes
+with any sizes, but has no arguments for them and assumes the size of its output. Nor does it take packed rows, which
+only TransformerEngine's attention does.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
@@ -18,3 +22,50 @@ class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal core attention for packed rows, one call of torch's scaled dot-product attention for each row.
+
+    It takes the place of ``TEDotProductAttention`` in Megatron-Core's local layers.
+
+    Raises:
+        NotImplementedError: on construction, for dropout, a sliding window or another softmax than the usual one.
+    """
+
+    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.config = config
+        for name, usual in (("attention_dropout", 0), ("window_size", None), ("softmax_type", "vanilla")):
+            if getattr(config, name, usual) != usual:
+                raise NotImplementedError(f"PackedAttention does not support {name}={getattr(config, name)!r}")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return ``[T, heads * size]`` of ``[T, heads, size]``; ``[n, b, heads * size]`` of rows that are not packed.
+
+        Padding in a row's slot is computed like its tokens, after them.
+        """
+        if packed_seq_params is None:
+            rows = [self._attend(*(part.permute(1, 2, 0, 3) for part in (query, key, value)))]
+            return rows[0].permute(2, 0, 1, 3).flatten(2)
+        params, rows = packed_seq_params, []
+        slots = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        for start, end in pairwise(slots.tolist()):
+            # Torch's fused kernel takes four dimensions only.
+            parts = (part[start:end].transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+            rows.append(self._attend(*parts).squeeze(0).transpose(0, 1))
+        return torch.cat(rows).flatten(1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+        )

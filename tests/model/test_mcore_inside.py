@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -20,10 +18,14 @@ from oracles import sample_lists, worst
 from seam_models import VOCAB, branching_samples, build, local_spec, tiny_config, twins
 
 from mcore_prefix_tree import Sample
+from mcore_prefix_tree.cpu.attention import PackedAttention
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
 from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.cpu.specs import exchanged
+from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
 from mcore_prefix_tree.mcore.inside import FoldCheckError, RowLogprobs
+from mcore_prefix_tree.mcore.inside import rows as rows_module
 from mcore_prefix_tree.mcore.seam.output_layer import HAS_OUTPUT_PROCESSOR
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
@@ -60,8 +62,8 @@ def packed(rows: Rows, *, gap: int = 0, tail: int = 0, fill: int = 7) -> dict[st
         cu_seqlens_kv=cu,
         cu_seqlens_q_padded=cu_padded if gap else None,
         cu_seqlens_kv_padded=cu_padded if gap else None,
-        max_seqlen_q=max(map(len, rows), default=0),
-        max_seqlen_kv=max(map(len, rows), default=0),
+        max_seqlen_q=max(map(len, rows), default=0) + gap,
+        max_seqlen_kv=max(map(len, rows), default=0) + gap,
     )
     input_ids = torch.tensor([ids + [fill] * tail], dtype=torch.int64)
     return {"input_ids": input_ids, "position_ids": None, "attention_mask": None, "packed_seq_params": params}
@@ -426,41 +428,28 @@ def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
         fold_inside(tree, log_every=-1)
 
 
-class PackedAttention(torch.nn.Module):
-    """A core attention that takes packed rows, as TransformerEngine's does; it remembers their borders."""
-
-    seen: list[Any] = []  # noqa: RUF012
-
-    def __init__(self, config: Any, layer_number: int, *args: Any, softmax_scale: Any = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.config = config
-
-    def forward(
-        self, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, packed_seq_params: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        self.seen.append(packed_seq_params)
-        borders = packed_seq_params.cu_seqlens_q.tolist()
-        out = []
-        for start, end in pairwise(borders):
-            q, k, v = (one[start:end].transpose(0, 1) for one in (query, key, value))
-            out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
-        return torch.cat(out).flatten(1)
-
-
 def packed_attention_spec(config: Any) -> Any:
-    spec = local_spec(config)
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    return spec
+    return exchanged(local_spec(config), {DotProductAttention: PackedAttention})
 
 
-def test_what_shares_nothing_goes_through_the_stock_model() -> None:
+def test_what_shares_nothing_goes_through_the_stock_model(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config()
     model = fold_inside(build(config, with_prefix_tree(packed_attention_spec(config))))
     stock = build(config, local_spec(config))
-    PackedAttention.seen.clear()
+    seen = []
+
+    def see(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["packed_seq_params"])
+
+    for module in model.modules():
+        if isinstance(module, PackedAttention):
+            module.register_forward_pre_hook(see, with_kwargs=True)
     call = packed(UNLIKE)
-    check_logits(model, stock, call)
-    assert {id(params) for params in PackedAttention.seen} == {id(call["packed_seq_params"])}
+    with monkeypatch.context() as patch:
+        patch.setattr(rows_module, "fold", None)  # rows that share nothing are not laid out
+        check_logits(model, stock, call)
+    assert len(seen) == config.num_layers
+    assert all(params is call["packed_seq_params"] for params in seen)
     assert model.folding.last.left_alone == 1
     assert model.folding.last.bound.ratio == 1
     labels = some_labels(call)
@@ -471,6 +460,32 @@ def test_what_shares_nothing_goes_through_the_stock_model() -> None:
         assert worst(answer[0, span, 1], -(logprob.exp() * logprob).sum(dim=1)) <= FP64
     check_logits(model, stock, packed(ROWS))
     assert model.folding.last.left_alone == 0
+
+
+def test_little_sharing_is_left_alone() -> None:
+    """Exactly as much as the layout would have: a common first token, and rows in slots."""
+    config = tiny_config()
+    tree = build(config, with_prefix_tree(packed_attention_spec(config)))
+    model = fold_inside(tree, least_fold_ratio=1.2)
+    first = [np.array([1, *range(10 * row, 10 * row + 9)]) for row in range(1, 5)]
+    for rows, left_alone in ((first, True), ([*first, first[0]], False)):
+        model(**packed(rows, gap=1))
+        assert model.folding.last.left_alone == left_alone
+        assert model.folding.last.logical_tokens == sum(map(len, rows))
+        assert model.folding.last.rows == len(rows)
+
+
+@given(sample_lists(max_samples=6, min_samples=1))
+def test_rows_are_sorted_as_samples_are(samples: list[Sample]) -> None:
+    """The sort that recognises sharing is the one that folding would do."""
+    rows = rows_of(samples)
+    call = packed(rows, gap=len(samples) % 2)
+    read = rows_module.read_rows(call["input_ids"], call["packed_seq_params"], device=torch.device("cpu"))
+    expected = fold([Sample(tokens=row) for row in rows])
+    found = read.fold(pad_to_multiple_of=1).layout
+    assert read.fold_ratio == expected.fold_ratio
+    for name in ("input_ids", "sample_order", "sample_shared", "sample_map", "subtree_end"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
 
 
 def test_the_first_micro_batch_is_checked() -> None:

@@ -25,8 +25,9 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from stand_ins import PackedAttention, StandIn
+from stand_ins import StandIn
 
+from mcore_prefix_tree.cpu.attention import PackedAttention
 from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
 
 VOCAB = 64
