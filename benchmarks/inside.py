@@ -1,52 +1,71 @@
 #!/usr/bin/env python3
-"""Measure a trainer's step on a CPU: rows that share prefixes, folded inside the model and each by itself.
+"""Measure a trainer's step: stock packed rows against the same rows, folded inside the model.
 
-    OMP_NUM_THREADS=1 benchmarks/inside.py      # writes benchmarks/results/inside.json; takes minutes
+    OMP_NUM_THREADS=1 benchmarks/inside.py      # writes benchmarks/results/inside.json; minutes
+    benchmarks/inside.py --device cuda          # bf16, with TransformerEngine's attention; writes inside_<GPU>.json
 
-The baseline runs the same rows through the same layers, each row a tree of its own: a packed batch, as Megatron-Core's
-attention of a GPU takes it. Times are CPU seconds of the process, which other processes disturb less than the clock.
+Both models are a stock GPTModel with the same weights. On a CPU, where Megatron-Core has no attention for packed rows,
+both get the one of ``mcore_prefix_tree.cpu.attention``: a call of torch's fused attention for each row. Times on a CPU
+are CPU seconds of the process, which other processes disturb less than the clock. Every repetition runs each way once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.bench.machine import describe_machine
+from mcore_prefix_tree import Sample
+from mcore_prefix_tree.bench.machine import describe_machine, name_in_files
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.cpu.launcher import SEED, single_process
+from mcore_prefix_tree.memory import PeakMemory
 
 ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "recipes" / "data" / "quickstart_rollouts.jsonl"
+TAU_BENCH = ROOT.parent / "shared" / "data" / "tau_bench_airline_gpt4o.jsonl"
 VOCAB = 8192
-MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 768}
+# By device; --model changes them.
+MODELS = {
+    "cpu": {
+        "num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 768
+    },
+    "cuda": {
+        "num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "ffn_hidden_size": 14336
+    },
+}  # fmt: skip
+# Numbers of rows that share nothing, and their tokens. The micro-batches are small: the cost is one of the host.
+UNSHARED = ((1, 1024), (32, 32), (256, 4))
 
 
-def prompt_group(prompt: int, answers: int, answer: int, seed: int) -> list[Sample]:
+def prompt_group(prompt: int, answers: int, answer: int) -> list[Sample]:
     """Answers to one prompt."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(answer)
     begin = rng.integers(0, VOCAB, prompt)
     return [Sample(tokens=np.concatenate([begin, rng.integers(0, VOCAB, answer)])) for _ in range(answers)]
 
 
-def shipped_rollouts(count: int) -> list[Sample]:
-    """The first samples of the quickstart: a sample per assistant turn, with its whole history."""
-    from mcore_prefix_tree.data import iter_sample_groups, load_tokenizer
+def rollouts(path: Path, most: int) -> list[Sample]:
+    """The first samples of a file of conversations: one for each assistant turn, with its whole history."""
+    from mcore_prefix_tree.data import LineOptions, iter_sample_groups, load_tokenizer
 
-    path = ROOT / "recipes" / "data" / "quickstart_rollouts.jsonl"
-    groups = iter_sample_groups(str(path), tokenizer=load_tokenizer("mistral-v7"), expand_turns=True)
-    rows = [sample.tokens for group in groups for sample in group][:count]
-    _, dense = np.unique(np.concatenate(rows), return_inverse=True)  # other ids, so that the vocabulary can be small
-    borders = np.cumsum([len(row) for row in rows])[:-1]
-    return [Sample(tokens=row) for row in np.split(dense, borders)]
+    options = LineOptions(tokenizer=load_tokenizer("mistral-v7"), expand_turns=True)
+    rows: list[Any] = []
+    for group in iter_sample_groups(path, options):
+        rows += [sample.tokens for sample in group]
+        if len(rows) >= most:
+            break
+    _, dense = np.unique(np.concatenate(rows[:most]), return_inverse=True)  # so that the vocabulary can be small
+    return [Sample(tokens=row) for row in np.split(dense, np.cumsum([len(row) for row in rows[:most]])[:-1])]
 
 
 def nothing_shared(rows: int, length: int) -> list[Sample]:
@@ -55,87 +74,129 @@ def nothing_shared(rows: int, length: int) -> list[Sample]:
     return [Sample(tokens=[row, *rng.integers(0, VOCAB, length - 1)]) for row in range(rows)]
 
 
-def build_model() -> Any:
-    """Return a GPT that folds inside."""
-    from megatron.core.models.gpt import GPTModel
+WORKLOADS: dict[str, Callable[[], list[Sample]]] = {
+    "8 answers of 256 tokens to a prompt of 2,048": lambda: prompt_group(2048, 8, 256),
+    "8 answers of 1,024 tokens to a prompt of 2,048": lambda: prompt_group(2048, 8, 1024),
+    "24 turns of the shipped rollouts": lambda: rollouts(QUICKSTART, 24),
+}
+if TAU_BENCH.exists():
+    WORKLOADS["15 turns of an airline task of τ-bench"] = lambda: rollouts(TAU_BENCH, 15)
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    """Join a world of one."""
+    if device.type == "cpu":
+        with cpu_emulation(force=True), single_process():
+            yield
+        return
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(SEED)
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def models(shape: dict[str, int], device: torch.device) -> tuple[Any, Any]:
+    """Return a stock GPT that takes packed rows, and one with the same weights that folds inside."""
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mcore_prefix_tree.mcore import fold_inside, local_layer_spec
+    from mcore_prefix_tree.cpu.attention import PackedAttention
+    from mcore_prefix_tree.cpu.specs import exchanged
+    from mcore_prefix_tree.mcore import fold_inside, with_prefix_tree
 
+    on_cpu = device.type == "cpu"
+    dtype = torch.float32 if on_cpu else torch.bfloat16
     config = TransformerConfig(
-        **MODEL,
+        **shape,  # type: ignore[arg-type]
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=True,
+        use_cpu_initialization=on_cpu,
+        params_dtype=dtype,
+        bf16=not on_cpu,
     )
-    spec = local_layer_spec(normalization="RMSNorm")
-    model = GPTModel(config, spec, VOCAB, 32768, position_embedding_type="rope")
-    return fold_inside(model, attention_backend="path")
+    if on_cpu:
+        local = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+        spec = exchanged(local, {DotProductAttention: PackedAttention})
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    stock, tree = (
+        GPTModel(config, one, VOCAB, 32768, position_embedding_type="rope").to(device, dtype)
+        for one in (spec, with_prefix_tree(spec))
+    )
+    tree.load_state_dict(stock.state_dict())
+    return stock, fold_inside(tree)
 
 
-def packed(samples: Sequence[Sample]) -> tuple[dict[str, Any], torch.Tensor]:
+def packed(samples: Sequence[Sample], device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
     """Return a trainer's call, and its labels."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    borders = torch.tensor(np.cumsum([0, *map(len, samples)]), dtype=torch.int32)
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders)
-    ids = torch.from_numpy(np.concatenate([sample.tokens for sample in samples]).astype(np.int64)).unsqueeze(0)
-    labels = torch.cat([ids[0, 1:], ids[0, :1]]).unsqueeze(0)
-    return {"input_ids": ids, "position_ids": None, "attention_mask": None, "packed_seq_params": params}, labels
+    borders = torch.tensor(np.cumsum([0, *map(len, samples)]), dtype=torch.int32, device=device)
+    longest = max(map(len, samples))
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    tokens = np.concatenate([sample.tokens for sample in samples]).astype(np.int64)
+    ids = torch.from_numpy(tokens).unsqueeze(0).to(device)
+    call = {"input_ids": ids, "position_ids": None, "attention_mask": None, "packed_seq_params": params}
+    return call, ids.roll(-1, dims=1)
 
 
-def each_by_itself(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the arguments of a micro-batch in which every row is a tree of its own, in the caller's order."""
-    from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-
-    alone = [Sample(tokens=sample.tokens, merge_key=index) for index, sample in enumerate(samples)]
-    batch = MicroBatch.from_layout(fold(alone))
-    return {
-        "input_ids": batch.input_ids,
-        "position_ids": batch.position_ids,
-        "attention_mask": None,
-        "packed_seq_params": batch.packed_seq_params,
-    }
+def step(model: Any, call: dict[str, Any], labels: torch.Tensor, reads: str) -> torch.Tensor:
+    """Forward and backward of a trainer that reads losses or logits; returns its loss."""
+    model.zero_grad()
+    if reads == "losses":
+        losses = model(**call, labels=labels)
+    else:
+        losses = model.compute_language_model_loss(labels, model(**call).transpose(0, 1))
+    loss: torch.Tensor = losses.mean()
+    loss.backward()
+    return loss.detach()
 
 
-def cpu_seconds(run: Callable[[], Any]) -> float:
-    """Return the CPU time of one run."""
-    started = time.process_time()
+def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
+    """Return the CPU time of one run, or on a GPU the time until it is done."""
+    clock = time.process_time
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        clock = time.perf_counter
+    started = clock()
     run()
-    return time.process_time() - started
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - started
 
 
-def measure(model: Any, name: str, samples: Sequence[Sample], rounds: int) -> dict[str, Any]:
-    """Return the medians of forward and backward, in turn, after a round that warms up."""
-    call, labels = packed(samples)
-
-    def trainer_reads_losses(call: dict[str, Any], labels: torch.Tensor) -> None:
-        model.zero_grad()
-        model(**call, labels=labels).mean().backward()
-
-    def trainer_reads_logits() -> None:
-        model.zero_grad()
-        logits = model(**call)
-        model.compute_language_model_loss(labels, logits.transpose(0, 1)).mean().backward()
-
-    stock = each_by_itself(samples)
-    stock_labels = torch.roll(stock["input_ids"], -1)
-    ways = {
-        "unfolded": lambda: trainer_reads_losses(stock, stock_labels),
-        "labels": lambda: trainer_reads_losses(call, labels),
-        "logits": trainer_reads_logits,
-    }
+def measure(stock: Any, folds: Any, name: str, samples: Sequence[Sample], rounds: int) -> dict[str, Any]:
+    """Return medians of seconds and the peak memory of each way to compute a micro-batch that shares tokens."""
+    device = next(stock.parameters()).device
+    call, labels = packed(samples, device)
+    ways = {"stock": (stock, "losses"), "losses": (folds, "losses"), "logits": (folds, "logits")}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(rounds + 1):
-        for way, run in ways.items():
-            taken = cpu_seconds(run)
-            if turn:
-                seconds[way].append(taken)
-    report = model.folding.last
+    losses, peaks = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
+    for _ in range(rounds):
+        for way, (model, reads) in ways.items():
+            found: list[torch.Tensor] = []
+            peak = PeakMemory(device)
+            taken = seconds_of(lambda: found.append(step(model, call, labels, reads)), device)  # noqa: B023
+            seconds[way].append(taken)
+            losses[way], peaks[way] = float(found[0]), max(peaks[way], peak.bytes() or 0)
+            model.zero_grad()
+    assert all(math.isclose(losses[way], losses["stock"], rel_tol=1e-2 if device.type == "cuda" else 1e-5)
+               for way in ways), losses  # fmt: skip
+    report = folds.folding.last
     medians = {way: statistics.median(taken) for way, taken in seconds.items()}
     return {
         "name": name,
@@ -145,50 +206,74 @@ def measure(model: Any, name: str, samples: Sequence[Sample], rounds: int) -> di
         "bound": report.bound.to_json(),
         "seconds": seconds,
         "median_seconds": medians,
-        "speedup": {way: medians["unfolded"] / medians[way] for way in ("labels", "logits")},
+        "speedup": {way: medians["stock"] / medians[way] for way in ("losses", "logits")},
+        "peak_bytes": peaks,
     }
 
 
-def host_cost(samples: Sequence[Sample], rounds: int = 9) -> dict[str, Any]:
-    """Return the CPU time of folding rows on the host, which a micro-batch that shares nothing pays for."""
-    from mcore_prefix_tree.mcore.inside.rows import read_rows
-
-    call, _ = packed(samples)
-
-    def read() -> None:
-        read_rows(call["input_ids"], call["packed_seq_params"], device=torch.device("cpu"), pad_to_multiple_of=1)
-
-    seconds = [cpu_seconds(read) for _ in range(rounds)]
-    return {"rows": len(samples), "tokens": sum(map(len, samples)), "median_seconds": statistics.median(seconds)}
+def measure_unshared(stock: Any, folds: Any, rows: int, length: int, rounds: int) -> dict[str, Any]:
+    """Return what a micro-batch costs that shares nothing: in the step, and in the folding model's own hook."""
+    device = next(stock.parameters()).device
+    call, labels = packed(nothing_shared(rows, length), device)
+    seconds: dict[str, list[float]] = {"stock": [], "folds": []}
+    for turn in range(rounds + 1):
+        pair = [("stock", stock), ("folds", folds)]
+        for way, model in pair[:: 1 if turn % 2 else -1]:
+            taken = seconds_of(lambda: step(model, call, labels, "losses"), device)  # noqa: B023
+            if turn:  # the first warms up
+                seconds[way].append(taken)
+    assert folds.folding.last.left_alone
+    asked = call | {"labels": labels}
+    hook = [seconds_of(lambda: folds.folding.before(folds, (), asked), device) for _ in range(10 * rounds)]
+    medians = {way: statistics.median(taken) for way, taken in seconds.items()}
+    return {
+        "rows": rows,
+        "tokens": rows * length,
+        "seconds": seconds,
+        "median_seconds": medians,
+        "step_ratio": statistics.median(
+            mine / theirs for mine, theirs in zip(seconds["folds"], seconds["stock"], strict=True)
+        ),
+        "hook_seconds": statistics.median(hook),
+        "hook_share": statistics.median(hook) / medians["stock"],
+    }
 
 
 def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "inside.json")
+    parser.add_argument("--device", choices=MODELS, default="cpu")
+    parser.add_argument("--model", metavar="FIELD=NUMBER", nargs="*", default=[], help="fields of TransformerConfig")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of a micro-batch that shares tokens")
+    parser.add_argument("--unshared-rounds", type=int, default=40, help="of one that shares nothing")
+    parser.add_argument("--output", type=Path, help="result file")
     arguments = parser.parse_args()
-    workloads = {
-        "8 answers of 256 tokens to a prompt of 2,048": prompt_group(2048, 8, 256, seed=0),
-        "8 answers of 1,024 tokens to a prompt of 2,048": prompt_group(2048, 8, 1024, seed=1),
-        "24 turns of the shipped rollouts": shipped_rollouts(24),
-        "8 rows of 1,024 tokens that share nothing": nothing_shared(8, 1024),
-    }
-    with cpu_emulation(force=True), single_process():
+    device, machine = torch.device(arguments.device), describe_machine()
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU; use --device cpu")
+    name = "inside" if device.type == "cpu" else f"inside_{name_in_files(machine)}"
+    output = arguments.output or ROOT / "benchmarks" / "results" / f"{name}.json"
+    shape = MODELS[arguments.device] | {key: int(value) for key, value in (one.split("=") for one in arguments.model)}
+    with one_rank(device):
         torch.manual_seed(0)
-        model = build_model()
-        result = {
-            "machine": describe_machine(),
-            "model": MODEL | {"vocab_size": VOCAB},
-            "rounds": arguments.rounds,
-            "workloads": [measure(model, name, rows, arguments.rounds) for name, rows in workloads.items()],
-            "host": [host_cost(nothing_shared(rows, length)) for rows, length in ((8, 4096), (64, 512), (256, 128))],
+        stock, folds = models(shape, device)
+        step(stock, *packed(nothing_shared(2, 64), device), "losses")  # warms up
+        step(folds, *packed(prompt_group(64, 2, 8), device), "losses")
+        result: dict[str, Any] = {
+            "machine": machine | {"device": arguments.device} if device.type == "cpu" else machine,
+            "model": shape | {"vocab_size": VOCAB},
+            "rounds": {"shared": arguments.rounds, "unshared": arguments.unshared_rounds},
+            "workloads": [],
+            "unshared": [],
         }
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
-    for row in result["workloads"]:
-        print(row["name"], f"fold ratio {row['fold_ratio']:.2f} bound {row['bound']['ratio']:.2f}", row["speedup"])
-    for row in result["host"]:
-        print(row)
+        for workload, samples in WORKLOADS.items():
+            row = measure(stock, folds, workload, samples(), arguments.rounds)
+            result["workloads"].append(row)
+            print(row["name"], f"bound {row['bound']['ratio']:.2f}", row["speedup"], row["peak_bytes"], flush=True)
+        for rows, length in UNSHARED:
+            result["unshared"].append(measure_unshared(stock, folds, rows, length, arguments.unshared_rounds))
+            print({key: value for key, value in result["unshared"][-1].items() if key != "seconds"}, flush=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 
 import ray
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-from mcore_prefix_tree.mcore.inside import fold_inside
+from mcore_prefix_tree.mcore.inside import FoldReport, fold_inside
 from mcore_prefix_tree.mcore.seam.provider import provided_spec
 
 
@@ -67,6 +68,33 @@ class FoldingPolicyWorkerImpl(MegatronPolicyWorkerImpl):  # type: ignore[misc]
         register_allowed_target_prefix("mcore_prefix_tree")  # checkpoints name the layer spec
         super().__init__(config, *args, **kwargs)
         fold_inside(unwrap_model(self.model), **self.inside)
+
+    def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **others: Any) -> dict[str, Any]:
+        """Train as NeMo-RL does; the metrics of each step gain the report of folding."""
+        self._report()  # drops what other passes left
+        metrics: dict[str, Any] = super().train(data, loss_fn, eval_mode=eval_mode, **others)
+        return metrics if eval_mode else self._with_report(metrics)
+
+    def begin_train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin a step that is given its micro-batches one by one."""
+        self._report()
+        return super().begin_train_step(*args, **kwargs)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Finish it; the metrics gain the report of folding."""
+        return self._with_report(super().finish_train_step())
+
+    def _report(self) -> FoldReport | None:
+        report: FoldReport | None = unwrap_model(self.model).folding.report(training_only=True)
+        return report
+
+    def _with_report(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add the report of all data-parallel ranks, each with its share, because NeMo-RL adds up what they return."""
+        report, group = self._report(), parallel_state.get_data_parallel_group()
+        assert report is not None
+        numbers = report.over_ranks(group, next(self.model.parameters()).device).to_log()
+        shares = {name: [value / group.size()] for name, value in numbers.items()}
+        return metrics | {"all_mb_metrics": metrics["all_mb_metrics"] | shares}
 
     @property
     def megatron_cfg(self) -> Any:

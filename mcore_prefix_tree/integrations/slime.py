@@ -7,22 +7,32 @@ builds the model, with its own arguments and its own layers; only their spec is 
 from __future__ import annotations
 
 import inspect
+import logging
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.spec_utils import import_module
+from megatron.core.utils import unwrap_model
 from megatron.training.global_vars import get_args
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
 from slime.utils.ppo_utils import compute_approx_kl, compute_cispo_loss, compute_policy_loss
 
 from mcore_prefix_tree.mcore.inside import RowLogprobs, fold_inside
 from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
+
+try:
+    from slime.observability.logging_utils import log
+except ImportError:  # slime 0.3.1
+    from slime.utils.logging_utils import log
+
+logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, Any]
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -80,6 +90,29 @@ def _ask_for_logprobs(
         return None
     asked = RowLogprobs(labels=call["input_ids"].roll(-1, dims=1), temperature=args.rollout_temperature, entropy=True)
     return positional, call | {"output_processor": asked}
+
+
+def log_folding(
+    args: Namespace, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any
+) -> None:
+    """Log what folding saved in the last training step, for ``--custom-megatron-before-train-step-hook-path``.
+
+    slime calls it before each step. The numbers of all data-parallel ranks go where slime's own go, to the step that
+    they belong to; those of the last step of a run are not logged.
+    """
+    report = unwrap_model(model[-1]).folding.report(training_only=True)
+    if report is None:  # before the first step
+        return
+    report = report.over_ranks(mpu.get_data_parallel_group(), next(model[-1].parameters()).device)
+    if mpu.get_data_parallel_rank() or mpu.get_tensor_model_parallel_rank() or not mpu.is_pipeline_last_stage():
+        return  # slime logs on the others' behalf
+    steps = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+    role = getattr(model[0], "role", "actor")
+    prefix = "train/" if role == "actor" else f"train/{role}-"
+    numbers = {f"{prefix}{name}": value for name, value in report.to_log().items()}
+    numbers["train/step"] = rollout_id * steps + step_id - 1
+    log(args, numbers, step_key="train/step")
+    logger.info("step %d: %s", numbers["train/step"], report)
 
 
 def _responses(column: torch.Tensor, batch: Batch) -> list[torch.Tensor]:

@@ -411,6 +411,14 @@ def test_the_report() -> None:
     assert step.to_log()["fold/fold_ratio"] == 4
     assert step.to_log()["fold/expected_speedup"] == pytest.approx(4)
     assert model.folding.report() is None
+    with torch.no_grad():
+        model(**call)
+    assert model.folding.report(training_only=True) is None
+    model(**call)
+    with torch.no_grad():
+        model(**call)
+    assert model.folding.report(training_only=True).micro_batches == 1
+    assert model.folding.report() is None
 
 
 def test_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,6 @@ log, serve or quantize.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import os
 import sys
 from collections.abc import Iterator
@@ -20,48 +18,18 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from bridge_models import AnyName, auto_bridge
+from bridge_models import auto_bridge
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from stand_ins import StandIn
+from stand_ins import Finder, StandIn
 
 from mcore_prefix_tree.cpu.attention import PackedAttention
 from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
 
 VOCAB = 64
-STAND_INS = (
-    "aiohttp", "datasets", "decord", "fastapi", "hydra", "math_verify", "matplotlib", "megatron.energon", "mlflow",
-    "modelopt", "num2words", "nvidia_resiliency_ext", "nvtx", "openai", "prometheus_client", "pynvml", "ray", "swanlab",
-    "tensordict", "torchdata", "transformer_engine", "uvicorn", "wandb", "zmq",
-)  # fmt: skip
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
-
-
-class Package(AnyName):
-    """A package that has every name, any of which decorates."""
-
-    def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        return Package(found.__name__) if isinstance(found, AnyName) else found
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args and callable(args[0]) else self
-
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stand-ins."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        wanted = any(f"{name}.".startswith(f"{package}.") for package in STAND_INS)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if wanted else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        return Package(spec.name, __version__="2.9.0")
-
-    def exec_module(self, module: Any) -> None:
-        pass
 
 
 class Worker:

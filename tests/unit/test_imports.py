@@ -65,7 +65,7 @@ IN_MCORE["__init__"] = {"compat", "seam", "inside"}
 
 MAY_IMPORT_MEGATRON = {"mcore", "cpu", "pretrain_gpt"}
 # Of the integrations, those whose library runs on Megatron-Core.
-ON_MEGATRON = [ROOT / "integrations" / name for name in ("verl", "slime.py", "nemo_rl.py")]
+ON_MEGATRON = [ROOT / "integrations" / name for name in ("verl", "slime.py", "nemo_rl.py", "megatron_bridge.py")]
 # What the attention room has beside its back-ends, each of which is a file or a folder.
 ATTENTION_ENTRANCES = {"__init__", "api", "auto"}
 SHARED_BY_BACKENDS = {"options", "capability", "blocks", "spans", "padding", "parity"}

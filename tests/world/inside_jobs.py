@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from folded_jobs import ADAM_EPS, VOCAB, step_loss, tree_spec
+from folded_jobs import ADAM_EPS, VOCAB, step_loss, stock_spec, tree_spec
 
 from mcore_prefix_tree import Sample
 
@@ -18,7 +18,8 @@ from mcore_prefix_tree import Sample
 class InsideJob:
     """How the model was built, and what the trainer asks it for.
 
-    ``reads`` is ``labels``, ``logits``, ``logprobs`` or, by an output processor of its own, ``processor``.
+    ``reads`` is ``labels``, ``logits``, ``logprobs`` or, by an output processor of its own, ``processor``;
+    ``packed_attention`` takes packed rows, as TransformerEngine's does.
     """
 
     reads: str = "labels"
@@ -26,11 +27,12 @@ class InsideJob:
     check_first: bool = False
     forward_only: bool = False
     share_embeddings: bool = False
+    packed_attention: bool = False
     config: tuple[tuple[str, Any], ...] = ()
 
 
 def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> tuple[float, list[Any], float]:
-    """Every rank: the step's loss, its parts of the gradients, and its fold ratio."""
+    """Every rank: the step's loss, its parts of the gradients, and the fold ratio of all ranks."""
     from harness.models import Trainer, build_chunks, tiny_gpt_config
     from harness.weights import local_parts
     from megatron.core import parallel_state
@@ -39,7 +41,8 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
     from mcore_prefix_tree.mcore import fold_inside
 
     config = tiny_gpt_config(layout=layout, **dict(job.config))
-    chunks = build_chunks(config, tree_spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)
+    spec = packed_tree_spec if job.packed_attention else tree_spec
+    chunks = build_chunks(config, spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)
     chunks = [fold_inside(chunk, check_first=job.check_first) for chunk in chunks]
     trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
     dp, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -50,7 +53,22 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
     reported = trainer.backward(step, batches, seq_length=1, forward_only=job.forward_only)
     reports = [unwrap_model(chunk).folding.report() for chunk in trainer.chunks]
     assert {report.micro_batches for report in reports} == {job.micro_batches}
-    return step_loss(reported), local_parts(trainer.chunks, lambda p: p.main_grad), reports[0].fold_ratio
+    assert reports[0].left_alone == (job.micro_batches if job.packed_attention else 0)
+    whole = reports[0].over_ranks(parallel_state.get_data_parallel_group(), torch.device("cpu"))
+    assert (whole.micro_batches, whole.rows) == (dp * job.micro_batches, len(samples))
+    assert whole.logical_tokens == sum(map(len, samples))
+    return step_loss(reported), local_parts(trainer.chunks, lambda p: p.main_grad), whole.fold_ratio
+
+
+def packed_tree_spec(config: Any, vp_stage: int | None) -> Any:
+    """Megatron's local block, whose attention takes packed rows, tree-capable."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from mcore_prefix_tree.cpu.attention import PackedAttention
+    from mcore_prefix_tree.cpu.specs import exchanged
+    from mcore_prefix_tree.mcore import with_prefix_tree
+
+    return with_prefix_tree(exchanged(stock_spec(config, vp_stage), {DotProductAttention: PackedAttention}))
 
 
 def packed(samples: Sequence[Sample], multiple: int) -> dict[str, Any]:
@@ -64,7 +82,8 @@ def packed(samples: Sequence[Sample], multiple: int) -> dict[str, Any]:
     labels = np.concatenate([row(np.append(sample.tokens[1:], 0), len(sample)) for sample in samples])
     weights = np.concatenate([row(np.append(sample.loss_mask[1:], 0), len(sample)) for sample in samples])
     lengths = [len(sample) for sample in samples]
-    borders, slots = ([0, *np.cumsum(one)] for one in (lengths, [n + -n % multiple for n in lengths]))
+    slot_lengths = [n + -n % multiple for n in lengths]
+    borders, slots = ([0, *np.cumsum(one)] for one in (lengths, slot_lengths))
     cu, cu_padded = (torch.tensor(np.array(one), dtype=torch.int32) for one in (borders, slots))
     params = PackedSeqParams(
         qkv_format="thd",
@@ -72,8 +91,8 @@ def packed(samples: Sequence[Sample], multiple: int) -> dict[str, Any]:
         cu_seqlens_kv=cu,
         cu_seqlens_q_padded=cu_padded,
         cu_seqlens_kv_padded=cu_padded,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        max_seqlen_q=max(slot_lengths),
+        max_seqlen_kv=max(slot_lengths),
     )
     return {
         "input_ids": torch.from_numpy(ids).unsqueeze(0),

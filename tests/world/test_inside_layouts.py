@@ -16,9 +16,12 @@ from layouts import in_layouts
 from megatron.core.transformer import multi_latent_attention
 from test_folded_layouts import FP32_INSIDE, FP64, LATENT, MOE, check
 
+from mcore_prefix_tree import Sample
 from mcore_prefix_tree.mcore.seam.output_layer import HAS_OUTPUT_PROCESSOR
 
 SAMPLES = branching_samples()
+# Rows that share nothing; the second micro-batch has one row.
+UNLIKE = [Sample(tokens=[first, *range(9, 9 + more)]) for first, more in ((1, 6), (2, 4), (3, 0))]
 RECOMPUTE = (
     ("recompute_granularity", "full"),
     ("recompute_method", "uniform"),
@@ -31,15 +34,16 @@ Result = tuple[float, dict[str, torch.Tensor]]
 
 
 @functools.cache
-def oracle(config: tuple[object, ...] = (), share_embeddings: bool = False) -> Result:
-    job = Job(config=config, share_embeddings=share_embeddings)  # type: ignore[arg-type]
-    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, SAMPLES, layout=Layout())
+def oracle(config: tuple[object, ...] = (), share_embeddings: bool = False, unlike: bool = False) -> Result:
+    job, samples = Job(config=config, share_embeddings=share_embeddings), UNLIKE if unlike else SAMPLES  # type: ignore[arg-type]
+    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, samples, layout=Layout())
     return loss, assemble(parts)
 
 
 def inside(size: int, layout: Layout, job: InsideJob) -> Result:
-    results = world(size).run(inside_gradients, layout, job, SAMPLES, layout=layout)
-    assert all(ratio > 1.1 for _, _, ratio in results), "the rows share tokens"
+    samples = UNLIKE if job.packed_attention else SAMPLES
+    results = world(size).run(inside_gradients, layout, job, samples, layout=layout)
+    assert all(ratio == 1 if job.packed_attention else ratio > 1.1 for _, _, ratio in results)
     return results[0][0], assemble(itertools.chain.from_iterable(parts for _, parts, _ in results))
 
 
@@ -102,3 +106,11 @@ def test_stages_that_cannot_send_other_sizes_are_refused() -> None:
     layout, job = Layout(pp=2), InsideJob(config=(("variable_seq_lengths", False),))
     with pytest.raises(WorkerError, match="set variable_seq_lengths=True"):
         world(2).run(inside_gradients, layout, job, SAMPLES, layout=layout)
+
+
+@pytest.mark.parametrize("reads", ["logits", "logprobs"])
+@in_layouts("tp2-sp", "pp2-vpp2")
+def test_rows_that_share_nothing(size: int, layout: Layout, reads: str) -> None:
+    """They go through the stock model."""
+    job = InsideJob(reads=reads, packed_attention=True)
+    check(inside(size, layout, job), oracle(unlike=True), FP64)

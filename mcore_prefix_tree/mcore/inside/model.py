@@ -93,7 +93,7 @@ class Folding:
 
     def __init__(self, model: Any, settings: Inside) -> None:
         self.last: FoldReport | None = None
-        self._since: FoldReport | None = None
+        self._since: dict[bool, FoldReport] = {}  # of passes with gradients, and of those without
         self._unlogged: FoldReport | None = None
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._log_every = settings.log_every if is_first and not model.vp_stage else 0
@@ -104,10 +104,15 @@ class Folding:
         # Megatron's local attention takes no packed rows.
         self._always_folds = any(isinstance(module, DotProductAttention) for module in model.modules())
 
-    def report(self) -> FoldReport | None:
-        """Return the sum over the micro-batches since the last call, None if there are none. Call it once a step."""
-        since, self._since = self._since, None
-        return since
+    def report(self, *, training_only: bool = False) -> FoldReport | None:
+        """Return the sum over the micro-batches since the last call, None if there are none. Call it once a step.
+
+        Args:
+            training_only: leave out forward passes without gradients, such as those for old log-probabilities.
+        """
+        since, self._since = self._since, {}
+        reports = [report for trains, report in since.items() if trains or not training_only]
+        return sum(reports[1:], reports[0]) if reports else None
 
     def before(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -155,7 +160,8 @@ class Folding:
 
     def _record(self, report: FoldReport) -> None:
         self.last = report
-        self._since = report if self._since is None else self._since + report
+        trains = torch.is_grad_enabled()
+        self._since[trains] = self._since[trains] + report if trains in self._since else report
         if self._log_every:
             self._unlogged = report if self._unlogged is None else self._unlogged + report
             if self._unlogged.micro_batches >= self._log_every:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.plan.work import Bound, Counts, ModelWork
@@ -63,6 +65,18 @@ class FoldReport:
                 Counts(*map(sum, zip(mine, theirs, strict=True))) if isinstance(mine, Counts) else mine + theirs
             )
         return FoldReport(work=self.work, **sums)
+
+    def over_ranks(self, group: dist.ProcessGroup, device: torch.device) -> FoldReport:
+        """Return the sum of the reports of a data-parallel group; a collective on a device of the group's back-end."""
+        names = ("micro_batches", "left_alone", "rows", "expanded_bytes")
+        numbers = [*self.folded, *self.unfolded, *(getattr(self, name) for name in names)]
+        total = torch.tensor(numbers, dtype=torch.int64, device=device)
+        dist.all_reduce(total, group=group)
+        size, sums = len(self.folded), total.tolist()
+        folded, unfolded = Counts(*sums[:size]), Counts(*sums[size : 2 * size])
+        return FoldReport(
+            work=self.work, folded=folded, unfolded=unfolded, **dict(zip(names, sums[2 * size :], strict=True))
+        )
 
     def __str__(self) -> str:
         return (

@@ -1,0 +1,40 @@
+"""What folding saved, in the log of Megatron-Bridge's own training loop; see docs/trainers.md.
+
+``pretrain(config, forward_step, callbacks=[LogFolding()])`` is all that a user adds to :func:`fold_inside`.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+
+from mcore_prefix_tree.mcore.inside import FoldReport
+
+
+class LogFolding(Callback):  # type: ignore[misc]
+    """Adds the report of each training step to the losses that Megatron-Bridge logs.
+
+    They reach whatever its logger writes to. The console shows their means over ``log_interval`` steps.
+    """
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Drop what an evaluation left."""
+        _report(context)
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Add the report of all data-parallel ranks."""
+        report = _report(context)
+        assert report is not None
+        device = next(context.model[-1].parameters()).device
+        report = report.over_ranks(parallel_state.get_data_parallel_group(), device)
+        if context.loss_dict:  # of the last stage, which logs
+            context.loss_dict |= {
+                name: torch.tensor(float(value), device=device) for name, value in report.to_log().items()
+            }
+
+
+def _report(context: CallbackContext) -> FoldReport | None:
+    report: FoldReport | None = unwrap_model(context.model[-1]).folding.report()
+    return report
