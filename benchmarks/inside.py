@@ -12,6 +12,7 @@ are CPU seconds of the process, which other processes disturb less than the cloc
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -54,18 +55,15 @@ def prompt_group(prompt: int, answers: int, answer: int) -> list[Sample]:
     return [Sample(tokens=np.concatenate([begin, rng.integers(0, VOCAB, answer)])) for _ in range(answers)]
 
 
-def rollouts(path: Path, most: int) -> list[Sample]:
-    """The first samples of a file of conversations: one for each assistant turn, with its whole history."""
+def rollouts(path: Path, first: int, last: int) -> list[Sample]:
+    """Conversations ``first`` to ``last - 1`` of a file: a sample for each assistant turn, with its history."""
     from mcore_prefix_tree.data import LineOptions, iter_sample_groups, load_tokenizer
 
     options = LineOptions(tokenizer=load_tokenizer("mistral-v7"), expand_turns=True)
-    rows: list[Any] = []
-    for group in iter_sample_groups(path, options):
-        rows += [sample.tokens for sample in group]
-        if len(rows) >= most:
-            break
-    _, dense = np.unique(np.concatenate(rows[:most]), return_inverse=True)  # so that the vocabulary can be small
-    return [Sample(tokens=row) for row in np.split(dense, np.cumsum([len(row) for row in rows[:most]])[:-1])]
+    groups = itertools.islice(iter_sample_groups(path, options), first, last)
+    rows = [sample.tokens for group in groups for sample in group]
+    _, dense = np.unique(np.concatenate(rows), return_inverse=True)  # so that the vocabulary can be small
+    return [Sample(tokens=row) for row in np.split(dense, np.cumsum([len(row) for row in rows])[:-1])]
 
 
 def nothing_shared(rows: int, length: int) -> list[Sample]:
@@ -77,10 +75,10 @@ def nothing_shared(rows: int, length: int) -> list[Sample]:
 WORKLOADS: dict[str, Callable[[], list[Sample]]] = {
     "8 answers of 256 tokens to a prompt of 2,048": lambda: prompt_group(2048, 8, 256),
     "8 answers of 1,024 tokens to a prompt of 2,048": lambda: prompt_group(2048, 8, 1024),
-    "24 turns of the shipped rollouts": lambda: rollouts(QUICKSTART, 24),
+    "23 turns of 4 shipped rollouts": lambda: rollouts(QUICKSTART, 0, 4),
 }
 if TAU_BENCH.exists():
-    WORKLOADS["15 turns of an airline task of τ-bench"] = lambda: rollouts(TAU_BENCH, 15)
+    WORKLOADS["5 turns of a rollout of τ-bench"] = lambda: rollouts(TAU_BENCH, 1, 2)
 
 
 @contextmanager
@@ -245,7 +243,7 @@ def main() -> None:
     parser.add_argument("--device", choices=MODELS, default="cpu")
     parser.add_argument("--model", metavar="FIELD=NUMBER", nargs="*", default=[], help="fields of TransformerConfig")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of a micro-batch that shares tokens")
-    parser.add_argument("--unshared-rounds", type=int, default=40, help="of one that shares nothing")
+    parser.add_argument("--unshared-rounds", type=int, default=21, help="of one that shares nothing")
     parser.add_argument("--output", type=Path, help="result file")
     arguments = parser.parse_args()
     device, machine = torch.device(arguments.device), describe_machine()

@@ -292,23 +292,36 @@ def endings_table(result: dict[str, Any]) -> str:
 def inside_table(result: dict[str, Any]) -> str:
     """Markdown for the result of benchmarks/inside.py."""
     lines = [
-        "| rows | tokens | fold ratio | bound | faster, reading losses | faster, reading logits |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| rows | tokens | body | attention | head | bound | reading losses | reading logits | memory, GiB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result["workloads"]:
-        faster = row["speedup"]
-        lines.append(
-            f"| {row['name']} | {row['logical_tokens']:,} | {row['fold_ratio']:.2f} | {row['bound']['ratio']:.2f}x "
-            f"| {faster['labels']:.2f}x | {faster['logits']:.2f}x |"
-        )
-    host = "; ".join(f"{row['rows']} rows, {row['median_seconds'] * 1e3:.1f} ms" for row in result["host"])
-    model, machine = result["model"], result["machine"]
+        bound, faster, peak = row["bound"], row["speedup"], row["peak_bytes"]
+        cells = [
+            f"{row['logical_tokens']:,}",
+            *(f"{bound[name]['ratio']:.2f}x" for name in Work._fields),
+            f"{bound['ratio']:.2f}x",
+            *(f"**{faster[way]:.2f}x**" for way in ("losses", "logits")),
+            " / ".join(f"{peak[way] / 2**30:.1f}" for way in ("losses", "logits", "stock")),
+        ]
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+    model, machine, rounds = result["model"], result["machine"], result["rounds"]
     lines += [
         "",
         f"A GPT of {model['num_layers']} layers, hidden size {model['hidden_size']} and a vocabulary of "
-        f"{model['vocab_size']:,} in fp32, on {device_of(machine)}; medians of {result['rounds']} rounds in CPU time. "
-        f"Folding {result['host'][0]['tokens']:,} tokens that share nothing takes the host: {host}.",
+        f"{model['vocab_size']:,}, on {device_of(machine)}; medians of {rounds['shared']} rounds. Memory is the peak "
+        "of a step: folded reading losses, folded reading logits, stock.",
+        "",
+        "| rows that share nothing | tokens | step, stock | step, folding inside | of that, the hook |",
+        "|---:|---:|---:|---:|---:|",
     ]
+    for row in result["unshared"]:
+        stock = row["median_seconds"]["stock"]
+        lines.append(
+            f"| {row['rows']} | {row['tokens']:,} | {stock * 1e3:,.0f} ms | {row['step_ratio']:.3f}x "
+            f"| {row['hook_seconds'] * 1e3:.2f} ms ({row['hook_share']:.2%}) |"
+        )
+    lines += ["", f"The same model and machine; medians of {rounds['unshared']} pairs of steps."]
     return "\n".join(lines)
 
 

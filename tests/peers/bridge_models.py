@@ -7,6 +7,7 @@ for as long as the import takes. Layers are Megatron-Core's local ones.
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -149,3 +150,67 @@ def read_back() -> str:
         written = yaml.safe_dump({"spec": provider.transformer_layer_spec})
     read = instantiate(yaml.safe_load(written)["spec"])
     return str(read(provider).submodules.self_attention.module.__qualname__)
+
+
+def logged(rows: list[Any]) -> dict[str, float]:
+    """What Megatron-Bridge's own log writes of a step that its callbacks surround, after an evaluation."""
+    auto_bridge()
+    with mock.patch.object(sys, "meta_path", [Finder(), *sys.meta_path]):
+        from megatron.bridge.training.callbacks import CallbackContext, CallbackManager
+        from megatron.bridge.training.utils.train_utils import training_log
+    from megatron.bridge.models import GPTModelProvider
+    from megatron.core import num_microbatches_calculator
+
+    from mcore_prefix_tree.integrations.megatron_bridge import LogFolding
+
+    provider = GPTModelProvider(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        vocab_size=64,
+        seq_length=64,
+        transformer_layer_spec=local_layers,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    fold_inside(provider).apply_overrides_and_finalize(dtype=torch.float32, overrides={})
+    chunks = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    manager = CallbackManager()
+    manager.add(LogFolding())
+    call, losses = packed(rows, 1), {"lm loss": torch.tensor(2.0)}
+    chunks[0](**call)
+    manager.fire("on_train_step_start", CallbackContext(state=None, model=chunks))
+    chunks[0](**call).sum().backward()
+    manager.fire("on_train_step_end", CallbackContext(state=None, model=chunks, loss_dict=losses))
+
+    found: dict[str, float] = {}
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: found.update({name: float(value)}))
+    off = ("throughput", "memory", "runtime", "l2_norm_grad", "loss_scale", "world_size")
+    logger = {f"log_{name}_to_tensorboard": False for name in off} | {"log_timers_to_tensorboard": False}
+    logger |= {"timing_log_level": 0, "tensorboard_log_interval": 1, "log_interval": 100}
+    config = SimpleNamespace(
+        logger=SimpleNamespace(**logger),
+        train=SimpleNamespace(micro_batch_size=1),
+        data_parallel_size=1,
+        profiling=None,
+        optimizer=SimpleNamespace(decoupled_lr=None),
+        model=provider,
+    )
+    state = SimpleNamespace(
+        timers=None,
+        train_state=SimpleNamespace(step=1, consumed_train_samples=1, skipped_train_samples=0),
+        tensorboard_logger=writer,
+        wandb_logger=None,
+        mlflow_logger=None,
+        comet_logger=None,
+        energy_monitor=None,
+    )
+    groups = SimpleNamespace(mp=parallel_state.get_model_parallel_group())
+    num_microbatches_calculator.init_num_microbatches_calculator(0, None, 1, 1, 1)
+    try:
+        training_log(
+            losses, {}, 0.1, None, 1.0, False, 0, None, None, None, config, state, [], chunks, pg_collection=groups
+        )
+    finally:
+        num_microbatches_calculator.destroy_num_microbatches_calculator()
+    return found

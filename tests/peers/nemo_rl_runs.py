@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from bridge_models import auto_bridge
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,11 +34,12 @@ WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 
 
 class Worker:
-    """``MegatronPolicyWorkerImpl``, as far as it builds the model."""
+    """``MegatronPolicyWorkerImpl``, as far as it builds the model, runs micro-batches and gathers their metrics."""
 
     def __init__(self, config: Any, provider: Any) -> None:
         from megatron.bridge.models.model_provider import get_model
 
+        self.cfg = config
         self.megatron_cfg = SimpleNamespace(model=provider)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         provider._pg_collection = groups  # so does NeMo-RL
@@ -45,6 +47,45 @@ class Worker:
         self.model = get_model(
             self.megatron_cfg.model, ddp, pre_wrap_hook=[], use_cpu_initialization=True, pg_collection=groups
         )[0]
+
+    def train(self, data: Any, loss_fn: Any, eval_mode: bool = False) -> dict[str, Any]:
+        """Two micro-batches of the same data."""
+        from nemo_rl.models.megatron.train import LossPostProcessor, aggregate_training_statistics
+
+        sampling = sampling_params()
+        loss = LossPostProcessor(loss_fn, self.cfg, num_microbatches=2, sampling_params=sampling)
+        found = self.passes(data, loss, forward_only=eval_mode)
+        group = parallel_state.get_data_parallel_group()
+        metrics, _ = aggregate_training_statistics(found, [float(one["loss"]) for one in found], group)
+        return {"all_mb_metrics": metrics}
+
+    def passes(self, data: Any, processor: Any, *, forward_only: bool) -> list[dict[str, Any]]:
+        from nemo_rl.models.megatron.data import make_processed_microbatch_iterator
+        from nemo_rl.models.megatron.train import megatron_forward_backward
+
+        multiple = parallel_state.get_tensor_model_parallel_world_size()
+        iterator = make_processed_microbatch_iterator(
+            iter([data, data]), self.cfg, "input_lengths", multiple, multiple, None, None
+        )
+        reported: list[dict[str, Any]] = megatron_forward_backward(
+            self.model,
+            iterator,
+            num_microbatches=2,
+            seq_length=1,
+            mbs=1,
+            post_processing_fn=processor,
+            forward_only=forward_only,
+            global_valid_seqs=torch.tensor(float(len(data["input_ids"]))),
+            global_valid_toks=data["token_mask"].sum().float(),
+            sampling_params=sampling_params(),
+        )
+        return reported
+
+
+def sampling_params() -> Any:
+    from nemo_rl.algorithms.logits_sampling_utils import TrainingSamplingParams
+
+    return TrainingSamplingParams(temperature=0.7)
 
 
 @contextmanager
@@ -128,13 +169,12 @@ def batch() -> Any:
 
 def run(layout: Any, worker: type, policy: dict[str, Any]) -> dict[str, Any]:
     """Log-probabilities, loss, metrics and gradients of two micro-batches."""
-    from megatron.core.utils import get_model_config, unwrap_model
-    from nemo_rl.algorithms.logits_sampling_utils import TrainingSamplingParams
+    from megatron.core.utils import get_model_config
     from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
-    from nemo_rl.models.megatron.data import make_processed_microbatch_iterator
-    from nemo_rl.models.megatron.train import LogprobsPostProcessor, LossPostProcessor, megatron_forward_backward
+    from nemo_rl.models.megatron.train import LogprobsPostProcessor
 
-    model = worker(policy, provider_of(layout)).model
+    built = worker(policy, provider_of(layout))
+    model = built.model
     get_model_config(model).finalize_model_grads_func = finalize_model_grads  # so does NeMo-RL
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for name, parameter in model.named_parameters():
@@ -142,35 +182,16 @@ def run(layout: Any, worker: type, policy: dict[str, Any]) -> dict[str, Any]:
             generator.manual_seed(len(name))
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = (parameter.ndim == 1) + noise / 5
-    data, sampling = batch(), TrainingSamplingParams(temperature=0.7)
-    scored = data["token_mask"].sum()
-    loss = ClippedPGLossFn(ClippedPGLossConfig())
-    processors = {
-        "logprobs": LogprobsPostProcessor(policy, sampling),
-        "loss": LossPostProcessor(loss, policy, num_microbatches=2, sampling_params=sampling),
-    }
-    found: dict[str, Any] = {}
-    for name, processor in processors.items():
-        iterator = make_processed_microbatch_iterator(
-            iter([data, data]), policy, "input_lengths", layout.tp, layout.tp, None, None
-        )
-        reported = megatron_forward_backward(
-            model,
-            iterator,
-            num_microbatches=2,
-            seq_length=1,
-            mbs=1,
-            post_processing_fn=processor,
-            forward_only=name == "logprobs",
-            global_valid_seqs=torch.tensor(float(len(data["input_ids"]))),
-            global_valid_toks=scored.float(),
-            sampling_params=sampling,
-        )
-        parts = reported[0]
-        found |= {f"{name} {key}": torch.as_tensor(value) for key, value in parts.items()}
+    data, loss = batch(), ClippedPGLossFn(ClippedPGLossConfig())
+    scored = built.passes(data, LogprobsPostProcessor(policy, sampling_params()), forward_only=True)[0]
+    found = {f"logprobs {name}": torch.as_tensor(value) for name, value in scored.items()}
+    judged = built.train(data, loss, eval_mode=True)["all_mb_metrics"]
+    metrics = built.train(data, loss)["all_mb_metrics"]
+    report = {name: metrics.pop(name) for name in list(metrics) if name.startswith("fold/")}
+    assert judged.keys() == metrics.keys()
+    found |= {f"loss {name}": torch.as_tensor(values) for name, values in metrics.items()}
     found |= {f"gradient of {name}": p.main_grad for name, p in model.module.named_parameters()}
-    folding = getattr(unwrap_model(model), "folding", None)
-    return found | ({"report": folding.report().to_log()} if folding else {})
+    return found | ({"report": report} if report else {})
 
 
 POLICY: dict[str, Any] = {

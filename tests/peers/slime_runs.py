@@ -30,6 +30,7 @@ from mcore_prefix_tree.cpu.specs import exchanged
 VOCAB = 64  # tensor-parallel ranks have as much of it
 OURS = "mcore_prefix_tree.integrations.slime"
 ARGS = Namespace()  # megatron.training's global arguments
+LOGGED: list[dict[str, float]] = []  # what slime's log was given
 
 
 def config_of(args: Namespace) -> Any:
@@ -70,7 +71,7 @@ def slime() -> Iterator[None]:
         "megatron.training.global_vars": {"get_args": lambda: ARGS},
         "megatron.training.training": {"get_model": None},
         "httpx": {"AsyncClient": object},
-        "wandb": {},
+        "wandb": {"log": LOGGED.append},
     }
     modules = {name: StandIn(name, **found) for name, found in members.items()}
     with (
@@ -151,6 +152,11 @@ def arguments(layout: Any, **changes: Any) -> Namespace:
         "eps_clip_c": None,
         "value_clip": 0.2,
         "ci_test": False,
+        "use_wandb": True,
+        "use_tensorboard": False,
+        "rollout_batch_size": 6,
+        "n_samples_per_prompt": 4,
+        "global_batch_size": 12,
     }
     return Namespace(**settings | changes)
 
@@ -227,10 +233,14 @@ def models(args: Namespace, role: str) -> list[Any]:
 
 
 def run(args: Namespace, role: str) -> dict[str, Any]:
-    """What slime answers for a rollout: log-probabilities and entropies or values, metrics, and gradients."""
+    """What slime answers for a rollout: log-probabilities and entropies or values, metrics, and gradients.
+
+    Of a model that folds also the report of the first of these, and slime's log of the training step.
+    """
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
     from slime.backends.megatron_utils.model import finalize_model_grads, forward_only, train_one_step
+    from slime.utils.misc import load_function
 
     vars(ARGS).clear()
     vars(ARGS).update(vars(args))
@@ -239,33 +249,40 @@ def run(args: Namespace, role: str) -> dict[str, Any]:
     answers = forward_only(
         get_values if role == "critic" else get_log_probs_and_entropy, ARGS, chunks, get_data_iterator(data), counts
     )
+    folding = getattr(chunks[0].module, "folding", None)
+    report: dict[str, Any] = {}
+    if folding:
+        report["report"] = folding.report().to_log()
+        ARGS.custom_megatron_before_train_step_hook_path = f"{OURS}.log_folding"
     if role == "critic":
         ARGS.loss_type = "value_loss"
     optimizer = Optimizer(chunks)
     chunks[0].config.grad_scale_func = optimizer.scale_loss
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
-    metrics, _ = train_one_step(
-        ARGS, 0, 0, get_data_iterator(data), chunks, optimizer, mock.Mock(), counts[0], len(data["tokens"])
-    )
+    step = (chunks, optimizer, mock.Mock(), counts[0], len(data["tokens"]))
+    metrics, _ = train_one_step(ARGS, 3, 0, get_data_iterator(data), *step)
     found: dict[str, Any] = {f"{name} {row}": value for name, rows in answers.items() for row, value in enumerate(rows)}
     found |= {f"metric {name}": torch.as_tensor(value) for name, value in metrics.items()}
-    folding = getattr(chunks[0].module, "folding", None)
-    report = {"report": folding.report().to_log()} if folding else {}
+    if folding:  # the next step begins with a log of this one
+        assert not LOGGED
+        load_function(ARGS.custom_megatron_before_train_step_hook_path)(ARGS, 3, 1, *step[:3])
+        report["logged"] = list(LOGGED)
+        LOGGED.clear()
     return found | {f"gradient of {name}": grad for name, grad in optimizer.gradients.items()} | report
 
 
 def compare(layout: Any, role: str, limit: float, ours: dict[str, Any], both: dict[str, Any]) -> dict[str, Any]:
-    """Every rank: slime's answers with its own model and with ours agree; the names and the report of ours."""
+    """Every rank: slime's answers with its own model and with ours agree; the names, and the reports of ours."""
     with slime():
         stock = run(arguments(layout, **both), role)
         folded = run(arguments(layout, custom_model_provider_path=f"{OURS}.model_provider", **both | ours), role)
-    report = folded.pop("report")
+    reports = {name: folded.pop(name) for name in ("report", "logged")}
     assert stock.keys() == folded.keys(), stock.keys() ^ folded.keys()
     for name, expected in stock.items():
         expected = expected.double()
         error = (folded[name].double() - expected).norm()
         assert error <= limit * max(1e-3, expected.norm()), (name, error, expected.norm())
-    return {"names": sorted(stock), "report": report}
+    return {"names": sorted(stock), **reports}
 
 
 def same_parameters() -> None:

@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-from bridge_models import read_back, run
+from bridge_models import logged, read_back, run
 from harness.worlds import Layout, world
 from hf_folders import FAMILIES, folder_of, rows
 
@@ -50,3 +50,11 @@ def test_rows_in_layouts(family: str, layout: Layout, tmp_path: Path) -> None:
 
 def test_checkpoints_name_the_spec() -> None:
     assert world(1).run(read_back, layout=Layout()) == ["TreeSelfAttention"]
+
+
+def test_its_log_gains_the_report() -> None:
+    (found,) = world(1).run(logged, [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6]], layout=Layout())
+    assert found["lm loss"] == 2
+    assert found["fold/micro_batches"] == 1  # not the evaluation's
+    assert (found["fold/logical_tokens"], found["fold/unique_tokens"], found["fold/fold_ratio"]) == (12, 6, 2)
+    assert found["fold/expected_speedup"] > 1

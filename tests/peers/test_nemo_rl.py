@@ -23,11 +23,16 @@ from layouts import in_layouts
 from nemo_rl_runs import WORKER, compare, refusals
 
 
-@in_layouts("single", "tp2-sp", slow=["tp2"])
+@in_layouts("single", "tp2-sp", slow=["tp2", "dp2"])
 def test_logprobs_losses_and_gradients(size: int, layout: Layout) -> None:
-    for result in world(size).run(compare, layout, layout=layout):
+    results = world(size).run(compare, layout, layout=layout)
+    for result in results:
         assert {"logprobs logprobs", "loss loss"} <= {*result["names"]}
-        assert result["report"]["fold/fold_ratio"] > 1.3
+    # NeMo-RL adds up what its data-parallel ranks return.
+    replicas = size // layout.tp
+    added = {name: sum(result["report"][name][0] for result in results[:: layout.tp]) for name in results[0]["report"]}
+    assert added["fold/fold_ratio"] > 1.3
+    assert (added["fold/micro_batches"], added["fold/rows"]) == (2 * replicas, 16 * replicas)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -44,18 +49,32 @@ def test_refusals_by_name() -> None:
     assert [name in message for name, message in zip(REFUSED, said, strict=True)] == [True] * len(REFUSED)
 
 
-def test_the_worker_builds_its_model_from_the_configuration_that_it_keeps() -> None:
-    """What the subclass relies on: the real worker cannot be imported here."""
+@pytest.fixture(scope="module")
+def worker() -> dict[str, ast.FunctionDef]:
+    """Methods of the real worker, which cannot be imported here: what the subclass relies on is read."""
     source = Path(os.environ["NEMO_RL_PATH"], *WORKER.split(".")).with_suffix(".py").read_text()
     (impl,) = (
         node for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef) and node.name == "MegatronPolicyWorkerImpl"
     )  # fmt: skip
-    (init,) = (node for node in impl.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    statements = [ast.unparse(statement) for statement in init.body]
+    return {node.name: node for node in impl.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_worker_builds_its_model_from_the_configuration_that_it_keeps(worker: dict[str, ast.FunctionDef]) -> None:
+    statements = [ast.unparse(statement) for statement in worker["__init__"].body]
     kept = next(i for i, text in enumerate(statements) if text.startswith("self.megatron_cfg = "))
     built = next(
         i for i, text in enumerate(statements) if "= setup_model_and_optimizer(config, self.megatron_cfg" in text
     )
     model = next(i for i, text in enumerate(statements) if text.startswith("self.model = "))
     assert kept < built < model
+
+
+def test_the_worker_returns_the_metrics_that_the_report_joins(worker: dict[str, ast.FunctionDef]) -> None:
+    assert [argument.arg for argument in worker["train"].args.args][:4] == ["self", "data", "loss_fn", "eval_mode"]
+    for name in ("train", "_finish_train_step_body"):
+        source = ast.unparse(worker[name])
+        assert "'all_mb_metrics': mb_metrics" in source
+        assert source.endswith("return metrics")
+    assert "return self._finish_train_step_body(state)" in ast.unparse(worker["finish_train_step"])
+    assert "begin_train_step" in worker
