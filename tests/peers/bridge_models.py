@@ -170,6 +170,8 @@ def logged(rows: list[Any]) -> dict[str, float]:
         vocab_size=64,
         seq_length=64,
         transformer_layer_spec=local_layers,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
     )

@@ -104,7 +104,7 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        report = unwrap_model(self.module[-1]).folding.report()
+        report = unwrap_model(self.module[-1]).folding.report().over_ranks(group, tokens.device)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}
         output: dict[str, Any] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
