@@ -316,12 +316,14 @@ def inside_table(result: dict[str, Any]) -> str:
         "|---:|---:|---:|---:|---:|",
     ]
     for row in result["unshared"]:
-        stock = row["median_seconds"]["stock"]
+        stock, folds = row["seconds"]["stock"], row["seconds"]["folds"]
+        low, ratio, high = statistics.quantiles((b / a for a, b in zip(stock, folds, strict=True)), n=4)
         lines.append(
-            f"| {row['rows']} | {row['tokens']:,} | {stock * 1e3:,.0f} ms | {row['step_ratio']:.3f}x "
+            f"| {row['rows']} | {row['tokens']:,} | {statistics.median(stock) * 1e3:,.0f} ms "
+            f"| {ratio:.3f}x ({low:.2f}-{high:.2f}) "
             f"| {row['hook_seconds'] * 1e3:.2f} ms ({row['hook_share']:.2%}) |"
         )
-    lines += ["", f"The same model and machine; medians of {rounds['unshared']} pairs of steps."]
+    lines += ["", f"The same model and machine; medians (and quartiles) of {rounds['unshared']} pairs of steps."]
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ def test_the_benchmark_of_folding_inside(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(inside, "UNSHARED", ((3, 5),))
     output = tmp_path / "inside.json"
     small = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "ffn_hidden_size=16"]
-    rounds = ["--rounds", "1", "--unshared-rounds", "1"]
+    rounds = ["--rounds", "1", "--unshared-rounds", "2"]
     monkeypatch.setattr(sys, "argv", ["inside.py", *rounds, "--model", *small, "--output", str(output)])
     inside.main()
     result = json.loads(output.read_text())

@@ -183,7 +183,7 @@ def backend_of(config: Any) -> str:
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
 def test_logits_and_losses(settings: dict[str, Any]) -> None:
-    # Upstream routes in fp32 whatever the dtype of the model.
+    # Upstream's scores of experts are in fp32 whatever the dtype of the model.
     limit = 1e-6 if "num_moe_experts" in settings else FP64
     model, stock = inside(tiny_config(**settings))
     check_logits(model, stock, packed(ROWS), limit)
@@ -348,10 +348,13 @@ def test_forward_only_keeps_no_graph() -> None:
 
 
 def test_arguments_by_position() -> None:
+    """Positions that restart in every row are those that are used without any."""
     model, _ = inside()
     call = packed(ROWS)
     others = {name: call[name] for name in ("packed_seq_params",)}
-    assert torch.equal(model(call["input_ids"], None, None, **others), model(**call))
+    restarting = torch.cat([torch.arange(len(row)) for row in ROWS]).unsqueeze(0)
+    for positions in (None, restarting):
+        assert torch.equal(model(call["input_ids"], positions, None, **others), model(**call))
 
 
 def test_logits_can_be_changed_in_place() -> None:
@@ -598,6 +601,8 @@ def test_models_that_are_refused() -> None:
         ("mtp_num_layers", 1, "mtp_num_layers=1"),
         ("attention_dropout", 0.1, "attention_dropout"),
         ("moe_aux_loss_coeff", 0.1, "moe_aux_loss_coeff"),
+        ("moe_enable_routing_replay", True, "moe_enable_routing_replay=True"),
+        ("fp8", "e4m3", "fp8"),
         ("pipeline_model_parallel_size", 2, "variable_seq_lengths"),
     ):
         changed = tiny_config(num_moe_experts=2, moe_router_load_balancing_type="none", num_layers=1)

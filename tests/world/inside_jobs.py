@@ -60,6 +60,59 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
     return step_loss(reported), local_parts(trainer.chunks, lambda p: p.main_grad), whole.fold_ratio
 
 
+def rows_without_a_vocabulary(layout: Any, head: str, samples: Sequence[Sample]) -> dict[str, float]:
+    """Every rank: errors of what a model answers without a vocabulary's head, and of gradients, for each row alone.
+
+    ``head`` is ``none`` for hidden states, of which a rank has a part under sequence parallelism, or ``scalar``.
+    """
+    from harness.models import tiny_gpt_config
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    from mcore_prefix_tree.mcore import fold_inside, with_scalar_head
+
+    config = tiny_gpt_config(layout=layout)
+    stock, tree = (
+        GPTModel(config, spec(config, None), VOCAB, 64, post_process=head == "scalar", position_embedding_type="rope")
+        for spec in (stock_spec, tree_spec)
+    )
+    if head == "scalar":
+        stock, tree = with_scalar_head(stock), with_scalar_head(tree)
+    tree.double().load_state_dict(stock.double().state_dict())
+    fold_inside(tree)
+    multiple = layout.tp if layout.sequence_parallel else 1
+
+    def whole(answer: torch.Tensor) -> torch.Tensor:
+        """Return ``[T, h]``; ranks make the same of it."""
+        if head == "scalar":
+            return answer[0]
+        if layout.sequence_parallel:
+            answer = gather_from_sequence_parallel_region(answer, tensor_parallel_output_grad=False)
+        return answer[:, 0]
+
+    def ask(model: Any, rows: Sequence[Sample]) -> torch.Tensor:
+        call = packed(rows, multiple)
+        params = call["packed_seq_params"] if model is tree else None
+        positions = torch.arange(call["input_ids"].shape[1]).unsqueeze(0)
+        return whole(model(call["input_ids"], positions, None, packed_seq_params=params))
+
+    answers, errors, start = ask(tree, samples), {}, 0
+    for index, sample in enumerate(samples):
+        alone, found = ask(stock, [sample])[: len(sample)], answers[start : start + len(sample)]
+        errors[f"row {index}"] = float((found - alone).norm() / alone.norm())
+        alone.square().sum().backward()
+        start += len(sample) + -len(sample) % multiple
+    answers.square().sum().backward()
+    of_tree = dict(tree.named_parameters())
+    for name, parameter in stock.named_parameters():
+        expected, found = parameter.grad, of_tree[name].grad
+        if getattr(parameter, "sequence_parallel", False):  # each rank has the gradient of its own tokens
+            torch.distributed.all_reduce(expected)
+            torch.distributed.all_reduce(found)
+        errors[name] = float((found - expected).norm() / expected.norm())
+    return errors
+
+
 def packed_tree_spec(config: Any, vp_stage: int | None) -> Any:
     """Megatron's local block, whose attention takes packed rows, tree-capable."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention

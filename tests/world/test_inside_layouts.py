@@ -11,7 +11,7 @@ import torch
 from folded_jobs import Job, branching_samples, unfolded_gradients
 from harness.weights import assemble
 from harness.worlds import Layout, WorkerError, world
-from inside_jobs import InsideJob, inside_gradients
+from inside_jobs import InsideJob, inside_gradients, rows_without_a_vocabulary
 from layouts import in_layouts
 from megatron.core.transformer import multi_latent_attention
 from test_folded_layouts import FP32_INSIDE, FP64, LATENT, MOE, check
@@ -114,3 +114,10 @@ def test_rows_that_share_nothing(size: int, layout: Layout, reads: str) -> None:
     """They go through the stock model."""
     job = InsideJob(reads=reads, packed_attention=True)
     check(inside(size, layout, job), oracle(unlike=True), FP64)
+
+
+@pytest.mark.parametrize("head", ["none", "scalar"])
+@in_layouts("tp2-sp", slow=["tp2"])
+def test_hidden_states_and_values(size: int, layout: Layout, head: str) -> None:
+    for errors in world(size).run(rows_without_a_vocabulary, layout, head, SAMPLES, layout=layout):
+        assert max(errors.values()) <= FP64, max(errors, key=errors.get)
