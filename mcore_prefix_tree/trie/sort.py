@@ -114,7 +114,7 @@ def prompt_length(sample: Sample) -> int:
     return first + 1 if len(scored) and scored[first] else len(sample)
 
 
-def common_prefix_length(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) -> int:
+def common_prefix_length(left: npt.NDArray[np.integer], right: npt.NDArray[np.integer]) -> int:
     """Count the leading tokens that two samples have in common."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]

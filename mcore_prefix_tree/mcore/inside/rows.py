@@ -65,7 +65,8 @@ class PackedRows:
     def position(self) -> Int64Array:
         """int64 ``[L]``, where the rows' tokens stand in the packed micro-batch, row after row."""
         before = np.cumsum(self.length) - self.length
-        return np.arange(self.logical_tokens) + np.repeat(self.start - before, self.length)
+        position: Int64Array = np.arange(self.logical_tokens) + np.repeat(self.start - before, self.length)
+        return position
 
     @cached_property
     def _tokens(self) -> list[Int64Array]:
