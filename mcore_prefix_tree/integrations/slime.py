@@ -104,8 +104,9 @@ def log_folding(
     if report is None:  # before the first step
         return
     report = report.over_ranks(mpu.get_data_parallel_group(), next(model[-1].parameters()).device)
-    if mpu.get_data_parallel_rank() or mpu.get_tensor_model_parallel_rank() or not mpu.is_pipeline_last_stage():
-        return  # slime logs on the others' behalf
+    is_last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+    if mpu.get_data_parallel_rank() or mpu.get_tensor_model_parallel_rank() or not is_last:
+        return  # one rank logs, as in slime
     steps = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     role = getattr(model[0], "role", "actor")
     prefix = "train/" if role == "actor" else f"train/{role}-"
