@@ -72,6 +72,7 @@ def rows_without_a_vocabulary(layout: Any, head: str, samples: Sequence[Sample])
     from mcore_prefix_tree.mcore import fold_inside, with_scalar_head
 
     config = tiny_gpt_config(layout=layout)
+    torch.manual_seed(0)  # ranks hold the same scalar head
     stock, tree = (
         GPTModel(config, spec(config, None), VOCAB, 64, post_process=head == "scalar", position_embedding_type="rope")
         for spec in (stock_spec, tree_spec)
