@@ -151,6 +151,7 @@ TRANSFORMER_ENGINE = (
         "query key value attention_mask",
         "attention_bias packed_seq_params",
     ),
+    Uses("megatron.core.extensions.transformer_engine:TENorm", "config hidden_size eps"),
 )
 
 ENGINE = (

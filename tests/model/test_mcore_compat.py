@@ -169,7 +169,7 @@ def imported_from_core(file: Path) -> set[str]:
         (["seam", "readout"], [compat.SEAM, compat.TRANSFORMER_ENGINE]),
         (["engine"], [compat.SEAM, compat.ENGINE]),
         (["inside"], [compat.SEAM, compat.INSIDE]),
-        (["trainer"], [compat.SEAM, compat.ENGINE, compat.TRAINER]),
+        (["trainer"], [compat.SEAM, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.TRAINER]),
         (["megatron_lm"], [compat.SEAM, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MEGATRON_LM]),
     ],
     ids=["seam", "engine", "inside", "trainer", "megatron_lm"],

@@ -36,7 +36,9 @@ def auto_bridge() -> Any:
         name: AnyName(name, __version__="2.9.0") for name in ("transformer_engine", "transformer_engine.pytorch")
     }
     before = dict(sys.modules)
-    with mock.patch.dict(sys.modules, stand_ins if "megatron.bridge" not in before else {}):
+    if "megatron.bridge" in before or "transformer_engine" in before:  # imported already, or te_stand_in's layers
+        stand_ins = {}
+    with mock.patch.dict(sys.modules, stand_ins):
         from megatron.bridge import AutoBridge
 
         imported = {name: module for name, module in sys.modules.items() if name not in before | stand_ins}

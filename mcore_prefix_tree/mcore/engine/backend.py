@@ -55,7 +55,7 @@ def case_of(config: Any, *, device: torch.device, deterministic: bool = True) ->
         options=AttentionOptions(
             softmax_scale=config.softmax_scale or head_dim**-0.5,
             # Of the layers that have a window; the others have less to be refused.
-            window=None if config.window_size is None else config.window_size[0] + 1,
+            window=next((window for window in windows_of(config) if window is not None), None),
             sinks=None if config.softmax_type == "vanilla" else torch.empty(heads, device="meta"),
             deterministic=deterministic,
         ),
@@ -69,8 +69,12 @@ def cases_of(config: Any, *, device: torch.device, deterministic: bool) -> tuple
         config, device, deterministic: see :func:`case_of`.
     """
     case = case_of(config, device=device, deterministic=deterministic)
-    windows = {window_of(config, layer): None for layer in range(1, config.num_layers + 1)}
-    return tuple(replace(case, options=replace(case.options, window=window)) for window in windows)
+    return tuple(replace(case, options=replace(case.options, window=window)) for window in windows_of(config))
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """Return the different windows of a model's layers; None is that of a layer without one."""
+    return list(dict.fromkeys(window_of(config, layer) for layer in range(1, config.num_layers + 1)))
 
 
 def resolve_backend(

@@ -6,6 +6,7 @@ Both are mixed into whatever class a layer spec names. Without tree metadata the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -44,7 +45,10 @@ class TreeSelfAttentionMixin:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As the base class; ``rotary_pos_emb`` is a table by position ``[max_path_len, 1, 1, dim]`` or two."""
+        """As the base class; ``rotary_pos_emb`` is a table by position ``[max_path_len, 1, 1, dim]`` or two.
+
+        Where layers take turns between embeddings (Gemma 3), the table is a stack ``[n, max_path_len, 1, 1, dim]``.
+        """
         tree = tree_params_of(packed_seq_params)
         if tree is not None and rotary_pos_emb is not None:
             assert tree.tree_metadata is not None
@@ -62,7 +66,7 @@ class TreeSelfAttentionMixin:
 def _gather_rotary(table: Any, metadata: TreeMetadata) -> Any:
     """Return the rows of the rotary table at each token's position; gathered once per micro-batch and table."""
     tables = table if isinstance(table, tuple) else (table,)
-    if CORE_KNOWS_TREES and all(one.shape[0] == metadata.padded_size for one in tables):
+    if CORE_KNOWS_TREES and all(one.shape[-4] == metadata.padded_size for one in tables):
         # The GPTModel of a patched Megatron-Core has gathered them. (Its table has max_path_len rows; where these are
         # as many as there are tokens, the forest is one path without padding and gathering changes nothing.)
         return table
@@ -76,17 +80,17 @@ def _gather_rotary(table: Any, metadata: TreeMetadata) -> Any:
 
 
 def rows_by_position(table: torch.Tensor, metadata: TreeMetadata) -> torch.Tensor:
-    """``[P, ...]``: of a table by position the row of each token.
+    """Return the row of each token, ``[..., P, 1, 1, dim]``, of a table by position ``[..., positions, 1, 1, dim]``.
 
     Raises:
         ValueError: the longest path has more positions than the table.
     """
-    if table.shape[0] < metadata.max_path_len:
+    if table.shape[-4] < metadata.max_path_len:
         raise ValueError(
-            f"the rotary table has {table.shape[0]} positions but the longest path has {metadata.max_path_len} "
+            f"the rotary table has {table.shape[-4]} positions but the longest path has {metadata.max_path_len} "
             "tokens; build packed_seq_params with TreePackedSeqParams.from_metadata"
         )
-    return table.index_select(0, metadata.tree_position_ids)
+    return table.index_select(-4, metadata.tree_position_ids)
 
 
 class TreeCoreAttentionMixin:
@@ -150,9 +154,21 @@ def window_of(config: Any, layer_number: int) -> int | None:
         config: a ``TransformerConfig`` that :func:`check_config` does not refuse.
         layer_number: from 1.
     """
-    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+    size, skip = window_settings(config)
+    if size is None or not is_layer_window_attention(size, skip, layer_number):
         return None
-    return int(config.window_size[0]) + 1  # upstream does not count the query itself
+    return int(size[0]) + 1  # upstream does not count the query itself
+
+
+def window_settings(config: Any) -> tuple[Sequence[int] | None, int | list[int] | None]:
+    """Return ``window_size`` and ``window_attn_skip_freq`` as Megatron-Core's own layers read them.
+
+    Megatron-Bridge's Gemma 3 has one number, which counts the query itself, and the pattern of its layers: its
+    attention makes a configuration of its own for each layer.
+    """
+    if isinstance(config.window_size, int):
+        return (config.window_size - 1, 0), sum(config.interleaved_attn_pattern)
+    return config.window_size, config.window_attn_skip_freq
 
 
 def sinks_of(core_attention: Any) -> torch.Tensor | None:

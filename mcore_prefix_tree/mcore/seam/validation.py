@@ -50,7 +50,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "crosses branches; set mtp_num_layers=None",
         ),
         (
-            config.window_size is not None and (config.window_size[0] < 0 or config.window_size[1] != 0),
+            isinstance(config.window_size, tuple | list) and (config.window_size[0] < 0 or config.window_size[1] != 0),
             f"window_size={config.window_size}: a token of a tree sees a number of tokens before it and none after; "
             "set window_size=(that number, 0) or None",
         ),
