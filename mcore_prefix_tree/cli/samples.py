@@ -178,6 +178,11 @@ class SampleOptions:
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "megatron":
                 raise
+            if recipe.model.hf is not None:
+                raise ValueError(
+                    f"--model {self.model}: megatron-core and Megatron-Bridge are not installed, and only they know "
+                    f"the cost of model.hf={recipe.model.hf}; see docs/huggingface.md"
+                ) from None
             typer.echo("megatron-core is not installed, so the model's settings are checked only by train", err=True)
         else:
             # Rejects what Megatron would not train.

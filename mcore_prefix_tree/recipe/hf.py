@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ SAME_FUNCTION = re.compile(
     "hf|dtype|transformer_impl|max_position_embeddings"
     "|transformer\\.(.*(recompute|fus|overlap|dispatcher|grouped_gemm|offload|deterministic|init|loss|dropout).*)"
 )
+_OF_RECIPE = ("hf", "dtype", "transformer_impl")
+# Keys that a recipe in a checkpoint has, which is written with all defaults.
+_OF_CHECKPOINTS = {"rotary_base", "swiglu", "qk_layernorm"}
 _LONGEST_HEADER = 100_000_000  # of the format
 # Keys of a recipe's model by the names that configurations have for them.
 _SIZES = {
@@ -35,11 +38,27 @@ _SIZES = {
     "max_position_embeddings": "max_position_embeddings",
 }
 _RUNS_CODE = "auto_map"
+_ADAPTER = "adapter_config.json"
+_TOKENIZER = "tokenizer.json"
+# Keys of a configuration that the function of its model does not depend on.
+_NOT_OF_THE_MODEL = (
+    "_name_or_path",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+# The heads of language models, and of models that give a text one number.
+LM_HEAD, SCORE = "lm_head.weight", "score.weight"
+_LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceFolder:
-    """A folder of a causal language model.
+    """A folder of a causal language model, or of one that ends in a scalar head.
 
     Attributes:
         path: of the folder.
@@ -83,12 +102,55 @@ class HuggingFaceFolder:
                 f"{folder / files[other[0]]} has '{other[0]}' of type {tensors[other[0]][0]}; give the folder of "
                 "weights that are not quantized"
             )
-        return cls(
+        found = cls(
             path=folder,
             config=config,
             files=files,
             dtypes={name: dtype for name, (dtype, _) in tensors.items()},
             shapes={name: shape for name, (_, shape) in tensors.items()},
+        )
+        if found.has_scalar_head and list(found.shapes.get(SCORE, ())) != [1, config.get("hidden_size")]:
+            raise ValueError(
+                f"{folder} has '{SCORE}' of shape {found.shapes.get(SCORE)}; a scalar head has one row of the hidden "
+                "size"
+            )
+        return found
+
+    @property
+    def architecture(self) -> str:
+        """Name of the language model's class in transformers, whatever head this one ends in."""
+        return str(self.config["architectures"][0]).removesuffix(_CLASSIFIER).removesuffix(_LANGUAGE_MODEL) + (
+            _LANGUAGE_MODEL
+        )
+
+    @property
+    def classifier(self) -> str:
+        """Name of the class with a scalar head."""
+        return self.architecture.removesuffix(_LANGUAGE_MODEL) + _CLASSIFIER
+
+    @property
+    def has_scalar_head(self) -> bool:
+        """Whether the model gives a number instead of a vocabulary's logits."""
+        return str(self.config["architectures"][0]).endswith(_CLASSIFIER)
+
+    def difference(self, other: HuggingFaceFolder) -> str | None:
+        """Return a key of ``config.json`` in which another folder is another model; None if it is the same one."""
+        mine, its = ({**one.config, **dict.fromkeys(_NOT_OF_THE_MODEL)} for one in (self, other))
+        return next((key for key in sorted({*mine, *its}) if mine.get(key) != its.get(key)), None)
+
+    def with_scalar_head(self) -> HuggingFaceFolder:
+        """Return the folder with a scalar head in place of the vocabulary's; the same if it has one."""
+        if self.has_scalar_head:
+            return self
+        file = self.files.get(LM_HEAD, max(self.files.values()))
+        dtype = self.dtypes.get(LM_HEAD, next(iter(self.dtypes.values())))
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return replace(
+            self,
+            config={**self.config, "architectures": [self.classifier], **labels},
+            files=_without_head(self.files) | {SCORE: file},
+            dtypes=_without_head(self.dtypes) | {SCORE: dtype},
+            shapes=_without_head(self.shapes) | {SCORE: [1, self.config["hidden_size"]]},
         )
 
     @property
@@ -126,18 +188,50 @@ def with_folder(content: Any) -> Any:
     path = model.get("hf") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str):
         return content
+    folder = HuggingFaceFolder.read(path)
+    if folder.sizes.keys() | _OF_CHECKPOINTS <= model.keys():
+        model = _as_given(model, folder)
     further = model.get("transformer")
     given = [*map(str, model), *(f"transformer.{name}" for name in (further if isinstance(further, dict) else ()))]
     for key in given:
         # The folder's, and not of this run: a limit of positions, too.
         if key != "transformer" and (not SAME_FUNCTION.fullmatch(key) or key == "max_position_embeddings"):
             raise ValueError(f"model.{key} is set, but model.hf={path} decides it; leave one of them out")
-    folder = HuggingFaceFolder.read(path)
     filled = {**content, "model": model | folder.sizes}
     data = content.get("data")
     if isinstance(data, dict) and folder.has_chat_template:
         filled["data"] = {"tokenizer": path} | data
+    if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
+        _check_tokenizer(folder, Path(data["tokenizer"]))
     return filled
+
+
+def _as_given(model: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
+    """Return the keys that stay with a recipe, of one that a checkpoint wrote with what its folder decided."""
+    for key, value in folder.sizes.items():
+        if model[key] != value:
+            raise ValueError(f"model.{key}={model[key]}, but {folder.path / CONFIG} has {value}")
+    further = model.get("transformer")
+    kept = {key: value for key, value in model.items() if key != "transformer" and key in _OF_RECIPE}
+    if isinstance(further, dict):
+        kept["transformer"] = {
+            name: value for name, value in further.items() if SAME_FUNCTION.fullmatch(f"transformer.{name}")
+        }
+    return kept
+
+
+def _check_tokenizer(folder: HuggingFaceFolder, other: Path) -> None:
+    """Reject another tokenizer whose vocabulary differs: its tokens would be read as the model's."""
+    mine, its = (place / _TOKENIZER for place in (folder.path, other))
+    if not mine.is_file() or not its.is_file() or mine.samefile(its):
+        return
+    if _vocabulary(mine) != _vocabulary(its):
+        raise ValueError(f"data.tokenizer={other} has another vocabulary than the model's own, {mine}")
+
+
+def _vocabulary(file: Path) -> Any:
+    model = _json(file).get("model")
+    return model.get("vocab") if isinstance(model, dict) else None
 
 
 def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -147,18 +241,26 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
                 f"{folder / name} has '{_RUNS_CODE}': this model comes with code of its own, which is never run; use a "
                 "version of the model that transformers itself implements"
             )
+    if (folder / _ADAPTER).is_file():
+        raise ValueError(
+            f"{folder} has {_ADAPTER}: transformers adds an adapter to these weights; merge it into them, or remove it"
+        )
     if "quantization_config" in config:
         raise ValueError(f"{folder / CONFIG} has 'quantization_config'; give the folder of the weights before that")
     architectures = config.get("architectures")
     if (
         not isinstance(architectures, list)
         or len(architectures) != 1
-        or not str(architectures[0]).endswith("ForCausalLM")
+        or not str(architectures[0]).endswith((_LANGUAGE_MODEL, _CLASSIFIER))
     ):
         raise ValueError(
             f"{folder / CONFIG} has architectures={architectures}; model.hf takes one, a causal language model such as "
-            "LlamaForCausalLM"
+            "LlamaForCausalLM or, with a scalar head, LlamaForSequenceClassification"
         )
+
+
+def _without_head(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != LM_HEAD}
 
 
 def _files(folder: Path) -> Iterator[tuple[str, str]]:

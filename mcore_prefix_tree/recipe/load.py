@@ -17,7 +17,7 @@ from pydantic import ValidationError as PydanticError
 from yaml import YAMLError
 
 from mcore_prefix_tree.inputs import read_text
-from mcore_prefix_tree.recipe.hf import with_folder
+from mcore_prefix_tree.recipe.hf import HuggingFaceFolder, with_folder
 from mcore_prefix_tree.recipe.keys import instead_of
 from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
 from mcore_prefix_tree.recipe.values import AT_ODDS
@@ -61,7 +61,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except (OSError, ValueError) as error:
         raise RecipeError(f"recipe {path}: model.hf: {_one_line(error)}") from error
     try:
-        return TypeAdapter(Recipe).validate_python(content)
+        recipe = TypeAdapter(Recipe).validate_python(content)
     except PydanticError as error:
         faults = []
         for fault in error.errors():
@@ -72,6 +72,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             else:
                 faults.append(f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]}{given}")
         raise RecipeError(f"recipe {path}: " + "; ".join(faults)) from None
+    hf, objective = recipe.model.hf, recipe.objective
+    if hf is not None and not objective.has_scalar_head and HuggingFaceFolder.read(hf).has_scalar_head:
+        raise RecipeError(
+            f"recipe {path}: model.hf={hf} ends in a scalar head, and objective.name={objective.name} needs a "
+            "vocabulary; give a language model"
+        )
+    return recipe
 
 
 def _with_override(recipe: Any, override: str) -> Any:

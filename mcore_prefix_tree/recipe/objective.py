@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from mcore_prefix_tree.objectives import OBJECTIVES, CrossTokenizer, Objective, make_objective
 from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
+from mcore_prefix_tree.recipe.teacher import teacher_recipe
 from mcore_prefix_tree.recipe.xtoken import bound
 
 
@@ -67,7 +68,7 @@ def objective_of(recipe: Recipe) -> Objective:
     if objective.across_tokenizers:
         return bound(
             cast("CrossTokenizer", objective),
-            teachers,
+            [(path, teacher_recipe(path, recipe)) for path in teachers],
             recipe.data,
             sharing=recipe.batch.sharing,
             pad_to_multiple_of=recipe.padding.multiple,

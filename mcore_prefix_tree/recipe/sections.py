@@ -223,8 +223,10 @@ class ObjectiveConfig:
         name: of ``mcore_prefix_tree.objectives.OBJECTIVES``, such as ``sft``, ``grpo`` or ``dpo``. With ``critic`` and
             ``reward_model`` the model ends in a scalar head instead of the vocabulary's.
         options: of its class there, for example ``{kl_coef: 0.01}``.
-        teacher_recipe: of the teacher of ``distill`` or ``xtoken``, for the latter also a list; ``model``,
-            ``data.tokenizer``, ``checkpoint.save`` and ``attention_backend`` are read of it.
+        teacher_recipe: of the model that ``distill`` with ``teacher: full`` learns from: ``model``, of the same
+            vocabulary, ``checkpoint.save``, where its weights are, and ``attention_backend`` are read of it. ``xtoken``
+            also reads ``data.tokenizer``, and may have a list of teachers. A Hugging Face folder can take a recipe's
+            place; in a recipe with ``model.hf`` and no ``checkpoint.save`` the weights are that folder's.
         teacher_tensor_model_parallel_size: 1 leaves teachers of ``xtoken`` whole on each rank; None is the student's.
     """
 
@@ -401,16 +403,10 @@ class Recipe:
     verify: VerifyConfig = field(default_factory=VerifyConfig)
 
     def __post_init__(self) -> None:
-        """Refuse chunks of a head that has none, and Hugging Face folders where there can be none."""
+        """Refuse chunks of a head that has none, and an export without the folder whose format it has."""
         if self.checkpoint.export_hf is not None and self.model.hf is None:
             raise PydanticCustomError(
                 AT_ODDS, "checkpoint.export_hf writes the format of model.hf, which is not set; leave it out"
-            )
-        if self.model.hf is not None and self.objective.has_scalar_head:
-            raise PydanticCustomError(
-                AT_ODDS,
-                "model.hf builds language models, and objective.name={name} needs a scalar head",
-                {"name": self.objective.name},
             )
         if self.head_chunk_rows is not None and (not self.fused_head or self.objective.has_scalar_head):
             why = "fused_head=false" if not self.fused_head else f"objective.name={self.objective.name}"

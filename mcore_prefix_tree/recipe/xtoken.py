@@ -7,7 +7,6 @@ from pathlib import Path
 
 from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, TeacherSide
-from mcore_prefix_tree.recipe.load import load_recipe
 from mcore_prefix_tree.recipe.sections import DataConfig, Recipe, RecipeError
 from mcore_prefix_tree.trie import Sharing
 from mcore_prefix_tree.xtoken.losses import Endings
@@ -19,7 +18,7 @@ from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 def bound(
     settings: CrossTokenizer,
-    teachers: Sequence[str],
+    teachers: Sequence[tuple[str, Recipe]],
     data: DataConfig,
     *,
     sharing: Sharing,
@@ -30,7 +29,7 @@ def bound(
 
     Args:
         settings: from ``objective.options``.
-        teachers: their recipes, which name their tokenizers.
+        teachers: names of their recipes, and these, which name their tokenizers.
         data: names the student's tokenizer.
         sharing: see :meth:`CrossTokenizer.bound`, as for the other two.
         pad_to_multiple_of: of the layouts' sizes.
@@ -44,8 +43,8 @@ def bound(
     projections = _projections(settings, reads, len(teachers))
     student = _tokenizer(data, "data.tokenizer")
     sides = []
-    for path, projection in zip(teachers, projections, strict=True):
-        pairing = _pairing(settings, student, path, load_recipe(path))
+    for (path, teacher), projection in zip(teachers, projections, strict=True):
+        pairing = _pairing(settings, student, path, teacher)
         sides.append(_side(pairing, reads, projection))
     _check_columns(settings, sides)
     try:

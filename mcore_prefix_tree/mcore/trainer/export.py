@@ -7,23 +7,26 @@ of the same names, and its configuration and tokenizer.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import cast
 from uuid import uuid4
 
 import torch
-from megatron.core.utils import unwrap_model
 
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.hf import bridge_of, is_untrained
+from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
+from mcore_prefix_tree.mcore.trainer.hf import bridge_of, is_untrained, without_scalar_head
 from mcore_prefix_tree.mcore.trainer.model import build_chunks
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import Recipe, RecipeError
-from mcore_prefix_tree.recipe.hf import PICKLES, HuggingFaceFolder
+from mcore_prefix_tree.recipe.hf import CONFIG, INDEX, PICKLES, SCORE, HuggingFaceFolder
 
 # Names that safetensors gives its types.
 _DTYPES = {
@@ -58,30 +61,55 @@ def check_export(path: str | Path, setting: str) -> None:
         raise RecipeError(f"{setting}: {parent} is not a folder that can be written to")
 
 
-def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path) -> None:
+def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path, *, scalar_head: bool = False) -> None:
     """Write a model's weights as a Hugging Face folder; all ranks together, all or nothing.
 
     Args:
         source: folder of ``model.hf``.
         chunks: of this rank, in any wrappers.
         target: folder to make.
+        scalar_head: the model ends in a scalar head: transformers' ``...ForSequenceClassification`` of one label.
 
     Raises:
         OSError: it cannot be written; nothing is left of it.
         RecipeError: Megatron-Bridge gives other weights than the source has.
     """
+    with without_scalar_head(chunks) as (models, head):
+        _export(source, models, target, score=_score_of(head, has_head=scalar_head))
+
+
+def _score_of(head: torch.nn.Module | None, *, has_head: bool) -> torch.Tensor | None:
+    """Return the weight of a scalar head on every rank, None of a language model; the last stage has it."""
+    if not has_head:
+        return None
+    weights = everyone(None if head is None else cast("torch.Tensor", head.weight).detach().cpu())
+    return next(cast("torch.Tensor", weight) for weight in weights if weight is not None)
+
+
+def _export(source: str, models: list[torch.nn.Module], target: str | Path, *, score: torch.Tensor | None) -> None:
     folder = HuggingFaceFolder.read(source)
+    if score is not None:
+        folder = folder.with_scalar_head()
     unfinished = Path(f"{Path(target).absolute()}.{everyone(uuid4().hex)[0]}.tmp")
     on_main_rank(unfinished.mkdir)
     writer = _Writer(folder, unfinished)
     failure: Exception | None = None
-    weights = bridge_of(source).export_hf_weights(unwrap_model(list(chunks)), cpu=True, show_progress=False)
+    weights: Iterator[tuple[str, torch.Tensor]] = bridge_of(source).export_hf_weights(
+        models, cpu=True, show_progress=False
+    )
+    if score is not None:
+        weights = chain(weights, [(SCORE, score)])
 
     def finish() -> None:
-        if failure is not None:
-            raise failure
-        writer.finish()
-        os.rename(unfinished, target)
+        try:
+            if failure is not None:
+                raise failure
+            writer.finish()
+            os.rename(unfinished, target)
+        except (MemoryError, OSError, ValueError):
+            raise
+        except Exception as error:  # what safetensors calls a file that it cannot read
+            raise RecipeError(f"{target} cannot be exported: {error}") from error
 
     try:
         # Every rank takes part in every weight; the main rank goes on with the others after an error.
@@ -89,7 +117,7 @@ def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path) -
             if is_main_rank() and failure is None:
                 try:
                     writer.add(name, weight)
-                except (OSError, ValueError) as error:
+                except Exception as error:  # of any kind: the other ranks wait for this one
                     failure = error
         on_main_rank(finish)
     except BaseException:
@@ -129,7 +157,14 @@ class _Writer:
                 f"{list(self._source.shapes[name])}"
             )
         # A copy: what is exported may be a view of something larger, or of another weight.
-        self._weights[file][name] = weight.detach().to(_DTYPES[self._source.dtypes[name]], copy=True).contiguous()
+        copied = weight.detach().to(_DTYPES[self._source.dtypes[name]], copy=True).contiguous()
+        if not copied.isfinite().all():
+            what = "beyond that type's largest" if weight.isfinite().all() else "not finite"
+            raise RecipeError(
+                f"'{name}' has values {what}, and {self._source.path} has it in {self._source.dtypes[name]}; export "
+                "to the format of a folder in BF16"
+            )
+        self._weights[file][name] = copied
         self._left[file].remove(name)
         if not self._left[file]:
             self._write(file)
@@ -153,6 +188,11 @@ class _Writer:
         for one in sorted(self._source.path.iterdir()):
             if one.is_file() and not one.name.endswith(_LEFT_OUT):
                 shutil.copyfile(one, self._target / one.name)
+        if SCORE in self._source.files:  # the source may be a language model
+            (self._target / CONFIG).write_text(json.dumps(self._source.config, indent=2) + "\n")
+            if (self._target / INDEX).is_file():
+                index = json.loads((self._target / INDEX).read_text()) | {"weight_map": dict(self._source.files)}
+                (self._target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _write(self, file: str) -> None:
         from safetensors import SafetensorError
@@ -193,7 +233,12 @@ def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
             raise RecipeError(f"checkpoint.save={saved} holds no checkpoint; train first, or name the folder of a run")
         model = joined.recipe.model
         assert model.vocab_size is not None, "the folder gives it"
-        chunks = build_chunks(model, joined.config, vocab_size=model.vocab_size, device=joined.device)
+        scalar_head = recipe.objective.has_scalar_head
+        chunks = build_chunks(
+            model, joined.config, vocab_size=model.vocab_size, device=joined.device, scalar_head=scalar_head
+        )
         checkpoint.load_weights(saved, iteration, chunks, model=model)
-        export(source, chunks, target)
+        # It is finished first: a signal would leave half a folder.
+        with EndRequest():
+            export(source, chunks, target, scalar_head=scalar_head)
         return iteration, is_main_rank()

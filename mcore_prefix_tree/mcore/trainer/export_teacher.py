@@ -121,7 +121,7 @@ def _teacher_of(recipe: Recipe) -> tuple[Recipe, Pairing]:
             "objective.options.rendering=own: rows are exported for the student's text; leave rendering out"
         )
     (path,) = teachers
-    teacher = load_recipe(path)
+    teacher = teacher_recipe(path, recipe)
     check_teacher(teacher, f"objective.teacher_recipe={path}")
     return teacher, pairing_of(settings, recipe.data, path, teacher)
 

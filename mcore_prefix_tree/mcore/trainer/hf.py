@@ -11,7 +11,8 @@ import functools
 import logging
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,7 +24,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.utils import unwrap_model
 
 from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.mcore.seam.provider import provided_spec
+from mcore_prefix_tree.mcore.seam.attention import window_settings
+from mcore_prefix_tree.mcore.seam.scalar_head import ScalarHead
 from mcore_prefix_tree.mcore.trainer.fields import (
     check_experts,
     check_latent_layers,
@@ -34,8 +36,10 @@ from mcore_prefix_tree.mcore.trainer.fields import (
     settings_of_run,
     typed_settings,
 )
+from mcore_prefix_tree.mcore.trainer.hf_layers import engine_layers
+from mcore_prefix_tree.mcore.trainer.hf_settings import settings_of_folder
 from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig, RecipeError
-from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
+from mcore_prefix_tree.recipe.hf import LM_HEAD, SCORE, HuggingFaceFolder
 
 _INSTALL = (
     "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and TransformerEngine; install it with "
@@ -77,11 +81,6 @@ _NAMES = {
     "qk_layernorm": "qk_layernorm",
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# What Megatron-Core has in its source for the rotary embeddings of Llama 3.1.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# What DeepSeek-V3's layers do in Megatron-Core or in transformers whatever a configuration says: scores of experts are
-# normalised, rotary channels interleaved, and transformers' latent norms have this epsilon.
-_DEEPSEEK3 = {"norm_topk_prob": True, "rope_interleave": True, "rms_norm_eps": 1e-6}
 # Buffers that older releases of transformers wrote; they follow from the configuration.
 _BUFFER = "rotary_emb.inv_freq"
 
@@ -114,13 +113,19 @@ def bridge_of(path: str) -> Any:
     """
     kind = auto_bridge()
     try:
-        return kind.from_hf_pretrained(path, trust_remote_code=False)
+        architecture = HuggingFaceFolder.read(path).architecture
+        # Of a model with a scalar head the bridge of the language model converts all but the head.
+        return kind.from_hf_pretrained(path, trust_remote_code=False, architectures=[architecture])
     except Exception as error:  # its own words are a page
-        architecture = HuggingFaceFolder.read(path).config["architectures"][0]
-        raise RecipeError(
-            f"model.hf={path}: Megatron-Bridge cannot build {architecture} ({_first_line(error)}); for which models "
-            "were tested see docs/huggingface.md"
-        ) from error
+        raise _cannot_build(path, error) from error
+
+
+def _cannot_build(path: str, error: Exception) -> RecipeError:
+    architecture = HuggingFaceFolder.read(path).architecture
+    return RecipeError(
+        f"model.hf={path}: Megatron-Bridge cannot build {architecture} ({_first_line(error)}); for which models were "
+        "tested see docs/huggingface.md"
+    )
 
 
 def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> Any:
@@ -132,11 +137,15 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
     """
     assert model.hf is not None
     check_experts(model)
-    provider = bridge_of(model.hf).to_megatron_provider(load_weights=False)
-    _check_attention(model.hf, provider)
+    bridge = bridge_of(model.hf)
+    try:
+        provider = bridge.to_megatron_provider(load_weights=False)
+    except Exception as error:
+        raise _cannot_build(model.hf, error) from error
+    of_folder = settings_of_folder(model.hf, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     if model.transformer_impl == "transformer_engine":
         check_transformer_engine()
-        spec: Any = partial(provided_spec, provider.transformer_layer_spec)
+        spec: Any = partial(engine_layers, provider.transformer_layer_spec)
     else:
         _check_stock(model, provider)
         spec = local_layers
@@ -144,6 +153,12 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
         raise RecipeError(
             f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size} does not divide the vocabulary "
             f"of model.hf={model.hf}, {provider.vocab_size}: logits of padding would count as tokens"
+        )
+    stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
+    if provider.num_layers % stages:
+        raise RecipeError(
+            f"model.hf={model.hf} has {provider.num_layers} layers, which {stages} stages of a pipeline cannot share "
+            "evenly; change parallel.pipeline_model_parallel_size or virtual_pipeline_model_parallel_size"
         )
     fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {"should_pad_vocab": False}
     fixed["transformer_layer_spec"] = spec
@@ -155,7 +170,7 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
     if isinstance(provider, MLATransformerConfig):
         kind = MLATransformerConfig
         check_latent_layers(model, parallel, on_gpu=on_gpu)
-    settings = fixed | {name: value for name, value in defaults.items() if hasattr(provider, name)}
+    settings = of_folder | fixed | {name: value for name, value in defaults.items() if hasattr(provider, name)}
     try:
         provider.apply_overrides_and_finalize(overrides=settings | typed_settings(model, kind))
     except RecipeError:
@@ -174,45 +189,15 @@ def _check_stock(model: ModelConfig, provider: Any) -> None:
     spec = provider.transformer_layer_spec
     spec = spec.func if isinstance(spec, functools.partial) else spec
     stock = spec in (default_layer_spec, get_gpt_decoder_block_spec)
+    if provider.num_moe_experts and provider.add_bias_linear:
+        raise RecipeError(
+            f"model.hf={model.hf}: megatron-core's own experts cannot be trained with biases; set "
+            "model.transformer_impl=transformer_engine"
+        )
     if not stock or type(provider).provide is not GPTModelProvider.provide:
         raise RecipeError(
             f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, of TransformerEngine; "
             "set model.transformer_impl=transformer_engine"
-        )
-
-
-def _check_attention(path: str, provider: Any) -> None:
-    """Reject settings of a configuration that Megatron-Bridge would pass over without a word.
-
-    Raises:
-        RecipeError: names the setting.
-    """
-    config = HuggingFaceFolder.read(path).config
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    supported = {
-        "default": True,
-        "llama3": provider.rope_scaling and all(rope.get(name, value) == value for name, value in _LLAMA3.items()),
-        "linear": getattr(provider, "seq_len_interpolation_factor", None) == rope.get("factor"),
-        "yarn": provider.position_embedding_type == "yarn" or isinstance(provider, MLATransformerConfig),
-    }
-    if not supported.get(kind, False):
-        raise RecipeError(
-            f"model.hf={path}: Megatron-Bridge has no rotary embeddings with these settings for this architecture: "
-            f"{rope}"
-        )
-    fixed = _DEEPSEEK3 if config.get("model_type") == "deepseek_v3" else {}
-    for name, value in fixed.items():
-        if config.get(name, value) != value:
-            raise RecipeError(
-                f"model.hf={path}: config.json has {name}={config[name]}, and Megatron-Core's layers of this "
-                f"architecture would not compute what transformers does unless it is {value}"
-            )
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if window and not provider.window_size:
-        raise RecipeError(
-            f"model.hf={path}: Megatron-Bridge has no sliding window for this architecture, and config.json has "
-            f"sliding_window={window}"
         )
 
 
@@ -226,27 +211,35 @@ def described(model: ModelConfig, provider: Any) -> ModelConfig:
     if model.hf is None:
         return model
     sizes = {key: getattr(provider, name) for key, name in _NAMES.items()}
+    if isinstance(sizes["rotary_base"], tuple):  # of layers with a window, and of the others
+        sizes["rotary_base"] = sizes["rotary_base"][-1]
     kind = MLATransformerConfig if isinstance(provider, MLATransformerConfig) else TransformerConfig
-    further = {
+    further: dict[str, Any] = {
         field.name: list(value) if isinstance(value, tuple) else value
         for field in dataclasses.fields(kind)
         if re.match("moe_|num_moe|multi_latent|q_lora|kv_lora|qk_.*head_dim|v_head|window_|layernorm_ep", field.name)
         for value in (getattr(provider, field.name),)
         if value != field.default and isinstance(value, int | float | str | list | tuple)
     }
+    if isinstance(provider.window_size, int):
+        size, skip = window_settings(provider)
+        further |= {"window_size": list(size or ()), "window_attn_skip_freq": skip}
     untied = not provider.share_embeddings_and_output_weights
     return dataclasses.replace(
         model, **sizes, untie_embeddings_and_output_weights=untied, transformer=further | model.transformer
     )
 
 
-def provided(provider: Any, **ends: Any) -> Any:
+def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
     """Return one chunk of a provider's model, with new weights.
 
     Args:
         provider: from :func:`provider_of`.
+        scalar_head: the chunk's output layer will be exchanged for a scalar head.
         ends: ``pre_process``, ``post_process`` and ``vp_stage``.
     """
+    if scalar_head:
+        provider.share_embeddings_and_output_weights = False
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     return provider.provide(**ends)
 
@@ -254,13 +247,55 @@ def provided(provider: Any, **ends: Any) -> Any:
 def load_folder(path: str, chunks: Sequence[torch.nn.Module]) -> None:
     """Fill a model with the weights of its folder; all ranks together.
 
+    A scalar head is left as it is if the folder has none: it starts anew.
+
     Raises:
         RecipeError: the folder lacks a weight of the model, or has one that the model does not read.
     """
-    bridge, models = bridge_of(path), unwrap_model(list(chunks))
+    with without_scalar_head(chunks) as (models, head):
+        _load(path, models, replaced=set() if head is None else {LM_HEAD})
     folder = HuggingFaceFolder.read(path)
-    tasks = bridge.get_conversion_tasks(models)
-    unread = sorted(folder.files.keys() - {name for task in tasks for name in _sources(task)} - _beyond(folder))
+    if head is not None and folder.has_scalar_head:
+        from safetensors import safe_open
+
+        with safe_open(folder.path / folder.files[SCORE], "pt") as opened, torch.no_grad():
+            head.weight.copy_(opened.get_tensor(SCORE))
+
+
+@contextmanager
+def without_scalar_head(
+    chunks: Sequence[torch.nn.Module],
+) -> Iterator[tuple[list[torch.nn.Module], ScalarHead | None]]:
+    """Take a model's scalar head away while Megatron-Bridge, which knows none, converts the other weights.
+
+    Args:
+        chunks: of this rank, in any wrappers.
+
+    Returns:
+        The models inside the wrappers, and the head; None on a stage without one.
+    """
+    models: list[Any] = unwrap_model(list(chunks))
+    with_head = [one for one in models if isinstance(getattr(one, "output_layer", None), ScalarHead)]
+    heads = [one.output_layer for one in with_head]
+    for one in with_head:
+        del one.output_layer
+    try:
+        yield models, next(iter(heads), None)
+    finally:
+        for one, head in zip(with_head, heads, strict=True):
+            one.output_layer = head
+
+
+def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
+    bridge, folder = bridge_of(path), HuggingFaceFolder.read(path)
+    read = (replaced | _beyond(folder)).union(*map(_sources, bridge.get_conversion_tasks(models)))
+    names = sorted(folder.files)
+    # Of experts that are spread over ranks each rank knows its own.
+    is_read = torch.tensor(
+        [name in read for name in names], dtype=torch.uint8, device=next(models[0].parameters()).device
+    )
+    torch.distributed.all_reduce(is_read, torch.distributed.ReduceOp.MAX)
+    unread = [name for name, one in zip(names, is_read.tolist(), strict=True) if not one]
     if unread:
         raise RecipeError(
             f"model.hf={path} has '{unread[0]}', which Megatron-Bridge's model does not read"
@@ -292,8 +327,9 @@ def _sources(task: Any) -> Iterable[str]:
 
 def _beyond(folder: HuggingFaceFolder) -> set[str]:
     """Names of weights that a language model does not use: layers that predict further tokens, and what is derived."""
-    tied = {"lm_head.weight"} if folder.config.get("tie_word_embeddings") else set()
-    return tied | {name for name in folder.files if is_untrained(folder, name)}
+    tied = {LM_HEAD} if folder.config.get("tie_word_embeddings") else set()
+    head = {SCORE} if folder.has_scalar_head else set()
+    return tied | head | {name for name in folder.files if is_untrained(folder, name)}
 
 
 def is_untrained(folder: HuggingFaceFolder, name: str) -> bool:

@@ -132,7 +132,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             assert recipe.model.hf is not None, "the recipe checks it"
             # Like a step, it is finished first: a signal would leave half a folder, and no other copy without a save.
             with EndRequest():
-                export(recipe.model.hf, chunks, target)
+                export(recipe.model.hf, chunks, target, scalar_head=objective.has_scalar_head)
             say(f"the weights are exported to {target}")
         if data.skipped.count:
             say(f"not trained on: {data.skipped}")

@@ -178,7 +178,7 @@ def build_chunks(
             "vp_stage": vp_stage,
         }
         if model.hf is not None:
-            chunk = provided(config, **ends)
+            chunk = provided(config, scalar_head=scalar_head, **ends)
         else:
             chunk = GPTModel(
                 config,

@@ -28,6 +28,7 @@ from mcore_prefix_tree.mcore.trainer.session import Session
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
 from mcore_prefix_tree.recipe.source import source_of
 from mcore_prefix_tree.sample import Sample, SampleError
 
@@ -129,7 +130,8 @@ class Resolved:
         folder = recipe.checkpoint.pretrained_checkpoint
         if folder is None and recipe.model.hf is not None:
             load_folder(recipe.model.hf, chunks)
-            say(f"the weights start from {recipe.model.hf}")
+            is_new = objective.has_scalar_head and not HuggingFaceFolder.read(recipe.model.hf).has_scalar_head
+            say(f"the weights start from {recipe.model.hf}{', with a new scalar head' if is_new else ''}")
             return chunks
         if folder is None:
             hint = ""

@@ -21,6 +21,7 @@ from mcore_prefix_tree.mcore.trainer.hf import load_folder
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.sample import Sample
 
@@ -81,7 +82,8 @@ def run_score(
             ``old_logprobs``, ``entropy`` and ``ref_logprobs``, null for tokens that are not scored; of a critic with
             ``values``, of a reward model with the ``reward`` after its last token, of a teacher with ``teacher``
             instead. The file appears once it is complete.
-        reference: folder of another run's checkpoints of the same model; gives ``ref_logprobs``.
+        reference: folder of another run's checkpoints of the same model, or a Hugging Face folder of the same
+            architecture; gives ``ref_logprobs``.
         all_tokens: score all tokens, not only those with a non-zero loss mask.
         entropy: write it too.
         teacher_top_k: the model is a teacher to be distilled from, of whose predictions so many likeliest tokens are
@@ -104,14 +106,14 @@ def run_score(
     main = recipe.objective.kind.scored_as
     if teacher_top_k is not None:
         main = _teacher_column(recipe.objective, recipe.model.vocab_size, teacher_top_k)
-    weights = {main: _policy(recipe.checkpoint.save, recipe.model.hf)}
+    weights = {main: _policy(recipe)}
     if reference is not None:
         if recipe.objective.has_scalar_head or teacher_top_k is not None:
             raise RecipeError(
                 f"--reference gives ref_logprobs beside those of a policy, but this model gives {main} alone; score "
                 "the reference in a run of its own"
             )
-        weights[REFERENCE] = _Weights(folder=reference)
+        weights[REFERENCE] = _reference(reference, recipe)
     found = {column: one.last() for column, one in weights.items()}
     with session(recipe) as joined:
         # A network folder shows another machine's last checkpoint late: all take the main rank's.
@@ -178,12 +180,37 @@ class _Weights:
             checkpoint.load_weights(self.folder, name, chunks, model=model)
 
 
-def _policy(save: str | None, hf: str | None) -> _Weights:
+def _policy(recipe: Recipe) -> _Weights:
+    save, hf = recipe.checkpoint.save, recipe.model.hf
     if save is not None:
         return _Weights(folder=save)
     if hf is None:
         raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
+    if recipe.objective.has_scalar_head and not HuggingFaceFolder.read(hf).has_scalar_head:
+        raise RecipeError(f"model.hf={hf} has no scalar head to score with; set checkpoint.save")
     return _Weights(folder=hf, is_hf=True)
+
+
+def _reference(folder: str | Path, recipe: Recipe) -> _Weights:
+    """Return a run's checkpoints, or a Hugging Face folder of the same architecture.
+
+    Raises:
+        RecipeError: the folder has another architecture.
+    """
+    if not (Path(folder) / CONFIG).is_file():
+        return _Weights(folder=folder)
+    if recipe.model.hf is None:
+        raise RecipeError(f"--reference {folder} is a Hugging Face folder; set model.hf, whose architecture it has")
+    try:
+        difference = HuggingFaceFolder.read(recipe.model.hf).difference(HuggingFaceFolder.read(folder))
+    except ValueError as error:
+        raise RecipeError(f"--reference {error}") from None
+    if difference:
+        raise RecipeError(
+            f"--reference {folder} is another model than model.hf={recipe.model.hf}: config.json has another "
+            f"'{difference}'; score it in a run of its own, with --hf"
+        )
+    return _Weights(folder=folder, is_hf=True)
 
 
 def batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -16,11 +17,12 @@ from mcore_prefix_tree.mcore.engine.teacher import Teacher, TeacherModel
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.hf import described
+from mcore_prefix_tree.mcore.trainer.hf import described, load_folder
 from mcore_prefix_tree.mcore.trainer.model import build_chunks, groups_of_whole, replicas_of_whole, transformer_config
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, Objective
-from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.teacher import teacher_recipe
 from mcore_prefix_tree.sample import Sample
 
 
@@ -35,7 +37,7 @@ def read_teacher_recipes(recipe: Recipe, objective: Objective) -> list[Recipe]:
         return []
     recipes, parallel = [], _parallel_of_teachers(recipe)
     for path in recipe.objective.teacher_recipes:
-        teacher = load_recipe(path)
+        teacher = teacher_recipe(path, recipe)
         setting = f"objective.teacher_recipe={path}"
         check_teacher(teacher, setting)
         if not objective.across_tokenizers:
@@ -72,8 +74,10 @@ def check_teacher(teacher: Recipe, setting: str) -> None:
     """Check that a recipe's model can be asked; raises RecipeError, which begins with ``setting``."""
     if teacher.objective.has_scalar_head:
         raise RecipeError(f"{setting}: its objective.name={teacher.objective.name} has no vocabulary to learn from")
-    if teacher.checkpoint.save is None:
-        raise RecipeError(f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints")
+    if teacher.checkpoint.save is None and teacher.model.hf is None:
+        raise RecipeError(
+            f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints, or its model.hf"
+        )
 
 
 def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) -> None:
@@ -197,16 +201,10 @@ def load_model(
         device=device,
         groups=groups_of_whole() if is_whole else None,
     )
-    folder = recipe.checkpoint.save
-    assert folder is not None, "read_teacher_recipes asks for it"
-    iteration = everyone(checkpoint.latest_weights(folder))[0]
-    if iteration is None:
-        raise RecipeError(f"the teacher's checkpoint.save={folder} holds no checkpoint; name the folder of a run")
-    replicas = replicas_of_whole() if is_whole else None
-    checkpoint.load_weights(folder, iteration, chunks, model=model, replicas=replicas)
+    weights = _fill(chunks, recipe, model, is_whole=is_whole)
     for chunk in chunks:
         chunk.requires_grad_(False)
-    say(f"the teacher's weights are {checkpoint.iteration_folder(folder, iteration)}")
+    say(f"the teacher's weights are {weights}")
     cases = cases_of(config, device=device, deterministic=deterministic)
     return TeacherModel(
         chunks=chunks,
@@ -214,3 +212,21 @@ def load_model(
         attention_cases=cases,
         columns_over=parallel_state.get_tensor_model_parallel_group() if is_whole else None,
     )
+
+
+def _fill(chunks: list[torch.nn.Module], recipe: Recipe, model: ModelConfig, *, is_whole: bool) -> str | Path:
+    """Fill a teacher with its last checkpoint or, if it names none, with its Hugging Face folder; return which."""
+    folder = recipe.checkpoint.save
+    if folder is None:
+        assert recipe.model.hf is not None, "read_teacher_recipes asks for one of them"
+        try:
+            load_folder(recipe.model.hf, chunks)
+        except RecipeError as error:
+            raise RecipeError(f"of the teacher: {error}") from error
+        return recipe.model.hf
+    iteration = everyone(checkpoint.latest_weights(folder))[0]
+    if iteration is None:
+        raise RecipeError(f"the teacher's checkpoint.save={folder} holds no checkpoint; name the folder of a run")
+    replicas = replicas_of_whole() if is_whole else None
+    checkpoint.load_weights(folder, iteration, chunks, model=model, replicas=replicas)
+    return checkpoint.iteration_folder(folder, iteration)
