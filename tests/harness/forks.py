@@ -5,11 +5,11 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-_PRELOADED = ["mcore_prefix_tree.cpu.emulation", "mcore_prefix_tree.mcore.trainer.jobs", "mcore_prefix_tree.cli.main"]
+PRELOADED = ["mcore_prefix_tree.cpu.emulation", "mcore_prefix_tree.mcore.trainer.jobs", "mcore_prefix_tree.cli.main"]
 
 
 def fork_context() -> ForkServerContext:
     """Return the context whose processes are forked from that server."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     return context

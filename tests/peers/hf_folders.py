@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +44,64 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 16,
     "head_dim": 8,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": SIZES,
-    "Qwen3": SIZES | {"tie_word_embeddings": True},
-    "Qwen3Moe": SIZES | EXPERTS,
-    "DeepseekV3": SIZES | LATENT,
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 10000.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models by transformers' own classes.
+
+    Attributes:
+        name: first part of the name of its configuration's class and its model's.
+        settings: of a tiny model.
+        config: name of the configuration's class where it has another.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    config: str | None = None
+
+    @property
+    def has_experts(self) -> bool:
+        return "num_experts_per_tok" in self.settings
+
+
+FAMILIES = {
+    "Llama 3": Family(name="Llama", settings=SIZES | {"rope_parameters": LLAMA3}),
+    "Qwen2.5": Family(name="Qwen2", settings=SIZES),
+    "Qwen3": Family(name="Qwen3", settings=SIZES | {"tie_word_embeddings": True}),
+    "Qwen3-MoE": Family(name="Qwen3Moe", settings=SIZES | EXPERTS),
+    "GLM-4.5": Family(
+        name="Glm4Moe",
+        settings=SIZES
+        | EXPERTS
+        | {"n_routed_experts": 4, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "use_qk_norm": True},
+    ),
+    "DeepSeek-V3": Family(name="DeepseekV3", settings=SIZES | LATENT),
+    "gpt-oss": Family(
+        name="GptOss", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+    ),
+    "Gemma 3": Family(
+        name="Gemma3",
+        config="Gemma3Text",
+        settings=SIZES
+        | {"num_hidden_layers": 6, "sliding_window": 4, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+    ),
+    "MiniMax M2": Family(name="MiniMaxM2", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Mistral": Family(name="Mistral", settings=SIZES | {"sliding_window": None}),
+    "Mixtral": Family(name="Mixtral", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "OLMo 2": Family(name="Olmo2", settings=SIZES),
+    "OLMoE": Family(
+        name="Olmoe", settings=SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+    ),
+    "Phi-3": Family(name="Phi3", settings=SIZES | {"pad_token_id": 0}),
 }
 
 
@@ -59,14 +115,25 @@ def rows() -> list[list[int]]:
     return [*found, found[0], found[1][:5], rng.integers(2, VOCAB, size=6).tolist()]
 
 
-def saved_model(family: str, where: Path, **options: Any) -> Any:
-    """Write random weights to a folder, and return transformers' model of them."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+def saved_model(family: str, where: Path, settings: Mapping[str, Any], *, seed: int = 0, **options: Any) -> Any:
+    """Write random weights to a folder, and return transformers' model of them.
+
+    Args:
+        family: of :data:`FAMILIES`.
+        where: the folder.
+        settings: of the configuration, beside those of the family.
+        seed: of the weights.
+        options: of ``save_pretrained``.
+    """
+    torch.manual_seed(seed)
+    kind = FAMILIES[family]
+    config = getattr(transformers, f"{kind.config or kind.name}Config")(**copy.deepcopy(kind.settings | settings))
+    model = getattr(transformers, f"{kind.name}ForCausalLM")(config).float().eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
+        # A step of any size changes the bits of a zero.
+        parameter.data = torch.where(parameter.data == 0, 0.1 * torch.randn_like(parameter), parameter.data)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer += 0.1 * torch.randn_like(buffer)
@@ -76,7 +143,7 @@ def saved_model(family: str, where: Path, **options: Any) -> Any:
 
 def folder_of(family: str, where: Path) -> tuple[str, list[np.ndarray]]:
     """Write random weights, and return their folder and transformers' own logits of each row."""
-    model = saved_model(family, where)
+    model = saved_model(family, where, {})
     with torch.no_grad():
         logits = [model(torch.tensor([row])).logits[0].numpy() for row in rows()]
     return str(where), logits

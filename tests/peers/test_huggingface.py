@@ -9,11 +9,11 @@ import errno
 import importlib.util
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,120 +21,19 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 import safetensors.torch
-import torchrun_jobs
-import transformers
 from bridge_models import auto_bridge
-from hf_folders import FAMILIES, rows, saved_model
-from safetensors.torch import load_file
-from train_jobs import command, write_rows
+from hf_folders import LLAMA3, rows, saved_model
+from hf_jobs import STILL, assert_same_folder, nll, read_model, worst_score, write_job
+from train_jobs import command
 
 from mcore_prefix_tree import ending
-from mcore_prefix_tree.mcore.engine.schedule import run_schedule
-from mcore_prefix_tree.mcore.engine.steps import fold_step
-from mcore_prefix_tree.mcore.trainer.hf import bridge_of
-from mcore_prefix_tree.mcore.trainer.jobs import run_once
-from mcore_prefix_tree.mcore.trainer.resolve import Resolved
-from mcore_prefix_tree.recipe import load_recipe
 
 auto_bridge()
-PROGRAM = (str(Path(__file__).with_name("bridge_command.py")),)
-RECIPE = """
-batch: {global_batch_size: 9, max_tokens: 40}
-train_iters: 1
-compare: false
-"""
-# A step that changes no bit of a weight.
-STILL = "optimizer.lr=1e-30"
-TP2_SP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
-PP2 = ("parallel.pipeline_model_parallel_size=2",)
-
-
-def write_job(folder: Path, family: str, **options: Any) -> tuple[Path, Path, Any]:
-    """A recipe, the folder of a model, and transformers' model."""
-    model = saved_model(family, folder / "source", **options)
-    data = write_rows(folder / "data.jsonl", [{"tokens": row} for row in rows()])
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(f"data: {{path: {data}}}\n{RECIPE}")
-    return recipe, folder / "source", model
-
-
-def nll(model: Any, row: list[int]) -> torch.Tensor:
-    """Negative log-likelihood of each token after the first, by transformers."""
-    logprobs = torch.log_softmax(model(torch.tensor([row])).logits[0].float(), dim=-1)[:-1]
-    return -logprobs.gather(1, torch.tensor(row[1:])[:, None])[:, 0]
-
-
-def worst_score(scores: Path, model: Any) -> float:
-    lines = [json.loads(line) for line in scores.read_text().splitlines()]
-    assert [line["tokens"] for line in lines] == rows()
-    with torch.no_grad():
-        expected = [-nll(model, row).numpy() for row in rows()]
-    found = [np.array(line["old_logprobs"][1:], dtype=float) for line in lines]
-    return max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
-
-
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
-
-
-def read_model(folder: Path) -> Any:
-    """transformers' model of a folder.
-
-    Not by ``from_pretrained``, which in a process that has emulated a GPU leaves tables of rotary embeddings unset.
-    """
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)).float()
-    model.load_state_dict(weights_in(folder))
-    return model.eval()
-
-
-def assert_same_folder(exported: Path, source: Path) -> None:
-    assert sorted(one.name for one in exported.iterdir()) == sorted(one.name for one in source.iterdir())
-    expected = weights_in(source)
-    assert len(expected) > 15
-    found = weights_in(exported)
-    assert found.keys() == expected.keys()
-    assert not [name for name, weight in expected.items() if weight.dtype != found[name].dtype]
-    assert not [name for name, weight in expected.items() if not torch.equal(weight, found[name])]
-    for one in source.glob("*.json"):
-        assert (exported / one.name).read_bytes() == one.read_bytes()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scores_and_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    recipe, source, model = write_job(tmp_path, family)
-    scored = command("score", recipe, "--hf", str(source), "--output", str(tmp_path / "scores.jsonl"))
-    assert scored.exit_code == 0, scored.output
-    assert worst_score(tmp_path / "scores.jsonl", model) <= 1e-5
-
-    found, _ = run_once(load_recipe(recipe, [f"model.hf={source}"]), gradients)
-    sum(nll(model, row).sum() for row in rows()).backward()
-    for parameter in model.parameters():
-        parameter.data = parameter.grad
-    model.save_pretrained(tmp_path / "gradients")
-    expected = weights_in(tmp_path / "gradients")
-    trained = [name for name in expected if not name.endswith("e_score_correction_bias")]
-    whole = torch.stack([expected[name].norm() for name in trained]).norm()
-    errors = {name: float((found[name] - expected[name]).norm()) for name in trained}
-    assert np.linalg.norm(list(errors.values())) <= 1e-4 * whole
-    for name, error in errors.items():
-        assert error <= 1e-4 * max(expected[name].norm(), 1e-3 * whole), name
-
-
-def gradients(run: Resolved) -> dict[str, torch.Tensor]:
-    """The gradients of the first step's summed loss, converted as weights are."""
-    chunks = run.starting_model(print)
-    step = fold_step(run.first_step(), run.job)
-    assert step.logical_tokens > 1.5 * step.physical_tokens
-    run_schedule(chunks, step.micro_batches, run.job.forward_step)
-    for parameter in chunks[0].parameters():
-        parameter.data = parameter.grad
-    assert run.recipe.model.hf is not None
-    return {name: weight.clone() for name, weight in bridge_of(run.recipe.model.hf).export_hf_weights(chunks, cpu=True)}
 
 
 def test_training_changes_what_transformers_reads(tmp_path: Path) -> None:
     """Also after a resume, and through ``export``."""
-    recipe, source, model = write_job(tmp_path, "Llama")
+    recipe, source, model = write_job(tmp_path, "Llama 3")
     saved = f"checkpoint.save={tmp_path / 'run'}"
     (source / "tf_model.h5").write_bytes(b"the untrained weights once more")
     for iterations in (1, 2):
@@ -159,9 +58,16 @@ def test_training_changes_what_transformers_reads(tmp_path: Path) -> None:
     assert worst_score(tmp_path / "scores.jsonl", model) <= 1e-5
 
 
-def test_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, source, _ = write_job(tmp_path, "Llama", max_shard_size="100KB")
-    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("No space left on device, it seems")]
+)
+def test_failed_export_leaves_nothing(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, source, _ = write_job(tmp_path, "Llama 3", max_shard_size="100KB")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
     target = tmp_path / "exported"
     done = command("train", recipe, "--hf", str(source), f"checkpoint.export_hf={target}", "verify.enabled=false")
     assert done.exit_code == 2, done.output
@@ -170,7 +76,7 @@ def test_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_signal_during_the_export_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, source, _ = write_job(tmp_path, "Llama")
+    recipe, source, _ = write_job(tmp_path, "Llama 3")
     save_file = safetensors.torch.save_file
 
     def interrupted(*args: Any, **options: Any) -> None:
@@ -189,34 +95,53 @@ def test_signal_during_the_export_does_not_stop_it(tmp_path: Path, monkeypatch: 
     assert_same_folder(target, source)
 
 
-def full_disk(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def test_weights_beyond_the_type_of_the_source(tmp_path: Path) -> None:
+    recipe, source, model = write_job(tmp_path, "Llama 3")
+    model.half().save_pretrained(source)
+    exported = tmp_path / "exported"
+    options = ("optimizer.lr=1e6", "optimizer.lr_decay_style=constant", "verify.enabled=false")
+    refused = command("train", recipe, "--hf", str(source), f"checkpoint.export_hf={exported}", *options)
+    assert refused.exit_code == 2, refused.output
+    assert "has values beyond that type's largest" in " ".join(refused.output.split())
+    assert not list(tmp_path.glob("exported*"))
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        pytest.param("Llama", TP2_SP, id="llama-tp2-sp"),
-        pytest.param("Qwen3", PP2, id="qwen3-pp2"),
-        pytest.param("Qwen3", TP2_SP, id="qwen3-tp2-sp", marks=pytest.mark.slow),
-        pytest.param("Qwen3Moe", TP2_SP, id="qwen3-moe-tp2-sp", marks=pytest.mark.slow),
-        pytest.param("Qwen3Moe", PP2, id="qwen3-moe-pp2", marks=pytest.mark.slow),
-        pytest.param("DeepseekV3", PP2, id="deepseek-v3-pp2", marks=pytest.mark.slow),
-    ],
-)
-def test_layouts(family: str, layout: tuple[str, ...], tmp_path: Path) -> None:
-    """Weights of several files; ``verify`` compares folded with unfolded before the step."""
-    recipe, source, model = write_job(tmp_path, family, max_shard_size="100KB")
-    assert len(list(source.glob("*.safetensors"))) > 2
-    options = ("--hf", source, *layout, STILL)
-    exported = f"checkpoint.export_hf={tmp_path / 'exported'}"
-    trained = torchrun_jobs.run(2, "train", recipe, *options, exported, program=PROGRAM)
-    assert trained.code == 0, trained.err
-    assert_same_folder(tmp_path / "exported", source)
+def other_folder(folder: Path, family: str = "Llama 3") -> Any:
+    """Save a model with weights of its own, and return it."""
+    model = saved_model(family, folder, {}, seed=1)
+    assert model is not None
+    return model
+
+
+def test_reference_is_a_folder(tmp_path: Path) -> None:
+    recipe, source, model = write_job(tmp_path, "Llama 3")
+    reference = other_folder(tmp_path / "reference")
     scores = tmp_path / "scores.jsonl"
-    scored = torchrun_jobs.run(2, "score", recipe, *options, "--output", scores, program=PROGRAM)
-    assert scored.code == 0, scored.err
+    options = ("--hf", str(source), "--output", str(scores), "--reference")
+    scored = command("score", recipe, *options, str(tmp_path / "reference"))
+    assert scored.exit_code == 0, scored.output
     assert worst_score(scores, model) <= 1e-5
+    assert worst_score(scores, reference, column="ref_logprobs") <= 1e-5
+    assert worst_score(scores, reference) > 1e-3
+    other_folder(tmp_path / "qwen", "Qwen3")
+    scores.unlink()
+    refused = command("score", recipe, *options, str(tmp_path / "qwen"))
+    assert refused.exit_code == 2, refused.output
+    assert "is another model than model.hf=" in " ".join(refused.output.split())
+
+
+def test_teacher_is_a_folder(tmp_path: Path) -> None:
+    recipe, source, _ = write_job(tmp_path, "Llama 3")
+    other_folder(tmp_path / "teacher")
+    distill = ("objective.name=distill", "objective.options.teacher=full", STILL, "verify.enabled=false")
+    losses = []
+    for teacher in (source, tmp_path / "teacher"):
+        trained = command("train", recipe, "--hf", str(source), *distill, f"objective.teacher_recipe={teacher}")
+        assert trained.exit_code == 0, trained.output
+        assert f"the teacher's weights are {teacher}" in trained.output
+        losses += [abs(float(loss)) for loss in re.findall(r"^step 1 \| loss (\S+) ", trained.output, re.MULTILINE)]
+    assert losses[0] < 1e-6
+    assert losses[1] > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -225,11 +150,14 @@ def test_layouts(family: str, layout: tuple[str, ...], tmp_path: Path) -> None:
         ({"architectures": ["UnheardOfForCausalLM"]}, "Megatron-Bridge cannot build UnheardOfForCausalLM"),
         ({"intermediate_size": 80}, "its weights do not fit its config.json"),
         ({"num_hidden_layers": 3}, "lacks the weights of decoder.layers.2."),
-        ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "lacks the weights of decoder.layers.0."),
+        (
+            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_parameters": {"rope_type": "default"}},
+            "lacks the weights of decoder.layers.0.",
+        ),
     ],
 )
 def test_folders_whose_parts_disagree(change: dict[str, Any], says: str, tmp_path: Path) -> None:
-    recipe, source, _ = write_job(tmp_path, "Llama")
+    recipe, source, _ = write_job(tmp_path, "Llama 3")
     config = json.loads((source / "config.json").read_text()) | change
     (source / "config.json").write_text(json.dumps(config))
     refused = command("verify", recipe, "--hf", str(source))
@@ -247,16 +175,6 @@ def test_weights_that_no_layer_reads(tmp_path: Path) -> None:
     assert "self_attn.k_norm.weight', which Megatron-Bridge's model does not read" in " ".join(refused.output.split())
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 10000.0,
-}
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -268,7 +186,7 @@ LLAMA3 = {
     ],
 )
 def test_positions_and_windows(change: dict[str, Any], says: str | None, tmp_path: Path) -> None:
-    recipe, source, _ = write_job(tmp_path, "Llama")
+    recipe, source, _ = write_job(tmp_path, "Llama 3")
     config = json.loads((source / "config.json").read_text()) | change
     (source / "config.json").write_text(json.dumps(config))
     done = command("verify", recipe, "--hf", str(source))
@@ -278,25 +196,75 @@ def test_positions_and_windows(change: dict[str, Any], says: str | None, tmp_pat
 
 def test_settings_that_folding_decides(tmp_path: Path) -> None:
     """Without losses by token every micro-batch would have a mean of its own."""
-    recipe, source, _ = write_job(tmp_path, "Llama")
+    recipe, source, _ = write_job(tmp_path, "Llama 3")
     setting = "model.transformer.calculate_per_token_loss"
     refused = command("verify", recipe, "--hf", str(source), f"{setting}=false")
     assert refused.exit_code == 2, refused.output
     assert f"{setting}: other keys of the recipe, or folding, decide this" in " ".join(refused.output.split())
 
 
-@pytest.mark.parametrize("change", [{"norm_topk_prob": False}, {"rope_interleave": False}, {"rms_norm_eps": 0.1}])
-def test_settings_that_deepseek_layers_pass_over(change: dict[str, Any], tmp_path: Path) -> None:
-    recipe, source, _ = write_job(tmp_path, "DeepseekV3")
+YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("DeepSeek-V3", {"norm_topk_prob": False}),
+        ("DeepSeek-V3", {"rope_interleave": False}),
+        ("DeepSeek-V3", {"rms_norm_eps": 0.1}),
+        ("GLM-4.5", {"norm_topk_prob": False}),
+        ("Gemma 3", {"final_logit_softcapping": 30.0}),
+        ("Gemma 3", {"use_bidirectional_attention": True}),
+        ("Gemma 3", {"layer_types": ["sliding_attention", "full_attention"] * 3}),
+        ("Mistral", {"hidden_act": "gelu"}),
+        ("OLMoE", {"norm_topk_prob": True}),
+        ("OLMoE", {"clip_qkv": 8.0}),
+        ("Qwen3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+        ("Qwen3", {"rope_parameters": YARN | {"attention_factor": 2.0}}),
+        ("gpt-oss", {"swiglu_limit": 9.0}),
+        ("gpt-oss", {"layer_types": ["full_attention", "full_attention"]}),
+        ("gpt-oss", {"rope_parameters": YARN}),
+        ("gpt-oss", {"sliding_window": None}),
+    ],
+)
+def test_settings_that_layers_pass_over(family: str, change: dict[str, Any], tmp_path: Path) -> None:
+    recipe, source, _ = write_job(tmp_path, family)
     config = json.loads((source / "config.json").read_text()) | change
     (source / "config.json").write_text(json.dumps(config))
     refused = command("verify", recipe, "--hf", str(source))
     assert refused.exit_code == 2, refused.output
-    assert f"config.json has {next(iter(change))}=" in " ".join(refused.output.split())
+    said = " ".join(refused.output.split())
+    assert re.search("config.json has (\\w+)=|rotary embeddings with these settings|cannot build GptOss", said), said
+
+
+@pytest.mark.parametrize("truncate", [None, False])
+def test_yarn_has_the_defaults_of_transformers(truncate: bool | None, tmp_path: Path) -> None:
+    rope = YARN if truncate is None else YARN | {"truncate": truncate}
+    recipe, source, model = write_job(tmp_path, "Qwen3", {"rope_parameters": rope})
+    scored = command("score", recipe, "--hf", str(source), "--output", str(tmp_path / "scores.jsonl"))
+    assert scored.exit_code == 0, scored.output
+    assert worst_score(tmp_path / "scores.jsonl", model) <= 1e-5
+
+
+def test_layers_that_stages_cannot_share(tmp_path: Path) -> None:
+    recipe, source, _ = write_job(tmp_path, "Llama 3")
+    refused = command("verify", recipe, "--hf", str(source), "parallel.pipeline_model_parallel_size=3")
+    assert refused.exit_code == 2
+    assert "has 2 layers, which 3 stages of a pipeline cannot share evenly" in " ".join(refused.output.split())
+
+
+def test_recipe_in_a_checkpoint_goes_on(tmp_path: Path) -> None:
+    recipe, source, _ = write_job(tmp_path, "Llama 3")
+    saved = tmp_path / "run"
+    trained = command("train", recipe, "--hf", str(source), f"checkpoint.save={saved}", "verify.enabled=false")
+    assert trained.exit_code == 0, trained.output
+    again = command("export", next(saved.glob("*/recipe.yaml")), str(tmp_path / "exported"))
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "exported" / "config.json").is_file()
 
 
 def test_vocabulary_that_tensor_parallel_ranks_cannot_share(tmp_path: Path) -> None:
-    recipe, source, _ = write_job(tmp_path, "Llama")
+    recipe, source, _ = write_job(tmp_path, "Llama 3")
     refused = command("verify", recipe, "--hf", str(source), "parallel.tensor_model_parallel_size=3")
     assert refused.exit_code == 2
     assert "does not divide the vocabulary" in refused.output

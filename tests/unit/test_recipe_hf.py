@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import math
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,12 @@ CONFIG: dict[str, Any] = {
 HAS_BRIDGE = sys.version_info >= (3, 12) and importlib.util.find_spec("megatron.bridge") is not None
 
 
-def write_tensors(file: Path, names: list[str], dtype: str = "F32") -> None:
-    """A safetensors file of tensors of one element, as the format's page describes it."""
-    size = {"F32": 4, "BF16": 2, "F8_E4M3": 1}[dtype]
+def write_tensors(file: Path, names: list[str], dtype: str = "F32", shape: Sequence[int] = (1,)) -> None:
+    """A safetensors file of equal tensors, as the format's page describes it."""
+    size = {"F32": 4, "BF16": 2, "F8_E4M3": 1}[dtype] * math.prod(shape)
     header = {
-        name: {"dtype": dtype, "shape": [1], "data_offsets": [i * size, (i + 1) * size]} for i, name in enumerate(names)
+        name: {"dtype": dtype, "shape": list(shape), "data_offsets": [i * size, (i + 1) * size]}
+        for i, name in enumerate(names)
     }
     text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size * len(names)))
@@ -110,7 +114,6 @@ def test_sizes_beside_a_folder_are_rejected(folder: Path, setting: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("objective.name=critic", "model.hf builds language models, and objective.name=critic needs a scalar head"),
         ("model.hf=Qwen/Qwen3-8B", "is not a folder with a config.json; download the model first"),
         ("model.hf=3", "model.hf: input should be a valid string"),
         ("model.nope=3", "model.nope is set, but model.hf="),
@@ -121,6 +124,72 @@ def test_recipes_that_a_folder_does_not_fit(folder: Path, setting: str, says: st
     with pytest.raises(RecipeError) as caught:
         recipe_of(folder, setting)
     assert says in str(caught.value)
+
+
+def test_folder_with_a_scalar_head(folder: Path) -> None:
+    write_config(folder, architectures=["LlamaForSequenceClassification"])
+    with pytest.raises(RecipeError, match=r"has 'score\.weight' of shape None; a scalar head has one row"):
+        recipe_of(folder, "objective.name=reward_model")
+    write_tensors(folder / "model.safetensors", ["a", "score.weight"], shape=[1, 8])
+    assert recipe_of(folder, "objective.name=reward_model").objective.has_scalar_head
+    with pytest.raises(RecipeError, match=r"ends in a scalar head, and objective\.name=sft needs a vocabulary"):
+        recipe_of(folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_scalar_head_takes_the_place_of_the_vocabularys(folder: Path, tied: bool) -> None:
+    write_index(
+        folder, a="one.safetensors", b="two.safetensors", **({} if tied else {"lm_head.weight": "one.safetensors"})
+    )
+    write_tensors(folder / "one.safetensors", ["a"] if tied else ["a", "lm_head.weight"])
+    write_tensors(folder / "two.safetensors", ["b"])
+    made = HuggingFaceFolder.read(folder).with_scalar_head()
+    where = "two" if tied else "one"
+    assert made.files == {"a": "one.safetensors", "b": "two.safetensors", "score.weight": f"{where}.safetensors"}
+    assert (made.shapes["score.weight"], made.dtypes["score.weight"]) == ([1, 8], "F32")
+    assert (made.config["architectures"], made.has_scalar_head) == (["LlamaForSequenceClassification"], True)
+
+
+def test_recipe_of_a_checkpoint_is_a_recipe(folder: Path, tmp_path: Path) -> None:
+    """It has all keys: what the folder decided, too."""
+    recipe = recipe_of(folder, "model.dtype=bfloat16", "model.transformer.recompute_granularity=full")
+    settings = dataclasses.asdict(recipe)
+    settings["model"] |= {"rotary_base": 500, "num_query_groups": 1}
+    settings["model"]["transformer"] |= {"num_moe_experts": 4}
+    file = tmp_path / "written.yaml"
+    file.write_text(json.dumps(settings))
+    assert load_recipe(file).model == recipe.model
+    file.write_text(json.dumps(settings | {"model": settings["model"] | {"num_layers": 3}}))
+    with pytest.raises(RecipeError, match=r"model\.num_layers=3, but .*config\.json has 2"):
+        load_recipe(file)
+
+
+def test_tokenizer_of_another_vocabulary_is_rejected(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for place, vocabulary in ((folder, {"a": 0, "b": 1}), (other, {"b": 0, "a": 1})):
+        (place / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    assert recipe_of(folder, f"data.tokenizer={folder}").data.tokenizer == str(folder)
+    with pytest.raises(RecipeError, match=r"data\.tokenizer=.*other has another vocabulary than the model's own"):
+        recipe_of(folder, f"data.tokenizer={other}")
+    (other / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    assert recipe_of(folder, f"data.tokenizer={other}").data.tokenizer == str(other)
+
+
+def test_adapter_beside_the_weights_is_rejected(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(RecipeError, match=r"has adapter_config\.json: transformers adds an adapter to these weights"):
+        recipe_of(folder)
+
+
+@pytest.mark.skipif(HAS_BRIDGE, reason="Megatron-Bridge is installed")
+def test_plan_needs_megatron_bridge(folder: Path) -> None:
+    recipe_of(folder)
+    (folder.parent / "rows.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
+    arguments = ["plan", str(folder.parent / "rows.jsonl"), "--model", str(folder.parent / "recipe.yaml")]
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 2, refused.output
+    assert "model.hf needs Megatron-Bridge 0.6 with Python 3.12" in " ".join(refused.output.split())
 
 
 def test_export_without_a_folder_is_rejected(tmp_path: Path) -> None:

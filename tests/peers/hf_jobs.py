@@ -1,0 +1,164 @@
+"""Jobs on tiny Hugging Face folders, and how their answers differ from transformers' own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torchrun_jobs
+import transformers
+from hf_folders import rows, saved_model
+from safetensors.torch import load_file
+from train_jobs import command, write_rows
+
+from mcore_prefix_tree.mcore.engine.schedule import run_schedule
+from mcore_prefix_tree.mcore.engine.steps import fold_step
+from mcore_prefix_tree.mcore.trainer.hf import bridge_of
+from mcore_prefix_tree.mcore.trainer.jobs import run_once
+from mcore_prefix_tree.mcore.trainer.resolve import Resolved
+from mcore_prefix_tree.recipe import load_recipe
+
+PROGRAM = (str(Path(__file__).with_name("bridge_command.py")),)
+RECIPE = """
+batch: {global_batch_size: 9, max_tokens: 40}
+train_iters: 1
+compare: false
+"""
+# A step that changes no bit of a weight.
+STILL = "optimizer.lr=1e-30"
+TP2_SP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+PP2 = ("parallel.pipeline_model_parallel_size=2",)
+# Sinks and windows together, in every kind of model.
+REFERENCE = "attention_backend=reference"
+
+
+def write_job(
+    folder: Path, family: str, settings: Mapping[str, Any] | None = None, **options: Any
+) -> tuple[Path, Path, Any]:
+    """A recipe, the folder of a model, and transformers' model; ``settings`` are further ones of its configuration."""
+    model = saved_model(family, folder / "source", settings or {}, **options)
+    data = write_rows(folder / "data.jsonl", [{"tokens": row} for row in rows()])
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(f"data: {{path: {data}}}\n{RECIPE}")
+    return recipe, folder / "source", model
+
+
+def nll(model: Any, row: list[int]) -> torch.Tensor:
+    """Negative log-likelihood of each token after the first, by transformers."""
+    logprobs = torch.log_softmax(model(torch.tensor([row])).logits[0].float(), dim=-1)[:-1]
+    return -logprobs.gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+
+
+def worst_score(scores: Path, model: Any, column: str = "old_logprobs") -> float:
+    """The largest error of a token's log-probability in a file of scores."""
+    lines = [json.loads(line) for line in scores.read_text().splitlines()]
+    assert [line["tokens"] for line in lines] == rows()
+    with torch.no_grad():
+        expected = [-nll(model, row).numpy() for row in rows()]
+    found = [np.array(line[column][1:], dtype=float) for line in lines]
+    return max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
+
+
+def read_model(folder: Path) -> Any:
+    """transformers' model of a folder.
+
+    Not by ``from_pretrained``, which in a process that has emulated a GPU leaves tables of rotary embeddings unset.
+    """
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)).float()
+    model.load_state_dict(weights_in(folder))
+    return model.eval()
+
+
+def assert_same_folder(exported: Path, source: Path) -> None:
+    assert sorted(one.name for one in exported.iterdir()) == sorted(one.name for one in source.iterdir())
+    expected = weights_in(source)
+    assert len(expected) > 15
+    found = weights_in(exported)
+    assert found.keys() == expected.keys()
+    assert not [name for name, weight in expected.items() if weight.dtype != found[name].dtype]
+    other = [name for name, weight in expected.items() if not torch.equal(weight, found[name])]
+    assert not other, f"exported bits differ: {', '.join(other)}"
+    for one in source.glob("*.json"):
+        assert (exported / one.name).read_bytes() == one.read_bytes()
+
+
+def gradients(run: Resolved) -> dict[str, torch.Tensor]:
+    """The gradients of the first step's summed loss, converted as weights are."""
+    chunks = run.starting_model(print)
+    step = fold_step(run.first_step(), run.job)
+    assert step.logical_tokens > 1.5 * step.physical_tokens
+    run_schedule(chunks, step.micro_batches, run.job.forward_step)
+    for parameter in chunks[0].parameters():
+        parameter.data = parameter.grad
+    assert run.recipe.model.hf is not None
+    return {name: weight.clone() for name, weight in bridge_of(run.recipe.model.hf).export_hf_weights(chunks, cpu=True)}
+
+
+def errors_of(family: str, folder: Path, *overrides: str) -> dict[str, float]:
+    """Errors of one process against transformers.
+
+    Args:
+        family: of :data:`~hf_folders.FAMILIES`.
+        folder: to work in, empty.
+        overrides: of the recipe.
+
+    Returns:
+        ``logprob``, the largest of a token's log-probability; ``gradient``, the relative norm over all weights; and
+        ``worst_gradient``, the largest of one weight's, of which a small one counts as a thousandth of all.
+
+    Raises:
+        RuntimeError: the model is refused; says why.
+    """
+    with mock.patch.dict(os.environ):  # in which Megatron-Core leaves the attention that a model asks for
+        recipe, source, model = write_job(folder, family)
+        scores = folder / "scores.jsonl"
+        scored = command("score", recipe, "--hf", str(source), "--output", str(scores), *overrides)
+        if scored.exit_code:
+            raise RuntimeError(" ".join(scored.output.split())) from scored.exception
+        found, _ = run_once(load_recipe(recipe, [f"model.hf={source}", *overrides]), gradients)
+    errors = {"logprob": worst_score(scores, model)}
+    sum(nll(model, row).sum() for row in rows()).backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(folder / "gradients")
+    expected = weights_in(folder / "gradients")
+    trained = [name for name in expected if not name.endswith("e_score_correction_bias")]
+    whole = float(torch.stack([expected[name].norm() for name in trained]).norm())
+    each = {name: float((found[name] - expected[name]).norm()) for name in trained}
+    errors["gradient"] = float(np.linalg.norm(list(each.values()))) / whole
+    errors["worst_gradient"] = max(
+        error / max(float(expected[name].norm()), 1e-3 * whole) for name, error in each.items()
+    )
+    return errors
+
+
+def check_layout(family: str, folder: Path, *overrides: str) -> float:
+    """Train a step that changes nothing on two ranks, compare the exported bits, and score.
+
+    Returns:
+        The largest error of a token's log-probability.
+    """
+    recipe, source, model = write_job(folder, family, max_shard_size="100KB")
+    assert len(list(source.glob("*.safetensors"))) > 2
+    options = ("--hf", source, *overrides, STILL)
+    exported = f"checkpoint.export_hf={folder / 'exported'}"
+    trained = torchrun_jobs.run(2, "train", recipe, *options, exported, program=PROGRAM)
+    if trained.code:
+        raise RuntimeError(trained.err)
+    scores = folder / "scores.jsonl"
+    scored = torchrun_jobs.run(2, "score", recipe, *options, "--output", scores, program=PROGRAM)
+    assert scored.code == 0, scored.err
+    worst = worst_score(scores, model)
+    assert worst <= 1e-5, f"a log-probability differs by {worst}"
+    assert_same_folder(folder / "exported", source)
+    return worst

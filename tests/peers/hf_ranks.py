@@ -1,0 +1,33 @@
+"""What ranks of a world do with a Hugging Face folder, where no recipe has a key for the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from bridge_models import auto_bridge
+
+from mcore_prefix_tree.mcore.trainer.export import export
+from mcore_prefix_tree.mcore.trainer.hf import load_folder, provider_of
+from mcore_prefix_tree.mcore.trainer.model import build_chunks
+from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig
+from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
+
+
+def export_again(source: str, target: str, layers: Any, ep: int) -> int:
+    """Load a folder with its experts spread over ranks, and export it again.
+
+    Returns:
+        How many weights this rank has.
+    """
+    auto_bridge()
+    model = ModelConfig(hf=source, transformer_impl=layers, **HuggingFaceFolder.read(source).sizes)
+    provider = provider_of(model, ParallelConfig(), on_gpu=False)
+    provider.apply_overrides_and_finalize(
+        overrides={"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
+    )
+    assert model.vocab_size is not None
+    chunks = build_chunks(model, provider, vocab_size=model.vocab_size, device=torch.device("cpu"))
+    load_folder(source, chunks)
+    export(source, chunks, target)
+    return sum(parameter.numel() for parameter in chunks[0].parameters())

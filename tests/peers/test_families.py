@@ -1,0 +1,100 @@
+"""Families of Hugging Face models, each against transformers: log-probabilities, gradients and exported bits.
+
+Needs Megatron-Bridge, and with it Python 3.12: see requirements-bridge.txt. TransformerEngine's layers run in a process
+of their own, where a stand-in computes them; ``benchmarks/families.py`` is that process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+pytest.importorskip("transformers")
+from bridge_models import auto_bridge
+from harness.worlds import Layout, world
+from hf_folders import FAMILIES
+from hf_jobs import PP2, TP2_SP, assert_same_folder, check_layout, errors_of, write_job
+from hf_ranks import export_again
+from train_jobs import command
+
+auto_bridge()
+ROOT = Path(__file__).parents[2]
+QUICK = ("Llama 3", "Qwen3", "Qwen3-MoE", "DeepSeek-V3")
+LOCAL = (*QUICK, "Qwen2.5", "Mistral")
+UNKNOWN = ("Mixtral", "OLMo 2", "Phi-3")
+LAYOUTS = {"tp2-sp": TP2_SP, "pp2": PP2}
+
+
+def cases(names: tuple[str, ...], quick: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("family", cases(LOCAL, QUICK))
+def test_local_layers(family: str, tmp_path: Path) -> None:
+    check(errors_of(family, tmp_path))
+
+
+def check(errors: dict[str, float]) -> None:
+    assert errors["logprob"] <= 1e-5
+    assert errors["gradient"] <= 1e-4
+    assert errors["worst_gradient"] <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param("Llama 3", "tp2-sp"),
+        pytest.param("Qwen3", "pp2"),
+        *(
+            pytest.param(family, layout, marks=pytest.mark.slow)
+            for family in LOCAL
+            for layout in LAYOUTS
+            if (family, layout) not in [("Llama 3", "tp2-sp"), ("Qwen3", "pp2"), ("DeepSeek-V3", "tp2-sp")]
+        ),
+    ],
+)
+def test_layouts(family: str, layout: str, tmp_path: Path) -> None:
+    """``verify`` compares folded with unfolded before the step."""
+    assert check_layout(family, tmp_path, *LAYOUTS[layout]) <= 1e-5
+
+
+def test_experts_over_ranks(tmp_path: Path) -> None:
+    _, source, model = write_job(tmp_path, "Qwen3-MoE", max_shard_size="100KB")
+    target = tmp_path / "exported"
+    counts = world(2).run(export_again, str(source), str(target), "local", 2, layout=Layout(ep=2))
+    assert max(counts) < sum(weight.numel() for weight in model.parameters())
+    assert_same_folder(target, source)
+
+
+@pytest.mark.parametrize("family", UNKNOWN)
+def test_families_that_megatron_bridge_does_not_know(family: str, tmp_path: Path) -> None:
+    recipe, source, _ = write_job(tmp_path, family)
+    refused = command("verify", recipe, "--hf", str(source))
+    assert refused.exit_code == 2, refused.output
+    assert f"Megatron-Bridge cannot build {FAMILIES[family].name}ForCausalLM" in " ".join(refused.output.split())
+
+
+@pytest.fixture(scope="module")
+def with_engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results by family."""
+    output = tmp_path_factory.mktemp("families") / "families.json"
+    script = [sys.executable, str(ROOT / "benchmarks" / "families.py"), "--layers", "transformer_engine"]
+    done = subprocess.run(
+        [*script, "--no-layouts", "--output", str(output)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return {one["family"]: one for one in json.loads(output.read_text())["results"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in UNKNOWN])
+def test_layers_of_transformer_engine(family: str, with_engine: dict[str, Any]) -> None:
+    check(with_engine[family])
