@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +328,57 @@ def inside_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {
+FAMILY_COLUMNS = (
+    "family",
+    "log-probabilities",
+    "gradients",
+    "exported bits equal",
+    "on a CPU, without TransformerEngine",
+)
+
+
+def families_table(result: dict[str, Any]) -> str:
+    """Markdown for the result of ``benchmarks/families.py``: a row a family, of the layers that train it on a GPU."""
+    lines = [f"| {' | '.join(FAMILY_COLUMNS)} |", "|---|---|---|---|---|"]
+    by_layers = {
+        layers: {one["family"]: one for one in result["results"] if one["layers"] == layers}
+        for layers in ("transformer_engine", "local")
+    }
+    for family, one in by_layers["transformer_engine"].items():
+        local = by_layers["local"][family]
+        if "refused" in one:
+            cells = [f"refused: {_reason(one)}", "", "", ""]
+        else:
+            kept = [name for name in ("TP=2", "PP=2", "EP=2") if isinstance(one.get(name), float | bool)]
+            cells = [
+                f"{one['logprob']:.1e}",
+                f"{one['gradient']:.1e}",
+                ", ".join(kept),
+                _with_layouts(local) if "logprob" in local else f"no: {_reason(local)}",
+            ]
+        lines.append(f"| {' | '.join([family, *cells])} |")
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return "\n".join([*lines, "", f"{versions}."])
+
+
+def _with_layouts(result: dict[str, Any]) -> str:
+    return "yes" if all(isinstance(result[name], float) for name in ("TP=2", "PP=2")) else "yes, without TP"
+
+
+REASONS = {
+    "cannot be trained with biases": "experts with biases",
+    "does not read": "experts have other names",
+    "layers of its own": "layers of Megatron-Bridge's own",
+    "cannot build": "Megatron-Bridge has no such architecture",
+}
+
+
+def _reason(result: dict[str, Any]) -> str:
+    return next(short for words, short in REASONS.items() if words in result["refused"])
+
+
+TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "families": ("families.json", families_table),
     "inside": ("inside.json", inside_table),
     "endings": ("endings.json", endings_table),
     "saving": ("step_*_cpu.json", saving),
@@ -352,6 +403,7 @@ PAGES = (
     "docs/head.md",
     "docs/correctness.md",
     "docs/inside.md",
+    "docs/huggingface.md",
 )
 COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"
 ROOFLINE = ROOT / "docs" / "attention_roofline.png"

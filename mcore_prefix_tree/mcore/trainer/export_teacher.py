@@ -24,8 +24,9 @@ from mcore_prefix_tree.mcore.trainer.session import Session, session
 from mcore_prefix_tree.mcore.trainer.teacher import check_teacher, load_model, vocabulary_of
 from mcore_prefix_tree.objectives import CrossTokenizer
 from mcore_prefix_tree.objectives.xtoken_rows import refuse_temperatures
-from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.objective import settings_of
+from mcore_prefix_tree.recipe.teacher import teacher_recipe
 from mcore_prefix_tree.recipe.xtoken import pairing_of
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
