@@ -188,7 +188,8 @@ class _Writer:
         for one in sorted(self._source.path.iterdir()):
             if one.is_file() and not one.name.endswith(_LEFT_OUT):
                 shutil.copyfile(one, self._target / one.name)
-        if SCORE in self._source.files:  # the source may be a language model
+        # A language model that became a classifier.
+        if json.loads((self._target / CONFIG).read_text()) != self._source.config:
             (self._target / CONFIG).write_text(json.dumps(self._source.config, indent=2) + "\n")
             if (self._target / INDEX).is_file():
                 index = json.loads((self._target / INDEX).read_text()) | {"weight_map": dict(self._source.files)}
