@@ -62,6 +62,7 @@ class SampleOrder:
         step: samples, or lines, of a step.
         whole_steps: steps take whole lines and no line twice: an epoch ends with its last whole step. Counted in
             samples, all lines have as many, a divisor of ``step``. Needs ``step``.
+        step_name: setting of ``step`` in samples, for messages.
 
     Attributes:
         per_epoch: number of samples, or lines, that an epoch draws.
@@ -80,6 +81,7 @@ class SampleOrder:
         by_line: bool = False,
         step: int | None = None,
         whole_steps: bool = False,
+        step_name: str = "batch.global_batch_size",
     ) -> None:
         self.groups = groups
         self.by_line = by_line
@@ -100,9 +102,9 @@ class SampleOrder:
         self.left_out = count % step if whole_steps and step is not None else 0
         self.per_epoch = count - self.left_out
         if not self.per_epoch:
-            setting, things = ("groups_per_step", "groups") if by_line else ("global_batch_size", "samples")
+            setting, things = ("batch.groups_per_step", "groups") if by_line else (step_name, "samples")
             raise ValueError(
-                f"batch.{setting}={step} is more than the {count} {things} in the data, and a step takes none of "
+                f"{setting}={step} is more than the {count} {things} in the data, and a step takes none of "
                 "them twice; lower it or add data"
             )
 

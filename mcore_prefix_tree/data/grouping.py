@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,8 +14,32 @@ from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSetting:
+    """What a user calls the samples of a step, for messages.
+
+    Attributes:
+        name: of the setting.
+        any_sizes: way out for units of different sizes; a format string that takes ``by``.
+    """
+
+    name: str
+    any_sizes: str
+
+
+RECIPE_STEP = StepSetting(
+    name="batch.global_batch_size",
+    any_sizes="To take {by}s of any sizes, set batch.groups_per_step and batch.global_batch_size=null",
+)
+
+
 def whole_groups(
-    lines: Sequence[Sequence[Sample]], by: GroupedBy, *, step: int | None, setting: str
+    lines: Sequence[Sequence[Sample]],
+    by: GroupedBy,
+    *,
+    step: int | None,
+    setting: str,
+    step_setting: StepSetting = RECIPE_STEP,
 ) -> list[list[Sample]]:
     """Join the neighbouring lines of each group, rollout or pair.
 
@@ -25,6 +50,7 @@ def whole_groups(
         step: samples per step, over all ranks, if steps count samples: then all groups must have the same size, and a
             step takes a whole number of them, so that no order cuts one. None if steps count groups, of any sizes.
         setting: what needs the field, for messages.
+        step_setting: what sets ``step``, for messages.
 
     Raises:
         SampleError: a sample lacks the field; the lines of a group are not next to each other; a step would cut a
@@ -44,25 +70,31 @@ def whole_groups(
             seen.add(key)
         groups.append([sample])
         last = key
-    _check_sizes(groups, np.array([len(group) for group in groups], dtype=np.int32), by, step)
+    _check_sizes(groups, np.array([len(group) for group in groups], dtype=np.int32), by, step, step_setting)
     return groups
 
 
 def streamed_whole_groups(
-    stream: Callable[..., StreamedGroups], by: GroupedBy, *, step: int | None, setting: str
+    stream: Callable[..., StreamedGroups],
+    by: GroupedBy,
+    *,
+    step: int | None,
+    setting: str,
+    step_setting: StepSetting = RECIPE_STEP,
 ) -> StreamedGroups:
     """Return the groups, rollouts or pairs of files that memory does not hold; otherwise as :func:`whole_groups`.
 
     Args:
         stream: makes :class:`StreamedGroups` of the files with a ``key``.
-        by: see :func:`whole_groups`, like the next two.
+        by: see :func:`whole_groups`, like the rest.
         step: samples per step.
         setting: name for messages.
+        step_setting: name for messages.
     """
     groups = stream(key=partial(_key, by=by, setting=setting))
     if groups.repeated is not None:
         raise _goes_on(groups[groups.repeated][0], by)
-    _check_sizes(groups, groups.sizes, by, step)
+    _check_sizes(groups, groups.sizes, by, step, step_setting)
     return groups
 
 
@@ -81,7 +113,11 @@ def _goes_on(sample: Sample, by: GroupedBy) -> SampleError:
 
 
 def _check_sizes(
-    groups: Sequence[Sequence[Sample]], sizes: npt.NDArray[np.int32], by: GroupedBy, step: int | None
+    groups: Sequence[Sequence[Sample]],
+    sizes: npt.NDArray[np.int32],
+    by: GroupedBy,
+    step: int | None,
+    step_setting: StepSetting,
 ) -> None:
     if not len(sizes):
         return
@@ -93,12 +129,12 @@ def _check_sizes(
             raise SampleError(f"{samples[-1].source}: {_named(samples, by)}; a pair is two samples, one of them chosen")
         raise SampleError(
             f"{samples[0].source}: {_named(samples, by)} and {_named(first, by)}; a step of "
-            f"batch.global_batch_size={step} takes whole {by}s, which all must have the same size then. To take {by}s "
-            "of any sizes, set batch.groups_per_step and batch.global_batch_size=null"
+            f"{step_setting.name}={step} takes whole {by}s, which all must have the same size then. "
+            f"{step_setting.any_sizes.format(by=by)}"
         )
     if step is not None and step % size:
         raise SampleError(
-            f"{groups[0][0].source}: {_named(groups[0], by)}, and steps of batch.global_batch_size={step} would cut "
+            f"{groups[0][0].source}: {_named(groups[0], by)}, and steps of {step_setting.name}={step} would cut "
             f"some; set a multiple of {size}"
         )
 

@@ -10,7 +10,7 @@ from itertools import chain
 
 from mcore_prefix_tree.data.batches import Order, SampleOrder
 from mcore_prefix_tree.data.files import resolve_paths
-from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
+from mcore_prefix_tree.data.grouping import RECIPE_STEP, StepSetting, streamed_whole_groups, whole_groups
 from mcore_prefix_tree.data.jsonl import STDIN
 from mcore_prefix_tree.data.read import iter_sample_groups
 from mcore_prefix_tree.data.records import LineOptions
@@ -41,6 +41,7 @@ class Source:
         is_streamed: samples are read when a step needs them.
         objective: setting that names the objective, for messages.
         streaming: setting that streams, for messages.
+        step_setting: what sets ``step``, for messages.
         ranks: that read it.
     """
 
@@ -56,6 +57,7 @@ class Source:
     is_streamed: bool = False
     objective: str = ""
     streaming: str
+    step_setting: StepSetting = RECIPE_STEP
     ranks: Ranks = ALONE
 
     def read(
@@ -97,7 +99,11 @@ class Source:
                     stream()
                     if self.grouped_by is None
                     else streamed_whole_groups(
-                        stream, self.grouped_by, step=self._samples_of_a_step, setting=self.objective
+                        stream,
+                        self.grouped_by,
+                        step=self._samples_of_a_step,
+                        setting=self.objective,
+                        step_setting=self.step_setting,
                     )
                 )
             if groups.fault:
@@ -124,6 +130,7 @@ class Source:
             by_line=self.counts_units,
             step=self.step,
             whole_steps=self.whole_steps,
+            step_name=self.step_setting.name,
         )
 
     def held_out(
@@ -155,7 +162,9 @@ class Source:
     def _joined(
         self, lines: Sequence[Sequence[Sample]], by: GroupedBy | None, step: int | None
     ) -> Sequence[Sequence[Sample]]:
-        return lines if by is None else whole_groups(lines, by, step=step, setting=self.objective)
+        if by is None:
+            return lines
+        return whole_groups(lines, by, step=step, setting=self.objective, step_setting=self.step_setting)
 
     @property
     def _samples_of_a_step(self) -> int | None:

@@ -6,7 +6,7 @@ from mcore_prefix_tree.objectives.metrics import LossOutput, add_means
 from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.policy import PolicyGradient
 from mcore_prefix_tree.objectives.preference import Preference
-from mcore_prefix_tree.objectives.registry import OBJECTIVES, make_objective
+from mcore_prefix_tree.objectives.registry import OBJECTIVES, make_objective, option_faults
 from mcore_prefix_tree.objectives.rows import LossRows, Rows, Targets
 from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
 from mcore_prefix_tree.objectives.sft import SupervisedFineTuning, sft_loss
@@ -34,5 +34,6 @@ __all__ = [
     "TeacherSide",
     "add_means",
     "make_objective",
+    "option_faults",
     "sft_loss",
 ]

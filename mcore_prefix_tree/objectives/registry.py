@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
+
+from pydantic import ValidationError
 
 from mcore_prefix_tree.objectives import policy, preference
 from mcore_prefix_tree.objectives.distill import Distillation
@@ -39,3 +42,26 @@ def make_objective(name: str, options: Mapping[str, Any] | None = None) -> Objec
         raise ValueError(f"there is no objective {name!r}; there are {', '.join(sorted(OBJECTIVES))}")
     made, settings = OBJECTIVES[name]
     return made(**{**settings, **(options or {})})
+
+
+def option_faults(name: str, error: ValidationError, setting: str) -> list[str]:
+    """Return a sentence for each option at fault.
+
+    Args:
+        name: of the objective.
+        error: of :func:`make_objective`.
+        setting: what gave the options, for messages.
+    """
+    faults = []
+    for fault in error.errors():
+        option = ".".join([setting, *map(str, fault["loc"])])
+        if fault["type"] == "unexpected_keyword_argument":
+            made: Any = OBJECTIVES[name][0]
+            known = ", ".join(field.name for field in fields(made))
+            faults.append(f"{option}: {name} has no such option; it has {known}")
+        elif fault["loc"]:
+            message = fault["msg"]
+            faults.append(f"{option}: {message[0].lower()}{message[1:]} (given {fault['input']!r})")
+        else:
+            faults.append(f"{setting}: {fault['ctx']['error']}")
+    return faults

@@ -135,11 +135,18 @@ def fewest_micro_batches(
     dp_size: int = 1,
     micro_batch_multiple: int = 1,
     sharing: Sharing = SHARE_ALL,
+    together: Sequence[Hashable] | None = None,
     budget_name: str = "max_tokens",
 ) -> int:
     """Return K as :func:`plan_step` chooses it; arguments and errors as there."""
-    _, shared, lengths = _in_order(samples, _Budget(max_tokens, budget_name), sharing)
-    return _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
+    budget = _Budget(max_tokens, budget_name)
+    order, shared, lengths = _in_order(samples, budget, sharing)
+    if together is None:
+        return _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
+    leaves = Leaves.every_sample(shared, lengths, None)
+    clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
+    _check_clusters(clusters, samples, order, budget)
+    return _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
 
 
 class _Budget(NamedTuple):

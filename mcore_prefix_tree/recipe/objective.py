@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any, cast
+from typing import cast
 
 from pydantic import ValidationError
 
-from mcore_prefix_tree.objectives import OBJECTIVES, CrossTokenizer, Objective, make_objective
+from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objective, option_faults
 from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
 from mcore_prefix_tree.recipe.teacher import teacher_recipe
 from mcore_prefix_tree.recipe.xtoken import bound
@@ -23,7 +22,7 @@ def settings_of(recipe: Recipe) -> Objective:
     try:
         return make_objective(name, options)
     except ValidationError as error:
-        raise RecipeError("; ".join(_faults(name, error))) from None
+        raise RecipeError("; ".join(option_faults(name, error, "objective.options"))) from None
     except ValueError as error:
         raise RecipeError(f"objective.name: {error}") from None
 
@@ -77,19 +76,3 @@ def objective_of(recipe: Recipe) -> Objective:
     if len(teachers) > 1:
         raise RecipeError(f"objective.teacher_recipe names {len(teachers)} recipes, but distill has one teacher")
     return objective
-
-
-def _faults(name: str, error: ValidationError) -> list[str]:
-    faults = []
-    for fault in error.errors():
-        option = ".".join(map(str, fault["loc"]))
-        if fault["type"] == "unexpected_keyword_argument":
-            made: Any = OBJECTIVES[name][0]
-            known = ", ".join(field.name for field in fields(made))
-            faults.append(f"objective.options.{option}: {name} has no such option; it has {known}")
-        elif option:
-            message = fault["msg"]
-            faults.append(f"objective.options.{option}: {message[0].lower()}{message[1:]} (given {fault['input']!r})")
-        else:
-            faults.append(f"objective.options: {fault['ctx']['error']}")
-    return faults

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracles import comb, sample_lists
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.plan import BudgetError, CostModel, plan_step
+from mcore_prefix_tree.plan import BudgetError, CostModel, fewest_micro_batches, plan_step
 
 COST = CostModel(token=100.0, pair=1.0)
 
@@ -38,6 +38,8 @@ def test_a_cluster_is_never_cut_and_no_budget_exceeded(samples, seed, max_tokens
             if fold(own).physical_tokens > max_tokens:
                 return
         raise
+    fewest = fewest_micro_batches(samples, max_tokens=max_tokens, dp_size=dp_size, together=keys)
+    assert fewest == plan.num_micro_batches
     batches = micro_batches(plan)
     assert sorted(index for batch in batches for index in batch) == list(range(len(samples)))
     assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}

@@ -1,7 +1,9 @@
 """The other side of the comparison: Megatron-LM's ``pretrain`` with its stock model, each sample alone.
 
 Takes the arguments of ``pretrain_gpt.py`` and those of the folded run; a micro-batch is one sample, with its labels, as
-Megatron's own scripts pass them. One process: no parallel layout stands between this run and what it says.
+Megatron's own scripts pass them. Under another objective than sft it is a whole step, whose samples go through the
+model one after another, and the loss is the objective's formula, token by token. One process: no parallel layout stands
+between this run and what it says.
 """
 
 from __future__ import annotations
@@ -10,16 +12,22 @@ import inspect
 import os
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "unit")]
 
 import torch
+from objective_oracles import Alone, policy_loss
+from test_objectives_distill import top_k_loss
+from test_objectives_preference import kto_loss, pair_loss
 
 from mcore_prefix_tree.cpu.emulation import enable_training
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.megatron_lm.arguments import add_argument_group
+from mcore_prefix_tree.objectives import make_objective
 
 if not torch.cuda.is_available():
     enable_training()
@@ -29,6 +37,8 @@ from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
 from model_provider import model_provider
 
+ORACLES: dict[str, Any] = {"dpo": pair_loss, "ipo": pair_loss, "kto": kto_loss, "distill": top_k_loss}
+
 
 def samples_alone(order: SampleOrder, consumed: int) -> Any:
     while True:
@@ -36,12 +46,20 @@ def samples_alone(order: SampleOrder, consumed: int) -> Any:
         consumed += 1
 
 
+def whole_steps(order: SampleOrder, consumed: int, step: int) -> Any:
+    while True:
+        yield order.take(consumed, step)
+        consumed += step
+
+
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     args = get_args()
 
     def alone(paths: Any, consumed: int, order: Any) -> Any:
-        groups = list(iter_sample_groups(paths))
-        return samples_alone(SampleOrder(groups, seed=args.seed, order=order), consumed)
+        samples = SampleOrder(list(iter_sample_groups(paths)), seed=args.seed, order=order)
+        if args.prefix_tree_objective != "sft":
+            return whole_steps(samples, consumed, args.global_batch_size)
+        return samples_alone(samples, consumed)
 
     train = alone(args.prefix_tree_data_path, args.consumed_train_samples, args.prefix_tree_order)
     if not args.prefix_tree_valid_data_path:
@@ -54,6 +72,9 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def forward_step(data_iterator: Any, model: Any) -> Any:
+    args = get_args()
+    if args.prefix_tree_objective != "sft":
+        return objective_step(args, next(data_iterator), model)
     sample = next(data_iterator)
     device = next(model.parameters()).device
     tokens = torch.from_numpy(sample.tokens.copy()).long().to(device)
@@ -68,6 +89,26 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
         return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
 
     return losses, loss_func
+
+
+def objective_step(args: Any, samples: Any, model: Any) -> Any:
+    objective: Any = make_objective(args.prefix_tree_objective, args.prefix_tree_objective_options)
+    device = next(model.parameters()).device
+
+    def logits_of(tokens: Any) -> torch.Tensor:
+        ids = torch.tensor([tokens], device=device)
+        logits: torch.Tensor = model(ids, torch.arange(len(tokens), device=device)[None], None)
+        return logits[0].double()
+
+    divisor = objective.targets(samples).divisor
+    oracle = ORACLES.get(args.prefix_tree_objective, policy_loss)
+    total = oracle(objective, Alone(logits_of, samples)) * divisor
+
+    def loss_func(total: torch.Tensor) -> Any:
+        num_tokens = torch.tensor(divisor, dtype=torch.int, device=device)
+        return total, num_tokens, {"lm loss": torch.stack([total.detach().float(), num_tokens.float()])}
+
+    return total, loss_func
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing
 
 PROMPT = list(range(20))
+SFT = SupervisedFineTuning()
 
 
 def samples(count: int, *, shared: bool = True) -> list[Sample]:
@@ -81,7 +82,7 @@ def size(micro_batches: int, micro_batch_size: int, dp_size: int = 1) -> StepSiz
 
 @pytest.mark.parametrize("step", [size(1, 8), size(4, 2), size(8, 1), size(2, 2, 2), size(1, 1, 8)])
 def test_a_plan_has_exactly_the_micro_batches_of_the_step(step: StepSize) -> None:
-    check_fits(samples(8), step, folding(dp_size=step.dp_size))
+    check_fits(samples(8), step, folding(dp_size=step.dp_size), SFT)
     plan = folding(dp_size=step.dp_size).plan(samples(8), micro_batches=step.micro_batches)
     assert len(plan.micro_batches) == step.dp_size
     assert {len(rank) for rank in plan.micro_batches} == {step.micro_batches}
@@ -91,21 +92,21 @@ def test_a_plan_has_exactly_the_micro_batches_of_the_step(step: StepSize) -> Non
 def test_too_small_a_budget_names_the_micro_batch_size_that_fits() -> None:
     # 12 samples share nothing: two fit into 50 tokens.
     with pytest.raises(ArgumentError, match=r"need 6 micro-batches .*=50 tokens.* makes 3; use --micro-batch-size 2"):
-        check_fits(samples(12, shared=False), size(3, 4), folding(max_tokens=50))
+        check_fits(samples(12, shared=False), size(3, 4), folding(max_tokens=50), SFT)
     # Four stages that interleave want micro-batches in fours.
     with pytest.raises(ArgumentError, match="use --micro-batch-size 1, or raise --prefix-tree-max-tokens"):
-        check_fits(samples(12, shared=False), size(4, 3), folding(max_tokens=50, interleave=4))
+        check_fits(samples(12, shared=False), size(4, 3), folding(max_tokens=50, interleave=4), SFT)
     with pytest.raises(ArgumentError, match=r"makes 3; raise --prefix-tree-max-tokens"):
-        check_fits(samples(12, shared=False), size(3, 4), folding(max_tokens=50, interleave=5))
+        check_fits(samples(12, shared=False), size(3, 4), folding(max_tokens=50, interleave=5), SFT)
 
 
 def test_steps_are_checked_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dealing, "CHECKED_SAMPLES", 10_000)
     loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
     with pytest.raises(ArgumentError, match="the first of these samples is sample 0"):
-        check_steps(loners, lambda _: size(2, 4), folding(max_tokens=75), consumed=0, end=10**9)
-    check_steps(loners, lambda _: size(2, 4), folding(max_tokens=75), consumed=0, end=8)
-    check_steps(loners, lambda _: size(2, 4), folding(max_tokens=100), consumed=0, end=10**9)
+        check_steps(loners, lambda _: size(2, 4), folding(max_tokens=75), SFT, consumed=0, end=10**9)
+    check_steps(loners, lambda _: size(2, 4), folding(max_tokens=75), SFT, consumed=0, end=8)
+    check_steps(loners, lambda _: size(2, 4), folding(max_tokens=100), SFT, consumed=0, end=10**9)
 
 
 def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +117,7 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
 
     def fits(epoch: int) -> bool:
         try:
-            check_steps(shuffled, lambda _: step, tight, consumed=16 * epoch, end=16 * epoch + 16)
+            check_steps(shuffled, lambda _: step, tight, SFT, consumed=16 * epoch, end=16 * epoch + 16)
         except ArgumentError:
             return False
         return True
@@ -124,10 +125,10 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
     first = next(epoch for epoch in range(100) if not fits(epoch))
     assert first > 0
     with pytest.raises(ArgumentError, match="need"):
-        check_steps(shuffled, lambda _: step, tight, consumed=0, end=10**9)
-    check_steps(shuffled, lambda _: step, tight, consumed=0, end=16 * first)
+        check_steps(shuffled, lambda _: step, tight, SFT, consumed=0, end=10**9)
+    check_steps(shuffled, lambda _: step, tight, SFT, consumed=0, end=16 * first)
     monkeypatch.setattr(dealing, "CHECKED_SAMPLES", 16)
-    check_steps(shuffled, lambda _: step, tight, consumed=0, end=10**9)
+    check_steps(shuffled, lambda _: step, tight, SFT, consumed=0, end=10**9)
 
 
 def test_a_micro_batch_leaves_the_device_though_megatron_keeps_it() -> None:

@@ -89,14 +89,15 @@ class Folding:
             budget_name=self.budget_name,
         )
 
-    def fewest_micro_batches(self, samples: Sequence[Sample]) -> int:
-        """Micro-batches that each rank needs for a step; see :func:`mcore_prefix_tree.plan.fewest_micro_batches`."""
+    def fewest_micro_batches(self, samples: Sequence[Sample], *, together: Sequence[Hashable] | None = None) -> int:
+        """Return how many micro-batches each rank needs for a step, with arguments and errors as :meth:`plan`."""
         return fewest_micro_batches(
             samples,
             max_tokens=self.max_tokens,
             dp_size=self.dp_size,
             micro_batch_multiple=self.micro_batch_multiple,
             sharing=self.sharing,
+            together=together,
             budget_name=self.budget_name,
         )
 

@@ -63,6 +63,18 @@ def with_rows(batch: MicroBatch, objective: Objective, targets: Targets, indices
     return replace(batch, rows=rows, edges=rows.scored(batch.edges))
 
 
+def for_model(batch: MicroBatch, model: Any) -> MicroBatch:
+    """Return a micro-batch whose rows know the vocabulary of the model that they are scored by."""
+    if batch.rows is None:
+        return batch
+    return replace(batch, rows=replace(batch.rows, vocab_size=get_attr_wrapped_model(model, "vocab_size")))
+
+
+def divisor_part(batch: MicroBatch) -> int:
+    """Return what a micro-batch adds to the divisor of its step's loss."""
+    return batch.layout.num_supervised if batch.rows is None else batch.rows.count
+
+
 def forward_step(
     data_iterator: Iterator[MicroBatch], model: Any, *, readout: Readout[LossOutput]
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
@@ -80,16 +92,13 @@ def forward_step(
         ValueError: see :func:`check_step`.
     """
     check_step(model)
-    batch = next(data_iterator)
-    if batch.rows is not None:
-        batch = replace(batch, rows=replace(batch.rows, vocab_size=get_attr_wrapped_model(model, "vocab_size")))
+    batch = for_model(next(data_iterator), model)
     return tree_forward(model, batch, readout), partial(_loss, readout, batch)
 
 
 def _loss(readout: Readout[LossOutput], batch: MicroBatch, output: torch.Tensor) -> Reported:
     found = readout.read(output, batch)
-    count = batch.layout.num_supervised if batch.rows is None else batch.rows.count
-    num_tokens = torch.full((), count, dtype=torch.int, device=output.device)
+    num_tokens = torch.full((), divisor_part(batch), dtype=torch.int, device=output.device)
     report: dict[str, Any] = {"loss_sum": found.loss.detach(), "num_tokens": num_tokens}
     if batch.rows is not None:
         report |= {"metrics": found.metrics, "bad_sample": found.bad_sample}

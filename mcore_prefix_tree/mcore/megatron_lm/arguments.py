@@ -12,8 +12,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.objectives import OBJECTIVES, Objective, make_objective, option_faults
+
+# Objectives of a language model by itself. Others need a second model, or a scalar head.
+TRAINED = [name for name, (made, _) in OBJECTIVES.items() if not (made.has_scalar_head or made.across_tokenizers)]
 
 
 class ArgumentError(ValueError):
@@ -106,6 +112,20 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--prefix-tree-expand-turns",
         action="store_true",
         help="One sample per assistant turn, with its whole history as prefix.",
+    )
+    group.add_argument(
+        "--prefix-tree-objective",
+        default="sft",
+        choices=sorted(TRAINED),
+        metavar="NAME",
+        help=f"What the samples are trained with: {', '.join(TRAINED)}. Groups and pairs stay in one step. Default: "
+        "%(default)s.",
+    )
+    group.add_argument(
+        "--prefix-tree-objective-options",
+        type=_json_object,
+        metavar="JSON",
+        help="""Options of the objective, such as '{"kl_coef": 0.01}'; docs/objectives.md lists them.""",
     )
     group.add_argument(
         "--prefix-tree-order",
@@ -320,6 +340,31 @@ def check_arguments(args: argparse.Namespace) -> None:
             "--prefix-tree-order shuffled"
         )
     check_setting(args.prefix_tree_attention_backend)
+    objective = objective_of(args)
+    if objective.asks_model:
+        raise ArgumentError(
+            "--prefix-tree-objective-options teacher=full asks a second model in every step, which only "
+            "`mcore-prefix-tree train` loads; put the teacher's likeliest tokens into the data and set top_k"
+        )
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if objective.grouped_by is not None and given.get(name) is not None:
+            raise ArgumentError(
+                f"{_option(name)} with --prefix-tree-objective {args.prefix_tree_objective}, whose steps take whole "
+                f"{objective.grouped_by}s and would cut some; leave it out"
+            )
+
+
+def objective_of(args: argparse.Namespace) -> Objective:
+    """Return the objective that the arguments name.
+
+    Raises:
+        ArgumentError: an option is unknown or out of range.
+    """
+    name = args.prefix_tree_objective
+    try:
+        return make_objective(name, args.prefix_tree_objective_options)
+    except ValidationError as error:
+        raise ArgumentError("; ".join(option_faults(name, error, "--prefix-tree-objective-options"))) from None
 
 
 def check_unused(arguments: Sequence[str]) -> None:

@@ -15,8 +15,8 @@ it is planned, a step ahead, or by ``--prefix-tree-dry-run``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
@@ -25,7 +25,7 @@ from mcore_prefix_tree.mcore.engine.steps import FoldedStep, StepPlanner, fold_s
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
 from mcore_prefix_tree.mcore.readout import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import WaitingMicroBatch
-from mcore_prefix_tree.objectives import LossOutput
+from mcore_prefix_tree.objectives import LossOutput, Objective
 from mcore_prefix_tree.sample import Sample
 
 
@@ -79,6 +79,7 @@ class StepMicroBatch:
         host_seconds: this rank spent on planning and folding the step.
         share: this micro-batch's part of its rank's micro-batches.
         stats: of its step; None in evaluation.
+        known: metrics that the objective knows before the step runs, as (sum, weight).
     """
 
     waiting: WaitingMicroBatch
@@ -86,15 +87,16 @@ class StepMicroBatch:
     host_seconds: float
     share: float
     stats: StepStats | None
+    known: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
-def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding) -> None:
+def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding, objective: Objective) -> None:
     """See that a step's samples fit its micro-batches; much cheaper than planning them.
 
     Raises:
         ArgumentError: the budget asks for more; names the arguments and the largest ``--micro-batch-size`` that fits.
     """
-    needed = folding.fewest_micro_batches(samples)
+    needed = folding.fewest_micro_batches(samples, together=objective.together(samples))
     if needed <= size.micro_batches:
         return
     fitting = [
@@ -143,6 +145,7 @@ class StepDealer:
         self._seconds = 0.0
         self._waiting: list[WaitingMicroBatch] = []
         self._stats: StepStats | None = None
+        self._known: Mapping[str, tuple[float, float]] = {}
 
     def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
         """Micro-batch ``index`` of this rank, of the step that follows the first ``consumed`` samples.
@@ -158,6 +161,7 @@ class StepDealer:
             host_seconds=self._seconds,
             share=1 / size.micro_batches,
             stats=self._stats,
+            known=self._known,
         )
 
     def _begin(self, consumed: int, size: StepSize) -> None:
@@ -165,7 +169,7 @@ class StepDealer:
         step = self._planner.step(consumed, size)
         device = self._job.folding.device
         self._waiting = [WaitingMicroBatch(one, device, chunks=self._chunks) for one in step.micro_batches]
-        self._begun, self._seconds = consumed, step.seconds
+        self._begun, self._seconds, self._known = consumed, step.seconds, step.metrics
         if self._clock is None:
             return
         before = self._stats
@@ -179,7 +183,7 @@ class StepDealer:
         self._started = now
 
     def _fold(self, samples: Sequence[Sample], size: StepSize) -> FoldedStep:
-        check_fits(samples, size, self._job.folding)
+        check_fits(samples, size, self._job.folding, self._job.objective)
         return fold_step(samples, self._job, micro_batches=size.micro_batches)
 
 
@@ -214,7 +218,13 @@ CHECKED_SAMPLES = 1_000_000
 
 
 def check_steps(
-    order: SampleOrder, size_at: Callable[[int], StepSize], folding: Folding, *, consumed: int, end: int
+    order: SampleOrder,
+    size_at: Callable[[int], StepSize],
+    folding: Folding,
+    objective: Objective,
+    *,
+    consumed: int,
+    end: int,
 ) -> None:
     """Check that the steps from ``consumed`` samples to ``end`` fit their micro-batches, each epoch in its own order.
 
@@ -225,6 +235,7 @@ def check_steps(
         order: of the samples.
         size_at: size of the step that begins after so many samples.
         folding: of the job.
+        objective: of the job, which keeps some samples in one micro-batch.
         consumed: samples before the first step.
         end: samples after which no step begins.
 
@@ -235,5 +246,5 @@ def check_steps(
     start, end = consumed, min(end, consumed + checked)
     while start < end:
         size = size_at(start)
-        check_fits(order.take(start, size.samples), size, folding)
+        check_fits(order.take(start, size.samples), size, folding, objective)
         start += size.samples

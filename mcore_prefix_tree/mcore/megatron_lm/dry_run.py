@@ -12,6 +12,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.megatron_lm.arguments import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.dealing import check_fits, check_steps
 from mcore_prefix_tree.mcore.megatron_lm.job import folding_of, work_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import activation_bytes, warm_up_bytes
@@ -37,11 +38,11 @@ def dry_run(args: argparse.Namespace) -> str:
         ArgumentError: a step does not fit its micro-batches.
         SampleError: bad data.
     """
-    folding = folding_of(args, device=torch.device("cpu"))
+    folding, objective = folding_of(args, device=torch.device("cpu")), objective_of(args)
     order = training_order(args)
     end = args.train_samples or (args.train_iters or 0) * args.global_batch_size or order.samples_per_epoch
     with megatrons_calculator(args):
-        check_steps(order, lambda start: size_at(args, start), folding, consumed=0, end=end)
+        check_steps(order, lambda start: size_at(args, start), folding, objective, consumed=0, end=end)
         size = size_at(args, 0)
     if args.prefix_tree_valid_data_path and args.eval_iters:
         validation, evaluated = validation_order(args), evaluation_size(args)
@@ -50,10 +51,10 @@ def dry_run(args: argparse.Namespace) -> str:
         left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
         evaluations = 1 + end // args.global_batch_size // interval - left_out
         end = evaluations * args.eval_iters * evaluated.samples
-        check_steps(validation, lambda _: evaluated, folding, consumed=0, end=end)
+        check_steps(validation, lambda _: evaluated, folding, objective, consumed=0, end=end)
     samples = order.take(0, size.samples)
-    check_fits(samples, size, folding)
-    plan = folding.plan(samples, micro_batches=size.micro_batches)
+    check_fits(samples, size, folding, objective)
+    plan = folding.plan(samples, micro_batches=size.micro_batches, together=objective.together(samples))
 
     logical = sum(len(sample) for sample in samples)
     physical = sum(map(sum, plan.physical_tokens))

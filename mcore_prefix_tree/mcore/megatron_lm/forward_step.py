@@ -13,8 +13,8 @@ from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
 
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
-from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.megatron_lm.dealing import StepMicroBatch, StepStats
+from mcore_prefix_tree.mcore.engine.forward_step import divisor_part, for_model, tree_forward
+from mcore_prefix_tree.mcore.megatron_lm.dealing import StepMicroBatch
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.validation import check_step
 from mcore_prefix_tree.upload import upload
@@ -36,14 +36,15 @@ def tree_forward_step(
         micro_batch = next(data_iterator)
     timers("batch-generator").stop()
     with straggler:
-        batch = micro_batch.waiting.take()
+        batch = for_model(micro_batch.waiting.take(), model)
         output = tree_forward(model, batch, micro_batch.readout)
     return output, partial(_loss, micro_batch, batch)
 
 
 def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, output: torch.Tensor) -> LossOutput:
-    loss = micro_batch.readout.read(output, batch).loss
-    num_tokens = torch.full((), batch.layout.num_supervised, dtype=torch.int, device=output.device)
+    found = micro_batch.readout.read(output, batch)
+    loss = found.loss
+    num_tokens = torch.full((), divisor_part(batch), dtype=torch.int, device=output.device)
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(
             result=loss,
@@ -53,8 +54,9 @@ def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, output: torch.Tensor) 
             fatal=True,
         )
     report = {"lm loss": torch.stack([loss.detach().float(), num_tokens.float()])}
-    if micro_batch.stats is not None:
-        figures = log_figures(micro_batch, micro_batch.stats)
+    report |= {name: pair.float() for name, pair in found.metrics.items()}
+    figures = log_figures(micro_batch)
+    if figures:
         pairs = upload(np.array(list(figures.values()), dtype=np.float32), output.device)
         report |= dict(zip(figures, pairs.unbind(), strict=True))
     return loss, num_tokens, report
@@ -64,14 +66,18 @@ def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
     return ~torch.isfinite(loss)
 
 
-def log_figures(micro_batch: StepMicroBatch, stats: StepStats) -> dict[str, tuple[float, float]]:
+def log_figures(micro_batch: StepMicroBatch) -> dict[str, tuple[float, float]]:
     """What the log line, TensorBoard and W&B show beside the loss: for each, a numerator and a denominator.
 
     Megatron sums both over the micro-batches and the data-parallel ranks of a step, divides, and averages over
     ``--log-interval``. Throughput is that of the step before, because a step's end is not known inside it; at the
-    first step there is none.
+    first step there is none. What the objective knows of a whole step every micro-batch says alike. In evaluation the
+    step has no figures of its own.
     """
-    figures: dict[str, tuple[float, float]] = {"fold ratio": (stats.logical_tokens, stats.physical_tokens)}
+    figures, stats = dict(micro_batch.known), micro_batch.stats
+    if stats is None:
+        return figures
+    figures["fold ratio"] = (stats.logical_tokens, stats.physical_tokens)
     if stats.seconds_before:
         figures["logical tokens/s"] = (stats.logical_before, stats.seconds_before)
         figures["physical tokens/s"] = (stats.physical_before, stats.seconds_before)

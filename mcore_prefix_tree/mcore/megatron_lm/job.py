@@ -17,8 +17,7 @@ from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
-from mcore_prefix_tree.objectives import SupervisedFineTuning
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, objective_of
 from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import Sharing
@@ -41,7 +40,7 @@ def job_of(args: argparse.Namespace, folding: Folding, order: SampleOrder) -> Jo
     )
     cases = cases_of(config, device=folding.device, deterministic=args.prefix_tree_deterministic_attention)
     return Job(
-        objective=SupervisedFineTuning(),
+        objective=objective_of(args),
         folding=replace(folding, attention_backend=backend, attention_cases=cases),
         dp_rank=parallel_state.get_data_parallel_rank(),
         config=config,

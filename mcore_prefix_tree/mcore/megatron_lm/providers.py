@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megatron.training import get_args, get_timers, print_rank_0
 
 from mcore_prefix_tree.data import LineOptions, load_tokenizer
 from mcore_prefix_tree.data.batches import Order, SampleOrder
+from mcore_prefix_tree.data.grouping import StepSetting
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.objective import check_samples
+from mcore_prefix_tree.mcore.megatron_lm.arguments import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 from mcore_prefix_tree.mcore.megatron_lm.dealing import StepDealer, StepIterator, check_steps
@@ -29,15 +33,21 @@ __all__ = ["add_prefix_tree_args", "prefix_tree_providers"]
 
 Provider = Callable[..., Any]
 
+_STEP = StepSetting(
+    name="--global-batch-size",
+    any_sizes="`mcore-prefix-tree train` with batch.groups_per_step takes {by}s of any sizes",
+)
+
 
 def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order) -> SampleOrder:
     """The samples of the files, in the order that steps take them; says what was skipped.
 
     Raises:
-        SampleError: bad data, or a sample that is longer than the arguments allow; names file, line and argument. Or
-            ranks read different samples.
+        SampleError: bad data, a sample that lacks what the objective reads, or one that is longer than the arguments
+            allow; names file, line and argument. Or ranks read different samples.
+        ValueError: there are fewer samples than a step of whole groups takes.
     """
-    name = args.prefix_tree_tokenizer
+    name, objective = args.prefix_tree_tokenizer, objective_of(args)
     source = Source(
         paths=paths,
         options=LineOptions(
@@ -49,12 +59,17 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order) -> 
         seed=args.seed,
         order=order,
         step=args.global_batch_size,
+        grouped_by=objective.grouped_by,
+        whole_steps=objective.grouped_by is not None,
         on_error=args.prefix_tree_on_error,
         is_streamed=args.prefix_tree_streaming,
+        objective=f"--prefix-tree-objective {args.prefix_tree_objective}",
         streaming="give --prefix-tree-streaming",
+        step_setting=_STEP,
         ranks=all_ranks(),
     )
-    samples, skipped = source.read(progress=_ReadingProgress())
+    check = None if objective.is_weighted_sum else partial(check_samples, objective)
+    samples, skipped = source.read(check=check, progress=_ReadingProgress())
     if skipped.count:
         print_rank_0(f"> {skipped}")
     return samples
@@ -141,7 +156,9 @@ class TreeDatasetsProvider:
             order = validation_order(args)
             if not order.is_streamed:
                 end = train_val_test_num_samples[1] or 0
-                check_steps(order, lambda _: evaluation_size(args), folding, consumed=consumed, end=end)
+                check_steps(
+                    order, lambda _: evaluation_size(args), folding, objective_of(args), consumed=consumed, end=end
+                )
             # Training has chosen before: validation runs the same back-end.
             job = job_of(args, folding, order)
             self._validation = StepDealer(order, job, chunks=chunks, num_workers=args.num_workers)
@@ -159,6 +176,7 @@ class TreeDatasetsProvider:
                 order,
                 lambda _: current_size(args),
                 folding,
+                objective_of(args),
                 consumed=args.consumed_train_samples - self._consumed_before,
                 end=end - self._consumed_before,
             )

@@ -1,0 +1,178 @@
+"""Objectives under ``--prefix-tree`` in Megatron-LM's own loop: equal to their formulas on each sample alone."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_lm import (
+    BATCH,
+    CPU,
+    ENTRY,
+    FIRST,
+    FOLDED,
+    ITERATIONS,
+    LOSS,
+    MODEL,
+    STOCK,
+    TRAIN,
+    UNFOLDED,
+    VARIABLE,
+    VOCAB,
+    Run,
+    assert_same_tensors,
+    megatron,
+    only_checkpoint,
+    trained,
+)
+
+if VARIABLE not in os.environ:
+    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+pytest.importorskip("triton", reason="megatron.training imports triton")
+pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+
+LAYOUTS = {
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "dp2": (2, ""),
+    "tp2-sp-pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+}
+OPTIONS = {
+    "grpo": {"kl_coef": 0.05, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05},
+    "gspo": {},
+    "dpo": {},
+    "kto": {"desirable_weight": 1.3, "beta": 0.4},
+    "distill": {"divergence": "jsd", "jsd_beta": 0.3, "normalise": "sample"},
+}
+METRICS = {"grpo": "clip_fraction", "gspo": "ratio", "dpo": "accuracy", "kto": "reward_chosen", "distill": "jsd"}
+QUICK = {("grpo", "tp2"), ("dpo", "pp2"), ("kto", "dp2"), ("distill", "tp2")}
+EVERY = [
+    pytest.param(name, layout, id=f"{name}-{layout}", marks=[] if (name, layout) in QUICK else pytest.mark.slow)
+    for name in OPTIONS
+    for layout in LAYOUTS
+]
+
+
+def write_rollouts(path: Path) -> None:
+    """Groups of four completions of one prompt, neighbours are pairs; what every objective reads."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for group in range(3 * BATCH // 4):
+        prompt = rng.integers(0, VOCAB, size=rng.integers(8, 24)).tolist()
+        for member in range(4):
+            tokens = prompt + rng.integers(0, VOCAB, size=rng.integers(2, 12)).tolist()
+            length = len(tokens)
+            mask = [0.0] * len(prompt) + rng.choice([0.5, 1.0], size=length - len(prompt)).tolist()
+
+            def near(scale: float, length: int = length) -> list[float]:
+                return np.minimum(-np.log(VOCAB) + scale * rng.standard_normal(length), 0.0).tolist()
+
+            ids = [rng.permutation(VOCAB)[:4].tolist() for _ in range(length)]
+            likely = np.log(rng.dirichlet(np.ones(6), size=length)[:, :4]).tolist()
+            rows.append(
+                {
+                    "tokens": tokens,
+                    "loss_mask": mask,
+                    "reward": float(rng.choice([0.0, 0.3, 1.0])),
+                    "group": group,
+                    "old_logprobs": near(0.1),
+                    "ref_logprobs": near(0.3),
+                    "rollout_logprobs": near(0.1),
+                    "pair": len(rows) // 2,
+                    "chosen": bool(member % 2),
+                    "label": bool(len(rows) % 3),
+                    "mismatched": len(rows) % 7 == 0,
+                    "teacher": {"token_ids": ids, "logprobs": likely},
+                }
+            )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="session")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
+    write_rollouts(path)
+    return path
+
+
+def words(rollouts: Path, name: str) -> str:
+    options = json.dumps(OPTIONS[name], separators=(",", ":"))
+    data = f"--prefix-tree-data-path {rollouts} --prefix-tree-order file"
+    return f"{data} --prefix-tree-objective {name} --prefix-tree-objective-options {options}"
+
+
+@pytest.fixture(scope="session")
+def alone(rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> functools._lru_cache_wrapper[tuple[Run, Path]]:
+    """Run an objective on each sample alone, once for all layouts; from the second iteration on."""
+
+    @functools.cache
+    def run(name: str) -> tuple[Run, Path]:
+        folder = tmp_path_factory.mktemp(name)
+        whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
+        common = (CPU, MODEL, TRAIN, whole, words(rollouts, name), f"--save {folder}")
+        trained(STOCK, *common, f"--exit-interval {FIRST}")
+        return trained(STOCK, *common, f"--load {folder}"), folder
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "layout"), EVERY)
+def test_every_objective_trains_as_on_each_sample_alone(
+    alone: functools._lru_cache_wrapper[tuple[Run, Path]], rollouts: Path, tmp_path: Path, name: str, layout: str
+) -> None:
+    stock, wanted = alone(name)
+    ranks, arguments = LAYOUTS[layout]
+    base = only_checkpoint(wanted, FIRST, tmp_path / "base")  # stages draw other weights than one process
+    folders = f"--load {base} --save {tmp_path / 'saved'}"
+    run = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, words(rollouts, name), arguments, folders, ranks=ranks)
+    assert sorted(run.iterations) == sorted(stock.iterations) == list(range(FIRST + 1, ITERATIONS + 1))
+    for iteration, figures in run.iterations.items():
+        expected = stock.iterations[iteration]
+        if "lm loss" in expected:  # Megatron prints no loss that is not positive
+            assert figures["lm loss"] == pytest.approx(expected["lm loss"], rel=LOSS, abs=1e-7), iteration
+        assert figures["grad norm"] == pytest.approx(expected["grad norm"], abs=1.1e-3), iteration  # three digits
+        assert figures["fold ratio"] > 1.3
+    assert any(METRICS[name] in figures for figures in run.iterations.values())
+    assert_same_tensors(tmp_path / "saved", wanted, ITERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--prefix-tree-objective grpo --global-batch-size 6", "steps of --global-batch-size=6 would cut some"),
+        pytest.param(
+            "--prefix-tree-objective grpo --global-batch-size 64",
+            "--global-batch-size=64 is more than the 48 samples",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("--prefix-tree-objective critic", "invalid choice: 'critic'", marks=pytest.mark.slow),
+        pytest.param(
+            '--prefix-tree-objective dpo --prefix-tree-objective-options {"betta":1}',
+            "options.betta: dpo has no such",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            '--prefix-tree-objective distill --prefix-tree-objective-options {"teacher":"full"}',
+            "asks a second model",
+            marks=pytest.mark.slow,
+        ),
+        ("--prefix-tree-objective ppo", "field 'values' is missing, and advantage=gae needs it"),
+        pytest.param(
+            "--prefix-tree-objective grpo --rampup-batch-size 4 4 48",
+            "--rampup-batch-size with --prefix-tree-objective",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_mistakes_get_one_sentence(rollouts: Path, arguments: str, says: str) -> None:
+    train = TRAIN.replace(f"--global-batch-size {BATCH}", "") if "--global-batch-size" in arguments else TRAIN
+    folded = FOLDED.replace("--micro-batch-size 4", "--micro-batch-size 2")
+    data = f"--prefix-tree-data-path {rollouts} --prefix-tree-order file"
+    run = megatron(ENTRY, CPU, MODEL, train, folded, data, arguments)
+    (error,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert says in error
+    assert "mcore_prefix_tree/mcore" not in run.output, "no traceback of ours"
