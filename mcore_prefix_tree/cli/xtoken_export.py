@@ -19,7 +19,7 @@ def export_teacher(
         typer.Option(
             metavar="FILE",
             help="A sample a line in the data's order: JSON Lines (.jsonl, .json, or packed with .gz), or a .parquet, "
-            ".arrow or .feather file. A file that is there is overwritten once all is exported.",
+            ".arrow or .feather file. An existing file is replaced once all samples are exported.",
         ),
     ],
     overrides: Annotated[

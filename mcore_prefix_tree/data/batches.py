@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import threading
@@ -283,6 +284,9 @@ def _loader(order: SampleOrder, consumed: int, num_workers: int) -> Iterable[Seq
 
 
 def _live_as_long_as_the_main_process(worker: int) -> None:
+    # What the main process has dropped but not collected is not this process's to end: process groups, whose threads it
+    # does not have.
+    gc.freeze()
     # Without its workers it could not go on to its checkpoint.
     for ending in ENDING_SIGNALS:
         signal.signal(ending, signal.SIG_IGN)

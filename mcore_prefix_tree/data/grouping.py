@@ -16,7 +16,7 @@ from mcore_prefix_tree.signals import GroupedBy
 
 @dataclass(frozen=True, kw_only=True)
 class StepSetting:
-    """What a user calls the samples of a step, for messages.
+    """Words for the setting that counts the samples of a step, for messages.
 
     Attributes:
         name: of the setting.

@@ -179,6 +179,7 @@ def shell(words: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("words", "lost"),
     [

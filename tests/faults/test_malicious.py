@@ -19,6 +19,8 @@ from fault_cases import ACCEPTED, REFUSED, Case, Runner, Table
 from fault_inputs import MEASURED, RECIPE, ROWS, lines, recipe_bytes
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+pytestmark = pytest.mark.ci
+
 
 class Payload:
     """Creates a file when it is unpickled."""

@@ -182,6 +182,7 @@ def test_the_tables_leave_nothing_out(rooms: list[str], tables: list[Any]) -> No
     assert imported <= listed
 
 
+@pytest.mark.ci
 def test_what_moved_is_the_first_that_an_import_says() -> None:
     """In a fresh interpreter, where upstream lost a name that the package imports."""
     script = (

@@ -455,6 +455,7 @@ def padded_batch(model: torch.nn.Module) -> Outcome:
     )
 
 
+@pytest.mark.ci
 def test_bfloat16_is_about_as_close_to_the_truth_as_unfolded():
     """Both against the stock model in fp64 with the same (bf16) weights, over several sets of weights.
 

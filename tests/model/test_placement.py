@@ -12,6 +12,7 @@ from torchrun_jobs import run
 
 from mcore_prefix_tree.objectives import OBJECTIVES
 
+pytestmark = pytest.mark.ci
 OBJECTIVE_TEST = "test_an_objective_stays_on_the_device"
 # Each of the others does on the device what one of these does.
 KINDS = ("sft", "grpo", "dpo", "kto", "critic", "reward_model", "distill")

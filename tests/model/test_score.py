@@ -254,7 +254,7 @@ def test_the_help_says_what_is_read_and_what_is_overwritten() -> None:
     said = " ".join(
         CliRunner().invoke(app, ["score", "--help"], env={"COLUMNS": "400"}).stdout.replace("│", " ").split()
     )
-    assert "A file that is there is overwritten once all is scored." in said
+    assert "An existing file is replaced once all samples are scored." in said
     assert "checkpoint.save is the folder of a run, in the recipe or given here; it is only read." in said
 
 

@@ -81,10 +81,10 @@ def assert_agree(found: Counter[str], work: Work) -> None:
     [
         pytest.param((), id="fused head"),
         pytest.param(("fused_head=false",), id="all logits", marks=pytest.mark.slow),
-        pytest.param(("objective.name=critic",), id="scalar head"),
+        pytest.param(("objective.name=critic",), id="scalar head", marks=pytest.mark.ci),
         pytest.param(("model.swiglu=false", "model.kv_channels=16"), id="no gate, wide heads", marks=pytest.mark.slow),
         pytest.param((f"{MODEL}={{attention_output_gate: true}}",), id="gated attention", marks=pytest.mark.slow),
-        pytest.param(EXPERTS, id="experts"),
+        pytest.param(EXPERTS, id="experts", marks=pytest.mark.ci),
         pytest.param(LATENT, id="latent attention", marks=pytest.mark.slow),
     ],
 )

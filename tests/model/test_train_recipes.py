@@ -23,6 +23,7 @@ NARROW = (
 )
 
 
+@pytest.mark.ci
 def test_the_recipe_for_one_gpu_trains(tmp_path: Path) -> None:
     notes = train(RECIPE, *NARROW, f"checkpoint.save={tmp_path / 'saved'}", "verify.enabled=true", "compare=false")
     (verified,) = notes.verifications

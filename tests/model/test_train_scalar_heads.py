@@ -325,6 +325,7 @@ def test_preferences_are_learnt(job: Path) -> None:
     assert reports[-1].loss < 0.2
 
 
+@pytest.mark.ci
 def test_returns_are_learnt(job: Path) -> None:
     """Against the returns that a lambda of 1 makes of the rewards alone."""
     reports = train(

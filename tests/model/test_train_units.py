@@ -184,7 +184,7 @@ WHOLE: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", quick("sft", "grpo", of=WHOLE))
+@pytest.mark.parametrize("name", quick("sft", of=WHOLE))
 def test_a_line_a_turn_trains_as_a_line_a_rollout_does(tmp_path: Path, name: str) -> None:
     """Six shuffled steps and what is held out; of streamed files too, resumed in the middle of an epoch."""
     options, units = WHOLE[name]

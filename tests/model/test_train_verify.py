@@ -197,6 +197,7 @@ def converged(folder: Path, content: list[dict[str, Any]]) -> tuple[Path, str]:
     return job, f"checkpoint.pretrained_checkpoint={folder / 'saved'}"
 
 
+@pytest.mark.ci
 def test_training_goes_on_from_a_loss_near_zero(tmp_path: Path) -> None:
     """Nothing is shared: what a stock run of such a model loses to rounding is all that there is."""
     rng = np.random.default_rng(0)
@@ -210,6 +211,7 @@ def test_training_goes_on_from_a_loss_near_zero(tmp_path: Path) -> None:
         assert report.gradient_error > {"float32": 1e-5, "float64": 1e-13}[report.dtype]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("change", list(BREAKS), ids=lambda change: change.__name__)
 def test_broken_folding_is_caught_near_a_loss_of_zero(
     certain: tuple[Path, str], broken: Callable[[Break], None], change: Break

@@ -85,6 +85,7 @@ def settings(folder: Path, mode: str = "p_kl", **changes: object) -> list[str]:
     return [*FLOAT64, "objective.name=xtoken", teacher, *options(mode=mode, **changes)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("mode", "changes"),
     [
@@ -113,6 +114,7 @@ def test_the_student_comes_closer_to_its_teacher(folder):
     assert 0 < after < 0.7 * before
 
 
+@pytest.mark.ci
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(folder, tmp_path):
     given = [*settings(folder, "alm"), "checkpoint.save_interval=2"]
     whole = train(folder / "student.yaml", *given, f"checkpoint.save={tmp_path / 'whole'}")

@@ -83,6 +83,7 @@ def assert_told_once(done: Ended, saved: Path, *, steps: list[int]) -> None:
     assert list(done.losses) == steps
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("rank", "limit"),
     [

@@ -55,6 +55,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("shape", "dp_size"),
     [

@@ -157,6 +157,7 @@ def test_a_sibling_cannot_be_seen(backend):
     assert not torch.allclose(before[~outside], after[~outside])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", quick("path", of=["path", "cascade"]))
 def test_plans_are_not_traced(backend):
     """torch.compile goes on around what NumPy plans on the host, for every new tree."""

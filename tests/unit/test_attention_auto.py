@@ -196,6 +196,7 @@ def test_distance_is_symmetric_and_zero_only_for_like_shapes():
 
 def config(**changes):
     fields = {
+        "num_layers": 2,
         "num_attention_heads": 8,
         "num_query_groups": 2,
         "kv_channels": 16,
@@ -205,6 +206,7 @@ def config(**changes):
         "softmax_scale": None,
         "softmax_type": "vanilla",
         "window_size": None,
+        "window_attn_skip_freq": None,
         "deterministic_mode": False,
     }
     return SimpleNamespace(**fields | changes)

@@ -533,6 +533,7 @@ def bench_cli(*arguments):
     return CliRunner().invoke(app, arguments)
 
 
+@pytest.mark.ci
 def test_the_command_writes_a_well_formed_file(tmp_path):
     rollouts = tmp_path / "rollouts.jsonl"
     rollouts.write_text("".join(json.dumps({"tokens": [*range(30), 50 + line]}) + "\n" for line in range(6)))
@@ -587,6 +588,7 @@ def test_mistakes_are_told(arguments, says):
     assert says in str(done.exception)
 
 
+@pytest.mark.ci
 def test_the_step_command_writes_a_well_formed_file(tmp_path, monkeypatch):
     output = tmp_path / "step.json"
     small = ["model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2", "model.ffn_hidden_size=16"]

@@ -84,6 +84,7 @@ def test_the_most_micro_batches_are_named(data: Path) -> None:
     assert done.stderr == "error: --dp 16384 with --micro-batches 8: at most 65,536 are planned\n"
 
 
+@pytest.mark.ci
 def test_the_most_ranks_are_planned_for(data: Path) -> None:
     done = cli("plan", data, "--max-tokens", 64, "--dp", 2**14, "--json")
     assert done.exit_code == 0, done.output

@@ -354,6 +354,7 @@ def test_nothing_outlives_a_job_that_is_killed(write):
         assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
+@pytest.mark.ci
 def test_memory_stays_small_on_a_large_file(tmp_path):
     path = tmp_path / "large.jsonl"
     row = json.dumps({"tokens": list(range(1000, 5000))})

@@ -85,6 +85,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
             index_files([str(path)])
 
 
+@pytest.mark.ci
 def test_a_file_of_blank_lines_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"tokens": [1]}\n' + b"\n" * (3 << 20))

@@ -154,11 +154,11 @@ def test_nothing_to_align_gives_no_chunks(keyed_by_tokens):
 
 
 def test_keys_that_overflow_are_numbered_anew():
-    from mcore_prefix_tree.xtoken.fold import _unique
+    from mcore_prefix_tree.xtoken.fold import unique_rows
 
     random_ = np.random.default_rng(1)
     columns = [random_.integers(0, 3, 50) * (2**31 - 5) for _ in range(6)]
-    first, group, count = _unique(columns)
+    first, group, count = unique_rows(columns)
     expected, e_first, e_group, e_count = np.unique(
         np.stack(columns, 1), axis=0, return_index=True, return_inverse=True, return_counts=True
     )

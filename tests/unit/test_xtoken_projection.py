@@ -151,6 +151,7 @@ def wheel():
     return vocabularies, vocabularies.build(BuildSettings(reverse=False, special_similarity=2.0))
 
 
+@pytest.mark.ci
 def test_the_real_tokenizers_agree_on_most_tokens(wheel):
     vocabularies, projection = wheel
     text = ~vocabularies.student.is_special

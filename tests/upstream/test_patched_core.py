@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from sources import MEGATRON, ROOT, megatron_core, patches
 
+pytestmark = pytest.mark.ci
 HERE = Path(__file__).parent
 # Of tests/model/test_mcore_seam.py: what does not look at how the rotary rows are gathered, nor at each back-end.
 SEAM = "unfolded or forward_step or block_specs or float32 or one_micro_batch or stock_to_the_bit or both_ways"

@@ -22,8 +22,9 @@ LAYOUTS = {
 }
 
 
-def in_layouts(*names: str, slow: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Give a test the ``size`` and ``layout`` of each name; the ``slow`` ones only with the slow tests."""
+def in_layouts(*names: str, ci: Sequence[str] = (), slow: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Give a test the ``size`` and ``layout`` of each name; those of ``ci`` and ``slow`` only with such tests."""
     cases = [pytest.param(*LAYOUTS[name], id=name) for name in names]
+    cases += [pytest.param(*LAYOUTS[name], id=name, marks=pytest.mark.ci) for name in ci]
     cases += [pytest.param(*LAYOUTS[name], id=name, marks=pytest.mark.slow) for name in slow]
     return pytest.mark.parametrize(("size", "layout"), cases)

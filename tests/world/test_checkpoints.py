@@ -67,7 +67,7 @@ def by_microbatch(results: list[Losses]) -> torch.Tensor:
         pytest.param(Layout(tp=2), Layout(pp=2), torch.float64, 1e-12, id="tp2-to-pp2-float64"),
         pytest.param(Layout(tp=2), Layout(), torch.float64, 1e-12, id="tp2-to-dp2-float64", marks=pytest.mark.slow),
         pytest.param(Layout(pp=2), Layout(tp=2), torch.float64, 1e-12, id="pp2-to-tp2-float64", marks=pytest.mark.slow),
-        pytest.param(Layout(tp=2), Layout(tp=2), torch.bfloat16, 0, id="tp2-bfloat16"),
+        pytest.param(Layout(tp=2), Layout(tp=2), torch.bfloat16, 0, id="tp2-bfloat16", marks=pytest.mark.ci),
     ],
 )
 def test_training_goes_on_after_loading(

@@ -84,7 +84,9 @@ def test_the_batch_is_a_hard_one() -> None:
     assert max(sample.tokens.max() for sample in SAMPLES) < VOCAB
 
 
-@in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "tp2-sp-pp2-vpp2", "dp4", slow=["tp2-pp2", "tp2-dp2"])
+@in_layouts(
+    "tp2-sp", "pp2-vpp2", "dp2", "tp2-sp-pp2-vpp2", ci=["single", "tp2", "pp2", "dp4"], slow=["tp2-pp2", "tp2-dp2"]
+)
 def test_every_layout(size: int, layout: Layout) -> None:
     job = Job(max_tokens=LONGEST + 10)
     check(folded(size, layout, job), oracle(Job()), FP64)
@@ -110,13 +112,15 @@ def test_a_rank_without_samples() -> None:
 @pytest.mark.parametrize(
     ("size", "layout", "job"),
     [
-        pytest.param(2, Layout(pp=2), Job(share_embeddings=True), id="tied-pp2"),
-        pytest.param(2, Layout(tp=2), Job(config=(("qk_layernorm", True),)), id="qk-layernorm-tp2"),
+        pytest.param(2, Layout(pp=2), Job(share_embeddings=True), id="tied-pp2", marks=pytest.mark.ci),
+        pytest.param(
+            2, Layout(tp=2), Job(config=(("qk_layernorm", True),)), id="qk-layernorm-tp2", marks=pytest.mark.ci
+        ),
         pytest.param(2, Layout(tp=2, sequence_parallel=True), Job(config=LATENT), id="latent-tp2-sp"),
-        pytest.param(2, Layout(pp=2), Job(config=LATENT), id="latent-pp2"),
+        pytest.param(2, Layout(pp=2), Job(config=LATENT), id="latent-pp2", marks=pytest.mark.ci),
         pytest.param(2, Layout(tp=2, sequence_parallel=True), Job(config=MOE), id="moe-tp2-sp"),
-        pytest.param(2, Layout(ep=2), Job(config=MOE), id="moe-ep2"),
-        pytest.param(2, Layout(tp=2), Job(backend="reference"), id="reference-tp2"),
+        pytest.param(2, Layout(ep=2), Job(config=MOE), id="moe-ep2", marks=pytest.mark.ci),
+        pytest.param(2, Layout(tp=2), Job(backend="reference"), id="reference-tp2", marks=pytest.mark.ci),
         pytest.param(
             2,
             Layout(tp=2),
@@ -128,6 +132,7 @@ def test_a_rank_without_samples() -> None:
                 )
             ),
             id="full-recompute-tp2",
+            marks=pytest.mark.ci,
         ),
     ],
 )
@@ -149,6 +154,7 @@ def test_fp32() -> None:
     check(folded(2, Layout(tp=2), job), oracle(job), FP32)
 
 
+@pytest.mark.ci
 def test_the_same_bits_twice() -> None:
     first, second = (folded(2, Layout(tp=2), Job(max_tokens=LONGEST)) for _ in range(2))
     assert first[0] == second[0]

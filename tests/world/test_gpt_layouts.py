@@ -98,11 +98,13 @@ def whole(results: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, "dense") for name in ("tp2", "pp2", "pp2-vpp2", "dp2", "tp2-sp-pp2-vpp2")),
+        ("tp2", "dense"),
+        ("pp2-vpp2", "dense"),
+        *(pytest.param(name, "dense", marks=pytest.mark.ci) for name in ("pp2", "dp2", "tp2-sp-pp2-vpp2")),
         *(pytest.param(name, "dense", marks=pytest.mark.slow) for name in ("tp2-sp", "tp2-pp2", "tp2-dp2")),
-        ("tp2-pp2", "tied"),
+        pytest.param("tp2-pp2", "tied", marks=pytest.mark.ci),
         pytest.param("tp2-sp", "qk-layernorm", marks=pytest.mark.slow),
-        ("tp2-sp", "moe"),
+        pytest.param("tp2-sp", "moe", marks=pytest.mark.ci),
         ("ep2", "moe"),
     ],
 )

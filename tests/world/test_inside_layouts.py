@@ -48,7 +48,7 @@ def inside(size: int, layout: Layout, job: InsideJob) -> Result:
 
 
 @pytest.mark.parametrize("reads", ["labels", "logits"])
-@in_layouts("single", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2")
+@in_layouts("tp2-sp", "pp2-vpp2", "dp2", ci=["single", "tp2", "pp2"])
 def test_every_layout(size: int, layout: Layout, reads: str) -> None:
     check(inside(size, layout, InsideJob(reads=reads)), oracle(), FP64)
 
@@ -62,13 +62,13 @@ def test_output_processors(size: int, layout: Layout, reads: str) -> None:
 @pytest.mark.parametrize(
     ("size", "layout", "job"),
     [
-        pytest.param(2, Layout(pp=2), InsideJob(share_embeddings=True), id="tied-pp2"),
+        pytest.param(2, Layout(pp=2), InsideJob(share_embeddings=True), id="tied-pp2", marks=pytest.mark.ci),
         pytest.param(2, Layout(tp=2, sequence_parallel=True), InsideJob(config=LATENT), id="latent-tp2-sp"),
-        pytest.param(2, Layout(pp=2), InsideJob(config=LATENT), id="latent-pp2"),
+        pytest.param(2, Layout(pp=2), InsideJob(config=LATENT), id="latent-pp2", marks=pytest.mark.ci),
         pytest.param(2, Layout(tp=2, sequence_parallel=True), InsideJob(config=MOE), id="moe-tp2-sp"),
         pytest.param(2, Layout(ep=2), InsideJob(config=MOE), id="moe-ep2"),
-        pytest.param(2, Layout(tp=2), InsideJob(config=RECOMPUTE), id="recompute-tp2"),
-        pytest.param(2, Layout(pp=2), InsideJob(config=RECOMPUTE), id="recompute-pp2"),
+        pytest.param(2, Layout(tp=2), InsideJob(config=RECOMPUTE), id="recompute-tp2", marks=pytest.mark.ci),
+        pytest.param(2, Layout(pp=2), InsideJob(config=RECOMPUTE), id="recompute-pp2", marks=pytest.mark.ci),
     ],
 )
 def test_other_models(size: int, layout: Layout, job: InsideJob) -> None:
@@ -85,7 +85,7 @@ def test_other_models(size: int, layout: Layout, job: InsideJob) -> None:
         pytest.param(2, Layout(tp=2, sequence_parallel=True), InsideJob(), id="tp2-sp"),
         pytest.param(2, Layout(pp=2), InsideJob(config=RECOMPUTE), id="recompute-pp2", marks=pytest.mark.slow),
         pytest.param(2, Layout(pp=2, vpp=2), InsideJob(), id="pp2-vpp2"),
-        pytest.param(2, Layout(ep=2), InsideJob(config=MOE), id="moe-ep2"),
+        pytest.param(2, Layout(ep=2), InsideJob(config=MOE), id="moe-ep2", marks=pytest.mark.ci),
     ],
 )
 def test_checking_the_first_micro_batch_changes_nothing(size: int, layout: Layout, job: InsideJob) -> None:

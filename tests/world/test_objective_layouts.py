@@ -132,19 +132,25 @@ EVERY = [
 ]
 
 
-# By default, each objective on unequal ranks, and each question to the last stage in a model that is cut.
+# By default, each question to the last stage on unequal ranks or in a model that is cut; in CI each objective.
 QUICK = {
+    "dp2": {"grpo", "reward_model", "kto"},
+    "tp2-sp": {"grpo", "critic"},
+    "pp2-vpp2": {"dpo", "distill from a model"},
+}
+IN_CI = {
     "dp2": {one.id for one in EVERY},
-    "tp2-sp": {"grpo", "critic", "distill", "distill from a model"},
-    "pp2-vpp2": {"dpo", "reward_model", "distill from a model"},
+    "tp2-sp": {"distill", "distill from a model"},
+    "pp2-vpp2": {"reward_model"},
     "tp2": {"grpo"},
     "pp2": {"critic"},
     "single": set(),
 }
 EVERY_WAY = [
-    pytest.param(*LAYOUTS[name], *one.values, id=f"{name}-{one.id}", marks=[] if one.id in kept else pytest.mark.slow)
-    for name, kept in QUICK.items()
+    pytest.param(*LAYOUTS[name], *one.values, id=f"{name}-{one.id}", marks=mark)
+    for name, in_ci in IN_CI.items()
     for one in EVERY
+    for mark in [[] if one.id in QUICK.get(name, ()) else pytest.mark.ci if one.id in in_ci else pytest.mark.slow]
 ]
 
 
@@ -196,12 +202,14 @@ def test_a_rank_without_samples(job: Job) -> None:
     assert min(outcome.samples_here for outcome in outcomes) == 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("job", quick(GRPO, of=[GRPO, CRITIC, DPO, REWARD_MODEL, DISTILL, TAUGHT]), ids=IDS)
 def test_a_mixture_of_experts(job: Job) -> None:
     layout = Layout(tp=2, sequence_parallel=True)
     check(2, layout, replace(job, max_tokens=2 * LONGEST, config=MOE), limit=FP32_INSIDE)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("job", [GRPO, pytest.param(CRITIC, marks=pytest.mark.slow)], ids=["grpo", "critic"])
 def test_bfloat16_is_about_as_close_to_the_truth_as_unfolded(job: Job) -> None:
     """Against fp64 with the same weights, both in loss and in the worst parameter's gradient."""

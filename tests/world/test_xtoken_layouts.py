@@ -93,12 +93,13 @@ def test_the_texts_are_hard_ones():
 
 
 # Each loss by itself is cut over a vocabulary in test_xtoken_vocabularies.py.
-QUICK = {"tp2-sp": {"p_kl top-k", "h_kl", "uld"}, "dp2": set(MODES)}
+QUICK = {"tp2-sp": {"h_kl"}, "dp2": {"p_kl top-k", "uld"}}
+IN_CI = {"tp2-sp": {"p_kl top-k", "uld"}, "dp2": set(MODES), "single": set(), "tp2": set(), "tp2-pp2": set()}
 EVERY_WAY = [
-    pytest.param(*LAYOUTS[layout], name, id=f"{layout}-{name}", marks=[] if name in kept else pytest.mark.slow)
-    for layout in ("tp2-sp", "dp2", "single", "tp2", "tp2-pp2")
-    for kept in [QUICK.get(layout, set())]
+    pytest.param(*LAYOUTS[layout], name, id=f"{layout}-{name}", marks=mark)
+    for layout, in_ci in IN_CI.items()
     for name in MODES
+    for mark in [[] if name in QUICK.get(layout, ()) else pytest.mark.ci if name in in_ci else pytest.mark.slow]
 ]
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import read_samples
 
+pytestmark = pytest.mark.ci
 pytest.importorskip("transformers")
 FLOAT64 = ("optimizer.clip_grad=0", "attention_backend=path")
 
