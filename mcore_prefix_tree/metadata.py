@@ -141,7 +141,7 @@ class TreeMetadata:
         return int(self.cu_node_lens[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: plans are derived again, and some hold what cannot be."""
+        """Return what is copied and pickled: plans are derived again, and some hold what cannot be."""
         return vars(self) | {"cache": {}}
 
     def with_plans_on(self, device: torch.device | str) -> TreeMetadata:
@@ -160,7 +160,7 @@ class TreeMetadata:
         """The plan called ``name``, built on first use and kept in :attr:`cache`."""
         if name not in self.cache:
             # Plans are made on the host, by NumPy, which torch.compile would trace as if it were torch; also where this
-            # frame itself is not compiled, but an outer one is. Who has not loaded the compiler does not compile.
+            # frame itself is not compiled, but an outer one is. Nothing is compiled where the compiler is not loaded.
             made = torch.compiler.disable(build) if "torch._dynamo" in sys.modules else build
             self.cache[name] = made(self)
         plan: T = self.cache[name]

@@ -96,7 +96,7 @@ class Sample:
 
     @property
     def temperature(self) -> float:
-        """What the logits of its predictions are divided by."""
+        """Return what the logits of its predictions are divided by."""
         return self.merge_key.temperature if isinstance(self.merge_key, Tempered) else 1.0
 
 

@@ -1,4 +1,4 @@
-"""What an objective reads of a sample besides its tokens: rewards, log-probabilities, preferences, a teacher.
+"""Signals of a sample besides its tokens: rewards, log-probabilities, preferences, a teacher.
 
 A field per token has one entry for each of the sample's n tokens, and entry t belongs to the *prediction* of
 ``tokens[t]``, as in ``loss_mask``. Only the entries of scored tokens (``loss_mask[t] != 0``, t >= 1) are read; the

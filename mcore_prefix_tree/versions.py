@@ -1,4 +1,4 @@
-"""What is installed."""
+"""Versions of installed packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package; None of one that is not, or that is read from a path."""
+    """Return the version of an installed package; None if it is not installed, or is read from a path."""
     try:
         return version(package)
     except PackageNotFoundError:

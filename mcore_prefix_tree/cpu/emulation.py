@@ -33,7 +33,7 @@ _active = False
 
 
 def _is_cuda(device: object) -> bool:
-    """Whether a device argument means a GPU: ``"cuda"``, ``"cuda:0"``, a cuda ``torch.device`` or a bare index."""
+    """Return whether a device argument means a GPU: ``"cuda"``, ``"cuda:0"``, such a ``torch.device`` or an index."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -276,7 +276,7 @@ def _training_replacements() -> list[tuple[object, str, object]]:
         # get_device_arch_version() in training/utils.py, which validate_args() asks under tensor parallelism; before
         # architecture 10 it also wants CUDA_DEVICE_MAX_CONNECTIONS=1. With a grouped GEMM it asks for both numbers.
         (torch.cuda, "get_device_properties", _returns(SimpleNamespace(major=10, minor=0))),
-        # set_jit_fusion_options() in initialize.py warms up compiled functions, of which there are none here, with
+        # set_jit_fusion_options() in initialize.py warms up compiled functions, which nothing here uses, with
         # draws in the size of a micro-batch: they would move the generator that draws the weights.
         (initialize, "_warmup_jit_function", _returns(None)),
         # Resuming a run, in training/checkpointing.py.
@@ -285,7 +285,7 @@ def _training_replacements() -> list[tuple[object, str, object]]:
 
 
 def enable_training() -> None:
-    """As :func:`enable`, and let ``megatron.training.pretrain`` of the Megatron-LM on the path run too."""
+    """Do as :func:`enable`, and let ``megatron.training.pretrain`` of the Megatron-LM on the path run too."""
     enable()
     for owner, name, replacement in _training_replacements():
         _whole_process.enter_context(mock.patch.object(owner, name, replacement))

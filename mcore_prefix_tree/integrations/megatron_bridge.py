@@ -1,4 +1,4 @@
-"""What folding saved, in the log of Megatron-Bridge's own training loop; see docs/trainers.md.
+"""Savings by folding, in the log of Megatron-Bridge's own training loop; see docs/trainers.md.
 
 ``pretrain(config, forward_step, callbacks=[LogFolding()])`` is all that a user adds to :func:`fold_inside`.
 """

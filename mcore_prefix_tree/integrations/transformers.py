@@ -140,7 +140,7 @@ def check_model(model: Any) -> None:
     """Raise ValueError that names the part of a model that cannot be folded."""
     config = model.config.get_text_config()
     name = type(model).__name__
-    # What flash attention computes is told in its arguments; other layers may tell it in a mask only.
+    # Flash attention gets all of its description in arguments; other layers may get theirs in a mask only.
     if not model._supports_flash_attn:
         raise ValueError(f"{name} does not support flash attention, so its layers may not describe their attention")
     if strange := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:

@@ -2,7 +2,7 @@
 
 from mcore_prefix_tree.mcore import compat
 
-# Before anything of megatron-core is imported by name: what has moved is told in one sentence.
+# Before anything of megatron-core is imported by name: one sentence names what has moved.
 compat.check_version()
 compat.check(compat.SEAM)
 

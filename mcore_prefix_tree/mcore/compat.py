@@ -1,4 +1,4 @@
-"""What this package relies on in megatron-core, and one sentence when some of it has moved.
+"""Names that this package relies on in megatron-core, and one sentence when some of them have moved.
 
 The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
 stand in for, with the parameters that it uses. They are checked by signature alone, when the folder that relies on them
@@ -306,7 +306,7 @@ def check_version() -> None:
 
 
 def installed_version() -> str:
-    """Of the ``megatron.core`` that is imported, which need not be the one that pip lists."""
+    """Return the version of the ``megatron.core`` that is imported, which need not be the one that pip lists."""
     return str(_import("megatron.core").__version__)
 
 
@@ -330,7 +330,7 @@ def _import(name: str) -> Any:
 
 
 def moved(uses: Uses) -> Iterator[str]:
-    """What is missing of one entry, in words."""
+    """Describe what one entry lacks."""
     module_name, _, qualified_name = uses.name.partition(":")
     shown = uses.name.replace(":", ".")
     try:

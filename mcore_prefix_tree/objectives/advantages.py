@@ -21,8 +21,8 @@ Alone = Literal["error", "zero"]
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator:
-    """What an advantage is computed from. The computation, the checks of settings and the dealing of samples to steps
-    all follow from it.
+    """Inputs of an advantage. The computation, the checks of settings and the dealing of samples to steps all follow
+    from them.
 
     Attributes:
         reads: the field of ``Signals`` that makes it; ``values`` is for GAE, which reads ``reward`` too.
@@ -41,7 +41,7 @@ class AdvantageEstimator:
 
     @property
     def compares(self) -> bool:
-        """Whether it compares the rollouts of a group with each other."""
+        """Return whether it compares the rollouts of a group with each other."""
         return self.baseline is not None
 
     def grouped_by(self, *, penalised: bool) -> GroupedBy | None:

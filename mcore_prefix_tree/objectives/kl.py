@@ -48,7 +48,7 @@ def kl_estimate(logprob: torch.Tensor, ref_logprob: torch.Tensor, estimator: KLE
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KLPenalty:
-    """What is taken off the rewards: the divergence of the old policy from the reference, before a step runs.
+    """Penalty taken off the rewards: the divergence of the old policy from the reference, before a step runs.
 
     Attributes:
         of_token: float64 ``[K]``, times its coefficient.
@@ -60,7 +60,7 @@ class KLPenalty:
 
     @classmethod
     def of(cls, scored: ScoredTokens, coef: float, estimator: KLEstimator, setting: str) -> KLPenalty:
-        """Of a step; raises SampleError if a sample lacks ``old_logprobs`` or ``ref_logprobs``."""
+        """Compute those of a step; raises SampleError if a sample lacks ``old_logprobs`` or ``ref_logprobs``."""
         old, ref = (torch.from_numpy(scored.column(f"{name}_logprobs", setting)).double() for name in ("old", "ref"))
         return cls(
             of_token=coef * kl_estimate(old, ref, estimator).numpy(),

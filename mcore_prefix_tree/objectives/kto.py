@@ -73,7 +73,7 @@ class KTO(Objective):
 
         Raises:
             SampleError: a sample lacks ``label`` or ``ref_logprobs``, or none of its tokens is scored; with
-                ``reference_point=mismatched``, a mismatched one lacks ``old_logprobs``, or there is none.
+                ``reference_point=mismatched``, a mismatched one lacks ``old_logprobs`` or is missing.
         """
         scored = ScoredTokens.of(samples)
         counts = np.array([not sample.signals.mismatched for sample in samples], dtype=np.int64)

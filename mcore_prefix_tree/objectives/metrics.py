@@ -1,4 +1,4 @@
-"""What a loss returns: a sum over the micro-batch, and means that add up over micro-batches and ranks."""
+"""Results of a loss: a sum over the micro-batch, and means that add up over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def first_bad_sample(values: torch.Tensor, sample: torch.Tensor) -> torch.Tensor
 
 
 def not_finite(sample: Sample) -> SampleError:
-    """What to raise for a sample that has a model output which is not finite."""
+    """Return the error to raise for a sample that has a model output which is not finite."""
     return SampleError(
         f"{sample.source}: the model's output for this sample is NaN or infinite; the weights have diverged, or its "
         "tokens lead outside what the model's dtype can hold"

@@ -25,7 +25,7 @@ By = Literal["token", "sample", "sample_sum", Unit]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Normalised:
-    """What :func:`normalise` decides.
+    """Result of :func:`normalise`.
 
     Attributes:
         weight: float64 ``[K]``, of each scored token's loss.

@@ -15,7 +15,7 @@ from mcore_prefix_tree.signals import GroupedBy
 
 
 class Objective(Protocol):
-    """What a recipe's samples are trained with. Subclasses change what is not as by default.
+    """Loss that a recipe's samples are trained with. Subclasses change the defaults.
 
     Attributes:
         has_scalar_head: the model ends in a scalar head, and the loss reads its values.
@@ -35,22 +35,22 @@ class Objective(Protocol):
 
     @property
     def terms(self) -> Terms:
-        """What each term of the loss reads."""
+        """Return what each term of the loss reads."""
         return "row"
 
     @property
     def grouped_by(self) -> GroupedBy | None:
-        """Which samples have to be in one step."""
+        """Return which samples have to be in one step."""
         return None
 
     @property
     def is_weighted_sum(self) -> bool:
-        """Whether the loss is ``sft_loss``, which reads no sample by itself and needs no targets."""
+        """Return whether the loss is ``sft_loss``, which reads no sample by itself and needs no targets."""
         return False
 
     @property
     def asks_model(self) -> bool:
-        """Whether the loss reads the logits of a second model."""
+        """Return whether the loss reads the logits of a second model."""
         return False
 
     @property
@@ -60,7 +60,7 @@ class Objective(Protocol):
 
     @property
     def looks_at_steps(self) -> bool:
-        """Whether :meth:`check_step` checks anything."""
+        """Return whether :meth:`check_step` checks anything."""
         return False
 
     def check(self, samples: Sequence[Sample]) -> None:

@@ -69,7 +69,7 @@ def pairs_of(samples: Sequence[Sample], setting: str) -> Int64Array:
 
 
 def pair_targets(samples: Sequence[Sample], setting: str, reference: bool) -> Targets:
-    """Of a step of pairs: every pair counts 1 towards the divisor, with its chosen sample."""
+    """Make the targets of a step of pairs: every pair counts 1 towards the divisor, with its chosen sample."""
     scored = ScoredTokens.of(samples)
     pairs = pairs_of(samples, setting)
     for index in np.flatnonzero(scored.lens == 0).tolist():
@@ -148,7 +148,7 @@ class Preference(Objective):
 
 
 def reward_means(chosen: torch.Tensor, rejected: torch.Tensor) -> Means:
-    """What people watch of pairs, from ``[Q]`` rewards of each side."""
+    """Return the metrics of pairs, from ``[Q]`` rewards of each side."""
     return {
         "reward_chosen": mean_of(chosen),
         "reward_rejected": mean_of(rejected),

@@ -1,4 +1,4 @@
-"""What a loss reads of one micro-batch: the scored tokens of its samples, one after another, on the device.
+"""Inputs of a loss of one micro-batch: the scored tokens of its samples, one after another, on the device.
 
 A token that several samples score has an entry for each of them, so whatever is per sample (advantages, ratios, sums
 over a sequence) is exact, and autograd adds up the gradients where the log-probabilities were gathered.
@@ -30,7 +30,7 @@ Terms = Literal["row", "sample", "pair"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossRows:
-    """What a loss reads of one micro-batch.
+    """Inputs of a loss of one micro-batch.
 
     Attributes:
         count: of the micro-batch, towards the step's divisor.
@@ -95,7 +95,7 @@ class Rows(LossRows):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Targets:
-    """What a step's losses read besides the model's output, made on the host once for all micro-batches.
+    """Inputs of a step's losses besides the model's output, made on the host once for all micro-batches.
 
     Attributes:
         scored: the step's scored tokens.
@@ -117,7 +117,7 @@ class Targets:
 
     @property
     def divisor(self) -> int:
-        """Of the whole step."""
+        """Return the divisor of the whole step."""
         return int(self.count.sum())
 
     def rows(self, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu") -> Rows:

@@ -57,7 +57,7 @@ class SupervisedFineTuning(Objective):
 
     @property
     def is_weighted_sum(self) -> bool:
-        """Whether the loss is :func:`sft_loss`, whose weights the layouts have."""
+        """Return whether the loss is :func:`sft_loss`, whose weights the layouts have."""
         return self.normalise == "token"
 
     def check(self, samples: Sequence[Sample]) -> None:

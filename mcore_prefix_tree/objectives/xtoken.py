@@ -164,7 +164,7 @@ class CrossTokenizer(_OfChunks):
 
     @property
     def reads_ce(self) -> bool:
-        """Whether the cross-entropy of the step is part of the loss."""
+        """Return whether the cross-entropy of the step is part of the loss."""
         return self.scaling == "dynamic" or self.ce_weight > 0
 
     def targets(self, samples: Sequence[Sample]) -> Targets:

@@ -1,4 +1,4 @@
-"""What a distillation across tokenizers reads of its teachers and its micro-batches.
+"""Inputs of a distillation across tokenizers: from its teachers and its micro-batches.
 
 Legend: C unique chunks of a micro-batch, E scored tokens.
 """
@@ -21,7 +21,7 @@ from mcore_prefix_tree.xtoken.projection import Projection
 
 
 class Lesson(Protocol):
-    """What the value of a loss reads of a lesson.
+    """Inputs of the value of a loss from a lesson.
 
     Attributes:
         number: which of the objective's teachers it is of.
@@ -52,7 +52,7 @@ def kd_metric(number: int, lessons: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherSide:
-    """What is known of a teacher before its model is built.
+    """Facts of a teacher that are known before its model is built.
 
     Attributes:
         pairing: of the student's tokenizer and the teacher's.
@@ -96,7 +96,7 @@ class TaughtChunks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkRows(LossRows):
-    """What the loss of a micro-batch reads, on the device.
+    """Inputs of the loss of a micro-batch, on the device.
 
     Attributes:
         edges: of the student's scored tokens; their predictors are the student's rows.
@@ -115,7 +115,7 @@ class ChunkRows(LossRows):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkTargets(Targets):
-    """What the losses of a step read.
+    """Inputs of the losses of a step.
 
     Attributes:
         paired: with each teacher, one pair a sample.

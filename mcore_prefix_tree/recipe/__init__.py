@@ -1,4 +1,4 @@
-"""A recipe: everything a training job is told, from a YAML file and ``key=value`` overrides.
+"""Recipes: all settings of a training job, from a YAML file and ``key=value`` overrides.
 
 Its keys are in :mod:`mcore_prefix_tree.recipe.sections`.
 """

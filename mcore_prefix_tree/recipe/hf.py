@@ -130,7 +130,7 @@ class HuggingFaceFolder:
 
     @property
     def has_scalar_head(self) -> bool:
-        """Whether the model gives a number instead of a vocabulary's logits."""
+        """Return whether the model gives a number instead of a vocabulary's logits."""
         return str(self.config["architectures"][0]).endswith(_CLASSIFIER)
 
     def difference(self, other: HuggingFaceFolder) -> str | None:
@@ -155,7 +155,7 @@ class HuggingFaceFolder:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the folder holds a tokenizer with a chat template."""
+        """Return whether the folder holds a tokenizer with a chat template."""
         settings = self.path / "tokenizer_config.json"
         if not settings.is_file():
             return False

@@ -36,7 +36,7 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
-    """What to train on.
+    """Training data.
 
     Attributes:
         path: a JSONL, Parquet (``.parquet``) or Arrow file (``.arrow``, ``.feather``), a glob, ``-`` for JSONL on
@@ -141,7 +141,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
-    """How the model is cut; what is left of the ranks is data parallel."""
+    """Parallel layout of the model; the remaining ranks are data parallel."""
 
     tensor_model_parallel_size: PositiveInt = 1
     pipeline_model_parallel_size: PositiveInt = 1
@@ -151,7 +151,8 @@ class ParallelConfig:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What a rank's micro-batches come in multiples of: interleaved stages take them in groups of the pipeline."""
+        """Return what a rank's micro-batches come in multiples of: interleaved stages take them in groups of the
+        pipeline."""
         return 1 if self.virtual_pipeline_model_parallel_size is None else self.pipeline_model_parallel_size
 
     def padded_vocab_size(self, size: int) -> int:
@@ -161,13 +162,13 @@ class ParallelConfig:
 
     @property
     def bubble(self) -> float:
-        """What the pipeline's filling and draining costs, in times of a rank's largest micro-batch."""
+        """Return the cost of the pipeline's filling and draining, in times of a rank's largest micro-batch."""
         return (self.pipeline_model_parallel_size - 1) / (self.virtual_pipeline_model_parallel_size or 1)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BatchConfig:
-    """How much a step takes, and how it folds.
+    """Size of a step, and how it folds.
 
     Attributes:
         global_batch_size: logical samples per step, over all ranks. An objective that compares samples with each
@@ -204,7 +205,7 @@ class BatchConfig:
 
     @property
     def sharing(self) -> Sharing:
-        """Which common prefixes are shared."""
+        """Return which common prefixes are shared."""
         return Sharing(share=self.share, min_shared_tokens=self.min_shared_tokens)
 
     @property
@@ -217,7 +218,7 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ObjectiveConfig:
-    """What the samples are trained with.
+    """Objective that the samples are trained with.
 
     Attributes:
         name: of ``mcore_prefix_tree.objectives.OBJECTIVES``, such as ``sft``, ``grpo`` or ``dpo``. With ``critic`` and
@@ -249,7 +250,7 @@ class ObjectiveConfig:
 
     @property
     def has_scalar_head(self) -> bool:
-        """Whether the model gives a value of each token instead of a distribution."""
+        """Return whether the model gives a value of each token instead of a distribution."""
         return self.kind.has_scalar_head
 
 
@@ -270,7 +271,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
-    """Where and how often to save.
+    """Checkpoints: where and how often.
 
     Attributes:
         save: folder; None saves nothing.
@@ -300,7 +301,7 @@ def _json_lines(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LogConfig:
-    """Where ``train`` writes the numbers of every step, for programs; the main rank does, as soon as a step is done.
+    """Files that ``train`` logs every step to, for programs; the main rank writes them, as soon as a step is done.
 
     A run that is resumed goes on in the same places: what they have of steps after its checkpoint is dropped. So is all
     that they have where a run starts with the first step.
@@ -328,7 +329,7 @@ def _no_standard_input(path: str | list[str] | None) -> str | list[str] | None:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ValidationConfig:
-    """Samples that are held out: the loss of the recipe's objective on all of them is told, and none is learnt from.
+    """Held-out samples: the objective's loss on all of them is reported, and the model does not learn from them.
 
     They are read as ``data`` says, but for ``data.streaming``: memory holds them. The loss has one normaliser for all
     of them, so that it does not depend on how many are computed together.
@@ -411,7 +412,7 @@ class Recipe:
         if self.head_chunk_rows is not None and (not self.fused_head or self.objective.has_scalar_head):
             why = "fused_head=false" if not self.fused_head else f"objective.name={self.objective.name}"
             raise PydanticCustomError(
-                AT_ODDS, f"head_chunk_rows is of the fused head, which there is none with {why}; leave it out"
+                AT_ODDS, f"head_chunk_rows requires the fused head, which {why} disables; leave it out"
             )
 
     @property
@@ -430,7 +431,7 @@ class Recipe:
 
     @property
     def padding(self) -> Padding:
-        """What the sizes of micro-batches are rounded up to.
+        """Return what the sizes of micro-batches are rounded up to.
 
         Raises:
             RecipeError: the length buckets do not fit the parallel layout or the budget.

@@ -1,4 +1,4 @@
-"""What a recipe's distillation across tokenizers reads before any model is built: tokenizers and projections."""
+"""Tokenizers and projections of a recipe's distillation across tokenizers, read before any model is built."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _PART = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """How a projection is built.
+    """Settings of how a projection is built.
 
     Attributes:
         top_k: entries of a row.
@@ -99,7 +99,7 @@ class Vocabularies:
         Args:
             settings: how.
             parts: where finished parts are kept.
-            progress: is told how many tokens of how many are done.
+            progress: receives the tokens done and their total.
         """
         settings = settings or BuildSettings()
         found = []

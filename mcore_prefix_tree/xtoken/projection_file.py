@@ -276,7 +276,7 @@ class PartFiles:
     key: str
 
     def load(self, name: str) -> Entries | None:
-        """Read a part; None if there is none that is whole and of this build, so that it is built again."""
+        """Read a part; None unless it is whole and of this build, so that it is built again."""
         try:
             arrays, about = _read_arrays(self._path(name))
         except (FileNotFoundError, ValueError):

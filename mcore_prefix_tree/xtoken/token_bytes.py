@@ -54,7 +54,7 @@ class Spelled:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenBytes:
-    """What each token stands for.
+    """Bytes that each token stands for.
 
     Attributes:
         name: the tokenizer's, for messages.

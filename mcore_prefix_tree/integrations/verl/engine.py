@@ -166,7 +166,7 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
 
 @_register(model_type="value_model")
 class FoldingValueEngine(FoldingEngine, MegatronEngineWithValueHead):  # type: ignore[misc]
-    """The same for critics."""
+    """verl's engine for critics, folding inside."""
 
     def _asked(self, batch: TensorDict) -> dict[str, Any]:
         return {}

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def head_dims(config: Any) -> tuple[int, int]:
-    """Of queries and keys, and of values, in a model with this ``TransformerConfig``."""
+    """Return the head dims of queries and keys, and of values, under this ``TransformerConfig``."""
     if config.multi_latent_attention:
         return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
     return config.kv_channels, config.kv_channels
@@ -96,7 +96,7 @@ def resolve_backend(
         device: of this rank.
         deterministic: whether attention has to give the same bits twice.
         any_order: the setting that gives this up, for messages.
-        say: is told what ``auto`` chose, and why.
+        say: receives a line about what ``auto`` chose, and why.
 
     Raises:
         ValueError: the back-end does not exist or does not support the job, and names those that do; or attention in

@@ -26,7 +26,7 @@ _SIZES = (8, 4, 2, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was timed, and the cost model that fits it.
+    """Timings of micro-batches, and the cost model that fits them.
 
     Attributes:
         measured: a forward and backward of a micro-batch each, the fastest of its rounds.
@@ -39,7 +39,7 @@ class Calibration:
     worst: float
 
     def to_json(self) -> dict[str, Any]:
-        """What :func:`mcore_prefix_tree.plan.read_measured` reads, and the fit."""
+        """Return what :func:`mcore_prefix_tree.plan.read_measured` reads, and the fit."""
         return {
             "measured": [one._asdict() for one in self.measured],
             "cost": asdict(self.cost),
@@ -52,7 +52,7 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
 
     Of several sizes up to the budget, one micro-batch of the shortest samples that fill it and one of the longest: what
     a token costs and what a visible pair costs are told apart by how deep the tokens are. Where the head computes only
-    scored tokens, what these cost is told by the two largest once more, with next to nothing scored.
+    scored tokens, the two largest, timed once more with next to nothing scored, show what these cost.
 
     Args:
         chunks: in Megatron's DDP; their gradients are left empty.

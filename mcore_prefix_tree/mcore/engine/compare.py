@@ -1,4 +1,4 @@
-"""What folding saved: a step folded and unfolded, on the same batch in the same process."""
+"""Savings by folding: a step folded and unfolded, on the same batch in the same process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def speedups(self) -> list[float]:
-        """How many times faster folded is than the faster unfolded way, in each round, ascending."""
+        """Speed of folded over the faster unfolded way in each round, ascending."""
         unfolded_ways = [way for way in (self.packed, self.stock) if way is not None]
         fastest = min(unfolded_ways, key=lambda way: way.median_seconds)
         return sorted(unfolded / folded for unfolded, folded in zip(fastest.seconds, self.folded.seconds, strict=True))
@@ -97,7 +97,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class _Way:
-    """How to run the batch: micro-batches made anew each time, as in a step, and what to do with them."""
+    """One way to run the batch: micro-batches made anew each time, as in a step, and what to do with them."""
 
     name: str
     tokens: int

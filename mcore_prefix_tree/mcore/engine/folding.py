@@ -18,7 +18,7 @@ from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie, sort_samples
 
 @dataclass(frozen=True, kw_only=True)
 class Folding:
-    """How a job folds. All but ``device`` is the same on every rank, so all ranks make the same plan.
+    """Settings of how a job folds. All but ``device`` is the same on every rank, so all ranks make the same plan.
 
     Attributes:
         max_tokens: physical tokens that a micro-batch may hold, before padding.
@@ -31,7 +31,7 @@ class Folding:
         padding: of the micro-batches.
         device: of the model, which takes them there.
         attention_backend: of their layers.
-        attention_cases: calls of the layers, whose plans are made while folding; where there are none, the first layer
+        attention_cases: calls of the layers, whose plans are made while folding; without any, the first layer
             makes them.
         deterministic_attention: whether it has to give the same bits twice.
         only_supervised: ask for the tokens with a non-zero loss mask alone.

@@ -19,7 +19,7 @@ from mcore_prefix_tree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What the weights make of the samples that were held out.
+    """Loss and metrics of the held-out samples under the current weights.
 
     Attributes:
         iteration: steps behind the weights; 0 before the first.

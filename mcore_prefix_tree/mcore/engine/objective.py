@@ -1,4 +1,4 @@
-"""What a job asks of its objective around the steps."""
+"""Checks and stand-ins of a job that follow from its objective."""
 
 from __future__ import annotations
 

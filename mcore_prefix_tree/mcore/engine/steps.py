@@ -104,7 +104,7 @@ def fold_micro_batches(
 
 
 class StepSize(Protocol):
-    """How much a step takes."""
+    """Size of a step."""
 
     @property
     def samples(self) -> int:

@@ -1,4 +1,4 @@
-"""What the micro-batches of all ranks reported, added up: every rank knows the loss of a step and what goes with it."""
+"""Sums of what the micro-batches of all ranks reported: every rank knows the loss and the metrics of a step."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def why_stock_does_not_fit(samples: Sequence[Sample], job: Job, *, companion: to
 
 
 def _bytes_per_score(config: Any) -> int:
-    """What dense attention keeps of a score for backward."""
+    """Return the bytes that dense attention keeps of a score for backward."""
     if config.bf16 and config.attention_softmax_in_fp32:
         # The softmax's own output, and the copy of it that multiplies the values.
         return torch.float32.itemsize + torch.bfloat16.itemsize

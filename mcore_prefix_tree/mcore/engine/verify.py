@@ -105,7 +105,7 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every figure is within its limit; a NaN is not."""
+        """Return whether every figure is within its limit; a NaN is not."""
         return all(error <= limit for error, limit in self.checks.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ _Rows = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Outcome:
-    """What one run gave: rows by sample index (of all ranks), the summed loss, and this rank's gradients by name."""
+    """Results of one run: rows by sample index (of all ranks), the summed loss, and this rank's gradients by name."""
 
     rows: dict[int, _Rows]
     loss: float

@@ -56,7 +56,7 @@ Target = TypeVar("Target")
 
 @dataclass(frozen=True, kw_only=True)
 class Inside:
-    """How a model folds.
+    """Settings and counters of a model that folds inside.
 
     Attributes:
         attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`; ``auto`` chooses for the device of
@@ -105,7 +105,7 @@ class Folding:
         self._always_folds = any(isinstance(module, DotProductAttention) for module in model.modules())
 
     def report(self, *, training_only: bool = False) -> FoldReport | None:
-        """Return the sum over the micro-batches since the last call, None if there are none. Call it once a step.
+        """Return the sum over the micro-batches since the last call, None without any. Call it once a step.
 
         Args:
             training_only: leave out forward passes without gradients, such as those for old log-probabilities.
@@ -242,7 +242,7 @@ def _left_alone(model: Any, rows: PackedRows, call: dict[str, Any]) -> dict[str,
 
 
 def _is_last(model: Any) -> bool:
-    """Whether no other pipeline stage reads what this chunk answers."""
+    """Return whether no other pipeline stage reads the output of this chunk."""
     last_chunk = model.vp_stage is None or model.vp_stage == model.vp_size - 1
     return bool(last_chunk and model.pp_group.rank() == model.pp_group.size() - 1)
 

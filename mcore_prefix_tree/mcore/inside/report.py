@@ -1,4 +1,4 @@
-"""What folding inside a model is worth, for the trainer's log."""
+"""Savings by folding inside a model, for the trainer's log."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class PackedRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldedRows(PackedRows):
-    """The same, with the folded layout.
+    """Packed rows with their folded layout.
 
     Attributes:
         layout: its samples are the rows, in their order.

@@ -153,7 +153,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         action="store_true",
         help="Hold no samples: --num-workers processes of each rank read and encode lines when a step needs them, for "
         "files larger than memory. All ranks together go through the files once at the start. A step that does not fit "
-        "its micro-batches is told while the one before computes; --prefix-tree-dry-run looks at all of an epoch.",
+        "its micro-batches is reported while the one before computes; --prefix-tree-dry-run looks at all of an epoch.",
     )
     group.add_argument(
         "--prefix-tree-max-tokens",
@@ -258,7 +258,7 @@ _UNSUPPORTED_VALUES: tuple[tuple[str, str, str], ...] = (
 
 
 def _splits_latents(args: argparse.Namespace) -> bool:
-    """Whether tensor parallelism meets multi-latent attention in layers that Megatron chooses."""
+    """Return whether tensor parallelism meets multi-latent attention in layers that Megatron chooses."""
     return getattr(args, "multi_latent_attention", False) and args.tensor_model_parallel_size > 1 and args.spec is None
 
 

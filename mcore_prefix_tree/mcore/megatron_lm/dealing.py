@@ -31,7 +31,7 @@ from mcore_prefix_tree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """How a step is cut.
+    """Size of a step, and the number of its micro-batches.
 
     Attributes:
         micro_batches: of each data-parallel rank.
@@ -51,7 +51,7 @@ class StepSize:
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """What a step's log line gains.
+    """Figures that a step adds to Megatron's log line.
 
     Attributes:
         logical_tokens: of all ranks.
@@ -188,7 +188,7 @@ class StepDealer:
 
 
 class StepIterator(Iterator[StepMicroBatch]):
-    """What Megatron's ``--dataloader-type external`` takes: this rank's micro-batches, step after step, for ever.
+    """Endless iterator for Megatron's ``--dataloader-type external``: this rank's micro-batches, step after step.
 
     Args:
         dealer: shared by the model chunks of the rank.

@@ -25,7 +25,7 @@ GIB = 1024**3
 
 
 def dry_run(args: argparse.Namespace) -> str:
-    """What a job with these arguments would do first.
+    """Describe the first step of a job with these arguments, and the memory of a rank.
 
     Memory is an estimate for the most loaded rank: Megatron's own of weights, gradients and optimizer, and that of
     :func:`activation_bytes`, which knows experts and recomputation, of a step whose micro-batches are all as long as
@@ -113,7 +113,7 @@ def _weights(args: argparse.Namespace) -> float:
 
 
 def _whole_projections(args: argparse.Namespace) -> float:
-    """Of latent attention's down projections, which tensor-parallel ranks hold whole, what the estimate cuts off."""
+    """Return the bytes that the estimate cuts off latent attention's down projections, which ranks hold whole."""
     if not args.multi_latent_attention:
         return 0.0
     tensor = args.tensor_model_parallel_size

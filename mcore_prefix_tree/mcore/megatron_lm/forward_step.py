@@ -67,11 +67,11 @@ def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
 
 
 def log_figures(micro_batch: StepMicroBatch) -> dict[str, tuple[float, float]]:
-    """What the log line, TensorBoard and W&B show beside the loss: for each, a numerator and a denominator.
+    """Return what the log line, TensorBoard and W&B show beside the loss: for each, a numerator and a denominator.
 
     Megatron sums both over the micro-batches and the data-parallel ranks of a step, divides, and averages over
     ``--log-interval``. Throughput is that of the step before, because a step's end is not known inside it; at the
-    first step there is none. What the objective knows of a whole step every micro-batch says alike. In evaluation the
+    first step it is missing. What the objective knows of a whole step every micro-batch says alike. In evaluation the
     step has no figures of its own.
     """
     figures, stats = dict(micro_batch.known), micro_batch.stats

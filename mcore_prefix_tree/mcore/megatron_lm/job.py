@@ -51,7 +51,7 @@ def job_of(args: argparse.Namespace, folding: Folding, order: SampleOrder) -> Jo
 
 
 def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
-    """How the job folds under these arguments, validated ones.
+    """Return how the job folds under these arguments, validated ones.
 
     Raises:
         ArgumentError: the length buckets fit neither the budget nor the parallel layout.
@@ -134,5 +134,5 @@ def _backend_of(
 
 
 def device_of_this_rank() -> torch.device:
-    """Where its tensors are."""
+    """Return the device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

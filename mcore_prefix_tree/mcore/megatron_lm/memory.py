@@ -1,4 +1,4 @@
-"""What a rank keeps of a micro-batch from its forward to its backward pass: the dry run's estimate.
+"""Memory that a rank keeps of a micro-batch from its forward to its backward pass: the dry run's estimate.
 
 Megatron's own ``compute_activation_memory`` (megatron/training/theoretical_memory_usage.py) knows no experts, counts no
 gate in an MLP, takes queries to be as wide as the hidden size, and takes no notice of what is recomputed.
@@ -89,7 +89,7 @@ def activation_bytes(config: Any, tokens: int, *, micro_batches: int, logits_wid
 
 
 def _kept(config: Any, tokens: int, layers: list[_Layer]) -> tuple[float, float]:
-    """Of all layers; and of those that are computed again at once, the largest."""
+    """Return the bytes of all layers, and of the largest of those that are recomputed together."""
     if config.recompute_granularity != "full":
         return sum(layer.kept for layer in layers), max(layer.again for layer in layers)
     inputs = _hidden(config, tokens)

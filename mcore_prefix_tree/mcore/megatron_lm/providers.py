@@ -170,7 +170,7 @@ class TreeDatasetsProvider:
         print_rank_0(f"> {order.samples_per_epoch} samples an epoch from {args.prefix_tree_data_path}")
         self._consumed_before = consumed_before(args, order)
         # Streamed data would be read and encoded once more, which a dry run does for who wants to know: here a step
-        # that does not fit is told when it is planned, while the one before computes.
+        # that does not fit is reported when it is planned, while the one before computes.
         if is_constant(args) and not order.is_streamed:
             check_steps(
                 order,

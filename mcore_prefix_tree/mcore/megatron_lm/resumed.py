@@ -1,4 +1,4 @@
-"""Whether a job that resumes has the samples that its checkpoint was trained on.
+"""Check that a job which resumes is given the samples that its checkpoint was trained on.
 
 Megatron's checkpoints keep the arguments of the job, and these say, as ``args.prefix_tree_samples``, which samples it
 had.
@@ -31,7 +31,8 @@ _SETTINGS = {
 
 
 def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
-    """How many samples were consumed before the first of an order; all ranks together, once the checkpoint is loaded.
+    """Return how many samples were consumed before the first of an order; all ranks together, after the checkpoint is
+    loaded.
 
     Writes down in ``args`` what the checkpoints of this job are to say.
 
@@ -77,7 +78,7 @@ def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
 
 
 def _of_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What the loaded checkpoint says of its samples; every rank takes what the first one reads."""
+    """Return the loaded checkpoint's record of its samples; every rank takes what the first one reads."""
     # Megatron reads it once more, into a copy, and says which argument it takes from there.
     with contextlib.redirect_stdout(io.StringIO()):
         found = load_args_from_checkpoint(copy.copy(args))

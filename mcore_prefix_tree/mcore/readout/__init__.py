@@ -1,4 +1,4 @@
-"""What the last pipeline stage can be asked for: a class each, with its request, its packing and its unpacking."""
+"""Readouts of the last pipeline stage: a class each, with its request, its packing and its unpacking."""
 
 from __future__ import annotations
 

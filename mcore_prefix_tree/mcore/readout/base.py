@@ -1,4 +1,4 @@
-"""What every readout is: a request to the output layer of the last pipeline stage, and how its answer is read.
+"""Base of all readouts: a request to the output layer of the last pipeline stage, and how its answer is read.
 
 Legend: P padded tokens, R rows (predictors with an edge, or with a row of a teacher's), N, C whatever a readout packs.
 """
@@ -27,7 +27,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleScores(ABC):
-    """What is found of one sample; entry t scores ``tokens[t]``, as in ``loss_mask``.
+    """Scores of one sample; entry t scores ``tokens[t]``, as in ``loss_mask``.
 
     Attributes:
         scored: bool ``[n]``, which tokens are scored.

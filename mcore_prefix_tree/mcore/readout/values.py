@@ -53,7 +53,7 @@ class _OfScalarHead(Readout[T_co]):
 
 
 class Values(_OfScalarHead[torch.Tensor]):
-    """What a scalar head says after each token, ``[P]`` in fp32 or better."""
+    """Values of a scalar head after each token, ``[P]`` in fp32 or better."""
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         return output.flatten()

@@ -23,7 +23,7 @@ class TreeSelfAttentionMixin:
     """Gives every token the rotary embedding of its position on its own path."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        """As the base class.
+        """Initialise the base class.
 
         Raises:
             NotImplementedError: ``config`` is of multi-latent attention, which this is not: a model of upstream's would
@@ -45,7 +45,7 @@ class TreeSelfAttentionMixin:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As the base class; ``rotary_pos_emb`` is a table by position ``[max_path_len, 1, 1, dim]`` or two.
+        """Run the base class; ``rotary_pos_emb`` is a table by position ``[max_path_len, 1, 1, dim]`` or two.
 
         Where layers take turns between embeddings (Gemma 3), the table is a stack ``[n, max_path_len, 1, 1, dim]``.
         """
@@ -120,7 +120,7 @@ class TreeCoreAttentionMixin:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As the base class without a tree, :func:`attend` with one."""
+        """Run the base class without a tree, and :func:`attend` with one."""
         tree = tree_params_of(packed_seq_params)
         if tree is None:
             out: torch.Tensor = super().forward(  # type: ignore[misc]
@@ -148,7 +148,8 @@ class TreeCoreAttentionMixin:
 
 
 def window_of(config: Any, layer_number: int) -> int | None:
-    """How many keys a query of a layer sees, itself included, or None for all: of ``window_size`` and its skip pattern.
+    """Return how many keys a query of a layer sees, itself included, or None for all: from ``window_size`` and its skip
+    pattern.
 
     Args:
         config: a ``TransformerConfig`` that :func:`check_config` does not refuse.
@@ -191,7 +192,7 @@ def attend(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What a core attention of Megatron-Core answers for a folded micro-batch.
+    """Compute a core attention of Megatron-Core for a folded micro-batch.
 
     Args:
         tree: of the micro-batch.

@@ -19,7 +19,7 @@ class TreeLatentAttentionMixin:
     """Gives every token the rotary embedding of its position, in an attention that makes those itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As the base class, whose rotary embedding is exchanged for one that knows trees.
+        """Initialise the base class, and exchange its rotary embedding for one that knows trees.
 
         Raises:
             NotImplementedError: upstream's gradient of this layer is wrong; see :func:`check_rotary_keys`.
@@ -53,7 +53,8 @@ def check_rotary_keys(attention: Any) -> None:
 
 @dataclass(frozen=True)
 class _RowsOf:
-    """What :class:`PathRotaryEmbedding` answers itself through its caller: how long a table, and whose rows of it.
+    """Answers of :class:`PathRotaryEmbedding` that come through its caller: the length of a table, and the rows taken
+    of it.
 
     Not a number on purpose. A caller that computed with it would be one that this class does not know.
     """
@@ -70,7 +71,7 @@ class PathRotaryEmbedding(torch.nn.Module):
     """
 
     def __init__(self, base: torch.nn.Module) -> None:
-        """Of ``base``, a ``RotaryEmbedding`` or ``YarnRotaryEmbedding``, which has no state that is saved."""
+        """Wrap ``base``, a ``RotaryEmbedding`` or ``YarnRotaryEmbedding``, which has no state that is saved."""
         super().__init__()
         self.base: Any = base
 
@@ -83,7 +84,7 @@ class PathRotaryEmbedding(torch.nn.Module):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """What :meth:`forward` takes for this micro-batch; without a tree the base class's number."""
+        """Return what :meth:`forward` takes for this micro-batch; without a tree the base class's number."""
         length = self.base.get_rotary_seq_len(
             inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **kwargs
         )

@@ -19,7 +19,7 @@ from mcore_prefix_tree.xtoken.losses import ChunkTerms, Vocabularies
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherHidden:
-    """What a teacher's logits of a micro-batch's predictors are made of, without a gradient.
+    """Hidden states and weights that give a teacher's logits of a micro-batch's predictors, without a gradient.
 
     Attributes:
         hidden: ``[R, h]``, the teacher's last hidden states.
@@ -34,7 +34,7 @@ class TeacherHidden:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkLesson:
-    """What a teacher with another tokenizer says of a micro-batch's chunks.
+    """Predictions of a teacher with another tokenizer for a micro-batch's chunks.
 
     Attributes:
         taught_by: the teacher's hidden states; of several whose logits are averaged, each one's; none where the samples

@@ -1,4 +1,4 @@
-"""What a Megatron-Core with the source patches of ``patches/megatron-lm`` calls: nothing here is for other callers.
+"""Functions that a Megatron-Core with the source patches of ``patches/megatron-lm`` calls; nothing else does.
 
 There, stock layer specs follow a tree by themselves, in models whose configuration says
 ``attention_backend=AttnBackend.tree``. The patched files import this module when they meet that setting or a folded
@@ -91,7 +91,7 @@ def dot_product_attention(
     attention_bias: torch.Tensor | None,
     packed_seq_params: Any,
 ) -> torch.Tensor:
-    """What Megatron-Core's own ``DotProductAttention`` answers for a folded micro-batch; see :func:`attend`.
+    """Compute Megatron-Core's own ``DotProductAttention`` for a folded micro-batch; see :func:`attend`.
 
     Raises:
         NotImplementedError: the layer has an attention dropout of its own.
@@ -119,7 +119,7 @@ def dot_product_attention(
 
 
 def transformer_engine_keywords(module: Any, packed_seq_params: Any) -> dict[str, Any]:
-    """What ``TEDotProductAttention`` adds to its call of TransformerEngine for a folded micro-batch.
+    """Return what ``TEDotProductAttention`` adds to its call of TransformerEngine for a folded micro-batch.
 
     Raises:
         NotImplementedError: TransformerEngine is not patched, or its attention may add up in any order.

@@ -32,7 +32,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadRequest:
-    """What is asked of the output layer in place of logits.
+    """Request to the output layer in place of logits.
 
     Attributes:
         edges: whose predictors' hidden states are read.

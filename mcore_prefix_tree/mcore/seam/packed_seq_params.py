@@ -57,7 +57,7 @@ CORE_KNOWS_TREES = any(field.name == "tree_metadata" for field in fields(PackedS
 
 
 def tree_params_of(packed_seq_params: Any) -> TreePackedSeqParams | None:
-    """What ``packed_seq_params`` says of a tree, None if it carries none."""
+    """Return the tree of ``packed_seq_params``, None if it carries none."""
     metadata = getattr(packed_seq_params, "tree_metadata", None)
     if metadata is None or isinstance(packed_seq_params, TreePackedSeqParams):
         return None if metadata is None else packed_seq_params

@@ -1,4 +1,4 @@
-"""What folding cannot do exactly, refused by the name of the setting before the first forward."""
+"""Rejection of what folding cannot do exactly, by the name of the setting, before the first forward."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class SaveError(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is, and what must not change for it to go on the same way.
+    """Progress of a run, and what must not change for it to continue the same way.
 
     Attributes:
         iteration: steps done.
@@ -83,7 +83,7 @@ class Progress:
 
 
 def latest_iteration(folder: str | Path) -> int | None:
-    """The last complete checkpoint's iteration, or None if there is none.
+    """Return the last complete checkpoint's iteration, or None without one.
 
     Raises:
         RecipeError: the tracker file does not hold a number.
@@ -98,7 +98,8 @@ def latest_iteration(folder: str | Path) -> int | None:
 
 
 def latest_weights(folder: str | Path) -> int | str | None:
-    """As :func:`latest_iteration`, for who wants the weights alone: or ``release``, as Megatron-LM's converters say."""
+    """Return the last iteration with weights: as :func:`latest_iteration`, or ``release``, as Megatron-LM's converters
+    write."""
     tracker = Path(folder) / TRACKER
     if tracker.exists() and tracker.read_bytes().strip() == RELEASE.encode():
         return RELEASE
@@ -106,7 +107,7 @@ def latest_weights(folder: str | Path) -> int | str | None:
 
 
 def iteration_folder(folder: str | Path, iteration: int | str) -> Path:
-    """Where the checkpoint of an iteration lies, or one of no iteration; Megatron-LM's name for it."""
+    """Return the folder of an iteration's checkpoint, or of one without an iteration; Megatron-LM's name for it."""
     return Path(folder) / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")
 
 
@@ -142,7 +143,7 @@ def make_folder(folder: str | Path) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Whether a file is there, or comes within what network file systems take to notice."""
+    """Return whether a file exists, or appears within what network file systems take to notice."""
     deadline = time.monotonic() + _PATIENCE_S
     while not path.exists():
         if time.monotonic() > deadline:
@@ -215,7 +216,7 @@ def _writing(folder: str | Path, iteration: int) -> Iterator[None]:
 
 
 def _room(folder: str | Path) -> str:
-    """How much fits: torch's archives call a full disk an unexpected position."""
+    """Describe how much fits: torch's archives call a full disk an unexpected position."""
     try:
         return f"; {shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
     except OSError:
@@ -332,7 +333,7 @@ def _load_into(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
 
 
 def _param_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Of an optimizer's state, or of each that a chained one holds; the recipe's settings are those of all of them."""
+    """Yield the groups of an optimizer's state, or of each that a chained one holds, with the recipe's settings."""
     for key, value in state.items():
         if key == "param_groups":
             yield from value
@@ -354,7 +355,8 @@ def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[s
 
 
 def _leave_out_absent(state: dict[Any, Any]) -> None:
-    """Of a rank that gathers nothing, see :func:`_metadata`: Megatron would warn that it differs from the main rank."""
+    """Drop the state of a rank that gathers nothing, see :func:`_metadata`: Megatron would warn that it differs from
+    the main rank."""
     for key, value in list(state.items()):
         if key == "param_state" and value is None:
             del state[key]
@@ -371,7 +373,7 @@ def _model_state(chunks: Sequence[Any], replicas: dist.ProcessGroup | None = Non
 
 
 def _metadata() -> dict[str, Any]:
-    """Of a format that any parallel layout can read, the distributed optimizer's part of it too.
+    """Return the metadata of a format that any parallel layout can read, the distributed optimizer's part of it too.
 
     That part is gathered by the first rank of each data-parallel group, over gloo: the only one that writes it here.
     Otherwise every rank would hold all of it in its host's memory.

@@ -1,4 +1,4 @@
-"""How a run ends early: a signal is noted, the step is finished, a checkpoint saved, and all ranks leave together."""
+"""Early ends of a run: a signal is noted, the step is finished, a checkpoint saved, and all ranks leave together."""
 
 from __future__ import annotations
 

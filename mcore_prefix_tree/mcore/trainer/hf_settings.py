@@ -1,4 +1,4 @@
-"""What a folder's configuration asks for and Megatron-Bridge's provider would pass over: mended, or rejected.
+"""Settings of a folder that Megatron-Bridge's provider would pass over: mended, or rejected.
 
 Each rule was found by training tiny models whose configurations differ in one setting; see docs/huggingface.md.
 """

@@ -1,4 +1,4 @@
-"""What the commands do with a recipe: train, verify, compare, calibrate."""
+"""Commands on a recipe: train, verify, compare, calibrate."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
 
     Args:
         recipe: the job's.
-        reporter: is told on the main rank.
+        reporter: called on the main rank.
         resume: continue from the last complete checkpoint in ``checkpoint.save``, if there is one.
         new_data: with ``resume``: data that are not the checkpoint's are taken from their beginning.
 

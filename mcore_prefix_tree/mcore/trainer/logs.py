@@ -86,14 +86,14 @@ class Logs:
 
 @contextmanager
 def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> Iterator[Logs]:
-    """What writes down steps, on the main rank; all ranks together.
+    """Open the logs of steps, on the main rank; all ranks together.
 
     A run that resumes goes on behind its last checkpoint: what the logs have of later steps is dropped.
 
     Args:
         config: the recipe's.
         done: steps that are behind the run; 0 of one that starts.
-        say: is told on the main rank what was dropped.
+        say: receives on the main rank what was dropped.
 
     Raises:
         LogError: a log cannot be written.
@@ -269,7 +269,7 @@ class _Board:
             self._writer.flush()
 
     def close(self) -> None:
-        """As :meth:`_MetricsFile.close`."""
+        """Close as :meth:`_MetricsFile.close` does."""
         with suppress(OSError):
             self._writer.close()
 

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
-    """What a recipe trains on.
+    """Samples of a recipe.
 
     Attributes:
         source: where the samples come from.
@@ -65,7 +65,7 @@ def read_data(
         objective: of the recipe; None reads no group, rollout or pair.
         every_sample: an epoch leaves none out.
         checked: check before the first step that no sample lacks what the objective reads.
-        progress: of streamed samples; is told how many bytes of how many are gone through.
+        progress: of streamed samples; receives the bytes read and their total.
 
     Raises:
         SampleError: bad data; names file, line and field. Or ranks that read different data; names them.
@@ -119,7 +119,7 @@ class Resolved:
         """Return the model with the weights that training begins with.
 
         Args:
-            say: is told which weights these are.
+            say: receives which weights these are.
 
         Raises:
             RecipeError: ``checkpoint.pretrained_checkpoint`` holds no checkpoint, or it does not fit; or see
@@ -191,7 +191,7 @@ def resolve(
         session: of this rank.
         objective: of the recipe.
         data: of the recipe.
-        say: is told on the main rank what ``attention_backend: auto`` chose.
+        say: receives on the main rank what ``attention_backend: auto`` chose.
 
     Raises:
         ValueError: the back-end does not support the run; names those that do.

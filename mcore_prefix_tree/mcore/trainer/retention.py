@@ -1,4 +1,4 @@
-"""Which checkpoints stay: what ``checkpoint.keep_last`` removes, and what a run must not overwrite."""
+"""Retention of checkpoints: what ``checkpoint.keep_last`` removes, and what a run must not overwrite."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def remove_older(folder: str | Path, iteration: int, *, keep: int, say: Callable
         folder: where they are.
         iteration: of the newest.
         keep: how many stay, the newest among them; at least 1. What a killed run left of one counts for none.
-        say: is told what could not be removed, and why.
+        say: receives what could not be removed, and why.
     """
     try:
         found = {int(name[1]): path for path in Path(folder).iterdir() if (name := _NAME.fullmatch(path.name))}
@@ -86,6 +86,6 @@ def remove_older(folder: str | Path, iteration: int, *, keep: int, say: Callable
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether Megatron's distributed format wrote it, or began to."""
+    """Return whether Megatron's distributed format wrote it, or began to."""
     is_folder = path.is_dir() and not path.is_symlink()
     return is_folder and ((path / _LAST).exists() or any(path.glob(_FIRST)))

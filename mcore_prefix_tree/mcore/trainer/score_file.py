@@ -1,4 +1,4 @@
-"""What a recipe's checkpoints say of its data: ``mcore-prefix-tree score``."""
+"""Scores of a recipe's data under its checkpoints: ``mcore-prefix-tree score``."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ REFERENCE, TEACHER = "ref_logprobs", "teacher"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreReport:
-    """What was written.
+    """Summary of what was written.
 
     Attributes:
         iteration: of the checkpoint, or ``release``; the policy's, the critic's, the reward model's or the teacher's.
         reference_iteration: of the reference's.
-        skipped: bad samples, in words; empty if there are none.
+        skipped: bad samples, in words; empty without any.
         samples: lines of the file.
         tokens: scored, of all samples.
         logical_tokens: of the samples.

@@ -30,7 +30,7 @@ from mcore_prefix_tree.recipe import ParallelConfig, Recipe, RecipeError
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a process has joined.
+    """Job that a process has joined.
 
     Attributes:
         recipe: of the job, with the architecture of ``model.hf``.
@@ -106,7 +106,7 @@ def is_of_lost_rank(error: BaseException) -> bool:
 
 
 def _device_index() -> int:
-    """Which of the GPUs that this process sees is its own."""
+    """Return which of the GPUs that this process sees is its own."""
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     # As under srun --gpus-per-task=1, which numbers ranks on a machine and shows each its own GPU. The workers of
     # torchrun all see the same ones.

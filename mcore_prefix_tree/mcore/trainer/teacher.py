@@ -111,7 +111,7 @@ def load_teachers(recipes: Sequence[Recipe], student: Resolved, *, say: Callable
     Args:
         recipes: from :func:`read_teacher_recipes`.
         student: of whose first step ``attention_backend: auto`` takes a look.
-        say: is told which weights they are, on every rank.
+        say: receives which weights they are, on every rank.
 
     Raises:
         RecipeError: there is no such model in the student's parallel layout, no checkpoint, or it does not fit.
@@ -173,7 +173,7 @@ def load_model(
         vocab_size: before padding.
         first_step: returns samples that ``attention_backend: auto`` takes a look at.
         device: of the model.
-        say: is told which weights they are, on every rank.
+        say: receives which weights they are, on every rank.
 
     Raises:
         RecipeError, NotImplementedError, ValueError: see :func:`load_teachers`.

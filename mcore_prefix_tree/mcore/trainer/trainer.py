@@ -76,7 +76,7 @@ class StepReport:
 
 
 class Reporter(Protocol):
-    """What a training run tells; called on the main rank only."""
+    """Listener to a training run; called on the main rank only."""
 
     def message(self, text: str) -> None:
         """Something worth a line."""
@@ -172,7 +172,7 @@ class Trainer:
 
         Args:
             saved: the iteration, None for the start.
-            reporter: is told.
+            reporter: called after each step.
             new_data: where the order is not that of the saved run, it begins here.
 
         Raises:
@@ -249,7 +249,7 @@ class Trainer:
         return calibrate(self._chunks, samples, self._job, repeats=repeats)
 
     def _samples(self, iteration: int) -> list[Sample]:
-        # Of a finished run that is told of new data, the last step's are not there any more.
+        # Of a finished run with new data, the last step's are not there any more.
         return self._order.take(max(0, self._consumed(iteration)), self._size.samples)
 
     @property
@@ -357,7 +357,7 @@ class Trainer:
         self._check_gradients(iteration)
         lr = self._optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self._optimizer.step()
-        assert succeeded, "only loss scaling skips steps, and there is none"
+        assert succeeded, "only loss scaling skips steps, and nothing is scaled"
         self._scheduler.step(increment=self._recipe.batch.per_step)
         loss, metrics = self._totals.of(reported, folded.metrics)
         return StepReport(

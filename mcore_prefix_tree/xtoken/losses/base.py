@@ -22,7 +22,7 @@ FLOOR = 1e-10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Vocabularies:
-    """What a loss is made for: the same for all steps.
+    """Vocabularies that a loss is made for: the same for all steps.
 
     Attributes:
         student: the student's vocabulary on this rank.

@@ -1,4 +1,4 @@
-"""What a chunk of several tokens can end in: the outcomes of partition-KL, found by the bytes of tokens on the host.
+"""Outcomes of a chunk of several tokens for partition-KL, found by the bytes of tokens on the host.
 
 Legend: C chunks of a block, D of these of one token on both sides, O outcomes.
 """

@@ -20,7 +20,7 @@ Mode = Literal["p_kl", "gold", "h_kl", "partition_kl", "alm", "uld"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """What a loss reads, and which settings it has.
+    """Inputs of a loss, and the settings that it has.
 
     Attributes:
         projection: the projection matrix.
@@ -51,7 +51,7 @@ MODES: dict[Mode, Reads] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """Which loss, and its numbers.
+    """Name of a loss, and its numbers.
 
     Attributes:
         mode: of the loss.
@@ -73,7 +73,7 @@ class LossSettings:
 
     @property
     def reads(self) -> Reads:
-        """What the loss reads."""
+        """Return the inputs of the loss."""
         return MODES[self.mode]
 
     @property
