@@ -7,18 +7,18 @@ from typing import cast
 from pydantic import ValidationError
 
 from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objective, option_faults
-from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import teacher_recipe
+from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.teacher import parallel_of_teachers, teacher_recipes
 from mcore_prefix_tree.recipe.xtoken import bound
 
 
-def settings_of(recipe: Recipe) -> Objective:
+def settings_of(given: ObjectiveConfig) -> Objective:
     """Return the objective that a recipe names, by its options alone.
 
     Raises:
         RecipeError: the objective or an option is unknown, or an option is out of range.
     """
-    name, options = recipe.objective.name, recipe.objective.options
+    name, options = given.name, given.options
     try:
         return make_objective(name, options)
     except ValidationError as error:
@@ -34,7 +34,7 @@ def objective_of(recipe: Recipe) -> Objective:
         RecipeError: see :func:`settings_of`; or the objective reads a second model and the recipe names none, or the
             reverse.
     """
-    objective = settings_of(recipe)
+    objective = settings_of(recipe.objective)
     teachers = recipe.objective.teacher_recipes
     if objective.across_tokenizers and not teachers:
         raise RecipeError(
@@ -64,10 +64,11 @@ def objective_of(recipe: Recipe) -> Objective:
             "objective.teacher_tensor_model_parallel_size is of the teachers that objective.name=xtoken asks in every "
             "step; leave it out"
         )
+    parallel_of_teachers(recipe.objective, recipe.parallel)
     if objective.across_tokenizers:
         return bound(
             cast("CrossTokenizer", objective),
-            [(path, teacher_recipe(path, recipe)) for path in teachers],
+            teacher_recipes(recipe),
             recipe.data,
             sharing=recipe.batch.sharing,
             pad_to_multiple_of=recipe.padding.multiple,

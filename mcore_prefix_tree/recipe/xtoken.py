@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, TeacherSide
-from mcore_prefix_tree.recipe.sections import DataConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import DataConfig, ModelConfig, Recipe, RecipeError
 from mcore_prefix_tree.trie import Sharing
 from mcore_prefix_tree.xtoken.losses import Endings
 from mcore_prefix_tree.xtoken.losses.registry import Reads
@@ -44,7 +44,7 @@ def bound(
     student = _tokenizer(data, "data.tokenizer")
     sides = []
     for (path, teacher), projection in zip(teachers, projections, strict=True):
-        pairing = _pairing(settings, student, path, teacher)
+        pairing = _pairing(settings, student, path, teacher.data, teacher.model)
         sides.append(_side(pairing, reads, projection))
     _check_columns(settings, sides)
     try:
@@ -53,26 +53,31 @@ def bound(
         raise RecipeError(f"objective.options: {error}") from None
 
 
-def pairing_of(settings: CrossTokenizer, data: DataConfig, path: str, teacher: Recipe) -> Pairing:
+def pairing_of(
+    settings: CrossTokenizer, data: DataConfig, path: str, teacher_data: DataConfig, teacher_model: ModelConfig
+) -> Pairing:
     """Return what pairs a recipe's samples with one teacher's.
 
     Args:
         settings: from ``objective.options``.
         data: names the student's tokenizer.
         path: of the teacher's recipe.
-        teacher: that recipe.
+        teacher_data: of that recipe, names the teacher's tokenizer.
+        teacher_model: of that recipe, may have learned positions.
 
     Raises:
         RecipeError, ValueError: see :func:`bound`.
     """
-    return _pairing(settings, _tokenizer(data, "data.tokenizer"), path, teacher)
+    return _pairing(settings, _tokenizer(data, "data.tokenizer"), path, teacher_data, teacher_model)
 
 
-def _pairing(settings: CrossTokenizer, student: ChatTokenizer, path: str, teacher: Recipe) -> Pairing:
-    model, limits = teacher.model, {}
+def _pairing(
+    settings: CrossTokenizer, student: ChatTokenizer, path: str, data: DataConfig, model: ModelConfig
+) -> Pairing:
+    limits = {}
     if model.position_embedding_type == "learned_absolute":
         limits[f"model.max_position_embeddings of {path}"] = model.max_position_embeddings
-    tokenizer = _tokenizer(teacher.data, f"objective.teacher_recipe={path}: its data.tokenizer")
+    tokenizer = _tokenizer(data, f"objective.teacher_recipe={path}: its data.tokenizer")
     return Pairing(student, tokenizer, aligner=settings.aligner, teacher_limits=limits)
 
 

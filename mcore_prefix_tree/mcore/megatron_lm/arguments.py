@@ -340,6 +340,10 @@ def check_arguments(args: argparse.Namespace) -> None:
             "--prefix-tree-order shuffled"
         )
     check_setting(args.prefix_tree_attention_backend)
+    _check_objective(args)
+
+
+def _check_objective(args: argparse.Namespace) -> None:
     objective = objective_of(args)
     if objective.asks_model:
         raise ArgumentError(
@@ -347,7 +351,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             "`mcore-prefix-tree train` loads; put the teacher's likeliest tokens into the data and set top_k"
         )
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
-        if objective.grouped_by is not None and given.get(name) is not None:
+        if objective.grouped_by is not None and getattr(args, name, None) is not None:
             raise ArgumentError(
                 f"{_option(name)} with --prefix-tree-objective {args.prefix_tree_objective}, whose steps take whole "
                 f"{objective.grouped_by}s and would cut some; leave it out"

@@ -21,15 +21,16 @@ from mcore_prefix_tree.mcore.readout import ExportedRows, TopLogprobs
 from mcore_prefix_tree.mcore.trainer.resolve import read_data
 from mcore_prefix_tree.mcore.trainer.score_file import TEACHER, ScoreReport, batches
 from mcore_prefix_tree.mcore.trainer.session import Session, session
-from mcore_prefix_tree.mcore.trainer.teacher import check_teacher, load_model, vocabulary_of
+from mcore_prefix_tree.mcore.trainer.teacher import check_teachers, load_model, vocabulary_of
 from mcore_prefix_tree.objectives import CrossTokenizer
 from mcore_prefix_tree.objectives.xtoken_rows import refuse_temperatures
 from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.objective import settings_of
-from mcore_prefix_tree.recipe.teacher import teacher_recipe
+from mcore_prefix_tree.recipe.teacher import teacher_recipes
 from mcore_prefix_tree.recipe.xtoken import pairing_of
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
+from mcore_prefix_tree.trie import Sharing
+from mcore_prefix_tree.xtoken.pairs import Pair
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,10 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         ScoreError: a log-probability is NaN or infinite; nothing is written.
         SampleError, OSError, NotImplementedError: see what raises them.
     """
-    teacher, pairing = _teacher_of(recipe)
+    settings = _settings_of(recipe.objective)
+    ((path, teacher),) = teachers = teacher_recipes(recipe)
+    check_teachers(teachers, recipe.model, max_tokens=recipe.batch.max_tokens, across_tokenizers=True)
+    pairing = pairing_of(settings, recipe.data, path, teacher.data, teacher.model)
     check_setting(teacher.attention_backend)
     if top_k > pairing.teacher.vocab_size:
         raise RecipeError(f"--top-k {top_k} is more than the {pairing.teacher.vocab_size} tokens of the teacher")
@@ -62,7 +66,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         check_rows_output(output, [*recipe.inputs, *teacher.inputs])
     except ValueError as error:
         raise RecipeError(f"--output {error}") from None
-    vocab_size = vocabulary_of(teacher, pairing.teacher.vocab_size)
+    vocab_size = vocabulary_of(teacher.model, pairing.teacher.vocab_size)
     with session(replace(teacher, objective=ObjectiveConfig(), fused_head=True)) as joined:
         read = replace(recipe, data=replace(recipe.data, order="file"))
         data = read_data(replace(joined, recipe=read), None, every_sample=True)
@@ -78,7 +82,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
             device=joined.device,
             say=logger.info,
         )
-        folding = _folding(joined, model, recipe)
+        folding = _folding(joined, model, recipe.batch.sharing)
         readout = ExportedRows(top=TopLogprobs(k=top_k, vocab_size=pairing.teacher.vocab_size))
         report = ScoreReport(
             iteration=str(teacher.checkpoint.save),
@@ -103,31 +107,27 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         return report, is_main_rank()
 
 
-def _teacher_of(recipe: Recipe) -> tuple[Recipe, Pairing]:
-    """Return the recipe of a student's only teacher, and what pairs their samples."""
-    teachers = recipe.objective.teacher_recipes
-    if recipe.objective.name != "xtoken":
+def _settings_of(objective: ObjectiveConfig) -> CrossTokenizer:
+    """Return the settings of an objective whose only teacher can export rows for the student's text."""
+    if objective.name != "xtoken":
         raise RecipeError(
-            f"objective.name={recipe.objective.name}: export-teacher asks a teacher with another tokenizer, which "
+            f"objective.name={objective.name}: export-teacher asks a teacher with another tokenizer, which "
             "xtoken has; `mcore-prefix-tree score --teacher-top-k K` asks one with the same"
         )
-    if len(teachers) != 1:
+    if len(objective.teacher_recipes) != 1:
         raise RecipeError(
-            f"objective.teacher_recipe names {len(teachers)} recipes, but the samples have room for the rows of one "
-            "teacher; name one"
+            f"objective.teacher_recipe names {len(objective.teacher_recipes)} recipes, but the samples have room for "
+            "the rows of one teacher; name one"
         )
-    settings = cast("CrossTokenizer", settings_of(recipe))
+    settings = cast("CrossTokenizer", settings_of(objective))
     if settings.rendering == "own":
         raise RecipeError(
             "objective.options.rendering=own: rows are exported for the student's text; leave rendering out"
         )
-    (path,) = teachers
-    teacher = teacher_recipe(path, recipe)
-    check_teacher(teacher, f"objective.teacher_recipe={path}")
-    return teacher, pairing_of(settings, recipe.data, path, teacher)
+    return settings
 
 
-def _folding(joined: Session, model: TeacherModel, student: Recipe) -> Folding:
+def _folding(joined: Session, model: TeacherModel, sharing: Sharing) -> Folding:
     recipe = joined.recipe
     return Folding(
         max_tokens=recipe.batch.max_tokens,
@@ -136,7 +136,7 @@ def _folding(joined: Session, model: TeacherModel, student: Recipe) -> Folding:
         cost_model=None,
         device=joined.device,
         micro_batch_multiple=recipe.parallel.micro_batch_multiple,
-        sharing=student.batch.sharing,
+        sharing=sharing,
         padding=recipe.padding,
         attention_backend=model.attention_backend,
         attention_cases=tuple(model.attention_cases),

@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.trainer.logs import check_logs
 from mcore_prefix_tree.mcore.trainer.resolve import Data, Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.retention import check_not_overwritten
 from mcore_prefix_tree.mcore.trainer.session import session
-from mcore_prefix_tree.mcore.trainer.teacher import load_teachers, read_teacher_recipes
+from mcore_prefix_tree.mcore.trainer.teacher import check_teachers, load_teachers
 from mcore_prefix_tree.mcore.trainer.trainer import Reporter, Trainer
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import (
@@ -38,6 +38,7 @@ from mcore_prefix_tree.recipe import (
     ValidationConfig,
 )
 from mcore_prefix_tree.recipe.objective import objective_of
+from mcore_prefix_tree.recipe.teacher import teacher_recipes
 from mcore_prefix_tree.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,13 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
     check_logs(recipe.log, recipe.inputs)
     objective = objective_of(recipe)
     _check_trainable(recipe.optimizer, recipe.checkpoint, recipe.model, steps=recipe.train_iters)
-    teacher_recipes = read_teacher_recipes(recipe, objective)
+    teachers = teacher_recipes(recipe) if objective.asks_model else []
+    check_teachers(
+        teachers,
+        recipe.model,
+        max_tokens=recipe.batch.max_tokens,
+        across_tokenizers=objective.across_tokenizers,
+    )
     target = recipe.checkpoint.export_hf
     if target is not None:
         check_export(target, f"checkpoint.export_hf={target}")
@@ -123,7 +130,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             until_the_end.enter_context(claimed(recipe.checkpoint.save))
         run = resolve(joined, objective, data, say=reporter.message)
         chunks = run.new_model() if saved is not None else run.starting_model(say)
-        run = replace(run, job=replace(run.job, teacher=load_teachers(teacher_recipes, run, say=say)))
+        run = replace(run, job=replace(run.job, teacher=load_teachers(teachers, run, say=say)))
         if recipe.verify.enabled and saved is None:
             _verify(run, chunks, reporter)
         trainer = Trainer(run, chunks, held_out=_planned(held_out, run))

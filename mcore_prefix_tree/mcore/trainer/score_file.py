@@ -20,7 +20,7 @@ from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.hf import load_folder
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
-from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.sample import Sample
@@ -106,14 +106,14 @@ def run_score(
     main = recipe.objective.kind.scored_as
     if teacher_top_k is not None:
         main = _teacher_column(recipe.objective, recipe.model.vocab_size, teacher_top_k)
-    weights = {main: _policy(recipe)}
+    weights = {main: _policy(recipe.checkpoint, recipe.model, recipe.objective)}
     if reference is not None:
         if recipe.objective.has_scalar_head or teacher_top_k is not None:
             raise RecipeError(
                 f"--reference gives ref_logprobs beside those of a policy, but this model gives {main} alone; score "
                 "the reference in a run of its own"
             )
-        weights[REFERENCE] = _reference(reference, recipe)
+        weights[REFERENCE] = _reference(reference, recipe.model)
     found = {column: one.last() for column, one in weights.items()}
     with session(recipe) as joined:
         # A network folder shows another machine's last checkpoint late: all take the main rank's.
@@ -180,18 +180,18 @@ class _Weights:
             checkpoint.load_weights(self.folder, name, chunks, model=model)
 
 
-def _policy(recipe: Recipe) -> _Weights:
-    save, hf = recipe.checkpoint.save, recipe.model.hf
+def _policy(checkpoints: CheckpointConfig, model: ModelConfig, objective: ObjectiveConfig) -> _Weights:
+    save, hf = checkpoints.save, model.hf
     if save is not None:
         return _Weights(folder=save)
     if hf is None:
         raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
-    if recipe.objective.has_scalar_head and not HuggingFaceFolder.read(hf).has_scalar_head:
+    if objective.has_scalar_head and not HuggingFaceFolder.read(hf).has_scalar_head:
         raise RecipeError(f"model.hf={hf} has no scalar head to score with; set checkpoint.save")
     return _Weights(folder=hf, is_hf=True)
 
 
-def _reference(folder: str | Path, recipe: Recipe) -> _Weights:
+def _reference(folder: str | Path, model: ModelConfig) -> _Weights:
     """Return a run's checkpoints, or a Hugging Face folder of the same architecture.
 
     Raises:
@@ -199,15 +199,15 @@ def _reference(folder: str | Path, recipe: Recipe) -> _Weights:
     """
     if not (Path(folder) / CONFIG).is_file():
         return _Weights(folder=folder)
-    if recipe.model.hf is None:
+    if model.hf is None:
         raise RecipeError(f"--reference {folder} is a Hugging Face folder; set model.hf, whose architecture it has")
     try:
-        difference = HuggingFaceFolder.read(recipe.model.hf).difference(HuggingFaceFolder.read(folder))
+        difference = HuggingFaceFolder.read(model.hf).difference(HuggingFaceFolder.read(folder))
     except ValueError as error:
         raise RecipeError(f"--reference {error}") from None
     if difference:
         raise RecipeError(
-            f"--reference {folder} is another model than model.hf={recipe.model.hf}: config.json has another "
+            f"--reference {folder} is another model than model.hf={model.hf}: config.json has another "
             f"'{difference}'; score it in a run of its own, with --hf"
         )
     return _Weights(folder=folder, is_hf=True)

@@ -20,64 +20,38 @@ from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.hf import described, load_folder
 from mcore_prefix_tree.mcore.trainer.model import build_chunks, groups_of_whole, replicas_of_whole, transformer_config
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
-from mcore_prefix_tree.objectives import BoundCrossTokenizer, Objective
-from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import teacher_recipe
+from mcore_prefix_tree.objectives import BoundCrossTokenizer
+from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.teacher import parallel_of_teachers
 from mcore_prefix_tree.sample import Sample
 
 
-def read_teacher_recipes(recipe: Recipe, objective: Objective) -> list[Recipe]:
-    """Return the recipes of the teachers, as the student's job runs them; none if the objective asks no second model.
+def check_teachers(
+    teachers: Sequence[tuple[str, Recipe]], student: ModelConfig, *, max_tokens: int, across_tokenizers: bool
+) -> None:
+    """Check that the models of recipes can be asked by a student.
+
+    Args:
+        teachers: from :func:`teacher_recipes`.
+        student: its model.
+        max_tokens: of its micro-batches.
+        across_tokenizers: the objective compares texts, and not tokens.
 
     Raises:
-        RecipeError: one cannot be read, has a scalar head, names no checkpoint, or with the student's tokenizer has
-            another vocabulary or shorter positions.
+        RecipeError: one has a scalar head, names no weights, or with the student's tokenizer has another vocabulary or
+            shorter positions.
     """
-    if not objective.asks_model:
-        return []
-    recipes, parallel = [], _parallel_of_teachers(recipe)
-    for path in recipe.objective.teacher_recipes:
-        teacher = teacher_recipe(path, recipe)
-        setting = f"objective.teacher_recipe={path}"
-        check_teacher(teacher, setting)
-        if not objective.across_tokenizers:
-            _check_vocabulary(teacher.model, recipe.model, setting)
-            _check_positions(teacher.model, recipe.model, recipe.batch.max_tokens, setting)
-        recipes.append(
-            replace(
-                teacher,
-                objective=ObjectiveConfig(),
-                parallel=parallel,
-                fused_head=True,
-                device=recipe.device,
-                deterministic_attention=recipe.deterministic_attention,
+    for path, teacher in teachers:
+        setting, name = f"objective.teacher_recipe={path}", teacher.objective.name
+        if teacher.objective.has_scalar_head:
+            raise RecipeError(f"{setting}: its objective.name={name} has no vocabulary to learn from")
+        if teacher.checkpoint.save is None and teacher.model.hf is None:
+            raise RecipeError(
+                f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints, or its model.hf"
             )
-        )
-    return recipes
-
-
-def _parallel_of_teachers(recipe: Recipe) -> ParallelConfig:
-    """Return the parallel layout of a job's teachers."""
-    given, parallel = recipe.objective.teacher_tensor_model_parallel_size, recipe.parallel
-    if given is None or given == parallel.tensor_model_parallel_size:
-        return parallel
-    if given != 1:
-        raise RecipeError(
-            f"objective.teacher_tensor_model_parallel_size={given}: teachers are cut as the student is, "
-            f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size}, or whole on each rank; set 1 "
-            "or leave it out; in another layout they can export their rows with mcore-prefix-tree xtoken export-teacher"
-        )
-    return replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False)
-
-
-def check_teacher(teacher: Recipe, setting: str) -> None:
-    """Check that a recipe's model can be asked; raises RecipeError, which begins with ``setting``."""
-    if teacher.objective.has_scalar_head:
-        raise RecipeError(f"{setting}: its objective.name={teacher.objective.name} has no vocabulary to learn from")
-    if teacher.checkpoint.save is None and teacher.model.hf is None:
-        raise RecipeError(
-            f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints, or its model.hf"
-        )
+        if not across_tokenizers:
+            _check_vocabulary(teacher.model, student, setting)
+            _check_positions(teacher.model, student, max_tokens, setting)
 
 
 def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) -> None:
@@ -105,11 +79,13 @@ def _check_positions(teacher: ModelConfig, student: ModelConfig, max_tokens: int
         )
 
 
-def load_teachers(recipes: Sequence[Recipe], student: Resolved, *, say: Callable[[str], None]) -> Teacher | None:
+def load_teachers(
+    teachers: Sequence[tuple[str, Recipe]], student: Resolved, *, say: Callable[[str], None]
+) -> Teacher | None:
     """Return whom a job asks before its student, with the weights of the last checkpoints; None if nobody.
 
     Args:
-        recipes: from :func:`read_teacher_recipes`.
+        teachers: checked by :func:`check_teachers`; none if the objective asks no second model.
         student: of whose first step ``attention_backend: auto`` takes a look.
         say: receives which weights they are, on every rank.
 
@@ -118,7 +94,19 @@ def load_teachers(recipes: Sequence[Recipe], student: Resolved, *, say: Callable
         NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
         ValueError: see :func:`resolve_backend`.
     """
-    parallel, device = student.recipe.parallel, student.job.folding.device
+    job, device = student.recipe, student.job.folding.device
+    parallel = job.parallel
+    recipes = [
+        replace(
+            teacher,
+            objective=ObjectiveConfig(),
+            parallel=parallel_of_teachers(job.objective, parallel),
+            fused_head=True,
+            device=job.device,
+            deterministic_attention=job.deterministic_attention,
+        )
+        for _, teacher in teachers
+    ]
     size = student.recipe.model.vocab_size
     assert size is not None, "resolved"
     load = partial(load_model, first_step=student.first_step, device=device, say=say)
@@ -138,19 +126,19 @@ def load_teachers(recipes: Sequence[Recipe], student: Resolved, *, say: Callable
             f"{max(padded)} of them; give their recipes one model.vocab_size"
         )
     models = [
-        load(recipe, vocabulary_of(recipe, side.teacher_size))
+        load(recipe, vocabulary_of(recipe.model, side.teacher_size))
         for recipe, side in zip(recipes, objective.sides, strict=True)
     ]
     return PairedTeachers(objective=objective, models=models, student_columns=columns, device=device)
 
 
-def vocabulary_of(recipe: Recipe, tokens: int) -> int:
+def vocabulary_of(model: ModelConfig, tokens: int) -> int:
     """Return the size of a teacher's vocabulary, from its recipe or else its tokenizer's ``tokens``.
 
     Raises:
         RecipeError: the recipe's is smaller.
     """
-    own = recipe.model.vocab_size
+    own = model.vocab_size
     if own is not None and own < tokens:
         raise RecipeError(
             f"the teacher's model.vocab_size={own} is smaller than its tokenizer's {tokens}; raise it or leave it out"
@@ -201,7 +189,7 @@ def load_model(
         device=device,
         groups=groups_of_whole() if is_whole else None,
     )
-    weights = _fill(chunks, recipe, model, is_whole=is_whole)
+    weights = _fill(chunks, recipe.checkpoint.save, model, is_whole=is_whole)
     for chunk in chunks:
         chunk.requires_grad_(False)
     say(f"the teacher's weights are {weights}")
@@ -214,16 +202,15 @@ def load_model(
     )
 
 
-def _fill(chunks: list[torch.nn.Module], recipe: Recipe, model: ModelConfig, *, is_whole: bool) -> str | Path:
+def _fill(chunks: list[torch.nn.Module], folder: str | None, model: ModelConfig, *, is_whole: bool) -> str | Path:
     """Fill a teacher with its last checkpoint or, if it names none, with its Hugging Face folder; return which."""
-    folder = recipe.checkpoint.save
     if folder is None:
-        assert recipe.model.hf is not None, "read_teacher_recipes asks for one of them"
+        assert model.hf is not None, "check_teachers asks for one of them"
         try:
-            load_folder(recipe.model.hf, chunks)
+            load_folder(model.hf, chunks)
         except RecipeError as error:
             raise RecipeError(f"of the teacher: {error}") from error
-        return recipe.model.hf
+        return model.hf
     iteration = everyone(checkpoint.latest_weights(folder))[0]
     if iteration is None:
         raise RecipeError(f"the teacher's checkpoint.save={folder} holds no checkpoint; name the folder of a run")
