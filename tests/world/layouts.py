@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import pytest
 from harness.worlds import Layout
@@ -28,3 +29,25 @@ def in_layouts(*names: str, ci: Sequence[str] = (), slow: Sequence[str] = ()) ->
     cases += [pytest.param(*LAYOUTS[name], id=name, marks=pytest.mark.ci) for name in ci]
     cases += [pytest.param(*LAYOUTS[name], id=name, marks=pytest.mark.slow) for name in slow]
     return pytest.mark.parametrize(("size", "layout"), cases)
+
+
+def every_way(
+    cases: Mapping[str, Any], *, quick: Mapping[str, Collection[str]], ci: Mapping[str, Collection[str]]
+) -> list[Any]:
+    """Return ``size``, ``layout`` and case for each layout of ``ci`` and each case.
+
+    Args:
+        cases: by name.
+        quick: for a layout, the cases that run by default.
+        ci: for a layout, the cases that CI adds; all others are slow.
+    """
+    return [
+        pytest.param(
+            *LAYOUTS[layout],
+            case,
+            id=f"{layout}-{name}",
+            marks=[] if name in quick.get(layout, ()) else pytest.mark.ci if name in in_ci else pytest.mark.slow,
+        )
+        for layout, in_ci in ci.items()
+        for name, case in cases.items()
+    ]

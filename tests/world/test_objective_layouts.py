@@ -17,7 +17,7 @@ import torch
 from harness.marks import quick
 from harness.weights import assemble
 from harness.worlds import Layout, world
-from layouts import LAYOUTS, in_layouts
+from layouts import every_way, in_layouts
 from objective_jobs import (
     Job,
     Outcome,
@@ -146,15 +146,11 @@ IN_CI = {
     "pp2": {"critic"},
     "single": set(),
 }
-EVERY_WAY = [
-    pytest.param(*LAYOUTS[name], *one.values, id=f"{name}-{one.id}", marks=mark)
-    for name, in_ci in IN_CI.items()
-    for one in EVERY
-    for mark in [[] if one.id in QUICK.get(name, ()) else pytest.mark.ci if one.id in in_ci else pytest.mark.slow]
-]
 
 
-@pytest.mark.parametrize(("size", "layout", "job"), EVERY_WAY)
+@pytest.mark.parametrize(
+    ("size", "layout", "job"), every_way({one.id: one.values[0] for one in EVERY}, quick=QUICK, ci=IN_CI)
+)
 def test_every_layout(size: int, layout: Layout, job: Job) -> None:
     outcomes = check(size, layout, replace(job, max_tokens=max(LONGEST, PAIR) + 10))
     assert outcomes[0].micro_batches > 1

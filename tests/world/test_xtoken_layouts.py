@@ -10,7 +10,7 @@ import pytest
 from harness.marks import quick
 from harness.weights import assemble
 from harness.worlds import Layout, world
-from layouts import LAYOUTS, in_layouts
+from layouts import every_way, in_layouts
 from xtoken_jobs import STUDENT_SIZE, TEACHER_SIZE, Job, exported, folded_step, unfolded_step
 from xtoken_texts import samples, texts
 
@@ -95,15 +95,9 @@ def test_the_texts_are_hard_ones():
 # Each loss by itself is cut over a vocabulary in test_xtoken_vocabularies.py.
 QUICK = {"tp2-sp": {"h_kl"}, "dp2": {"p_kl top-k", "uld"}}
 IN_CI = {"tp2-sp": {"p_kl top-k", "uld"}, "dp2": set(MODES), "single": set(), "tp2": set(), "tp2-pp2": set()}
-EVERY_WAY = [
-    pytest.param(*LAYOUTS[layout], name, id=f"{layout}-{name}", marks=mark)
-    for layout, in_ci in IN_CI.items()
-    for name in MODES
-    for mark in [[] if name in QUICK.get(layout, ()) else pytest.mark.ci if name in in_ci else pytest.mark.slow]
-]
 
 
-@pytest.mark.parametrize(("size", "layout", "name"), EVERY_WAY)
+@pytest.mark.parametrize(("size", "layout", "name"), every_way({name: name for name in MODES}, quick=QUICK, ci=IN_CI))
 def test_every_mode(size, layout, name):
     outcomes = check(size, layout, name)
     assert outcomes[0]["micro_batches"] > 1

@@ -87,7 +87,7 @@ def resolve_backend(
     any_order: str = ANY_ORDER,
     say: Callable[[str], None] = logger.info,
 ) -> str:
-    """The back-end of a job.
+    """Return the back-end of a job.
 
     Args:
         setting: the name of a back-end, or ``auto``.

@@ -39,13 +39,13 @@ def dry_run(args: argparse.Namespace) -> str:
         SampleError: bad data.
     """
     folding, objective = folding_of(args, device=torch.device("cpu")), objective_of(args)
-    order = training_order(args)
+    order = training_order(args, objective)
     end = args.train_samples or (args.train_iters or 0) * args.global_batch_size or order.samples_per_epoch
     with megatrons_calculator(args):
         check_steps(order, lambda start: size_at(args, start), folding, objective, consumed=0, end=end)
         size = size_at(args, 0)
     if args.prefix_tree_valid_data_path and args.eval_iters:
-        validation, evaluated = validation_order(args), evaluation_size(args)
+        validation, evaluated = validation_order(args, objective), evaluation_size(args)
         interval = args.eval_interval or end
         # Since core_v0.19 the first ones may be left out.
         left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval

@@ -17,18 +17,20 @@ from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, objective_of
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import Sharing
 
 
-def job_of(args: argparse.Namespace, folding: Folding, order: SampleOrder) -> Job:
+def job_of(args: argparse.Namespace, folding: Folding, objective: Objective, order: SampleOrder) -> Job:
     """Return what validated arguments describe, the same on every rank and after a restart.
 
     Args:
         args: of Megatron-LM.
         folding: from :func:`folding_of`.
+        objective: from :func:`objective_of`.
         order: of the samples; ``--prefix-tree-attention-backend auto`` takes a look at the first step.
 
     Raises:
@@ -40,7 +42,7 @@ def job_of(args: argparse.Namespace, folding: Folding, order: SampleOrder) -> Jo
     )
     cases = cases_of(config, device=folding.device, deterministic=args.prefix_tree_deterministic_attention)
     return Job(
-        objective=objective_of(args),
+        objective=objective,
         folding=replace(folding, attention_backend=backend, attention_cases=cases),
         dp_rank=parallel_state.get_data_parallel_rank(),
         config=config,

@@ -28,6 +28,7 @@ from mcore_prefix_tree.mcore.megatron_lm.resumed import consumed_before
 from mcore_prefix_tree.mcore.megatron_lm.sizes import current_size, evaluation_size, is_constant
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+from mcore_prefix_tree.objectives import Objective
 
 __all__ = ["add_prefix_tree_args", "prefix_tree_providers"]
 
@@ -39,7 +40,7 @@ _STEP = StepSetting(
 )
 
 
-def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order) -> SampleOrder:
+def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order, objective: Objective) -> SampleOrder:
     """The samples of the files, in the order that steps take them; says what was skipped.
 
     Raises:
@@ -47,7 +48,7 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order) -> 
             allow; names file, line and argument. Or ranks read different samples.
         ValueError: there are fewer samples than a step of whole groups takes.
     """
-    name, objective = args.prefix_tree_tokenizer, objective_of(args)
+    name = args.prefix_tree_tokenizer
     source = Source(
         paths=paths,
         options=LineOptions(
@@ -75,14 +76,14 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order) -> 
     return samples
 
 
-def training_order(args: argparse.Namespace) -> SampleOrder:
+def training_order(args: argparse.Namespace, objective: Objective) -> SampleOrder:
     """The training samples, in the order that steps take them."""
-    return read_order(args, args.prefix_tree_data_path, args.prefix_tree_order)
+    return read_order(args, args.prefix_tree_data_path, args.prefix_tree_order, objective)
 
 
-def validation_order(args: argparse.Namespace) -> SampleOrder:
+def validation_order(args: argparse.Namespace, objective: Objective) -> SampleOrder:
     """The validation samples, in the order of their files."""
-    return read_order(args, args.prefix_tree_valid_data_path, "file")
+    return read_order(args, args.prefix_tree_valid_data_path, "file", objective)
 
 
 class _ReadingProgress:
@@ -132,14 +133,14 @@ class TreeDatasetsProvider:
         config_in_provider(args)
         device = device_of_this_rank()
         chunks = args.virtual_pipeline_model_parallel_size or 1
-        folding = folding_of(args, device=device)
+        folding, objective = folding_of(args, device=device), objective_of(args)
         train = None
         if not args.skip_train:
             if self._training is None:
-                order = self._training_order(args, folding, train_val_test_num_samples[0] or 0)
+                order = self._training_order(args, folding, objective, train_val_test_num_samples[0] or 0)
                 self._training = StepDealer(
                     order,
-                    job_of(args, folding, order),
+                    job_of(args, folding, objective, order),
                     chunks=chunks,
                     num_workers=args.num_workers,
                     clock=training_seconds,
@@ -153,20 +154,20 @@ class TreeDatasetsProvider:
             return train, None, None
         consumed = 0 if args.skip_train else args.consumed_valid_samples
         if self._validation is None:
-            order = validation_order(args)
+            order = validation_order(args, objective)
             if not order.is_streamed:
                 end = train_val_test_num_samples[1] or 0
-                check_steps(
-                    order, lambda _: evaluation_size(args), folding, objective_of(args), consumed=consumed, end=end
-                )
+                check_steps(order, lambda _: evaluation_size(args), folding, objective, consumed=consumed, end=end)
             # Training has chosen before: validation runs the same back-end.
-            job = job_of(args, folding, order)
+            job = job_of(args, folding, objective, order)
             self._validation = StepDealer(order, job, chunks=chunks, num_workers=args.num_workers)
         return train, StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args)), None
 
-    def _training_order(self, args: argparse.Namespace, folding: Folding, end: int) -> SampleOrder:
+    def _training_order(
+        self, args: argparse.Namespace, folding: Folding, objective: Objective, end: int
+    ) -> SampleOrder:
         """Read the training samples, and check what can be known of their steps before the first."""
-        order = training_order(args)
+        order = training_order(args, objective)
         print_rank_0(f"> {order.samples_per_epoch} samples an epoch from {args.prefix_tree_data_path}")
         self._consumed_before = consumed_before(args, order)
         # Streamed data would be read and encoded once more, which a dry run does for who wants to know: here a step
@@ -176,7 +177,7 @@ class TreeDatasetsProvider:
                 order,
                 lambda _: current_size(args),
                 folding,
-                objective_of(args),
+                objective,
                 consumed=args.consumed_train_samples - self._consumed_before,
                 end=end - self._consumed_before,
             )

@@ -85,7 +85,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         folding = _folding(joined, model, recipe.batch.sharing)
         readout = ExportedRows(top=TopLogprobs(k=top_k, vocab_size=pairing.teacher.vocab_size))
         report = ScoreReport(
-            iteration=str(teacher.checkpoint.save),
+            iteration=str(teacher.checkpoint.save or teacher.model.hf),
             reference_iteration=None,
             skipped=str(data.skipped) if data.skipped.count else "",
         )
