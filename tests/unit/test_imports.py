@@ -56,9 +56,9 @@ ALLOWED["cli"] = set(ALLOWED) - {"__init__"}
 ALLOWED["__main__"] = {"cli"}
 
 # The rooms of mcore/ in the same way.
-IN_MCORE: dict[str, set[str]] = {"compat": set(), "ranks": set(), "seam": {"compat"}}
+IN_MCORE: dict[str, set[str]] = {"compat": set(), "ranks": set(), "saved_enums": set(), "seam": {"compat"}}
 for above, room in (("seam", "readout"), ("readout", "engine")):
-    IN_MCORE[room] = IN_MCORE[above] | {above, "ranks", "compat"}
+    IN_MCORE[room] = IN_MCORE[above] | {above, "ranks", "saved_enums", "compat"}
 for room in ("inside", "trainer", "megatron_lm"):
     IN_MCORE[room] = IN_MCORE["engine"] | {"engine"}
 IN_MCORE["__init__"] = {"compat", "seam", "inside"}

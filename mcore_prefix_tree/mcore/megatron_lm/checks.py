@@ -40,8 +40,8 @@ from mcore_prefix_tree.mcore.megatron_lm.adapter import check_megatron_lm
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, add_argument_group, check_arguments
 from mcore_prefix_tree.mcore.megatron_lm.job import check_backend, device_of_this_rank, folding_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import warm_up_bytes
-from mcore_prefix_tree.mcore.megatron_lm.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.megatron_lm.sizes import check_sizes, megatrons_calculator
+from mcore_prefix_tree.mcore.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.seam.validation import check_config
 
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_prefix_tree.data.same import name_ranks
 from mcore_prefix_tree.mcore.ranks import everyone, on_main_rank
+from mcore_prefix_tree.mcore.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY
 from mcore_prefix_tree.mcore.trainer.integrity import (
     DamagedCheckpointError,
@@ -170,6 +171,7 @@ def save(
         SaveError: a rank could not write its part, as on a full disk. The checkpoints before are untouched.
     """
     target = iteration_folder(folder, progress.iteration)
+    pickle_enums_by_value()  # as vetting reads them
     state = _state(chunks, optimizer, is_loading=False)
     with _writing(folder, progress.iteration):
         on_main_rank(lambda: _make_empty(target))

@@ -13,11 +13,15 @@ from enum import Enum
 from typing import Any
 
 from megatron.core.safe_globals import SAFE_GLOBALS
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 
 def pickle_enums_by_value() -> None:
-    """Register, for every enum that the loader admits, to be pickled as its class called with its value."""
-    for admitted in SAFE_GLOBALS:
+    """Register, for the enums of checkpoints, to be pickled as the class called with the value.
+
+    They are those that the loader admits, and the one of torch's metadata, which each tensor has.
+    """
+    for admitted in (*SAFE_GLOBALS, _MEM_FORMAT_ENCODING):
         if isinstance(admitted, type) and issubclass(admitted, Enum):
             copyreg.pickle(admitted, _by_value)
 
