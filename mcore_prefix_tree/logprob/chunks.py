@@ -86,6 +86,7 @@ class Head:
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
         head_chunk_rows: C; :func:`default_chunk_rows` if None.
         weight_grad: where the weight's gradient goes; None leaves it to autograd.
+        columns: of this rank's columns, how many stand for tokens; the others, padding, get no probability. None is all.
     """
 
     edges: Edges
@@ -95,6 +96,7 @@ class Head:
     group: dist.ProcessGroup | None = None
     head_chunk_rows: int | None = None
     weight_grad: WeightGradSink | None = None
+    columns: int | None = None
 
 
 class Chunks:
@@ -136,6 +138,8 @@ class Chunks:
             logits.mul_(self.head.multiplier)
         if self.temperature is not None:
             logits.div_(self.temperature[rows, None])
+        if self.head.columns is not None:
+            logits[:, self.head.columns :] = -torch.inf
         return logits
 
     def scratch(self, rows: slice) -> torch.Tensor:

@@ -90,7 +90,8 @@ def build_chunks(
     """Build this rank's model chunks (several under virtual pipelining), with the weights that belong to ``seed``.
 
     Args:
-        config: its parallel degrees must be those of ``parallel_state``.
+        config: its parallel degrees must be those of ``parallel_state``, or of ``groups``; of one pipeline stage, a rank
+            has all layers.
         spec: a layer's spec, a block's, or a function of the configuration and the virtual stage that makes one;
             Megatron's local layer by default, with what it lacks on a CPU (:func:`cpu_spec`).
         vocab_size: the padded one, divisible by the tensor-parallel degree.
@@ -99,8 +100,8 @@ def build_chunks(
         seed: of the weights, which are the same in every layout: see :mod:`harness.weights`.
         groups: of the model's ranks; those of ``parallel_state`` by default.
     """
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     last_pp_rank = config.pipeline_model_parallel_size - 1
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank() if last_pp_rank else 0
     vpp = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if vpp is None else list(range(vpp))
     chunks = []

@@ -19,6 +19,7 @@ LAYOUTS = {
     "tp2-pp2": (4, Layout(tp=2, pp=2)),
     "tp2-sp-pp2-vpp2": (4, Layout(tp=2, pp=2, vpp=2, sequence_parallel=True)),
     "tp2-dp2": (4, Layout(tp=2)),
+    "pp2-dp2": (4, Layout(pp=2)),
     "dp4": (4, Layout()),
 }
 

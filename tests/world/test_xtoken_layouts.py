@@ -61,8 +61,8 @@ JOBS = (
 )
 
 
-def check(size, layout, name, *, max_tokens=LONGEST + 12, whole=False):
-    job = replace(JOBS[name], max_tokens=max_tokens, whole=whole)
+def check(size, layout, name, *, max_tokens=LONGEST + 12, **teacher):
+    job = replace(JOBS[name], max_tokens=max_tokens, **teacher)
     results = world(size).run(folded_step, layout, job, samples_of(name), layout=layout)
     loss, wanted = expected(name)
     gradients = assemble(itertools.chain.from_iterable(parts for _, parts in results))
@@ -120,7 +120,19 @@ def test_rows_that_the_samples_bring(size, layout, name):
 @pytest.mark.parametrize("name", ["p_kl top-k"])
 @in_layouts("tp2-sp", slow=["tp2-pp2"])
 def test_each_rank_may_have_the_whole_teacher(size, layout, name):
-    check(size, layout, name, whole=True)
+    check(size, layout, name, teacher_tp=1)
+
+
+@pytest.mark.parametrize("name", ["p_kl top-k", "h_kl"])
+@in_layouts("dp2", slow=["tp2-dp2", "pp2-dp2", "dp4"])
+def test_replicas_may_share_the_parts_of_a_teacher(size, layout, name):
+    check(size, layout, name, teacher_tp=2 * layout.tp)
+
+
+@pytest.mark.parametrize("name", ["p_kl top-k", "gold"])
+@in_layouts("pp2", slow=["tp2-pp2", "pp2-vpp2"])
+def test_a_whole_teacher_may_stand_on_the_last_stage(size, layout, name):
+    check(size, layout, name, last_stage=True)
 
 
 @pytest.mark.parametrize("name", quick("scores", "averaged_logits", of=SEVERAL))

@@ -20,7 +20,7 @@ from mcore_prefix_tree.layout import Padding
 
 # Both leave padded columns on each rank of two.
 STUDENT_SIZE, TEACHER_SIZE = 40, 48
-TEACHER_CONFIG = (("hidden_size", 48), ("ffn_hidden_size", 64), ("num_layers", 8))
+TEACHER_CONFIG = (("hidden_size", 48), ("ffn_hidden_size", 64), ("num_layers", 8), ("num_query_groups", 4))
 TEACHER_SEEDS = (5, 6)
 Options = tuple[tuple[str, Any], ...]
 
@@ -29,14 +29,16 @@ Options = tuple[tuple[str, Any], ...]
 class Job:
     """Settings of the objective, and how it is computed.
 
-    ``rows`` of so many tokens stand for the teacher; with ``whole`` it is whole on each tensor-parallel rank.
+    ``rows`` of so many tokens stand for the teacher. ``teacher_tp`` are its tensor-parallel ranks, where they are not the
+    student's; ``last_stage`` has all of its layers.
     """
 
     options: Options
     max_tokens: int = 10_000
     teachers: int = 1
     rows: int | None = None
-    whole: bool = False
+    teacher_tp: int | None = None
+    last_stage: bool = False
 
 
 def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Any, list[Any]]:
@@ -52,8 +54,8 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
     from mcore_prefix_tree.mcore.engine.lessons import ExportedTeacher, PairedTeachers
     from mcore_prefix_tree.mcore.engine.steps import fold_step
     from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
+    from mcore_prefix_tree.mcore.engine.teacher_ranks import TeacherRanks
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-    from mcore_prefix_tree.mcore.trainer.model import groups_of_whole
     from mcore_prefix_tree.objectives import add_means, make_objective
     from mcore_prefix_tree.plan import ModelWork
 
@@ -69,13 +71,21 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
         [texts().side(settings.losses)] * job.teachers, pad_to_multiple_of=multiple, block_rows=7
     )
     models = []
+    tp = job.teacher_tp or layout.tp
+    own = replace(layout, tp=tp, sequence_parallel=layout.sequence_parallel and tp == layout.tp)
+    ranks = TeacherRanks.of(tp, on_last_stage=job.last_stage)
+    if job.last_stage:
+        own = replace(own, pp=1, vpp=None)
     for seed in () if job.rows else TEACHER_SEEDS[: job.teachers]:
-        own = replace(layout, tp=1, sequence_parallel=False) if job.whole else layout
-        groups = groups_of_whole() if job.whole else None
-        chunks = model(tiny_gpt_config(layout=own, **dict(TEACHER_CONFIG)), TEACHER_SIZE, groups)
-        fill(chunks, seed=seed)
-        over = parallel_state.get_tensor_model_parallel_group() if job.whole else None
-        models.append(TeacherModel(chunks=chunks, attention_backend="reference", attention_cases=(), columns_over=over))
+        chunks = []
+        if ranks is None or ranks.is_here:
+            chunks = model(
+                tiny_gpt_config(layout=own, **dict(TEACHER_CONFIG)),
+                TEACHER_SIZE,
+                groups=None if ranks is None else ranks.groups,
+            )
+            fill(chunks, seed=seed)
+        models.append(TeacherModel(chunks=chunks, attention_backend="reference", attention_cases=(), ranks=ranks))
     device = torch.device("cpu")
     resolved = Resolved(
         objective=objective,
@@ -218,7 +228,8 @@ def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]
         if job.rows and settings.mode == "p_kl":
             z = [likeliest(own[:, : both.teacher.vocab_size], job.rows) for own in z]
         taught.append(torch.cat(z)[:, : both.teacher.vocab_size])
-        entropies.append(0.0 if job.rows else cross_entropy(z, [pair.teacher for pair in pairs]))
+        size = both.teacher.vocab_size
+        entropies.append(0.0 if job.rows else cross_entropy([own[:, :size] for own in z], [p.teacher for p in pairs]))
 
     def kd(z: torch.Tensor) -> torch.Tensor:
         return torch.dot(task.weight, reference_terms(task, settings.losses, x, z)) / len(chunks)

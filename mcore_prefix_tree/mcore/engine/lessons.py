@@ -196,19 +196,20 @@ class PairedTeachers(Teacher):
             return list(settings.teacher_weights or [1.0] * len(found))
         if len(found) == 1:
             return [1.0]  # the average, the softmax and the lowest of one
-        entropies = [self._cross_entropy(*of_model) for of_model in zip(found, asked, strict=True)]
+        entropies = [self._cross_entropy(number, *of) for number, of in enumerate(zip(found, asked, strict=True))]
         if settings.teachers == "lowest_ce":
             return [float(number == int(np.argmin(entropies))) for number in range(len(entropies))]
         scores = [math.exp(settings.score_sharpness * (min(entropies) - entropy)) for entropy in entropies]
         return [score / sum(scores) for score in scores]
 
-    def _cross_entropy(self, found: Sequence[TeacherHidden], asked: Sequence[MicroBatch]) -> float:
-        """Return the teacher's own mean negative log-likelihood of the step's chunks, token by token."""
+    def _cross_entropy(self, number: int, found: Sequence[TeacherHidden], asked: Sequence[MicroBatch]) -> float:
+        """Return a teacher's own mean negative log-likelihood of the step's chunks, token by token."""
+        columns = self._both(number, len(found[0].weight)).teacher.width
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for one, batch in zip(found, asked, strict=True):
             weight = torch.from_numpy(batch.layout.loss_weight).to(self.device)
             with torch.no_grad():
-                logprob, _ = head_logprobs(one.hidden, one.weight, one.head)
+                logprob, _ = head_logprobs(one.hidden, one.weight, replace(one.head, columns=columns))
             assert one.head.edges.token is not None
             weight = weight[one.head.edges.token]
             sums += torch.stack([-torch.dot(weight, logprob[one.head.edges.token].double()), weight.sum()])

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, tree_forward
@@ -23,6 +24,7 @@ def run_schedule(
     *,
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
+    one_stage: bool = False,
 ) -> list[Any]:
     """Forward and backward of all micro-batches of this rank.
 
@@ -33,6 +35,7 @@ def run_schedule(
         forward_step: as Megatron's schedules call it.
         forward_only: no backward.
         collect_non_loss_data: call the loss function with ``non_loss_data=True`` and return what it returns.
+        one_stage: the model has one pipeline stage, however many ``parallel_state`` has.
 
     Returns:
         What the loss function reported of each, on the last pipeline stage; nothing elsewhere.
@@ -44,7 +47,7 @@ def run_schedule(
     ]
     iterators = [_taken(waiting) for _ in chunks]
     with naming_memory(lambda: _needed(micro_batches, forward_only=forward_only)):
-        reported: list[Any] = get_forward_backward_func()(
+        reported: list[Any] = (forward_backward_no_pipelining if one_stage else get_forward_backward_func())(
             forward_step_func=forward_step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks),
@@ -74,8 +77,18 @@ def forward_only(
     batches: Sequence[MicroBatch],
     readout: Readout[Any],
     read: Callable[[torch.Tensor, MicroBatch], T],
+    *,
+    one_stage: bool = False,
 ) -> list[T]:
-    """Return what ``read`` makes of the answer to a readout for each micro-batch; nothing before the last stage."""
+    """Return what ``read`` makes of the answer to a readout for each micro-batch; nothing before the last stage.
+
+    Args:
+        chunks: of the model.
+        batches: folded.
+        readout: what the last stage is asked for.
+        read: of the answer, beside its micro-batch.
+        one_stage: see :func:`run_schedule`.
+    """
 
     def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., T]]:
         batch = next(data_iterator)
@@ -87,4 +100,6 @@ def forward_only(
         return tree_forward(model, batch, readout), collect
 
     with torch.no_grad():
-        return run_schedule(chunks, batches, forward_step, forward_only=True, collect_non_loss_data=True)
+        return run_schedule(
+            chunks, batches, forward_step, forward_only=True, collect_non_loss_data=True, one_stage=one_stage
+        )

@@ -154,9 +154,15 @@ def output_weight_and_head(model: Any, edges: Edges, temperature: torch.Tensor |
         edges: that are scored.
         temperature: ``[P]``, None is 1.
     """
+    weight = output_weight(model)
+    return weight, _head(model.output_layer, weight, edges, temperature)
+
+
+def output_weight(model: Any) -> torch.Tensor:
+    """Return the output weight of a bare last stage, ``[V / tp, h]``, which may be the embedding's."""
     tied = model.share_embeddings_and_output_weights
     weight: torch.Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-    return weight, _head(model.output_layer, weight, edges, temperature)
+    return weight
 
 
 def _multiplier(config: Any) -> float:
