@@ -86,7 +86,8 @@ class Head:
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
         head_chunk_rows: C; :func:`default_chunk_rows` if None.
         weight_grad: where the weight's gradient goes; None leaves it to autograd.
-        columns: of this rank's columns, how many stand for tokens; the others, padding, get no probability. None is all.
+        columns: of this rank's columns, how many stand for tokens; the others, padding, have no probability. None is
+            all.
     """
 
     edges: Edges

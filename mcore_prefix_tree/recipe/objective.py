@@ -8,12 +8,16 @@ from pydantic import ValidationError
 
 from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objective, option_faults
 from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import parallel_of_teachers, teacher_recipes
+from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, parallel_of_teachers, teacher_recipes
 from mcore_prefix_tree.recipe.xtoken import bound
 
 
-def settings_of(given: ObjectiveConfig) -> Objective:
+def settings_of(given: ObjectiveConfig, names: SettingNames = IN_RECIPES) -> Objective:
     """Return the objective that a recipe names, by its options alone.
+
+    Args:
+        given: of the recipe.
+        names: of the settings, for messages.
 
     Raises:
         RecipeError: the objective or an option is unknown, or an option is out of range.
@@ -22,58 +26,75 @@ def settings_of(given: ObjectiveConfig) -> Objective:
     try:
         return make_objective(name, options)
     except ValidationError as error:
-        raise RecipeError("; ".join(option_faults(name, error, "objective.options"))) from None
+        raise RecipeError("; ".join(option_faults(name, error, names.options))) from None
     except ValueError as error:
         raise RecipeError(f"objective.name: {error}") from None
 
 
-def objective_of(recipe: Recipe) -> Objective:
-    """Return the objective that a recipe names, with what it reads before any model is built.
+def check_teachers_named(
+    objective: Objective, given: ObjectiveConfig, *, fused_head: bool, names: SettingNames = IN_RECIPES
+) -> None:
+    """Check that a job names the teachers that its objective reads, and no others.
+
+    Args:
+        objective: from :func:`settings_of`.
+        given: of the job.
+        fused_head: of the student.
+        names: of the settings, for messages.
 
     Raises:
-        RecipeError: see :func:`settings_of`; or the objective reads a second model and the recipe names none, or the
-            reverse.
+        RecipeError: it does not.
     """
-    objective = settings_of(recipe.objective)
-    teachers = recipe.objective.teacher_recipes
-    if objective.across_tokenizers and not teachers:
+    teachers, across = given.teacher_recipes, objective.across_tokenizers
+    full = f"{names.options}.teacher: full"
+    if across and not teachers:
         raise RecipeError(
-            "objective.name=xtoken learns from a model with another tokenizer; name its recipe with "
-            "objective.teacher_recipe"
+            f"{names.objective.format('xtoken')} learns from a model with another tokenizer; name its recipe with "
+            f"{names.teacher}"
         )
     if objective.asks_model and not teachers:
         raise RecipeError(
-            "objective.options.teacher: full asks a second model in every step; name its recipe with "
-            "objective.teacher_recipe, or put the teacher's likeliest tokens into the data and set top_k"
+            f"{full} asks a second model in every step; name its recipe with {names.teacher}, or put the teacher's "
+            "likeliest tokens into the data and set top_k"
         )
-    if (objective.asks_model or objective.across_tokenizers) and not recipe.fused_head:
-        setting = "objective.name=xtoken" if objective.across_tokenizers else "objective.options.teacher: full"
+    if (objective.asks_model or across) and not fused_head:
+        setting = names.objective.format("xtoken") if across else full
         raise RecipeError(
-            f"fused_head=false keeps all logits of the student, and {setting} would keep the teacher's too; leave "
-            "fused_head out"
+            f"{names.no_fused_head} keeps all logits of the student, and {setting} would keep the teacher's too; leave "
+            "it out"
         )
-    if teachers and not objective.asks_model and not objective.across_tokenizers:
+    if teachers and not objective.asks_model and not across:
         raise RecipeError(
-            f"objective.teacher_recipe={', '.join(teachers)}: only objective.name=distill with "
-            "objective.options.teacher=full, and xtoken, ask a second model; leave it out"
+            f"{names.teacher}={', '.join(teachers)}: only {names.objective.format('distill')} with "
+            f"{names.options}.teacher=full, and xtoken, ask a second model; leave it out"
         )
-    if recipe.objective.teacher_tensor_model_parallel_size and not (
-        objective.across_tokenizers and objective.asks_model
-    ):
-        raise RecipeError(
-            "objective.teacher_tensor_model_parallel_size is of the teachers that objective.name=xtoken asks in every "
-            "step; leave it out"
-        )
-    parallel_of_teachers(recipe.objective, recipe.parallel)
-    if objective.across_tokenizers:
-        return bound(
-            cast("CrossTokenizer", objective),
-            teacher_recipes(recipe),
-            recipe.data,
-            sharing=recipe.batch.sharing,
-            pad_to_multiple_of=recipe.padding.multiple,
-            block_rows=recipe.head_chunk_rows,
-        )
-    if len(teachers) > 1:
-        raise RecipeError(f"objective.teacher_recipe names {len(teachers)} recipes, but distill has one teacher")
-    return objective
+    if given.teacher_tensor_model_parallel_size and not objective.asks_model:
+        raise RecipeError(f"{names.teacher_tensor_parallel} is of teachers that are asked in every step; leave it out")
+    if len(teachers) > 1 and not across:
+        raise RecipeError(f"{names.teacher} names {len(teachers)} recipes, but distill has one teacher")
+
+
+def objective_of(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
+    """Return the objective that a recipe names, with what it reads before any model is built.
+
+    Args:
+        recipe: the job's.
+        names: of the settings, for messages.
+
+    Raises:
+        RecipeError: see :func:`settings_of` and :func:`check_teachers_named`.
+    """
+    objective = settings_of(recipe.objective, names)
+    check_teachers_named(objective, recipe.objective, fused_head=recipe.fused_head, names=names)
+    parallel_of_teachers(recipe.objective, recipe.parallel, names)
+    if not objective.across_tokenizers:
+        return objective
+    return bound(
+        cast("CrossTokenizer", objective),
+        teacher_recipes(recipe, names),
+        recipe.data,
+        sharing=recipe.batch.sharing,
+        pad_to_multiple_of=recipe.padding.multiple,
+        block_rows=recipe.head_chunk_rows,
+        names=names,
+    )

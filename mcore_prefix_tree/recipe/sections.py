@@ -228,7 +228,8 @@ class ObjectiveConfig:
             vocabulary, ``checkpoint.save``, where its weights are, and ``attention_backend`` are read of it. ``xtoken``
             also reads ``data.tokenizer``, and may have a list of teachers. A Hugging Face folder can take a recipe's
             place; in a recipe with ``model.hf`` and no ``checkpoint.save`` the weights are that folder's.
-        teacher_tensor_model_parallel_size: 1 leaves teachers of ``xtoken`` whole on each rank; None is the student's.
+        teacher_tensor_model_parallel_size: ranks that a teacher is cut over. 1 leaves it whole on each rank, a multiple
+            of the student's cuts it over several replicas of the student; None is the student's.
     """
 
     name: str = "sft"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,43 @@ from mcore_prefix_tree.recipe.sections import (
 )
 
 
-def teacher_recipes(student: Recipe) -> list[tuple[str, Recipe]]:
-    """Return what ``objective.teacher_recipe`` names: each path, and the recipe that it stands for.
+@dataclass(frozen=True, kw_only=True)
+class SettingNames:
+    """Names of the settings of an objective and its teachers, as the messages of a door give them.
+
+    Attributes:
+        objective: of an objective's name, with a place for it.
+        options: of its options.
+        teacher: of the teachers' recipes.
+        teacher_tensor_parallel: of the ranks that a teacher is cut over.
+        tensor_parallel: of those of its student.
+        tokenizer: of the student's tokenizer.
+        max_tokens: of the tokens of a micro-batch.
+        no_fused_head: what leaves the fused head out.
+    """
+
+    objective: str = "objective.name={}"
+    options: str = "objective.options"
+    teacher: str = "objective.teacher_recipe"
+    teacher_tensor_parallel: str = "objective.teacher_tensor_model_parallel_size"
+    tensor_parallel: str = "parallel.tensor_model_parallel_size"
+    tokenizer: str = "data.tokenizer"
+    max_tokens: str = "batch.max_tokens"
+    no_fused_head: str = "fused_head=false"
+
+
+IN_RECIPES = SettingNames()
+
+
+def teacher_recipes(student: Recipe, names: SettingNames = IN_RECIPES) -> list[tuple[str, Recipe]]:
+    """Return the teachers of a job: each path that it names, and the recipe that it stands for.
 
     A Hugging Face folder stands for its weights and its own tokenizer, with the student's precision, layers and
     attention back-end.
+
+    Args:
+        student: the job's recipe.
+        names: of the settings, for messages.
 
     Raises:
         RecipeError: see :func:`load_recipe` and :meth:`HuggingFaceFolder.read`.
@@ -32,7 +64,7 @@ def teacher_recipes(student: Recipe) -> list[tuple[str, Recipe]]:
             path,
             replace(
                 student,
-                model=_model_of(path, student.model),
+                model=_model_of(path, student.model, names),
                 data=replace(student.data, tokenizer=path),
                 objective=ObjectiveConfig(),
                 checkpoint=CheckpointConfig(),
@@ -44,30 +76,36 @@ def teacher_recipes(student: Recipe) -> list[tuple[str, Recipe]]:
     ]
 
 
-def _model_of(path: str, student: ModelConfig) -> ModelConfig:
+def _model_of(path: str, student: ModelConfig, names: SettingNames) -> ModelConfig:
     try:
         folder = HuggingFaceFolder.read(path)
         sizes: dict[str, Any] = folder.sizes
     except (OSError, ValueError) as error:
-        raise RecipeError(f"objective.teacher_recipe: {error}") from error
+        raise RecipeError(f"{names.teacher}: {error}") from error
     if folder.has_scalar_head:
-        raise RecipeError(f"objective.teacher_recipe={path} ends in a scalar head, which has no vocabulary")
+        raise RecipeError(f"{names.teacher}={path} ends in a scalar head, which has no vocabulary")
     return ModelConfig(hf=path, dtype=student.dtype, transformer_impl=student.transformer_impl, **sizes)
 
 
-def parallel_of_teachers(objective: ObjectiveConfig, parallel: ParallelConfig) -> ParallelConfig:
+def parallel_of_teachers(
+    objective: ObjectiveConfig, parallel: ParallelConfig, names: SettingNames = IN_RECIPES
+) -> ParallelConfig:
     """Return the parallel layout of a job's teachers.
 
+    Args:
+        objective: of the job.
+        parallel: of the student.
+        names: of the settings, for messages.
+
     Raises:
-        RecipeError: ``objective.teacher_tensor_model_parallel_size`` is neither 1 nor the student's.
+        RecipeError: the teachers' tensor-parallel size is neither 1 nor a multiple of the student's.
     """
-    given = objective.teacher_tensor_model_parallel_size
-    if given is None or given == parallel.tensor_model_parallel_size:
+    given, own = objective.teacher_tensor_model_parallel_size, parallel.tensor_model_parallel_size
+    if given is None or given == own:
         return parallel
-    if given != 1:
+    if given != 1 and given % own:
         raise RecipeError(
-            f"objective.teacher_tensor_model_parallel_size={given}: teachers are cut as the student is, "
-            f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size}, or whole on each rank; set 1 "
-            "or leave it out; in another layout they can export their rows with mcore-prefix-tree xtoken export-teacher"
+            f"{names.teacher_tensor_parallel}={given} is neither 1, which leaves teachers whole on each rank, nor a "
+            f"multiple of {names.tensor_parallel}={own}; change it, or leave it out to cut teachers as their student"
         )
-    return replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False)
+    return replace(parallel, tensor_model_parallel_size=given, sequence_parallel=False)

@@ -90,8 +90,8 @@ def build_chunks(
     """Build this rank's model chunks (several under virtual pipelining), with the weights that belong to ``seed``.
 
     Args:
-        config: its parallel degrees must be those of ``parallel_state``, or of ``groups``; of one pipeline stage, a rank
-            has all layers.
+        config: its parallel degrees must be those of ``parallel_state``, or of ``groups``; with one pipeline stage a
+            rank has all layers.
         spec: a layer's spec, a block's, or a function of the configuration and the virtual stage that makes one;
             Megatron's local layer by default, with what it lacks on a CPU (:func:`cpu_spec`).
         vocab_size: the padded one, divisible by the tensor-parallel degree.

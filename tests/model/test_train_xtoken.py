@@ -227,9 +227,10 @@ def test_mistakes_are_named_before_a_step(folder, tmp_path):
     assert f"of the teacher's tokens, but model.max_position_embeddings of {short} is 4; raise" in refused(
         *good, f"objective.teacher_recipe={short}"
     )
-    cut = "objective.teacher_tensor_model_parallel_size=2"
-    assert "teachers are cut as the student is, parallel.tensor_model_parallel_size=1, or whole" in refused(*good, cut)
-    distill = (cut, "objective.name=distill", *options(teacher="full"), f"objective.teacher_recipe={short}")
-    assert "is of the teachers that objective.name=xtoken asks in every step" in refused(*FLOAT64, *distill)
+    cut = "objective.teacher_tensor_model_parallel_size"
+    assert f"{cut}=2 does not divide the 1 ranks of a pipeline stage" in refused(*good, f"{cut}=2")
+    assert f"{cut}=3 is neither 1" in refused(*good, f"{cut}=3", "parallel.tensor_model_parallel_size=2")
+    sft = ("objective.name=sft", "objective.options={}", "objective.teacher_recipe=null", f"{cut}=2")
+    assert "is of teachers that are asked in every step" in refused(*FLOAT64, *sft)
     distill = ("objective.name=distill", *options(teacher="full"), 'objective.teacher_recipe=["a.yaml", "b.yaml"]')
     assert "distill has one teacher" in refused(*FLOAT64, *distill)

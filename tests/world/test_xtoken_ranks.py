@@ -55,6 +55,11 @@ def test_each_rank_may_have_the_whole_teacher(given: list[str], alone: list[dict
     assert reported(run(2, "train", *given, whole, *LAYOUTS["tensor and sequence"])) == alone
 
 
+def test_replicas_may_share_the_parts_of_a_teacher(given: list[str], alone: list[dict[str, float]]) -> None:
+    shared = "objective.teacher_tensor_model_parallel_size=2"
+    assert reported(run(2, "train", *given, shared, *LAYOUTS["data"])) == alone
+
+
 @pytest.mark.parametrize("layout", ["tensor and sequence", "pipeline", pytest.param("data", marks=pytest.mark.slow)])
 def test_two_ranks_report_what_one_does(given: list[str], alone: list[dict[str, float]], layout: str) -> None:
     assert [step.keys() >= {"loss", "kd", "ce"} for step in alone] == [True] * 3

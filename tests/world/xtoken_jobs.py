@@ -29,8 +29,8 @@ Options = tuple[tuple[str, Any], ...]
 class Job:
     """Settings of the objective, and how it is computed.
 
-    ``rows`` of so many tokens stand for the teacher. ``teacher_tp`` are its tensor-parallel ranks, where they are not the
-    student's; ``last_stage`` has all of its layers.
+    ``rows`` of so many tokens stand for the teacher. ``teacher_tp`` are its tensor-parallel ranks, where they are not
+    the student's; with ``last_stage`` that stage has all of its layers.
     """
 
     options: Options

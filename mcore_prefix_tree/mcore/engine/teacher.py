@@ -53,7 +53,7 @@ class TeacherModel(Teacher):
         attention_backend: of its heads; the student's may be of another size.
         attention_cases: the calls of its layers.
         ranks: of another layout than the student's; None is the student's.
-        columns: ``[V / tp, h]``, in another layout: the output weight on the last stage, cut as the student's ranks are.
+        columns: ``[V / tp, h]``, in another layout the output weight on the last stage, cut as the student's ranks are.
     """
 
     chunks: Sequence[torch.nn.Module]

@@ -1,9 +1,8 @@
 """Ranks of a teacher that is cut over other ranks than its student.
 
-The ranks of a pipeline stage, in the order of their data-parallel and then their tensor-parallel number, are cut into
-runs of T: one run holds a teacher once. With T a multiple of the student's tensor-parallel size t, the T / t replicas of
-the student in a run ask together: the teacher reads the micro-batches of all of them, and each keeps its own answers.
-With T = 1 each rank has the whole teacher.
+The ranks of a pipeline stage, in order, are cut into runs of T: one run holds a teacher once. With T a multiple of the
+student's tensor-parallel size t, the T / t replicas of the student in a run ask together: the teacher reads the
+micro-batches of all of them, and each keeps its own answers. With T = 1 each rank has the whole teacher.
 """
 
 from __future__ import annotations
@@ -87,7 +86,8 @@ class TeacherRanks:
             return weight
         if held == 1:
             assert len(weight) % parts == 0, "the model is padded for these ranks"
-            return weight.tensor_split(parts)[part]
+            part_of: torch.Tensor = weight.tensor_split(parts)[part]
+            return part_of
         # A run of replicas: rank i of the T has a part of what every rank i // replicas of the student's t has.
         replicas = held // parts
         sent, taken = [0] * held, [0] * held

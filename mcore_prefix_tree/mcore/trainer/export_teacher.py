@@ -66,7 +66,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         check_rows_output(output, [*recipe.inputs, *teacher.inputs])
     except ValueError as error:
         raise RecipeError(f"--output {error}") from None
-    vocab_size = vocabulary_of(teacher.model, pairing.teacher.vocab_size)
+    vocab_size = teacher.parallel.padded_vocab_size(vocabulary_of(teacher.model, pairing.teacher.vocab_size))
     with session(replace(teacher, objective=ObjectiveConfig(), fused_head=True)) as joined:
         read = replace(recipe, data=replace(recipe.data, order="file"))
         data = read_data(replace(joined, recipe=read), None, every_sample=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -159,7 +158,8 @@ def build_chunks(
         device: of the weights.
         scalar_head: the model ends in a scalar head instead of a vocabulary.
         fused_head: the output layer can score a chunk of logits at a time.
-        groups: of the model's ranks, where they are not those of ``parallel_state``; see :func:`groups_of_whole`.
+        groups: of the model's ranks, where they are not those of ``parallel_state``. With one pipeline stage in
+            ``config`` a rank has all layers.
 
     Returns:
         ``GPTModel``\\ s, inside ``Float16Module`` in half precision.
@@ -170,11 +170,13 @@ def build_chunks(
     """
     _check_fits(model, config, device, scalar_head=scalar_head)
     vpp = config.virtual_pipeline_model_parallel_size
+    has_stages = config.pipeline_model_parallel_size > 1
     chunks: list[torch.nn.Module] = []
     for vp_stage in [None] if vpp is None else range(vpp):
+        place = {"ignore_virtual": vpp is None, "vp_stage": vp_stage}
         ends = {
-            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
-            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=vpp is None, vp_stage=vp_stage),
+            "pre_process": not has_stages or parallel_state.is_pipeline_first_stage(**place),
+            "post_process": not has_stages or parallel_state.is_pipeline_last_stage(**place),
             "vp_stage": vp_stage,
         }
         if model.hf is not None:
@@ -204,24 +206,6 @@ def build_chunks(
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
         _keep_biases_of_experts(chunk)
     return chunks
-
-
-def groups_of_whole() -> ProcessGroupCollection:
-    """Return the groups of a model that each tensor-parallel rank has whole, beside one that is cut.
-
-    Its replicas are on the ranks that share both tensors and data.
-    """
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    # Folding has no context parallelism: this group has one rank.
-    groups.tp = groups.tp_cp = groups.cp
-    groups.dp_cp = replicas_of_whole()
-    return groups
-
-
-def replicas_of_whole() -> dist.ProcessGroup:
-    """Return the ranks of one pipeline stage, each of which has a model of :func:`groups_of_whole`."""
-    group: dist.ProcessGroup = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return group
 
 
 def _keep_biases_of_experts(chunk: torch.nn.Module) -> None:

@@ -9,25 +9,33 @@ from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
 from mcore_prefix_tree.mcore.engine.lessons import ExportedTeacher, PairedTeachers
 from mcore_prefix_tree.mcore.engine.teacher import Teacher, TeacherModel
+from mcore_prefix_tree.mcore.engine.teacher_ranks import TeacherRanks
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.hf import described, load_folder
-from mcore_prefix_tree.mcore.trainer.model import build_chunks, groups_of_whole, replicas_of_whole, transformer_config
+from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
 from mcore_prefix_tree.objectives import BoundCrossTokenizer
-from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import parallel_of_teachers
+from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, parallel_of_teachers
 from mcore_prefix_tree.sample import Sample
 
 
 def check_teachers(
-    teachers: Sequence[tuple[str, Recipe]], student: ModelConfig, *, max_tokens: int, across_tokenizers: bool
+    teachers: Sequence[tuple[str, Recipe]],
+    student: ModelConfig,
+    *,
+    max_tokens: int,
+    across_tokenizers: bool,
+    names: SettingNames = IN_RECIPES,
 ) -> None:
     """Check that the models of recipes can be asked by a student.
 
@@ -36,13 +44,14 @@ def check_teachers(
         student: its model.
         max_tokens: of its micro-batches.
         across_tokenizers: the objective compares texts, and not tokens.
+        names: of the settings, for messages.
 
     Raises:
         RecipeError: one has a scalar head, names no weights, or with the student's tokenizer has another vocabulary or
             shorter positions.
     """
     for path, teacher in teachers:
-        setting, name = f"objective.teacher_recipe={path}", teacher.objective.name
+        setting, name = f"{names.teacher}={path}", teacher.objective.name
         if teacher.objective.has_scalar_head:
             raise RecipeError(f"{setting}: its objective.name={name} has no vocabulary to learn from")
         if teacher.checkpoint.save is None and teacher.model.hf is None:
@@ -51,7 +60,7 @@ def check_teachers(
             )
         if not across_tokenizers:
             _check_vocabulary(teacher.model, student, setting)
-            _check_positions(teacher.model, student, max_tokens, setting)
+            _check_positions(teacher.model, student, {names.max_tokens: max_tokens}, setting)
 
 
 def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) -> None:
@@ -63,11 +72,10 @@ def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) 
         )
 
 
-def _check_positions(teacher: ModelConfig, student: ModelConfig, max_tokens: int, setting: str) -> None:
+def _check_positions(teacher: ModelConfig, student: ModelConfig, limits: dict[str, int], setting: str) -> None:
     """Sooner than at the first sample that is too long for the teacher."""
     if teacher.position_embedding_type != "learned_absolute":
         return
-    limits = {"batch.max_tokens": max_tokens}
     if student.position_embedding_type == "learned_absolute":
         limits["model.max_position_embeddings"] = student.max_position_embeddings
     name = min(limits, key=lambda name: limits[name])
@@ -80,7 +88,12 @@ def _check_positions(teacher: ModelConfig, student: ModelConfig, max_tokens: int
 
 
 def load_teachers(
-    teachers: Sequence[tuple[str, Recipe]], student: Resolved, *, say: Callable[[str], None]
+    teachers: Sequence[tuple[str, Recipe]],
+    student: Resolved,
+    *,
+    say: Callable[[str], None],
+    on_last_stage: bool = False,
+    names: SettingNames = IN_RECIPES,
 ) -> Teacher | None:
     """Return whom a job asks before its student, with the weights of the last checkpoints; None if nobody.
 
@@ -88,48 +101,77 @@ def load_teachers(
         teachers: checked by :func:`check_teachers`; none if the objective asks no second model.
         student: of whose first step ``attention_backend: auto`` takes a look.
         say: receives which weights they are, on every rank.
+        on_last_stage: all layers of a teacher are on the student's last pipeline stage; else it has the same stages.
+        names: of the settings, for messages.
 
     Raises:
-        RecipeError: there is no such model in the student's parallel layout, no checkpoint, or it does not fit.
+        RecipeError: there is no such model in this parallel layout, no checkpoint, or it does not fit.
         NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
         ValueError: see :func:`resolve_backend`.
     """
     job, device = student.recipe, student.job.folding.device
-    parallel = job.parallel
+    layout = parallel_of_teachers(job.objective, job.parallel, names)
+    if on_last_stage:
+        layout = replace(layout, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None)
     recipes = [
         replace(
             teacher,
             objective=ObjectiveConfig(),
-            parallel=parallel_of_teachers(job.objective, parallel),
+            parallel=layout,
             fused_head=True,
             device=job.device,
             deterministic_attention=job.deterministic_attention,
         )
         for _, teacher in teachers
     ]
-    size = student.recipe.model.vocab_size
+    size = job.model.vocab_size
     assert size is not None, "resolved"
+    padded = job.parallel.padded_vocab_size(size)
     load = partial(load_model, first_step=student.first_step, device=device, say=say)
     if not student.job.objective.across_tokenizers:
-        return load(recipes[0], size) if recipes else None
+        if not recipes:
+            return None
+        _check_divides(padded, layout, names)
+        return load(recipes[0], padded, ranks=_ranks_of(layout, names, on_last_stage=on_last_stage))
     objective = cast("BoundCrossTokenizer", student.job.objective)
-    columns = parallel.padded_vocab_size(size) // parallel.tensor_model_parallel_size
+    columns = padded // job.parallel.tensor_model_parallel_size
     if not recipes:
         return ExportedTeacher(objective=objective, models=(), student_columns=columns, device=device)
-    padded = {
-        parallel.padded_vocab_size(recipe.model.vocab_size or side.teacher_size)
-        for recipe, side in zip(recipes, objective.sides, strict=True)
-    }
-    if objective.settings.teachers == "averaged_logits" and len(padded) > 1:
-        raise RecipeError(
-            f"objective.options.teachers=averaged_logits adds logits, but the teachers have {min(padded)} and "
-            f"{max(padded)} of them; give their recipes one model.vocab_size"
-        )
-    models = [
-        load(recipe, vocabulary_of(recipe.model, side.teacher_size))
+    # As many columns on each rank of the teacher, and on each of the student.
+    cut = max(layout, job.parallel, key=lambda one: one.tensor_model_parallel_size)
+    sizes = [
+        cut.padded_vocab_size(vocabulary_of(recipe.model, side.teacher_size))
         for recipe, side in zip(recipes, objective.sides, strict=True)
     ]
+    if objective.settings.teachers == "averaged_logits" and len(set(sizes)) > 1:
+        raise RecipeError(
+            f"{names.options}.teachers=averaged_logits adds logits, but the teachers have {min(sizes)} and "
+            f"{max(sizes)} of them; give their recipes one model.vocab_size"
+        )
+    ranks = _ranks_of(layout, names, on_last_stage=on_last_stage)
+    models = [load(recipe, of_teacher, ranks=ranks) for recipe, of_teacher in zip(recipes, sizes, strict=True)]
     return PairedTeachers(objective=objective, models=models, student_columns=columns, device=device)
+
+
+def _check_divides(columns: int, layout: ParallelConfig, names: SettingNames) -> None:
+    """Check that a teacher of the student's vocabulary is cut evenly."""
+    if columns % layout.tensor_model_parallel_size:
+        raise RecipeError(
+            f"{names.teacher_tensor_parallel}={layout.tensor_model_parallel_size} does not divide the {columns} tokens "
+            "of the vocabulary, padding included, that teacher and student are compared in; choose another, or leave it "
+            "out"
+        )
+
+
+def _ranks_of(layout: ParallelConfig, names: SettingNames, *, on_last_stage: bool) -> TeacherRanks | None:
+    size = layout.tensor_model_parallel_size
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).size()
+    if stage % size:
+        raise RecipeError(
+            f"{names.teacher_tensor_parallel}={size} does not divide the {stage} ranks of a pipeline stage; choose one "
+            "that does"
+        )
+    return TeacherRanks.of(size, on_last_stage=on_last_stage)
 
 
 def vocabulary_of(model: ModelConfig, tokens: int) -> int:
@@ -153,15 +195,17 @@ def load_model(
     first_step: Callable[[], Sequence[Sample]],
     device: torch.device,
     say: Callable[[str], None],
+    ranks: TeacherRanks | None = None,
 ) -> TeacherModel:
     """Return one teacher with the weights of its last checkpoint.
 
     Args:
-        recipe: of the teacher, with the parallel layout of the job.
-        vocab_size: before padding.
+        recipe: of the teacher, with its parallel layout.
+        vocab_size: padded.
         first_step: returns samples that ``attention_backend: auto`` takes a look at.
         device: of the model.
         say: receives which weights they are, on every rank.
+        ranks: of another layout than the job's; None is the job's.
 
     Raises:
         RecipeError, NotImplementedError, ValueError: see :func:`load_teachers`.
@@ -172,37 +216,41 @@ def load_model(
         model = described(recipe.model, config)
     except (RecipeError, NotImplementedError) as error:
         raise type(error)(f"of the teacher: {error}") from error
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    is_whole = recipe.parallel.tensor_model_parallel_size < ranks
-    if is_whole and (recipe.model.hf is not None or config.num_moe_experts is not None):
-        raise RecipeError(
-            "objective.teacher_tensor_model_parallel_size=1 beside a student that is cut goes with teachers without "
-            "experts and without model.hf; leave it out"
-        )
+    if ranks is not None:
+        _check_other_layout(recipe.model, config, tensor_parallel=ranks.groups.tp.size())
     deterministic = recipe.deterministic_attention
     backend = resolve_backend(recipe.attention_backend, config, first_step, device=device, deterministic=deterministic)
-    chunks = build_chunks(
-        model,
-        config,
-        # A whole teacher is padded as one that is cut: each rank takes as many columns.
-        vocab_size=replace(recipe.parallel, tensor_model_parallel_size=ranks).padded_vocab_size(vocab_size),
-        device=device,
-        groups=groups_of_whole() if is_whole else None,
-    )
-    weights = _fill(chunks, recipe.checkpoint.save, model, is_whole=is_whole)
+    groups = None if ranks is None else ranks.groups
+    chunks = []
+    if ranks is None or ranks.is_here:
+        chunks = build_chunks(model, config, vocab_size=vocab_size, device=device, groups=groups)
+    weights = _fill(chunks, recipe.checkpoint.save, model, replicas=None if groups is None else groups.dp_cp)
     for chunk in chunks:
         chunk.requires_grad_(False)
     say(f"the teacher's weights are {weights}")
     cases = cases_of(config, device=device, deterministic=deterministic)
-    return TeacherModel(
-        chunks=chunks,
-        attention_backend=backend,
-        attention_cases=cases,
-        columns_over=parallel_state.get_tensor_model_parallel_group() if is_whole else None,
-    )
+    return TeacherModel(chunks=chunks, attention_backend=backend, attention_cases=cases, ranks=ranks)
 
 
-def _fill(chunks: list[torch.nn.Module], folder: str | None, model: ModelConfig, *, is_whole: bool) -> str | Path:
+def _check_other_layout(model: ModelConfig, config: TransformerConfig, *, tensor_parallel: int) -> None:
+    """Check that a teacher can be cut over other ranks than its student."""
+    if model.hf is not None or config.num_moe_experts is not None:
+        raise RecipeError(
+            "of the teacher: with experts or model.hf it is cut as its student is; leave its tensor-parallel size out, "
+            "and beside pipeline stages of Megatron-LM export its rows with mcore-prefix-tree xtoken export-teacher"
+        )
+    groups = config.num_query_groups
+    if groups is not None and groups % tensor_parallel:
+        # Upstream gathers the keys of fewer groups over the student's ranks, whatever ranks the model has.
+        raise RecipeError(
+            f"of the teacher: its model.num_query_groups={groups} is not a multiple of the {tensor_parallel} ranks "
+            "that it is cut over; choose fewer"
+        )
+
+
+def _fill(
+    chunks: list[torch.nn.Module], folder: str | None, model: ModelConfig, *, replicas: dist.ProcessGroup | None
+) -> str | Path:
     """Fill a teacher with its last checkpoint or, if it names none, with its Hugging Face folder; return which."""
     if folder is None:
         assert model.hf is not None, "check_teachers asks for one of them"
@@ -214,6 +262,5 @@ def _fill(chunks: list[torch.nn.Module], folder: str | None, model: ModelConfig,
     iteration = everyone(checkpoint.latest_weights(folder))[0]
     if iteration is None:
         raise RecipeError(f"the teacher's checkpoint.save={folder} holds no checkpoint; name the folder of a run")
-    replicas = replicas_of_whole() if is_whole else None
     checkpoint.load_weights(folder, iteration, chunks, model=model, replicas=replicas)
     return checkpoint.iteration_folder(folder, iteration)
