@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "unit")]
+sys.path += [str(Path(__file__).parents[1] / name) for name in (".", "unit", "world")]
 
 import torch
 from objective_oracles import Alone, policy_loss
+from stock_teacher import chunk_loss
 from test_objectives_distill import top_k_loss
 from test_objectives_preference import kto_loss, pair_loss
 
@@ -100,9 +101,12 @@ def objective_step(args: Any, samples: Any, model: Any) -> Any:
         logits: torch.Tensor = model(ids, torch.arange(len(tokens), device=device)[None], None)
         return logits[0].double()
 
-    divisor = objective.targets(samples).divisor
-    oracle = ORACLES.get(args.prefix_tree_objective, policy_loss)
-    total = oracle(objective, Alone(logits_of, samples)) * divisor
+    if objective.across_tokenizers:
+        divisor = sum(int((sample.loss_mask[1:] != 0).sum()) for sample in samples)
+        total = chunk_loss(args, objective, samples, logits_of) * divisor
+    else:
+        divisor = objective.targets(samples).divisor
+        total = ORACLES.get(args.prefix_tree_objective, policy_loss)(objective, Alone(logits_of, samples)) * divisor
 
     def loss_func(total: torch.Tensor) -> Any:
         num_tokens = torch.tensor(divisor, dtype=torch.int, device=device)

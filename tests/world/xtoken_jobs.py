@@ -17,6 +17,7 @@ from xtoken_texts import chunks_of_pair, texts
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.xtoken.pairs import Pair
 
 # Both leave padded columns on each rank of two.
 STUDENT_SIZE, TEACHER_SIZE = 40, 48
@@ -108,7 +109,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
         ),
     )
     step = fold_step(samples, resolved)
-    batches = resolved.taught(step.micro_batches, trainer.chunks)
+    batches = resolved.taught(step.micro_batches, resolved.forward(trainer.chunks))
     reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
     parts: list[Any] = [None] * dist.get_world_size()
     speaks = bool(reported) and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -189,6 +190,43 @@ def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]
     both = texts()
     pairs = [both.pairing.reencode(sample) for sample in samples]
     logits = [student.logits(sample.tokens.tolist()) for sample in samples]
+    taught = []
+    for teacher in teachers:
+        z = [teacher.logits(pair.teacher.tokens.tolist()).detach() for pair in pairs]
+        if job.rows:
+            z = [answers(teacher, number, pair.teacher.tokens.tolist()) for number, pair in enumerate(pairs)]
+        if job.rows and settings.mode == "p_kl":
+            z = [likeliest(own[:, : both.teacher.vocab_size], job.rows) for own in z]
+        taught.append(z)
+    tokens = sum(int((sample.loss_mask[1:] != 0).sum()) for sample in samples)
+    loss = loss_alone(settings, pairs, logits, taught, w=both.w, token_bytes=both.token_bytes)
+    # Megatron's own division is by a reciprocal in fp32, which is no more than a scale that all gradients have.
+    divisor = torch.tensor(tokens)
+    (loss * divisor).backward()
+    sums = student.backward()
+    return float(loss.detach()), local_parts([model], lambda parameter: sums[parameter] * (1.0 / divisor))
+
+
+def loss_alone(
+    settings: Any,
+    pairs: Sequence[Pair],
+    logits: Sequence[torch.Tensor],
+    taught: Sequence[Sequence[torch.Tensor]],
+    *,
+    w: torch.Tensor,
+    token_bytes: tuple[list[bytes | None], list[bytes | None]],
+) -> torch.Tensor:
+    """Return the loss of a step by the formulas, chunk by chunk.
+
+    Args:
+        settings: a ``CrossTokenizer``.
+        pairs: of the samples.
+        logits: of the student, ``[n, V]`` of each sample.
+        taught: of each teacher, the same in its tokens.
+        w: projection, ``[V_s, V_t]``.
+        token_bytes: of both vocabularies.
+    """
+    samples = [pair.student for pair in pairs]
     tokens = sum(int((sample.loss_mask[1:] != 0).sum()) for sample in samples)
     ce: Any = 0.0
     for sample, own in zip(samples, logits, strict=True):
@@ -213,49 +251,42 @@ def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]
     task = Problem(
         student=(nothing, nothing),
         teacher=(nothing, nothing),
-        w=both.w,
-        student_bytes=both.token_bytes[0],
-        teacher_bytes=both.token_bytes[1],
+        w=w,
+        student_bytes=token_bytes[0],
+        teacher_bytes=token_bytes[1],
         chunks=chunks,
         weight=torch.tensor(weights, dtype=torch.float64),
     )
-    x = torch.cat(logits)[:, : both.student.vocab_size]
-    taught, entropies = [], []
-    for teacher in teachers:
-        z = [teacher.logits(pair.teacher.tokens.tolist()).detach() for pair in pairs]
-        if job.rows:
-            z = [answers(teacher, number, pair.teacher.tokens.tolist()) for number, pair in enumerate(pairs)]
-        if job.rows and settings.mode == "p_kl":
-            z = [likeliest(own[:, : both.teacher.vocab_size], job.rows) for own in z]
-        taught.append(torch.cat(z)[:, : both.teacher.vocab_size])
-        size = both.teacher.vocab_size
-        entropies.append(0.0 if job.rows else cross_entropy([own[:, :size] for own in z], [p.teacher for p in pairs]))
+    x = torch.cat(list(logits))[:, : len(w)]
+    rows = [torch.cat(list(z))[:, : w.shape[1]] for z in taught]
 
     def kd(z: torch.Tensor) -> torch.Tensor:
         return torch.dot(task.weight, reference_terms(task, settings.losses, x, z)) / len(chunks)
 
+    def entropies() -> list[float]:
+        of_teachers = [pair.teacher for pair in pairs]
+        return [cross_entropy([own[:, : w.shape[1]] for own in z], of_teachers) for z in taught]
+
     if settings.teachers == "averaged_logits":
         shares = [weight / sum(settings.teacher_weights) for weight in settings.teacher_weights]
-        of_all: Any = kd(sum(share * z for share, z in zip(shares, taught, strict=True)))
+        of_all: Any = kd(sum(share * z for share, z in zip(shares, rows, strict=True)))
     else:
         if settings.teachers == "weights":
-            shares = settings.teacher_weights or [1.0] * len(taught)
+            shares = settings.teacher_weights or [1.0] * len(rows)
         elif settings.teachers == "scores":
             shares = torch.softmax(
-                -settings.score_sharpness * torch.tensor(entropies, dtype=torch.float64), dim=0
+                -settings.score_sharpness * torch.tensor(entropies(), dtype=torch.float64), dim=0
             ).tolist()
         else:
-            shares = [float(entropy == min(entropies)) for entropy in entropies]
-        of_all = sum(share * kd(z) for share, z in zip(shares, taught, strict=True))
+            found = entropies()
+            shares = [float(entropy == min(found)) for entropy in found]
+        of_all = sum(share * kd(z) for share, z in zip(shares, rows, strict=True))
+    loss: torch.Tensor
     if settings.scaling == "dynamic":
         loss = (ce / of_all).abs().detach() * of_all + ce
     else:
         loss = settings.kd_weight * of_all + settings.ce_weight * ce
-    # Megatron's own division is by a reciprocal in fp32, which is no more than a scale that all gradients have.
-    divisor = torch.tensor(tokens)
-    (loss * divisor).backward()
-    sums = student.backward()
-    return float(loss.detach()), local_parts([model], lambda parameter: sums[parameter] * (1.0 / divisor))
+    return loss
 
 
 def likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:

@@ -96,7 +96,9 @@ class HeldOut:
         started = time.perf_counter()
         reported = []
         for cut in self._parts:
-            folded = self._job.taught(fold_micro_batches(self._samples, cut, self._job, self._targets), chunks)
+            folded = self._job.taught(
+                fold_micro_batches(self._samples, cut, self._job, self._targets), self._job.forward(chunks)
+            )
             with torch.no_grad():
                 reported += run_schedule(chunks, folded, self._job.forward_step, forward_only=True)
         check_finite(reported, list(chain.from_iterable(self._parts)), self._samples, self._job)

@@ -12,7 +12,7 @@ import torch
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
-from mcore_prefix_tree.mcore.engine.teacher import Teacher
+from mcore_prefix_tree.mcore.engine.teacher import Forward, Teacher
 from mcore_prefix_tree.mcore.readout import Readout, readout_of
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import LossOutput, Objective
@@ -54,15 +54,17 @@ class Job:
         object.__setattr__(self, "readout", readout)
         object.__setattr__(self, "forward_step", partial(forward_step, readout=readout))
 
-    def taught(self, batches: Sequence[MicroBatch], student: Sequence[torch.nn.Module]) -> Sequence[MicroBatch]:
+    def forward(self, student: Sequence[torch.nn.Module]) -> Forward:
+        """Return the forward pass of the student over micro-batches, by Megatron's schedule."""
+        return partial(run_schedule, student, forward_step=self.forward_step, forward_only=True)
+
+    def taught(self, batches: Sequence[MicroBatch], student: Forward) -> Sequence[MicroBatch]:
         """Return a step's micro-batches with what the teacher says of them; all ranks together.
 
         Args:
             batches: of this rank.
-            student: the model's chunks, for losses whose parts are weighed by what the whole step gives.
+            student: its forward pass, for losses whose parts are weighed by what the whole step gives.
         """
         if self.teacher is None:
             return batches
-        return self.teacher.teach(
-            batches, partial(run_schedule, student, forward_step=self.forward_step, forward_only=True)
-        )
+        return self.teacher.teach(batches, student)

@@ -12,14 +12,25 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.inputs import MOST
-from mcore_prefix_tree.objectives import OBJECTIVES, Objective, make_objective, option_faults
+from mcore_prefix_tree.objectives import OBJECTIVES
+from mcore_prefix_tree.recipe import ObjectiveConfig
+from mcore_prefix_tree.recipe.objective import check_teachers_named, settings_of
+from mcore_prefix_tree.recipe.teacher import SettingNames
 
-# Objectives of a language model by itself. Others need a second model, or a scalar head.
-TRAINED = [name for name, (made, _) in OBJECTIVES.items() if not (made.has_scalar_head or made.across_tokenizers)]
+# Objectives of a language model. Others need a scalar head.
+TRAINED = [name for name, (made, _) in OBJECTIVES.items() if not made.has_scalar_head]
+NAMES = SettingNames(
+    objective="--prefix-tree-objective {}",
+    options="--prefix-tree-objective-options",
+    teacher="--prefix-tree-teacher",
+    teacher_tensor_parallel="--prefix-tree-teacher-tensor-model-parallel-size",
+    tensor_parallel="--tensor-model-parallel-size",
+    tokenizer="--prefix-tree-tokenizer",
+    max_tokens="--prefix-tree-max-tokens",
+    no_fused_head="--prefix-tree-no-fused-head",
+)
 
 
 class ArgumentError(ValueError):
@@ -126,6 +137,21 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         type=_json_object,
         metavar="JSON",
         help="""Options of the objective, such as '{"kl_coef": 0.01}'; docs/objectives.md lists them.""",
+    )
+    group.add_argument(
+        "--prefix-tree-teacher",
+        nargs="+",
+        metavar="RECIPE",
+        help="Recipes of the models that distill with teacher=full, and xtoken, learn from: model, checkpoint.save or "
+        "model.hf, data.tokenizer and attention_backend are read of them. The folder of a Hugging Face model can take "
+        "a recipe's place.",
+    )
+    group.add_argument(
+        "--prefix-tree-teacher-tensor-model-parallel-size",
+        type=int,
+        metavar="N",
+        help="Ranks that a teacher is cut over: 1, which leaves it whole on each, or a multiple of "
+        "--tensor-model-parallel-size. Default: that. On a pipeline the last stage has all layers of a teacher.",
     )
     group.add_argument(
         "--prefix-tree-order",
@@ -344,31 +370,35 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def _check_objective(args: argparse.Namespace) -> None:
-    objective = objective_of(args)
-    if objective.asks_model:
-        raise ArgumentError(
-            "--prefix-tree-objective-options teacher=full asks a second model in every step, which only "
-            "`mcore-prefix-tree train` loads; put the teacher's likeliest tokens into the data and set top_k"
-        )
+    section = objective_section(args)
+    objective = settings_of(section, NAMES)
+    check_teachers_named(objective, section, fused_head=args.prefix_tree_fused_head, names=NAMES)
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if objective.grouped_by is not None and getattr(args, name, None) is not None:
             raise ArgumentError(
-                f"{_option(name)} with --prefix-tree-objective {args.prefix_tree_objective}, whose steps take whole "
+                f"{_option(name)} with {NAMES.objective.format(section.name)}, whose steps take whole "
                 f"{objective.grouped_by}s and would cut some; leave it out"
             )
+    if args.pipeline_model_parallel_size > 1 and section.options.get("scaling") == "dynamic":
+        raise ArgumentError(
+            f"{NAMES.options}.scaling=dynamic runs the student once more before each step, for which Megatron-LM's "
+            "loop has no place on a pipeline; set scaling=fixed, or use --pipeline-model-parallel-size 1"
+        )
+    if section.teacher_recipes and getattr(args, "expert_model_parallel_size", 1) > 1:
+        raise ArgumentError(
+            f"{NAMES.teacher} with --expert-model-parallel-size: not proven equal yet; export the teacher's rows with "
+            "mcore-prefix-tree xtoken export-teacher, or score --teacher-top-k"
+        )
 
 
-def objective_of(args: argparse.Namespace) -> Objective:
-    """Return the objective that the arguments name.
-
-    Raises:
-        ArgumentError: an option is unknown or out of range.
-    """
-    name = args.prefix_tree_objective
-    try:
-        return make_objective(name, args.prefix_tree_objective_options)
-    except ValidationError as error:
-        raise ArgumentError("; ".join(option_faults(name, error, "--prefix-tree-objective-options"))) from None
+def objective_section(args: argparse.Namespace) -> ObjectiveConfig:
+    """Return what arguments say of their objective, as a recipe's section."""
+    return ObjectiveConfig(
+        name=args.prefix_tree_objective,
+        options=args.prefix_tree_objective_options or {},
+        teacher_recipe=args.prefix_tree_teacher,
+        teacher_tensor_model_parallel_size=args.prefix_tree_teacher_tensor_model_parallel_size,
+    )
 
 
 def check_unused(arguments: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ from mcore_prefix_tree.mcore.megatron_lm.adapter import check_megatron_lm
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, add_argument_group, check_arguments
 from mcore_prefix_tree.mcore.megatron_lm.job import check_backend, device_of_this_rank, folding_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import warm_up_bytes
+from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.sizes import check_sizes, megatrons_calculator
 from mcore_prefix_tree.mcore.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.seam.validation import check_config
@@ -97,6 +98,7 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
     with _megatrons_refusals(), megatrons_calculator(validated):
         check_sizes(validated)
     folding_of(validated, device=torch.device("cpu"))
+    objective_of(validated)
     if not args.prefix_tree_dry_run:
         check_backend(validated, config)
         _check_warm_up(validated)

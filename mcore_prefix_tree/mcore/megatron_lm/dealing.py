@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
@@ -24,7 +26,7 @@ from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.steps import FoldedStep, StepPlanner, fold_step
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
 from mcore_prefix_tree.mcore.readout import Readout
-from mcore_prefix_tree.mcore.seam.micro_batch import WaitingMicroBatch
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
 from mcore_prefix_tree.objectives import LossOutput, Objective
 from mcore_prefix_tree.sample import Sample
 
@@ -74,7 +76,8 @@ class StepMicroBatch:
     """A micro-batch and the step it belongs to.
 
     Attributes:
-        waiting: on the host. Megatron's iterator keeps it until the step ends, to repeat the step if it has to.
+        step: on the host. Megatron's iterator keeps it until the step ends, to repeat the step if it has to.
+        index: of the micro-batch in the step.
         readout: what the last pipeline stage is asked for.
         host_seconds: this rank spent on planning and folding the step.
         share: this micro-batch's part of its rank's micro-batches.
@@ -82,7 +85,8 @@ class StepMicroBatch:
         known: metrics that the objective knows before the step runs, as (sum, weight).
     """
 
-    waiting: WaitingMicroBatch
+    step: DealtStep
+    index: int
     readout: Readout[LossOutput]
     host_seconds: float
     share: float
@@ -115,6 +119,41 @@ def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding, obje
     )
 
 
+class DealtStep:
+    """A step's micro-batches of this rank, which wait on the host; a second model says its part of them first.
+
+    Args:
+        batches: folded.
+        job: of the step.
+        chunks: model chunks of this rank, each of which takes every micro-batch once.
+    """
+
+    def __init__(self, batches: Sequence[MicroBatch], job: Job, *, chunks: int) -> None:
+        self._batches, self._job, self._chunks = batches, job, chunks
+        self._waiting: list[WaitingMicroBatch] = []
+
+    def take(self, index: int, model: Any) -> MicroBatch:
+        """Return a micro-batch on the device, to one model chunk after the other.
+
+        Args:
+            index: of it.
+            model: chunk that takes it.
+        """
+        device = self._job.folding.device
+        if not self._waiting:
+            taught = self._job.taught(self._batches, partial(self._forward, model))
+            self._waiting = [WaitingMicroBatch(batch, device, chunks=self._chunks) for batch in taught]
+        return self._waiting[index].take()
+
+    def _forward(self, model: Any, batches: Sequence[MicroBatch]) -> list[Mapping[str, Any]]:
+        """Run a student of one stage forward; Megatron's schedule, which is running already, cannot be called again."""
+        found = []
+        for batch in batches:
+            output, loss = self._job.forward_step(iter([batch.on(self._job.folding.device)]), model)
+            found.append(loss(output)[2])
+        return found
+
+
 class StepDealer:
     """Deals the micro-batches of one step after another.
 
@@ -143,7 +182,7 @@ class StepDealer:
         self._begun: int | None = None  # samples before the step that is dealt
         self._started: float | None = None
         self._seconds = 0.0
-        self._waiting: list[WaitingMicroBatch] = []
+        self._step: DealtStep | None = None
         self._stats: StepStats | None = None
         self._known: Mapping[str, tuple[float, float]] = {}
 
@@ -155,8 +194,10 @@ class StepDealer:
         """
         if consumed != self._begun:
             self._begin(consumed, size)
+        assert self._step is not None, "it has begun"
         return StepMicroBatch(
-            waiting=self._waiting[index],
+            step=self._step,
+            index=index,
             readout=self._job.readout,
             host_seconds=self._seconds,
             share=1 / size.micro_batches,
@@ -167,8 +208,7 @@ class StepDealer:
     def _begin(self, consumed: int, size: StepSize) -> None:
         now = self._clock() if self._clock is not None else 0.0
         step = self._planner.step(consumed, size)
-        device = self._job.folding.device
-        self._waiting = [WaitingMicroBatch(one, device, chunks=self._chunks) for one in step.micro_batches]
+        self._step = DealtStep(step.micro_batches, self._job, chunks=self._chunks)
         self._begun, self._seconds, self._known = consumed, step.seconds, step.metrics
         if self._clock is None:
             return

@@ -12,10 +12,10 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.megatron_lm.arguments import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.dealing import check_fits, check_steps
 from mcore_prefix_tree.mcore.megatron_lm.job import folding_of, work_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import activation_bytes, warm_up_bytes
+from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
 from mcore_prefix_tree.mcore.megatron_lm.sizes import evaluation_size, megatrons_calculator, size_at
 from mcore_prefix_tree.plan import Bound, ForestPlan

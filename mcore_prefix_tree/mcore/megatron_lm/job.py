@@ -30,7 +30,7 @@ def job_of(args: argparse.Namespace, folding: Folding, objective: Objective, ord
     Args:
         args: of Megatron-LM.
         folding: from :func:`folding_of`.
-        objective: from :func:`objective_of`.
+        objective: of the job.
         order: of the samples; ``--prefix-tree-attention-backend auto`` takes a look at the first step.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,16 @@ from mcore_prefix_tree.data.grouping import StepSetting
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.objective import check_samples
-from mcore_prefix_tree.mcore.megatron_lm.arguments import objective_of
+from mcore_prefix_tree.mcore.engine.teacher import Teacher
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 from mcore_prefix_tree.mcore.megatron_lm.dealing import StepDealer, StepIterator, check_steps
 from mcore_prefix_tree.mcore.megatron_lm.forward_step import tree_forward_step
 from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, folding_of, job_of
 from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
+from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of, teacher_of
 from mcore_prefix_tree.mcore.megatron_lm.resumed import consumed_before
 from mcore_prefix_tree.mcore.megatron_lm.sizes import current_size, evaluation_size, is_constant
 from mcore_prefix_tree.mcore.ranks import all_ranks
@@ -55,6 +58,7 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order, obj
             tokenizer=None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs),
             expand_turns=args.prefix_tree_expand_turns,
             vocab_size=args.padded_vocab_size,
+            renderings=objective.renderings,
             limits={"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens},
         ),
         seed=args.seed,
@@ -118,6 +122,8 @@ class TreeDatasetsProvider:
         self._training: StepDealer | None = None
         self._consumed_before = 0  # samples, of other data than these
         self._validation: StepDealer | None = None
+        self._objective: Objective | None = None
+        self._teacher: Teacher | None = None
 
     @readable_errors(is_of_this_package)
     def __call__(
@@ -133,14 +139,15 @@ class TreeDatasetsProvider:
         config_in_provider(args)
         device = device_of_this_rank()
         chunks = args.virtual_pipeline_model_parallel_size or 1
-        folding, objective = folding_of(args, device=device), objective_of(args)
+        folding = folding_of(args, device=device)
+        objective = self._objective = self._objective or objective_of(args)
         train = None
         if not args.skip_train:
             if self._training is None:
                 order = self._training_order(args, folding, objective, train_val_test_num_samples[0] or 0)
                 self._training = StepDealer(
                     order,
-                    job_of(args, folding, objective, order),
+                    self._job(args, folding, objective, order),
                     chunks=chunks,
                     num_workers=args.num_workers,
                     clock=training_seconds,
@@ -159,9 +166,16 @@ class TreeDatasetsProvider:
                 end = train_val_test_num_samples[1] or 0
                 check_steps(order, lambda _: evaluation_size(args), folding, objective, consumed=consumed, end=end)
             # Training has chosen before: validation runs the same back-end.
-            job = job_of(args, folding, objective, order)
+            job = self._job(args, folding, objective, order)
             self._validation = StepDealer(order, job, chunks=chunks, num_workers=args.num_workers)
         return train, StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args)), None
+
+    def _job(self, args: argparse.Namespace, folding: Folding, objective: Objective, order: SampleOrder) -> Job:
+        """Return a job; training and validation ask one teacher."""
+        job = job_of(args, folding, objective, order)
+        if self._teacher is None:
+            self._teacher = teacher_of(args, job, order, say=print_rank_0)
+        return replace(job, teacher=self._teacher)
 
     def _training_order(
         self, args: argparse.Namespace, folding: Folding, objective: Objective, end: int

@@ -130,7 +130,10 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             until_the_end.enter_context(claimed(recipe.checkpoint.save))
         run = resolve(joined, objective, data, say=reporter.message)
         chunks = run.new_model() if saved is not None else run.starting_model(say)
-        run = replace(run, job=replace(run.job, teacher=load_teachers(teachers, run, say=say)))
+        teacher = load_teachers(
+            teachers, recipe, run.job, first_step=run.first_step, vocab_size=run.padded_vocab_size, say=say
+        )
+        run = replace(run, job=replace(run.job, teacher=teacher))
         if recipe.verify.enabled and saved is None:
             _verify(run, chunks, reporter)
         trainer = Trainer(run, chunks, held_out=_planned(held_out, run))

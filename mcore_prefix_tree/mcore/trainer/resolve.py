@@ -102,14 +102,20 @@ class Resolved:
         """Return the samples of the first step."""
         return self.order.take(0, self.recipe.batch.per_step)
 
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the model's embedding."""
+        size = self.recipe.model.vocab_size
+        assert size is not None, "resolved"
+        return self.recipe.parallel.padded_vocab_size(size)
+
     def new_model(self, config: Any = None) -> list[torch.nn.Module]:
         """Return the model with new weights; with another ``TransformerConfig`` of it, such as of another dtype."""
         recipe = self.recipe
-        assert recipe.model.vocab_size is not None, "resolved"
         return build_chunks(
             recipe.model,
             config or self.job.config,
-            vocab_size=recipe.parallel.padded_vocab_size(recipe.model.vocab_size),
+            vocab_size=self.padded_vocab_size,
             device=self.job.folding.device,
             scalar_head=self.job.objective.has_scalar_head,
             fused_head=self.job.fused_head,

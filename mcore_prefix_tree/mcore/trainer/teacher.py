@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
+from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.lessons import ExportedTeacher, PairedTeachers
 from mcore_prefix_tree.mcore.engine.teacher import Teacher, TeacherModel
 from mcore_prefix_tree.mcore.engine.teacher_ranks import TeacherRanks
@@ -22,7 +23,6 @@ from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.hf import described, load_folder
 from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
-from mcore_prefix_tree.mcore.trainer.resolve import Resolved
 from mcore_prefix_tree.objectives import BoundCrossTokenizer
 from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, parallel_of_teachers
@@ -89,8 +89,11 @@ def _check_positions(teacher: ModelConfig, student: ModelConfig, limits: dict[st
 
 def load_teachers(
     teachers: Sequence[tuple[str, Recipe]],
-    student: Resolved,
+    student: Recipe,
+    job: Job,
     *,
+    first_step: Callable[[], Sequence[Sample]],
+    vocab_size: int,
     say: Callable[[str], None],
     on_last_stage: bool = False,
     names: SettingNames = IN_RECIPES,
@@ -99,7 +102,10 @@ def load_teachers(
 
     Args:
         teachers: checked by :func:`check_teachers`; none if the objective asks no second model.
-        student: of whose first step ``attention_backend: auto`` takes a look.
+        student: recipe of the job.
+        job: without them.
+        first_step: returns samples that a teacher's ``attention_backend: auto`` takes a look at.
+        vocab_size: of the student, padded.
         say: receives which weights they are, on every rank.
         on_last_stage: all layers of a teacher are on the student's last pipeline stage; else it has the same stages.
         names: of the settings, for messages.
@@ -109,8 +115,8 @@ def load_teachers(
         NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
         ValueError: see :func:`resolve_backend`.
     """
-    job, device = student.recipe, student.job.folding.device
-    layout = parallel_of_teachers(job.objective, job.parallel, names)
+    device = job.folding.device
+    layout = parallel_of_teachers(student.objective, student.parallel, names)
     if on_last_stage:
         layout = replace(layout, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None)
     recipes = [
@@ -119,26 +125,23 @@ def load_teachers(
             objective=ObjectiveConfig(),
             parallel=layout,
             fused_head=True,
-            device=job.device,
-            deterministic_attention=job.deterministic_attention,
+            device=student.device,
+            deterministic_attention=student.deterministic_attention,
         )
         for _, teacher in teachers
     ]
-    size = job.model.vocab_size
-    assert size is not None, "resolved"
-    padded = job.parallel.padded_vocab_size(size)
-    load = partial(load_model, first_step=student.first_step, device=device, say=say)
-    if not student.job.objective.across_tokenizers:
+    load = partial(load_model, first_step=first_step, device=device, say=say)
+    if not job.objective.across_tokenizers:
         if not recipes:
             return None
-        _check_divides(padded, layout, names)
-        return load(recipes[0], padded, ranks=_ranks_of(layout, names, on_last_stage=on_last_stage))
-    objective = cast("BoundCrossTokenizer", student.job.objective)
-    columns = padded // job.parallel.tensor_model_parallel_size
+        _check_divides(vocab_size, layout, names)
+        return load(recipes[0], vocab_size, ranks=_ranks_of(layout, names, on_last_stage=on_last_stage))
+    objective = cast("BoundCrossTokenizer", job.objective)
+    columns = vocab_size // student.parallel.tensor_model_parallel_size
     if not recipes:
         return ExportedTeacher(objective=objective, models=(), student_columns=columns, device=device)
     # As many columns on each rank of the teacher, and on each of the student.
-    cut = max(layout, job.parallel, key=lambda one: one.tensor_model_parallel_size)
+    cut = max(layout, student.parallel, key=lambda one: one.tensor_model_parallel_size)
     sizes = [
         cut.padded_vocab_size(vocabulary_of(recipe.model, side.teacher_size))
         for recipe, side in zip(recipes, objective.sides, strict=True)
@@ -158,8 +161,8 @@ def _check_divides(columns: int, layout: ParallelConfig, names: SettingNames) ->
     if columns % layout.tensor_model_parallel_size:
         raise RecipeError(
             f"{names.teacher_tensor_parallel}={layout.tensor_model_parallel_size} does not divide the {columns} tokens "
-            "of the vocabulary, padding included, that teacher and student are compared in; choose another, or leave it "
-            "out"
+            "of the vocabulary, padding included, in which teacher and student are compared; choose another, or leave "
+            "it out"
         )
 
 

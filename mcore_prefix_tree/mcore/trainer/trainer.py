@@ -350,7 +350,7 @@ class Trainer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        taught = self._job.taught(folded.micro_batches, self._chunks)
+        taught = self._job.taught(folded.micro_batches, self._job.forward(self._chunks))
         reported = run_schedule(self._chunks, taught, self._job.forward_step)
         # Before the optimizer sees its gradient.
         check_finite(reported, folded.sample_index, folded.samples, self._job)

@@ -1,0 +1,183 @@
+"""Second models under ``--prefix-tree`` in Megatron-LM's own loop: equal to the formulas on each sample alone."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_lm import (
+    BATCH,
+    CPU,
+    ENTRY,
+    FIRST,
+    FOLDED,
+    ITERATIONS,
+    LOSS,
+    MODEL,
+    STOCK,
+    TRAIN,
+    UNFOLDED,
+    VARIABLE,
+    VOCAB,
+    Run,
+    assert_same_tensors,
+    only_checkpoint,
+    trained,
+)
+from test_data_huggingface import PLAIN, make_folder
+from test_train_xtoken import WORDS
+from train_jobs import train
+from typer.testing import CliRunner
+
+from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.data import load_tokenizer
+
+if VARIABLE not in os.environ:
+    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+pytest.importorskip("triton", reason="megatron.training imports triton")
+pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+pytest.importorskip("transformers")
+
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+LAYOUTS = {
+    "tp2": (2, TP2),
+    "tp2-whole": (2, f"{TP2} --prefix-tree-teacher-tensor-model-parallel-size 1"),
+    "pp2": (2, PP2),
+    "dp2": (2, ""),
+    "dp2-shared": (2, "--prefix-tree-teacher-tensor-model-parallel-size 2"),
+    "tp2-sp-pp2": (4, f"{TP2} --sequence-parallel {PP2}"),
+}
+OPTIONS = {
+    "p_kl": {"mode": "p_kl", "top_k": 40, "ce_weight": 0.5},
+    "gold": {"mode": "gold", "temperature": 2.0},
+    "dynamic": {"mode": "p_kl", "scaling": "dynamic"},
+}
+TEACHER = """
+data: {{path: {data}, tokenizer: {tokenizer}}}
+model: {{num_layers: 2, hidden_size: 48, num_attention_heads: 4, num_query_groups: 2, ffn_hidden_size: 48}}
+batch: {{global_batch_size: 6, max_tokens: 200}}
+optimizer: {{lr: 1e-2}}
+train_iters: 8
+compare: false
+verify: {{enabled: false}}
+attention_backend: path
+checkpoint: {{save: {save}, save_interval: 8}}
+"""
+
+
+def write_texts(path: Path, tokenizer: Path) -> None:
+    """Write trees of words in a tokenizer's tokens, three steps' worth."""
+    rng, encoder = np.random.default_rng(0), load_tokenizer(str(tokenizer))
+    with path.open("w") as stream:
+        for _ in range(3 * BATCH // 4):
+            root = " ".join(rng.choice(WORDS, size=4))
+            for _ in range(4):
+                tokens = encoder.encode_text(f"{root} {' '.join(rng.choice(WORDS, size=int(rng.integers(2, 5))))}")
+                mask = rng.choice([0.0, 0.5, 1.0], size=len(tokens), p=[0.2, 0.2, 0.6]).tolist()
+                stream.write(json.dumps({"tokens": tokens, "loss_mask": mask}) + "\n")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tokenizers, the student's data, a projection, and a teacher that was trained for some steps."""
+    made = tmp_path_factory.mktemp("teachers")
+    for name, prepend_space in (("student", False), ("teacher", True)):
+        (made / name).mkdir()
+        make_folder(made / name, PLAIN, prepend_space=prepend_space)
+        write_texts(made / f"{name}.jsonl", made / name)
+    recipe = made / "teacher.yaml"
+    recipe.write_text(
+        TEACHER.format(data=made / "teacher.jsonl", tokenizer=made / "teacher", save=made / "teacher_runs")
+    )
+    train(recipe)
+    named = ["--student", str(made / "student"), "--teacher", str(made / "teacher")]
+    built = CliRunner().invoke(app, ["xtoken", "build-projection", *named, str(made / "w.safetensors")])
+    assert built.exit_code == 0, built.output
+    return made
+
+
+def words(folder: Path, name: str, **changes: object) -> str:
+    """Arguments of a run that learns from the teacher."""
+    options = json.dumps(OPTIONS[name] | {"projection": str(folder / "w.safetensors")} | changes, separators=(",", ":"))
+    size = load_tokenizer(str(folder / "student")).vocab_size
+    return (
+        f"--prefix-tree-data-path {folder / 'student.jsonl'} --prefix-tree-order file --prefix-tree-tokenizer "
+        f"{folder / 'student'} --padded-vocab-size {size + size % 2} --vocab-size {size} "
+        f"--prefix-tree-objective xtoken --prefix-tree-objective-options {options} "
+        f"--prefix-tree-teacher {folder / 'teacher.yaml'}"
+    )
+
+
+STUDENT = MODEL.replace(f"--padded-vocab-size {VOCAB} --vocab-size {VOCAB}", "")
+
+
+@pytest.fixture(scope="session")
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> functools._lru_cache_wrapper[tuple[Run, Path]]:
+    """Run a loss on each sample alone, once for all layouts; from the second iteration on."""
+
+    @functools.cache
+    def run(name: str) -> tuple[Run, Path]:
+        saved = tmp_path_factory.mktemp(name)
+        whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
+        common = (CPU, STUDENT, TRAIN, whole, words(folder, name), f"--save {saved}")
+        trained(STOCK, *common, f"--exit-interval {FIRST}")
+        return trained(STOCK, *common, f"--load {saved}"), saved
+
+    return run
+
+
+def check(
+    alone: functools._lru_cache_wrapper[tuple[Run, Path]], tmp_path: Path, name: str, layout: str, given: str
+) -> None:
+    stock, wanted = alone(name)
+    ranks, arguments = LAYOUTS[layout]
+    base = only_checkpoint(wanted, FIRST, tmp_path / "base")  # stages draw other weights than one process
+    folders = f"--load {base} --save {tmp_path / 'saved'}"
+    run = trained(ENTRY, CPU, STUDENT, TRAIN, FOLDED, given, arguments, folders, ranks=ranks)
+    assert sorted(run.iterations) == sorted(stock.iterations) == list(range(FIRST + 1, ITERATIONS + 1))
+    for iteration, figures in run.iterations.items():
+        assert figures["lm loss"] == pytest.approx(stock.iterations[iteration]["lm loss"], rel=LOSS), iteration
+        assert figures["fold ratio"] > 1.3
+        assert "kd" in figures
+    assert_same_tensors(tmp_path / "saved", wanted, ITERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("p_kl", "tp2"),
+        pytest.param("p_kl", "pp2", marks=pytest.mark.ci),
+        pytest.param("dynamic", "dp2-shared", marks=pytest.mark.ci),
+        pytest.param("gold", "tp2-whole", marks=pytest.mark.slow),
+        pytest.param("gold", "dp2", marks=pytest.mark.slow),
+        pytest.param("p_kl", "tp2-sp-pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_teacher_with_another_tokenizer(
+    alone: functools._lru_cache_wrapper[tuple[Run, Path]], folder: Path, tmp_path: Path, name: str, layout: str
+) -> None:
+    check(alone, tmp_path, name, layout, words(folder, name))
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param("pp2", marks=pytest.mark.ci), pytest.param("tp2", marks=pytest.mark.slow)]
+)
+def test_rows_that_the_teacher_exported(
+    alone: functools._lru_cache_wrapper[tuple[Run, Path]], folder: Path, tmp_path: Path, layout: str
+) -> None:
+    rows, recipe = tmp_path / "rows.parquet", tmp_path / "student.yaml"
+    size = load_tokenizer(str(folder / "teacher")).vocab_size
+    options = OPTIONS["gold"] | {"projection": str(folder / "w.safetensors")}
+    recipe.write_text(
+        TEACHER.format(data=folder / "student.jsonl", tokenizer=folder / "student", save="null")
+        + f"objective: {{name: xtoken, teacher_recipe: {folder / 'teacher.yaml'}, options: {json.dumps(options)}}}\n"
+    )
+    export = ["xtoken", "export-teacher", str(recipe), "--top-k", str(size), "--output", str(rows)]
+    done = CliRunner().invoke(app, export)
+    assert done.exit_code == 0, done.output
+    given = words(folder, "gold", teacher="top_k").replace(str(folder / "student.jsonl"), str(rows))
+    check(alone, tmp_path, "gold", layout, given)
