@@ -87,6 +87,20 @@ def _model_of(path: str, student: ModelConfig, names: SettingNames) -> ModelConf
     return ModelConfig(hf=path, dtype=student.dtype, transformer_impl=student.transformer_impl, **sizes)
 
 
+def check_stage(ranks: int, objective: ObjectiveConfig, names: SettingNames = IN_RECIPES) -> None:
+    """Check that the ranks of a pipeline stage can hold the teachers.
+
+    Raises:
+        RecipeError: the teachers' tensor-parallel size does not divide them.
+    """
+    size = objective.teacher_tensor_model_parallel_size or 1
+    if ranks % size:
+        raise RecipeError(
+            f"{names.teacher_tensor_parallel}={size} does not divide the {ranks} ranks of a pipeline stage; choose one "
+            "that does"
+        )
+
+
 def parallel_of_teachers(
     objective: ObjectiveConfig, parallel: ParallelConfig, names: SettingNames = IN_RECIPES
 ) -> ParallelConfig:

@@ -25,10 +25,12 @@ from megatron_lm import (
     VOCAB,
     Run,
     assert_same_tensors,
+    megatron,
     only_checkpoint,
     trained,
 )
 from test_data_huggingface import PLAIN, make_folder
+from test_pretrain_objectives import write_rollouts
 from test_train_xtoken import WORDS
 from train_jobs import train
 from typer.testing import CliRunner
@@ -53,7 +55,7 @@ LAYOUTS = {
 }
 OPTIONS = {
     "p_kl": {"mode": "p_kl", "top_k": 40, "ce_weight": 0.5},
-    "gold": {"mode": "gold", "temperature": 2.0},
+    "reverse": {"mode": "p_kl", "temperature": 1.5, "reverse": True},
     "dynamic": {"mode": "p_kl", "scaling": "dynamic"},
 }
 TEACHER = """
@@ -152,8 +154,8 @@ def check(
         ("p_kl", "tp2"),
         pytest.param("p_kl", "pp2", marks=pytest.mark.ci),
         pytest.param("dynamic", "dp2-shared", marks=pytest.mark.ci),
-        pytest.param("gold", "tp2-whole", marks=pytest.mark.slow),
-        pytest.param("gold", "dp2", marks=pytest.mark.slow),
+        pytest.param("reverse", "tp2-whole", marks=pytest.mark.slow),
+        pytest.param("reverse", "dp2", marks=pytest.mark.slow),
         pytest.param("p_kl", "tp2-sp-pp2", marks=pytest.mark.slow),
     ],
 )
@@ -171,7 +173,7 @@ def test_rows_that_the_teacher_exported(
 ) -> None:
     rows, recipe = tmp_path / "rows.parquet", tmp_path / "student.yaml"
     size = load_tokenizer(str(folder / "teacher")).vocab_size
-    options = OPTIONS["gold"] | {"projection": str(folder / "w.safetensors")}
+    options = OPTIONS["reverse"] | {"projection": str(folder / "w.safetensors")}
     recipe.write_text(
         TEACHER.format(data=folder / "student.jsonl", tokenizer=folder / "student", save="null")
         + f"objective: {{name: xtoken, teacher_recipe: {folder / 'teacher.yaml'}, options: {json.dumps(options)}}}\n"
@@ -179,5 +181,82 @@ def test_rows_that_the_teacher_exported(
     export = ["xtoken", "export-teacher", str(recipe), "--top-k", str(size), "--output", str(rows)]
     done = CliRunner().invoke(app, export)
     assert done.exit_code == 0, done.output
-    given = words(folder, "gold", teacher="top_k").replace(str(folder / "student.jsonl"), str(rows))
-    check(alone, tmp_path, "gold", layout, given)
+    given = words(folder, "reverse", teacher="top_k").replace(str(folder / "student.jsonl"), str(rows))
+    check(alone, tmp_path, "reverse", layout, given)
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param("dp2-shared", marks=pytest.mark.ci), pytest.param("pp2", marks=pytest.mark.slow)]
+)
+def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: str) -> None:
+    """The stock run reads rows of the whole vocabulary; the folded one asks the model."""
+    data, rows, recipe = tmp_path / "rollouts.jsonl", tmp_path / "rows.parquet", tmp_path / "teacher.yaml"
+    write_rollouts(data)
+    text = TEACHER.format(data=data, tokenizer="null", save=tmp_path / "runs")
+    recipe.write_text(text.replace("model: {", f"model: {{vocab_size: {VOCAB}, "))
+    train(recipe)
+    scored = ["score", str(recipe), "--teacher-top-k", str(VOCAB), "--output", str(rows)]
+    done = CliRunner().invoke(app, scored)
+    assert done.exit_code == 0, done.output
+
+    def given(path: Path, **options: str) -> str:
+        chosen = json.dumps({"divergence": "reverse_kl"} | options, separators=(",", ":"))
+        files = f"--prefix-tree-data-path {path} --prefix-tree-order file"
+        return f"{files} --prefix-tree-objective distill --prefix-tree-objective-options {chosen}"
+
+    whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
+    common = (CPU, MODEL, TRAIN, whole, given(rows), f"--save {tmp_path / 'alone'}")
+    trained(STOCK, *common, f"--exit-interval {FIRST}")
+    stock = trained(STOCK, *common, f"--load {tmp_path / 'alone'}")
+    ranks, arguments = LAYOUTS[layout]
+    base = only_checkpoint(tmp_path / "alone", FIRST, tmp_path / "base")
+    asked = f"{given(data, teacher='full')} --prefix-tree-teacher {recipe}"
+    folders = f"--load {base} --save {tmp_path / 'saved'}"
+    run = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, asked, arguments, folders, ranks=ranks)
+    for iteration, figures in run.iterations.items():
+        assert figures["lm loss"] == pytest.approx(stock.iterations[iteration]["lm loss"], rel=LOSS), iteration
+    assert_same_tensors(tmp_path / "saved", tmp_path / "alone", ITERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "says"),
+    [
+        (
+            {},
+            "--prefix-tree-teacher-tensor-model-parallel-size 3",
+            "=3 does not divide the 1 ranks of a pipeline stage",
+        ),
+        pytest.param(
+            {"top_k": 10**6},
+            "",
+            "--prefix-tree-objective-options.top_k=1000000 is more than the",
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(
+            {"projection": None},
+            "",
+            "--prefix-tree-objective-options.projection is missing, which mode=p_kl reads",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {}, "--prefix-tree-no-fused-head", "--prefix-tree-no-fused-head keeps all logits", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {},
+            "--prefix-tree-teacher none.yaml",
+            "none.yaml",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"scaling": "dynamic", "ce_weight": 0},
+            f"{PP2} --global-batch-size 8",
+            "--prefix-tree-objective-options.scaling=dynamic runs the student once more",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_mistakes_get_one_sentence(folder: Path, changes: dict[str, object], arguments: str, says: str) -> None:
+    run = megatron(ENTRY, CPU, STUDENT, TRAIN, FOLDED, words(folder, "p_kl", **changes), arguments)
+    (error,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert says in error
+    assert "mcore_prefix_tree/mcore" not in run.output, "no traceback of ours"

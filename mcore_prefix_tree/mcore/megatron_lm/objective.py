@@ -19,7 +19,7 @@ from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import BatchConfig, DataConfig, ModelConfig, ParallelConfig, Recipe
 from mcore_prefix_tree.recipe.objective import objective_of as objective_of_recipe
 from mcore_prefix_tree.recipe.objective import settings_of
-from mcore_prefix_tree.recipe.teacher import teacher_recipes
+from mcore_prefix_tree.recipe.teacher import check_stage, teacher_recipes
 
 
 def objective_of(args: argparse.Namespace) -> Objective:
@@ -32,6 +32,7 @@ def objective_of(args: argparse.Namespace) -> Objective:
     if not (settings.asks_model or settings.across_tokenizers):
         return settings
     recipe = _recipe_of(args)
+    check_stage(args.data_parallel_size * args.tensor_model_parallel_size, recipe.objective, NAMES)
     objective = objective_of_recipe(recipe, NAMES)
     if objective.asks_model:
         check_teachers(

@@ -25,7 +25,7 @@ from mcore_prefix_tree.mcore.trainer.hf import described, load_folder
 from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
 from mcore_prefix_tree.objectives import BoundCrossTokenizer
 from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, parallel_of_teachers
+from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, check_stage, parallel_of_teachers
 from mcore_prefix_tree.sample import Sample
 
 
@@ -130,12 +130,15 @@ def load_teachers(
         )
         for _, teacher in teachers
     ]
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    check_stage(stage.size(), student.objective, names)
+    tensor_parallel = layout.tensor_model_parallel_size
     load = partial(load_model, first_step=first_step, device=device, say=say)
     if not job.objective.across_tokenizers:
         if not recipes:
             return None
         _check_divides(vocab_size, layout, names)
-        return load(recipes[0], vocab_size, ranks=_ranks_of(layout, names, on_last_stage=on_last_stage))
+        return load(recipes[0], vocab_size, ranks=TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage))
     objective = cast("BoundCrossTokenizer", job.objective)
     columns = vocab_size // student.parallel.tensor_model_parallel_size
     if not recipes:
@@ -151,7 +154,7 @@ def load_teachers(
             f"{names.options}.teachers=averaged_logits adds logits, but the teachers have {min(sizes)} and "
             f"{max(sizes)} of them; give their recipes one model.vocab_size"
         )
-    ranks = _ranks_of(layout, names, on_last_stage=on_last_stage)
+    ranks = TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage)
     models = [load(recipe, of_teacher, ranks=ranks) for recipe, of_teacher in zip(recipes, sizes, strict=True)]
     return PairedTeachers(objective=objective, models=models, student_columns=columns, device=device)
 
@@ -164,17 +167,6 @@ def _check_divides(columns: int, layout: ParallelConfig, names: SettingNames) ->
             "of the vocabulary, padding included, in which teacher and student are compared; choose another, or leave "
             "it out"
         )
-
-
-def _ranks_of(layout: ParallelConfig, names: SettingNames, *, on_last_stage: bool) -> TeacherRanks | None:
-    size = layout.tensor_model_parallel_size
-    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).size()
-    if stage % size:
-        raise RecipeError(
-            f"{names.teacher_tensor_parallel}={size} does not divide the {stage} ranks of a pipeline stage; choose one "
-            "that does"
-        )
-    return TeacherRanks.of(size, on_last_stage=on_last_stage)
 
 
 def vocabulary_of(model: ModelConfig, tokens: int) -> int:
