@@ -189,7 +189,7 @@ def test_rows_that_the_teacher_exported(
     "layout", [pytest.param("dp2-shared", marks=pytest.mark.ci), pytest.param("pp2", marks=pytest.mark.slow)]
 )
 def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: str) -> None:
-    """The stock run reads rows of the whole vocabulary; the folded one asks the model."""
+    """One process reads rows of the whole vocabulary; the ranks ask the model."""
     data, rows, recipe = tmp_path / "rollouts.jsonl", tmp_path / "rows.parquet", tmp_path / "teacher.yaml"
     write_rollouts(data)
     text = TEACHER.format(data=data, tokenizer="null", save=tmp_path / "runs")
@@ -204,10 +204,9 @@ def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: st
         files = f"--prefix-tree-data-path {path} --prefix-tree-order file"
         return f"{files} --prefix-tree-objective distill --prefix-tree-objective-options {chosen}"
 
-    whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
-    common = (CPU, MODEL, TRAIN, whole, given(rows), f"--save {tmp_path / 'alone'}")
-    trained(STOCK, *common, f"--exit-interval {FIRST}")
-    stock = trained(STOCK, *common, f"--load {tmp_path / 'alone'}")
+    common = (ENTRY, CPU, MODEL, TRAIN, FOLDED, given(rows), f"--save {tmp_path / 'alone'}")
+    trained(*common, f"--exit-interval {FIRST}")
+    stock = trained(*common, f"--load {tmp_path / 'alone'}")
     ranks, arguments = LAYOUTS[layout]
     base = only_checkpoint(tmp_path / "alone", FIRST, tmp_path / "base")
     asked = f"{given(data, teacher='full')} --prefix-tree-teacher {recipe}"
