@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +50,8 @@ class Sample:
         signals: what objectives other than supervised training read: rewards, log-probabilities, preferences, ...
         renderings: the same conversation in the tokens of other models, each in its own chat format; empty unless
             readers were asked for it.
+        carried: fields of its record that nothing here reads, as the file has them, for a writer; empty unless readers
+            were asked for them.
 
     Raises:
         SampleError: on construction, if a field is malformed; names ``source`` and the field.
@@ -59,6 +63,7 @@ class Sample:
     source: str = "sample"
     signals: Signals = field(default_factory=Signals)
     renderings: tuple[Sample, ...] = ()
+    carried: Mapping[str, Any] = field(default_factory=dict)
 
     def __init__(
         self,
@@ -69,6 +74,7 @@ class Sample:
         source: str = "sample",
         signals: Signals | None = None,
         renderings: tuple[Sample, ...] = (),
+        carried: Mapping[str, Any] | None = None,
     ) -> None:
         """``loss_mask=None`` scores every token that has a predictor."""
         checked_tokens = _token_array(tokens, source)
@@ -90,9 +96,16 @@ class Sample:
         checked_signals = NO_SIGNALS if signals is None else check_signals(signals, checked_mask, source)
         object.__setattr__(self, "signals", checked_signals)
         object.__setattr__(self, "renderings", renderings)
+        object.__setattr__(self, "carried", carried or {})
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def carrying(self, carried: Mapping[str, Any]) -> Sample:
+        """Return the same sample with other fields to carry."""
+        other = copy(self)
+        object.__setattr__(other, "carried", carried)
+        return other
 
     @property
     def temperature(self) -> float:

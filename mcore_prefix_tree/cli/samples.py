@@ -14,6 +14,7 @@ from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import SEEDS
 from mcore_prefix_tree.data import OnError
 from mcore_prefix_tree.data.batches import Order
+from mcore_prefix_tree.data.fields import check_names
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.inputs import MOST
 from mcore_prefix_tree.trie import Share, Sharing
@@ -59,6 +60,10 @@ class TokenizerOnDemand:
         """See ``ChatTokenizer``."""
         self.conversations += 1
         return self.load().encode_turns(messages, tools)
+
+    def encode_completion(self, prompt: str, completion: str) -> EncodedTurn:
+        """See ``ChatTokenizer``."""
+        return self.load().encode_completion(prompt, completion)
 
     def encode_text(self, text: str) -> list[int]:
         """See ``ChatTokenizer``."""
@@ -120,6 +125,13 @@ class SampleOptions:
             "strftime_now, a date such as 2026-11-20, sets the template's clock.",
         ),
     ] = None
+    fields: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='The files\' names of our fields, such as \'{"group": "task_id", "tokens": "input_ids"}\'.',
+        ),
+    ] = None
     expand_turns: Annotated[
         bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
     ] = False
@@ -145,12 +157,22 @@ class SampleOptions:
             "tokenizer": self.tokenizer,
             "chat_template_kwargs": object_of(self.chat_template_kwargs),
             "expand_turns": self.expand_turns or None,
+            "fields": self._fields,
             "on_error": self.on_error,
             "order": self.order,
         }
         base = DataConfig(path=self.files) if self._file is None else self._file.data
         known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return replace(base, path=self.files, streaming=False, **known)
+
+    @property
+    def _fields(self) -> dict[str, Any] | None:
+        given = object_of(self.fields, "--fields")
+        try:
+            check_names(given or {})
+        except ValueError as error:
+            raise ValueError(f"--fields: {error}") from None
+        return given
 
     @cached_property
     def recipe(self) -> Recipe | None:
@@ -207,7 +229,7 @@ class SampleOptions:
             SampleError: bad data; names file, line and field.
             ValueError: the tokenizer is unknown, or ``order`` or ``seed`` are given without the size of a step.
         """
-        from mcore_prefix_tree.data import DEFAULT_TOKENIZER, LineOptions, Skipped, iter_sample_groups
+        from mcore_prefix_tree.data import DEFAULT_TOKENIZER, FieldNames, LineOptions, Skipped, iter_sample_groups
 
         for name in ("order", "seed"):
             if getattr(self, name) is not None and self.model is None and self.global_batch_size is None:
@@ -219,7 +241,12 @@ class SampleOptions:
             tokenizer.load()  # a wrong name is an error whatever the files hold
         skipped = Skipped()
         with naming_memory(lambda: "the samples do not fit; give fewer files"):
-            options = LineOptions(tokenizer=tokenizer, expand_turns=data.expand_turns, limits=limits or {})
+            options = LineOptions(
+                tokenizer=tokenizer,
+                expand_turns=data.expand_turns,
+                limits=limits or {},
+                names=FieldNames(given=data.fields),
+            )
             lines = list(iter_sample_groups(data.path, options, on_error=data.on_error, skipped=skipped))
         if skipped.count:
             typer.echo(str(skipped), err=True)

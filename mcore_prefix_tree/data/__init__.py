@@ -10,6 +10,7 @@ from mcore_prefix_tree.data.chat import (
     parse_messages,
     parse_tools,
 )
+from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.read import iter_sample_groups, read_samples
 from mcore_prefix_tree.data.records import LineOptions
@@ -24,6 +25,7 @@ __all__ = [
     "ChatMessage",
     "ChatTokenizer",
     "EncodedTurn",
+    "FieldNames",
     "LineOptions",
     "OnError",
     "Ranks",

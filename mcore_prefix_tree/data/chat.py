@@ -102,7 +102,7 @@ class EncodedTurn:
     Attributes:
         tokens: int32 ``[n]``. ``tokens[:start]`` is what the model was given; ``tokens[start:]`` is what it generated:
             its text, its tool calls and the end-of-turn token.
-        start: index of the first generated token, ``0 < start < n``.
+        start: index of the first generated token, ``0 < start < n``; of text without a prompt 0.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -133,6 +133,16 @@ class ChatTokenizer(Protocol):
             ChatError: the chat format cannot express the conversation or the tools.
         """
 
+    def encode_completion(self, prompt: str, completion: str) -> EncodedTurn:
+        """Encode a text and its continuation as one text, without a chat format, as TRL does.
+
+        An end-of-sequence token comes behind it. The continuation starts at the first token that the prompt by itself
+        does not have.
+
+        Raises:
+            ChatError: the continuation has no token, or the tokenizer has no end-of-sequence token.
+        """
+
     def encode_text(self, text: str) -> list[int]:
         """Encode text without a chat format; no part of it becomes a control token."""
 
@@ -144,7 +154,19 @@ class ChatTokenizer(Protocol):
         """
 
 
-def parse_messages(value: object) -> list[ChatMessage]:
+def continuation(prompt: Sequence[int], whole: Sequence[int]) -> EncodedTurn:
+    """Return a text that starts where its tokens depart from those of its prompt.
+
+    The rule is that of ``common_prefix_length`` in TRL's ``data_utils.py``: tokens may merge across the border.
+    """
+    pairs = enumerate(zip(prompt, whole, strict=False))
+    start = next((place for place, (one, other) in pairs if one != other), min(len(prompt), len(whole)))
+    if start == len(whole):
+        raise ChatError("the completion has no token of its own; leave the record out")
+    return EncodedTurn(tokens=np.array(whole, dtype=np.int32), start=start)
+
+
+def parse_messages(value: object, names: Sequence[str] | None = None) -> list[ChatMessage]:
     """Check the ``messages`` of a record and fill in what training data commonly leaves out.
 
     Tool calls come as ``{"name", "arguments"}`` or in OpenAI's shape ``{"id", "type", "function": {"name",
@@ -152,7 +174,11 @@ def parse_messages(value: object) -> list[ChatMessage]:
     as the id (``call00001``, nine alphanumerics, which is what Mistral's formats want), so that rollouts which begin
     alike keep beginning alike. A tool result without ``tool_call_id`` answers the oldest open call (of its name, where
     it has one). Unknown keys are ignored, but for those that say what the model saw or what is trained on. Arguments
-    are at most ``MAX_DEPTH`` levels deep.
+    are at most ``MAX_DEPTH`` levels deep. Content is text, or OpenAI's list of parts of text, which are joined.
+
+    Args:
+        value: list of messages.
+        names: of each in its record, for errors; ``messages[0]`` and so on by default.
 
     Raises:
         ChatError: names the field, such as ``messages[3].tool_calls[0].name``.
@@ -163,7 +189,7 @@ def parse_messages(value: object) -> list[ChatMessage]:
     open_calls: list[ToolCall] = []
     calls_seen = 0
     for index, entry in enumerate(value):
-        field = f"messages[{index}]"
+        field = f"messages[{index}]" if names is None else names[index]
         message = _message(entry, field, calls_seen)
         calls_seen += len(message.tool_calls)
         open_calls += message.tool_calls
@@ -173,7 +199,8 @@ def parse_messages(value: object) -> list[ChatMessage]:
             message = replace(message, tool_call_id=answered.id, name=entry.get("name"))
         messages.append(message)
     if not any(message.role == "assistant" for message in messages):
-        raise ChatError("field 'messages' has no assistant message, so no token of it would be scored")
+        name = "messages" if names is None else names[-1].partition("[")[0]
+        raise ChatError(f"field '{name}' has no assistant message, so no token of it would be scored")
     return messages
 
 
@@ -191,10 +218,24 @@ def _message(entry: object, field: str, calls_seen: int) -> ChatMessage:
     tool_calls = _tool_calls(entry.get("tool_calls"), f"{field}.tool_calls", calls_seen)
     if tool_calls and role != "assistant":
         raise ChatError(f"field '{field}.tool_calls' belongs to an assistant message, not to role '{role}'")
-    content = _text("" if content is None and tool_calls else content, f"{field}.content")
+    content = _content("" if content is None and tool_calls else content, f"{field}.content")
     if role == "assistant" and not content and not tool_calls:
         raise ChatError(f"field '{field}' is an assistant message with neither content nor tool_calls; remove it")
     return ChatMessage(role=role, content=content, tool_calls=tool_calls)
+
+
+def _content(value: object, field: str) -> str:
+    """Return the text of a message, whose parts, if it has some, chat templates write one behind the other."""
+    if not isinstance(value, list):
+        return _text(value, field)
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or kind != "text":
+            found = f"of type {json.dumps(kind)}" if isinstance(kind, str) else _kind(part)
+            raise ChatError(f"field '{field}[{index}]' is {found}; only parts of type \"text\" can be trained on")
+        texts.append(_text(part.get("text"), f"{field}[{index}].text"))
+    return "".join(texts)
 
 
 def parse_tools(value: object) -> list[Tool]:
@@ -202,14 +243,22 @@ def parse_tools(value: object) -> list[Tool]:
 
     They are kept as they are, since chat formats write them out for the model to read: OpenAI's shape ``{"type",
     "function": {"name", ...}}`` with all its keys, nulls included. Two things are made alike: a function without that
-    shell, ``{"name", ...}``, gets it, and a JSON schema in ``parameters`` that is JSON text becomes the object. Each
-    value is at most ``MAX_DEPTH`` levels deep.
+    shell, ``{"name", ...}``, gets it, and a JSON schema in ``parameters`` that is JSON text becomes the object, as the
+    list itself does. Each value is at most ``MAX_DEPTH`` levels deep.
 
     Raises:
         ChatError: names the field, such as ``tools[3].name``.
     """
     if value is None:
         return []
+    if isinstance(value, str):
+        if not value.strip():
+            return []
+        check_json_depth(value, "tools")
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ChatError("field 'tools' is not valid JSON; give a list of tools") from None
     if not isinstance(value, list):
         raise ChatError(f"field 'tools' must be a list, not {_kind(value)}")
     return [_tool(entry, f"tools[{index}]") for index, entry in enumerate(value)]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.jsonl import STDIN, LineIndex, read_lines
 from mcore_prefix_tree.data.records import Record
 from mcore_prefix_tree.data.skipped import Skipped
@@ -59,7 +60,7 @@ def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
     return resolved
 
 
-def read_records(path: str) -> Iterator[Record]:
+def read_records(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Record]:
     """Yield the records of a file, in bounded memory.
 
     Raises:
@@ -71,10 +72,10 @@ def read_records(path: str) -> Iterator[Record]:
     require_pyarrow(path)
     from mcore_prefix_tree.data.tables import read_rows
 
-    return read_rows(path)
+    return read_rows(path, names)
 
 
-def index_files(paths: Sequence[str]) -> list[RecordIndex]:
+def index_files(paths: Sequence[str], names: FieldNames = OUR_NAMES) -> list[RecordIndex]:
     """Return random access to the records of files; tables share one cache.
 
     Raises:
@@ -88,7 +89,7 @@ def index_files(paths: Sequence[str]) -> list[RecordIndex]:
     from mcore_prefix_tree.data.tables import RecentChunks, RowIndex
 
     recent = RecentChunks()
-    return [RowIndex(path, recent) if is_table(path) else LineIndex(path) for path in paths]
+    return [RowIndex(path, recent, names) if is_table(path) else LineIndex(path) for path in paths]
 
 
 def is_table(path: str) -> bool:

@@ -14,7 +14,7 @@ import jinja2
 import numpy as np
 from transformers import AutoTokenizer
 
-from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool
+from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool, continuation
 from mcore_prefix_tree.data.vocabulary import DummySpace, Spelling, Vocabulary
 
 # What a template can ask that is answered differently the next time.
@@ -112,6 +112,15 @@ class HuggingFaceChatTokenizer:
             end = self._generated_end(whole, len(prompt))
             turns.append(EncodedTurn(tokens=np.array(whole[:end], dtype=np.int32), start=len(prompt)))
         return turns
+
+    def encode_completion(self, prompt: str, completion: str) -> EncodedTurn:
+        """See ``ChatTokenizer.encode_completion``; control tokens in the text are control tokens."""
+        end = self._tokenizer.eos_token
+        if end is None:
+            raise ChatError(f"tokenizer '{self._folder}' has no eos_token to end a completion with; set one")
+        whole = prompt + completion + ("" if completion.endswith(end) else end)
+        ids: list[list[int]] = self._tokenizer([prompt, whole])["input_ids"]
+        return continuation(*ids)
 
     def encode_text(self, text: str) -> list[int]:
         """See ``ChatTokenizer.encode_text``."""

@@ -6,10 +6,11 @@ import codecs
 import gzip
 import json
 import os
+import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,10 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.data.formats import FIELDS
 from mcore_prefix_tree.data.unchanged import Unchanged
+from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.inputs import check_regular, open_input
 from mcore_prefix_tree.sample import SampleError
 
@@ -67,8 +71,28 @@ class Line:
     raw: bytes
     is_first: bool = False
 
-    def fields(self) -> dict[str, Any] | None:
-        """Return the line's object without null fields, or None for a blank line."""
+    def fields(self, names: FieldNames) -> dict[str, Any] | None:
+        """Return the line's object by our names without null fields, or None for a blank line."""
+        text = self._text()
+        if not text or text.isspace():
+            return None
+        try:
+            row = _parse(text)
+        except (ValueError, RecursionError) as error:  # ValueError also for an integer of more than 4300 digits
+            raise SampleError(f"{self.source}: not valid JSON ({error}); each line must be one JSON object") from None
+        if not isinstance(row, dict):
+            raise SampleError(f"{self.source}: each line must be one JSON object with 'tokens' or 'messages'")
+        if isinstance(row, _Doubled):
+            raise SampleError(f"{self.source}: has the field '{row.twice()}' twice; drop one of them")
+        known = names.of_file(row)
+        notice_unread((name for name in row if name not in known), FIELDS, self.source)
+        return {known[name]: value for name, value in row.items() if name in known and value is not None}
+
+    def others(self, read: Collection[str]) -> dict[str, Any]:
+        """Return the JSON text of each other field; see :class:`mcore_prefix_tree.data.records.Record`."""
+        return {name: value for name, value in _texts_of_fields(self._text()) if name not in read}
+
+    def _text(self) -> str:
         raw = self.raw
         if self.is_first:
             raw = raw.removeprefix(codecs.BOM_UTF8)
@@ -80,22 +104,33 @@ class Line:
                         f"{self.source}: the file is {kind}, known by its name; call it something{suffix}"
                     )
         try:
-            text = raw.decode("utf-8")
+            return raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise SampleError(
                 f"{self.source}: byte {error.start + 1} of the line is not UTF-8; convert the file to UTF-8"
             ) from None
-        if not text or text.isspace():
-            return None
-        try:
-            row = _parse(text)
-        except (ValueError, RecursionError) as error:  # ValueError also for an integer of more than 4300 digits
-            raise SampleError(f"{self.source}: not valid JSON ({error}); each line must be one JSON object") from None
-        if not isinstance(row, dict):
-            raise SampleError(f"{self.source}: each line must be one JSON object with 'tokens' or 'messages'")
-        if isinstance(row, _Doubled):
-            raise SampleError(f"{self.source}: has the field '{row.twice()}' twice; drop one of them")
-        return {name: value for name, value in row.items() if value is not None}
+
+
+class JsonText(str):
+    """JSON text of a value, to be written as it was read."""
+
+    __slots__ = ()
+
+
+def _texts_of_fields(text: str) -> Iterator[tuple[str, JsonText]]:
+    """Yield the name and the JSON text of each field of an object, which is valid JSON."""
+    at = _SPACE.match(text, text.index("{") + 1).end()  # type: ignore[union-attr]  # it matches everywhere
+    while text[at] != "}":
+        name, at = _scan(text, at)
+        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        _, end = _scan(text, at)
+        yield name, JsonText(text[at:end])
+        at = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+
+
+# What may lie between the names and the values of a valid object.
+_SPACE = re.compile(r"[\s:,]*")
+_scan = json.JSONDecoder().raw_decode
 
 
 def read_lines(path: str) -> Iterator[Line]:

@@ -20,7 +20,7 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, SpecialTok
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool, check_json_depth
+from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool, check_json_depth, continuation
 from mcore_prefix_tree.data.vocabulary import Vocabulary
 
 # v1 and v2 are left out: v1 knows no tools and no control tokens, v2 drops the tool calls of earlier turns.
@@ -91,6 +91,11 @@ class MistralChatTokenizer:
             turns += self._turns(self._encode(converted[: ends[-1]], told))[-len(ends) :]
         assert len(turns) == len(turn_ends)
         return turns
+
+    def encode_completion(self, prompt: str, completion: str) -> EncodedTurn:
+        """See ``ChatTokenizer.encode_completion``; no part of the text becomes a control token."""
+        encode = self._text_tokenizer.encode
+        return continuation(encode(prompt, bos=True, eos=False), encode(prompt + completion, bos=True, eos=True))
 
     def encode_text(self, text: str) -> list[int]:
         """See ``ChatTokenizer.encode_text``."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from mcore_prefix_tree.data.chat import ChatTokenizer
+from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.files import PathLike, no_samples, read_records, resolve_paths
 from mcore_prefix_tree.data.records import LineOptions, samples_of_record
 from mcore_prefix_tree.data.skipped import OnError, Skipped, check_on_error
@@ -21,6 +22,7 @@ def read_samples(
     vocab_size: int | None = None,
     limits: Mapping[str, int] | None = None,
     renderings: Sequence[ChatTokenizer] = (),
+    names: FieldNames = OUR_NAMES,
     on_error: OnError = "raise",
     skipped: Skipped | None = None,
 ) -> list[Sample]:
@@ -31,6 +33,7 @@ def read_samples(
         vocab_size=vocab_size,
         limits=limits or {},
         renderings=renderings,
+        names=names,
     )
     return list(chain.from_iterable(iter_sample_groups(paths, options, on_error=on_error, skipped=skipped)))
 
@@ -45,11 +48,12 @@ def iter_sample_groups(
     """Yield the samples of one record after another; shuffle these lists, because the turns of a line share its prefix.
 
     A record is a line of JSON Lines, or a row of a ``.parquet``, ``.arrow`` or ``.feather`` file (Arrow IPC), whose
-    columns are the fields. It is ``{"tokens": [...]}`` with an optional ``loss_mask``, or ``{"messages": [...]}`` in
-    the shape that ``parse_messages`` describes; either with an optional ``merge_key`` (string, number, boolean or null)
-    and the fields of :class:`~mcore_prefix_tree.signals.Signals` under their own names (``reward``, ``group``,
-    ``old_logprobs``, ...; those with an entry for each token go with ``tokens``). Other keys and columns are ignored,
-    blank lines are skipped, and a null in a row is a field that it does not have.
+    columns are the fields. It is ``{"tokens": [...]}`` with an optional ``loss_mask``, ``{"messages": [...]}`` in
+    the shape that ``parse_messages`` describes, or of another format of :mod:`mcore_prefix_tree.data.formats`; with an
+    optional ``merge_key`` (string, number, boolean or null) and the fields of
+    :class:`~mcore_prefix_tree.signals.Signals` under their own names (``reward``, ``group``, ``old_logprobs``, ...;
+    those with an entry for each token go with ``tokens``). Other keys and columns are ignored, blank lines are skipped,
+    and a null in a row is a field that it does not have.
 
     Of a conversation, the tokens that the assistant generated have mask 1 (text, tool calls, end of turn), all others
     0. What follows the last assistant turn is left out: nothing scored depends on it. Records with ``tokens`` always
@@ -75,15 +79,18 @@ def iter_sample_groups(
     check_on_error(on_error)
     left_out = Skipped()
     resolved = resolve_paths(paths)
+    options = options or LineOptions()
+    seen: set[str] = set()
     empty = True
     for path in resolved:
-        for record in read_records(path):
-            samples = samples_of_record(record, options or LineOptions(), left_out if on_error == "skip" else None)
+        for record in read_records(path, options.names):
+            samples = samples_of_record(record, options, left_out if on_error == "skip" else None, seen)
             if samples:
                 yield samples
                 empty = False
     if empty:
         raise no_samples(resolved, left_out)
+    options.names.check_seen(seen, resolved)
     if skipped is not None:
         skipped.merge(left_out)
     elif left_out.count:

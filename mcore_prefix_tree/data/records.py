@@ -1,29 +1,25 @@
-"""Samples of one record of a data file: a JSON line or a row of a table, with tokens or chat messages."""
+"""Samples of one record of a data file: a JSON line or a row of a table."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.chat import ChatError, ChatTokenizer, EncodedTurn, parse_messages, parse_tools
+from mcore_prefix_tree.data.chat import ChatError, ChatMessage, ChatTokenizer, EncodedTurn, parse_messages, parse_tools
+from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.data.formats import READ, SIGNALS, Conversation, Text, TokenIds, examples_of, mark_of
 from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
 from mcore_prefix_tree.data.skipped import Kind, Skipped
 from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals
-
-# All that is read of a record.
-FIELDS = (
-    *("tokens", "loss_mask", "messages", "tools", "merge_key", "temperature"),
-    *(one.name for one in fields(Signals)),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +34,7 @@ class LineOptions:
         vocab_size: the model's; token ids have to be below it.
         limits: largest number of tokens of a sample, by the name of the setting (``batch.max_tokens``).
         renderings: encode ``messages`` too, each in its own chat format, for other models; see ``Sample.renderings``.
+        names: the file's names of our fields.
     """
 
     tokenizer: ChatTokenizer | None = None
@@ -45,6 +42,11 @@ class LineOptions:
     vocab_size: int | None = None
     limits: Mapping[str, int] = field(default_factory=dict)
     renderings: Sequence[ChatTokenizer] = ()
+    names: FieldNames = field(default_factory=FieldNames)
+
+    def lenient(self) -> LineOptions:
+        """Return the options for other files than training's, which may lack some of the fields that are named."""
+        return replace(self, names=replace(self.names, may_lack=True))
 
 
 class Record(Protocol):
@@ -54,22 +56,32 @@ class Record(Protocol):
     def source(self) -> str:
         """Its file and place in it, for messages."""
 
-    def fields(self) -> Mapping[str, Any] | None:
-        """Return the content by :data:`FIELDS`, or None for a blank line; a list of numbers may be an array."""
+    def fields(self, names: FieldNames) -> Mapping[str, Any] | None:
+        """Return the content by our names, or None for a blank line; a list of numbers may be an array."""
+
+    def others(self, read: Collection[str]) -> dict[str, Any]:
+        """Return the file's other fields than those that are read, as they are, for a writer to write."""
 
 
-def samples_of_record(record: Record, options: LineOptions, skipped: Skipped | None) -> list[Sample]:
+def samples_of_record(
+    record: Record, options: LineOptions, skipped: Skipped | None, seen: set[str] | None = None
+) -> list[Sample]:
     """Return the samples of one record; none for a blank line.
+
+    Args:
+        record: a line or a row.
+        options: how it becomes samples.
+        skipped: counts bad data.
+        seen: takes the names of ``options.names`` that the record has.
 
     Raises:
         SampleError: for bad data, without ``skipped``, which otherwise counts it.
     """
     kind: Kind = "unreadable"
     try:
-        row = record.fields()
+        row = record.fields(options.names)
         kind = "malformed"
-        notice_unread(row or (), FIELDS, record.source)
-        samples = [] if row is None else _parse(row, record.source, options)
+        samples = [] if row is None else _parse(row, record, options, set() if seen is None else seen)
     except SampleError as error:
         if skipped is None:
             raise
@@ -87,14 +99,45 @@ def samples_of_record(record: Record, options: LineOptions, skipped: Skipped | N
     return kept
 
 
-def _parse(row: Mapping[str, Any], source: str, options: LineOptions) -> list[Sample]:
-    if ("tokens" in row) == ("messages" in row):
-        found = "both" if "tokens" in row else "neither"
-        raise SampleError(f"{source}: has {found} of the fields 'tokens' and 'messages'; give exactly one")
+def _parse(row: Mapping[str, Any], record: Record, options: LineOptions, seen: set[str]) -> list[Sample]:
+    source, names = record.source, options.names
+    seen.update(theirs for mine, theirs in names.given.items() if theirs is not None and mine in row)
+    mark = mark_of(row, source, names.given)
+    examples = examples_of(row, source, mark)
     merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
-    if "tokens" in row:
-        return [_token_sample(row, merge_key, source)]
-    return _chat_samples(row, merge_key, source, options)
+    notice_unread((name for name in row if name not in READ[mark]), READ[mark], source)
+    carried = record.others({names.theirs(name) for name in READ[mark]}) if names.keeps_others else {}
+    common = {name: row[name] for name in SIGNALS if name in row}
+    return [
+        sample.carrying(carried) if carried else sample
+        for example in examples
+        for sample in _samples(
+            example.content,
+            common | dict(example.signals),
+            merge_key,
+            f"{source} {example.part}" if example.part else source,
+            mark,
+            options,
+        )
+    ]
+
+
+def _samples(
+    content: TokenIds | Conversation | Text,
+    signals: Mapping[str, Any],
+    merge_key: Hashable,
+    source: str,
+    mark: str,
+    options: LineOptions,
+) -> list[Sample]:
+    if isinstance(content, TokenIds):
+        return [_token_sample(content, signals, merge_key, source)]
+    if options.tokenizer is None:
+        raise SampleError(f"{source}: field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'")
+    try:
+        return _encoded_samples(content, signals, merge_key, source, options, options.tokenizer)
+    except ChatError as error:
+        raise SampleError(f"{source}: {error}") from error
 
 
 def _merge_key(value: object, source: str) -> Hashable:
@@ -118,15 +161,15 @@ def _tempered(value: object, key: Hashable, source: str) -> Hashable:
     return key if value == 1 else Tempered(temperature=float(value), key=key)
 
 
-def _token_sample(row: Mapping[str, Any], merge_key: Hashable, source: str) -> Sample:
-    tokens, mask = row["tokens"], row.get("loss_mask")
+def _token_sample(content: TokenIds, signals: Mapping[str, Any], merge_key: Hashable, source: str) -> Sample:
+    tokens, mask = content.ids, content.loss_mask
     # Sample checks the arrays; booleans, floats and huge integers have to be caught before NumPy converts them.
     if not isinstance(tokens, np.ndarray):
         _check_integers(tokens, source)
     if not isinstance(mask, (list, np.ndarray, type(None))):
         raise SampleError(f"{source}: field 'loss_mask' must be a flat list of numbers")
     return Sample(
-        tokens=tokens, loss_mask=mask, merge_key=merge_key, source=source, signals=signals_of_tokens(row, source)
+        tokens=tokens, loss_mask=mask, merge_key=merge_key, source=source, signals=signals_of_tokens(signals, source)
     )
 
 
@@ -155,34 +198,43 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _chat_samples(row: Mapping[str, Any], merge_key: Hashable, source: str, options: LineOptions) -> list[Sample]:
-    if "loss_mask" in row:
-        raise SampleError(
-            f"{source}: field 'loss_mask' goes with 'tokens'; with 'messages' it follows from the assistant turns"
-        )
-    if options.tokenizer is None:
-        raise SampleError(f"{source}: field 'messages' needs a tokenizer; set data.tokenizer, or give 'tokens'")
-    try:
-        messages, tools = parse_messages(row["messages"]), parse_tools(row.get("tools"))
+def _encoded_samples(
+    content: Conversation | Text,
+    given: Mapping[str, Any],
+    merge_key: Hashable,
+    source: str,
+    options: LineOptions,
+    tokenizer: ChatTokenizer,
+) -> list[Sample]:
+    tokenizers = tokenizer, *options.renderings
+    if isinstance(content, Text):
+        encoded = [[_text_part(one, content)] for one in tokenizers]
+    else:
+        messages = parse_messages(content.messages, content.names)
+        tools = parse_tools(content.tools)
         encoded = [
-            _parts(tokenizer, tokenizer.encode_turns(messages, tools), options.expand_turns, source)
-            for tokenizer in (options.tokenizer, *options.renderings)
+            _parts(
+                one,
+                one.encode_turns(messages, tools),
+                _turns_of_prompt(messages, content.prompt),
+                options.expand_turns,
+                source,
+            )
+            for one in tokenizers
         ]
-    except ChatError as error:
-        raise SampleError(f"{source}: {error}") from error
     parts = encoded[0]
-    for tokenizer, others in zip(options.renderings, encoded[1:], strict=True):
+    for rendering, others in zip(options.renderings, encoded[1:], strict=True):
         if len(others) != len(parts):
             raise SampleError(
                 f"{source}: field 'messages' has {len(parts)} assistant turns in the chat format of tokenizer "
-                f"'{options.tokenizer.name}' and {len(others)} in that of '{tokenizer.name}'; join consecutive "
+                f"'{tokenizer.name}' and {len(others)} in that of '{rendering.name}'; join consecutive "
                 "assistant messages"
             )
     if options.expand_turns:
         sources = [f"{source} turn {number}" for number in range(len(parts))]
-        signals: Sequence[Signals | None] = signals_of_turns(row, source, len(parts))
+        signals: Sequence[Signals | None] = signals_of_turns(given, source, len(parts))
     else:
-        sources, signals = [source], [signals_of_conversation(row, source)]
+        sources, signals = [source], [signals_of_conversation(given, source)]
     return [
         Sample(
             tokens=tokens,
@@ -201,10 +253,42 @@ def _chat_samples(row: Mapping[str, Any], merge_key: Hashable, source: str, opti
     ]
 
 
+Part = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+
+
+def _text_part(tokenizer: ChatTokenizer, text: Text) -> Part:
+    """Return tokens and loss mask of a text and its continuation."""
+    whole = tokenizer.encode_completion(text.prompt, text.completion)
+    start = whole.start
+    if text.rival is not None:
+        start = min(start, tokenizer.encode_completion(text.prompt, text.rival).start)
+    return whole.tokens, _mask(len(whole.tokens), [(start, len(whole.tokens))])
+
+
+def _turns_of_prompt(messages: Sequence[ChatMessage], prompt: int) -> Callable[[int], int]:
+    """Return a function that gives the number of turns in a prompt, for the number of turns of the conversation.
+
+    To some chat formats each assistant message is a turn, to others a run of them; they differ in how many there are.
+    """
+    roles = [message.role for message in messages]
+    each = [role == "assistant" for role in roles]
+    runs = [each[at] and (at == 0 or not each[at - 1]) for at in range(len(each))]
+
+    def count(turns: int) -> int:
+        return sum((each if turns == sum(each) else runs)[:prompt])
+
+    return count
+
+
 def _parts(
-    tokenizer: ChatTokenizer, turns: Sequence[EncodedTurn], expand_turns: bool, source: str
-) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+    tokenizer: ChatTokenizer,
+    turns: Sequence[EncodedTurn],
+    turns_of_prompt: Callable[[int], int],
+    expand_turns: bool,
+    source: str,
+) -> list[Part]:
     """Return tokens and loss mask of each sample of a conversation."""
+    turns = turns[turns_of_prompt(len(turns)) :]
     if expand_turns:
         return [(turn.tokens, _mask(len(turn.tokens), [(turn.start, len(turn.tokens))])) for turn in turns]
     whole = turns[-1].tokens

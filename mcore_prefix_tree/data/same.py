@@ -212,8 +212,9 @@ def _crc_of(samples: Iterable[Sample], crc: int, *, signals: bool = True) -> int
 def _crc_of_signals(sample: Sample, crc: int) -> int:
     for name, default in _DEFAULTS.items():
         value = getattr(sample.signals, name)
-        # A rollout that was given no id has its line's place, and machines may keep equal files in different ones.
-        if value is not default and not (name == "rollout" and sample.source.startswith(str(value))):
+        # What was given no id has its line's place, and machines may keep equal files in different ones.
+        is_place = name in ("group", "rollout", "pair") and f"{sample.source} ".startswith(f"{value} ")
+        if value is not default and not is_place:
             crc = _crc_of_signal(value, crc32(name.encode(), crc))
     return crc
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -148,7 +148,7 @@ class Source:
         Raises:
             SampleError: see :meth:`read`; or there are no samples.
         """
-        groups, skipped = self._whole(paths, by, None)
+        groups, skipped = replace(self, options=self.options.lenient())._whole(paths, by, None)
         _check_all(groups, check)
         return groups, skipped
 

@@ -15,6 +15,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.files import PathLike, index_files, no_samples, resolve_paths
 from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
 from mcore_prefix_tree.data.same import ALONE, Ranks, check_same_files
@@ -30,8 +31,8 @@ _PROGRESS_BYTES = 1 << 24
 class FileIndex:
     """Random access to the records of some plain files, numbered together; see :func:`index_files`."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._files = index_files(paths)
+    def __init__(self, paths: Sequence[str], names: FieldNames = OUR_NAMES) -> None:
+        self._files = index_files(paths, names)
         self._first_record = np.cumsum([0, *map(len, self._files)])
         self._first_byte = np.cumsum([0, *(file.size for file in self._files)])
 
@@ -112,7 +113,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         resolved = resolve_paths(paths)
         self._options = options
         self._skips = on_error == "skip"
-        self._index = FileIndex(resolved)
+        self._index = FileIndex(resolved, options.names)
         # Where each group begins, and the number of records; None if each record is one.
         self._first_record: Int64Array | None = None
         self.repeated: int | None = None
@@ -135,6 +136,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         self.sizes = self._record_sizes = np.concatenate([found.sizes for found in everyone])
         if not self.sizes.any():
             raise no_samples(resolved, left_out)
+        options.names.check_seen(set().union(*(found.seen for found in everyone)), resolved)
         if skipped is not None:
             skipped.merge(left_out)
         self.fault = next((found.fault for found in everyone if found.fault), "")
@@ -200,6 +202,7 @@ class _Found:
         sizes: int32 ``[N]``, samples of each record.
         digests: uint64 ``[N, 2]``, digest of each record's key.
         left_out: bad samples.
+        seen: names of ``options.names`` that the records have.
         failure: the error that ended the pass, or "".
         fault: the first error of ``check``, among groups that lie in this rank's records alone, or "".
     """
@@ -207,6 +210,7 @@ class _Found:
     sizes: npt.NDArray[np.int32]
     digests: Digests
     left_out: Skipped = field(default_factory=Skipped)
+    seen: set[str] = field(default_factory=set)
     failure: str = ""
     fault: str = ""
 
@@ -226,7 +230,7 @@ def _go_through(
     groups = _CheckedGroups(check, keyed=key is not None)
     try:
         for place, record in enumerate(_reporting(index, records, progress)):
-            samples = samples_of_record(index.read(record), options, found.left_out if skips else None)
+            samples = samples_of_record(index.read(record), options, found.left_out if skips else None, found.seen)
             found.sizes[place] = len(samples)
             if not samples:
                 continue

@@ -6,7 +6,7 @@ index. Arrow's buffers become NumPy arrays as they are; nothing here walks token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from mcore_prefix_tree.data.records import FIELDS
+from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
+from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS
 from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.inputs import check_regular
@@ -30,8 +31,6 @@ _CACHE_BYTES = 1 << 29
 # Of a chunk whose data is mapped: its arrays as Python and Arrow keep them.
 _CHUNK_OVERHEAD = 1 << 16
 _FILE_MAGIC = b"ARROW1"
-# Columns that are read as JSON Lines would have them, lists of numbers included.
-_JSON = ("messages", "tools")
 _FAULTS = (OSError, pa.ArrowException)
 
 Columns = Mapping[str, Any]
@@ -51,22 +50,26 @@ class Row:
     columns: Columns
     at: int
 
-    def fields(self) -> dict[str, Any]:
-        """The fields that are not null. Lists of numbers are arrays, with NaN where a floating one has a null.
+    def fields(self, names: FieldNames) -> dict[str, Any]:
+        """The fields that are not null, by our names. Lists of numbers are arrays, NaN where a floating one has a null.
 
         Within structs a null is a key that the row does not have, since a column has every key in every row. JSON that
         has to keep its nulls, such as the schema of a tool's parameters, can be a column of text.
         """
         row = {}
-        for name, column in self.columns.items():
+        for name, mine in names.of_file(self.columns).items():
             try:
-                scalar = column[self.at]
-                value = _without_nulls(scalar.as_py()) if name in _JSON else _value_of(scalar)
+                scalar = self.columns[name][self.at]
+                value = _without_nulls(scalar.as_py()) if mine in JSON_FIELDS else _value_of(scalar)
             except (ValueError, OverflowError, *_FAULTS) as error:
                 raise SampleError(f"{self.source}: field '{name}' cannot be read: {error}") from error
             if value is not None:
-                row[name] = value
+                row[mine] = value
         return row
+
+    def others(self, read: Collection[str]) -> dict[str, Any]:
+        """Return the other columns at this row, Arrow arrays of one value; see :class:`Record`."""
+        return {name: column.slice(self.at, 1) for name, column in self.columns.items() if name not in read}
 
 
 def _value_of(scalar: Any) -> Any:
@@ -114,11 +117,11 @@ def _is_plain(kind: Any) -> bool:
     return bool(types.is_integer(kind) or types.is_boolean(kind))
 
 
-def read_rows(path: str) -> Iterator[Row]:
+def read_rows(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Row]:
     """Yield all rows of a table, decoded a few at a time; raises SampleError if it cannot be read or has no samples."""
     number = 0
     try:
-        with closing(_open(path)) as table:
+        with closing(_open(path, names)) as table:
             for batch in table.batches():
                 columns = _columns_of(batch)
                 for at in range(batch.num_rows):
@@ -161,12 +164,12 @@ class RowIndex:
         SampleError: the file cannot be read, or has neither tokens nor messages.
     """
 
-    def __init__(self, path: str, recent: RecentChunks) -> None:
-        self._path, self._recent = path, recent
+    def __init__(self, path: str, recent: RecentChunks, names: FieldNames = OUR_NAMES) -> None:
+        self._path, self._recent, self._names = path, recent, names
         try:
             self._file = Unchanged.since_now(path)
             self.size = self._file.size
-            with closing(_open(path)) as table:
+            with closing(_open(path, names)) as table:
                 self._first_row = np.cumsum([0, *table.rows_of_chunks()])
         except _FAULTS as error:
             raise SampleError(f"{path}: cannot be read: {error}") from error
@@ -197,7 +200,7 @@ class RowIndex:
     def _load(self, chunk: int) -> tuple[Columns, int]:
         first, last = self._first_row[chunk : chunk + 2].tolist()
         try:
-            with closing(_open(self._path)) as table:
+            with closing(_open(self._path, self._names)) as table:
                 same = table.num_chunks == len(self._first_row) - 1
                 batch, size = table.chunk(chunk, self._recent.max_bytes) if same else (None, 0)
         except _FAULTS as error:
@@ -232,36 +235,37 @@ class _Table(Protocol):
     def close(self) -> None: ...
 
 
-def _open(path: str) -> _Table:
+def _open(path: str, names: FieldNames) -> _Table:
     check_regular(path)
     if path.lower().endswith(".parquet"):
-        return _Parquet(path)
+        return _Parquet(path, names)
     mapped = pa.memory_map(path).read_buffer()
-    return (_ArrowFile if mapped[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC else _ArrowStream)(path, mapped)
+    return (_ArrowFile if mapped[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC else _ArrowStream)(path, mapped, names)
 
 
-def _known(path: str, schema: Any) -> list[str]:
+def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
     """Return the columns that are read; raises SampleError if there is nothing to make samples of."""
-    names = [name for name in schema.names if name in FIELDS]
-    notice_unread(schema.names, FIELDS, path)
-    if not {"tokens", "messages"} & set(names):
+    known = names.of_file(schema.names)
+    notice_unread((name for name in schema.names if name not in known), FIELDS, path)
+    if not FORMATS.keys() & set(known.values()):
         raise SampleError(
-            f"{path}: has neither of the columns 'tokens' and 'messages', only {', '.join(schema.names) or 'none'}; "
-            "rename the one that holds them"
+            f"{path}: has none of the columns {', '.join(map(names.theirs, FORMATS))}, only "
+            f"{', '.join(schema.names) or 'none'}; name the one that holds the samples in data.fields"
         )
-    for name in names:
-        if names.count(name) > 1:
+    columns = [name for name in schema.names if names.keeps_others or name in known]
+    for name in columns:
+        if columns.count(name) > 1:
             raise SampleError(f"{path}: has the column '{name}' twice; drop one of them")
-    return names
+    return columns
 
 
 class _Parquet:
     name, way_out = "a row group", " (row_group_size of the writer)"
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, names: FieldNames) -> None:
         # A buffered stream decodes a column as it goes, rather than from all of its bytes.
         self._file = pq.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True)
-        self._names = _known(path, self._file.schema_arrow)
+        self._names = _known(path, self._file.schema_arrow, names)
         self._widths = [
             _width(leaf) if field.name in self._names else 0
             for field in self._file.schema_arrow
@@ -304,11 +308,11 @@ class _Parquet:
 class _ArrowFile:
     name, way_out = "a record batch", ", or uncompressed, which is mapped"
 
-    def __init__(self, path: str, mapped: Any) -> None:
+    def __init__(self, path: str, mapped: Any, names: FieldNames) -> None:
         self._mapped = mapped
         # All columns: with only some of them asked for, Arrow copies.
         self._reader = pa.ipc.open_file(mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
-        self._names = _known(path, self._reader.schema)
+        self._names = _known(path, self._reader.schema, names)
 
     @property
     def num_chunks(self) -> int:
@@ -333,9 +337,9 @@ class _ArrowStream:
     name, way_out = "a stream", ", uncompressed, or as an Arrow file"
     num_chunks = 1
 
-    def __init__(self, path: str, mapped: Any) -> None:
+    def __init__(self, path: str, mapped: Any, names: FieldNames) -> None:
         self._mapped = mapped
-        self._names = _known(path, self._reader().schema)
+        self._names = _known(path, self._reader().schema, names)
 
     def _reader(self) -> Any:
         return pa.ipc.open_stream(self._mapped, options=pa.ipc.IpcReadOptions(use_threads=False))

@@ -17,6 +17,7 @@ from mcore_prefix_tree.recipe.values import (
     AT_ODDS,
     STRICT,
     Dtype,
+    Fields,
     NonNegativeFloat,
     NonNegativeInt,
     Number,
@@ -41,6 +42,7 @@ class DataConfig:
     Attributes:
         path: a JSONL, Parquet (``.parquet``) or Arrow file (``.arrow``, ``.feather``), a glob, ``-`` for JSONL on
             standard input, or a list of these.
+        fields: the files' names of our fields, such as ``{group: task_id}``; null leaves a field of ours unread.
         tokenizer: a tokenizer that mistral-common carries, or the path of a Hugging Face tokenizer folder; for chat
             messages. None if all records have ``tokens``.
         chat_template_kwargs: what the chat template of such a folder is given besides, such as ``{enable_thinking:
@@ -57,6 +59,7 @@ class DataConfig:
     """
 
     path: str | list[str]
+    fields: Fields = field(default_factory=dict)
     tokenizer: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     expand_turns: bool = False

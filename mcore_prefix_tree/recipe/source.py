@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_prefix_tree.data import ChatTokenizer, LineOptions, Ranks, load_tokenizer
+from mcore_prefix_tree.data import ChatTokenizer, FieldNames, LineOptions, Ranks, load_tokenizer
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe.sections import BatchConfig, DataConfig, ModelConfig, ParallelConfig, Recipe, RecipeError
@@ -16,6 +16,7 @@ def source_of(
     *,
     ranks: Ranks,
     every_sample: bool = False,
+    keeps_others: bool = False,
     options: LineOptions | None = None,
 ) -> Source:
     """Return where a recipe's samples come from.
@@ -25,6 +26,7 @@ def source_of(
         objective: of the recipe; None reads no group, rollout or pair.
         ranks: that read the samples.
         every_sample: an epoch leaves none out.
+        keeps_others: samples carry the fields that are not read.
         options: how lines become samples, where that is known already; by default the tokenizer is loaded for it.
 
     Raises:
@@ -42,7 +44,7 @@ def source_of(
     renderings = () if objective is None else objective.renderings
     return Source(
         paths=[data.path] if isinstance(data.path, str) else data.path,
-        options=options or _line_options(data, batch, recipe.model, recipe.parallel, renderings),
+        options=options or _line_options(data, batch, recipe.model, recipe.parallel, renderings, keeps_others),
         seed=recipe.seed,
         order=data.order,
         step=batch.per_step,
@@ -63,6 +65,7 @@ def _line_options(
     model: ModelConfig,
     parallel: ParallelConfig,
     renderings: Sequence[ChatTokenizer],
+    keeps_others: bool,
 ) -> LineOptions:
     if data.tokenizer is None and data.chat_template_kwargs:
         raise RecipeError(
@@ -78,6 +81,7 @@ def _line_options(
         vocab_size=_vocab_size(model, parallel, None if tokenizer is None else tokenizer.vocab_size),
         limits=limits,
         renderings=renderings,
+        names=FieldNames(given=data.fields, keeps_others=keeps_others),
     )
 
 

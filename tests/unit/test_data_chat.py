@@ -71,7 +71,7 @@ BAD = {
     "no content": ([{"role": "user"}], "field 'messages[0].content' must be a string, not null"),
     "content parts": (
         [{"role": "user", "content": [{"type": "text"}]}],
-        "field 'messages[0].content' must be a string, not a list",
+        "field 'messages[0].content[0].text' must be a string, not null",
     ),
     "surrogate": (
         json.loads(r'[{"role": "user", "content": "ab\ud83d"}]'),

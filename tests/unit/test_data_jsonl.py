@@ -267,11 +267,11 @@ BAD_LINES = {
     "no object": ("[1, 2]", "each line must be one JSON object"),
     "twice": ('{"tokens": [1, 2], "note": 1, "tokens": [1]}', "has the field 'tokens' twice; drop one of them"),
     "twice, once null": ('{"reward": 1, "tokens": [1], "reward": null}', "has the field 'reward' twice; drop one of"),
-    "neither": ('{"input_ids": [1]}', "neither of the fields 'tokens' and 'messages'"),
-    "both": ('{"tokens": [1], "messages": []}', "both of the fields 'tokens' and 'messages'"),
+    "neither": ('{"input_ids": [1]}', "none of the fields 'tokens', 'messages', 'conversations'"),
+    "both": ('{"tokens": [1], "messages": []}', "the fields 'tokens' and 'messages', and each of them is a sample"),
     "empty": ('{"tokens": []}', "field 'tokens' is empty"),
     "text": ('{"tokens": "abc"}', "field 'tokens' must be a flat list of integers"),
-    "null": ('{"tokens": null}', "neither of the fields 'tokens' and 'messages'"),
+    "null": ('{"tokens": null}', "none of the fields 'tokens', 'messages', 'conversations'"),
     "nested": ('{"tokens": [[1], [2]]}', "field 'tokens' must be a flat list of integers, but index 0 is [1]"),
     "boolean": ('{"tokens": [1, true]}', "field 'tokens' must be a flat list of integers, but index 1 is true"),
     "float": ('{"tokens": [1, 2.0]}', "field 'tokens' must be a flat list of integers, but index 1 is 2.0"),
@@ -326,7 +326,7 @@ def test_bad_lines_name_file_line_and_field(write, case):
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=CharacterTokenizer(), vocab_size=100, limits={"batch.max_tokens": 8})
     assert str(caught.value).startswith(
-        f"{path}:3: {reason}" if not reason.startswith(("both", "neither")) else f"{path}:3: has"
+        f"{path}:3: {reason}" if not reason.startswith(("the fields", "none")) else f"{path}:3: has"
     )
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcore_prefix_tree.attention.auto import check_setting
+from mcore_prefix_tree.data.fields import check_names
 from mcore_prefix_tree.inputs import MOST
 from mcore_prefix_tree.objectives import OBJECTIVES
 from mcore_prefix_tree.recipe import ObjectiveConfig
@@ -64,6 +65,15 @@ def _json_object(text: str) -> dict[str, Any]:
     return found
 
 
+def _field_names(text: str) -> dict[str, Any]:
+    found = _json_object(text)
+    try:
+        check_names(found)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return found
+
+
 def _tokens(text: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > MOST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of at most {MOST}")
@@ -105,6 +115,14 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         nargs="+",
         metavar="FILE",
         help="The same, for validation. Without it nothing is evaluated.",
+    )
+    group.add_argument(
+        "--prefix-tree-fields",
+        type=_field_names,
+        default={},
+        metavar="JSON",
+        help="The files' names of our fields, such as "
+        """'{"group": "task_id", "tokens": "input_ids"}'; null for one of ours that the files mean otherwise.""",
     )
     group.add_argument(
         "--prefix-tree-tokenizer",

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.training import get_args, get_timers, print_rank_0
 
-from mcore_prefix_tree.data import LineOptions, load_tokenizer
+from mcore_prefix_tree.data import FieldNames, LineOptions, load_tokenizer
 from mcore_prefix_tree.data.batches import Order, SampleOrder
 from mcore_prefix_tree.data.grouping import StepSetting
 from mcore_prefix_tree.data.source import Source
@@ -43,7 +43,9 @@ _STEP = StepSetting(
 )
 
 
-def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order, objective: Objective) -> SampleOrder:
+def read_order(
+    args: argparse.Namespace, paths: Sequence[str], order: Order, objective: Objective, *, validates: bool = False
+) -> SampleOrder:
     """The samples of the files, in the order that steps take them; says what was skipped.
 
     Raises:
@@ -60,6 +62,7 @@ def read_order(args: argparse.Namespace, paths: Sequence[str], order: Order, obj
             vocab_size=args.padded_vocab_size,
             renderings=objective.renderings,
             limits={"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens},
+            names=FieldNames(given=args.prefix_tree_fields, may_lack=validates),
         ),
         seed=args.seed,
         order=order,
@@ -87,7 +90,7 @@ def training_order(args: argparse.Namespace, objective: Objective) -> SampleOrde
 
 def validation_order(args: argparse.Namespace, objective: Objective) -> SampleOrder:
     """The validation samples, in the order of their files."""
-    return read_order(args, args.prefix_tree_valid_data_path, "file", objective)
+    return read_order(args, args.prefix_tree_valid_data_path, "file", objective, validates=True)
 
 
 class _ReadingProgress:

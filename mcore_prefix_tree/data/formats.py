@@ -1,0 +1,333 @@
+"""Formats of records: the field that marks each, and the examples that a record of it holds.
+
+A record has exactly one of the marks, so its fields alone decide its format. To add a format, write a function and
+register it in :data:`FORMATS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from mcore_prefix_tree.data.chat import ChatError
+from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.signals import Signals
+
+SIGNALS = tuple(one.name for one in fields(Signals))
+
+# ShareGPT's names of roles, as LLaMA-Factory reads them.
+_SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
+    "function_call": "assistant", "observation": "tool", "tool": "tool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenIds:
+    """Tokens, not checked yet.
+
+    Attributes:
+        ids: of the sample.
+        loss_mask: one weight for each; None scores all.
+    """
+
+    ids: Any
+    loss_mask: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages, not checked yet.
+
+    Attributes:
+        messages: of the whole conversation.
+        names: of each message in the record, for errors.
+        tools: that the model could call.
+        prompt: number of messages that no turn of is scored.
+    """
+
+    messages: list[Any]
+    names: list[str]
+    tools: Any = None
+    prompt: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text and its continuation, without a chat format.
+
+    Attributes:
+        prompt: text that is not scored.
+        completion: text behind it.
+        rival: the continuation that it is compared with: both are scored from the same token on.
+    """
+
+    prompt: str
+    completion: str
+    rival: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One example of a record: a sample, or with turns expanded several.
+
+    Attributes:
+        content: what is encoded.
+        signals: by name, beside those that the record has for all its examples.
+        part: its name within the record; "" if it is the whole of it.
+    """
+
+    content: TokenIds | Conversation | Text
+    signals: Mapping[str, Any] = field(default_factory=dict)
+    part: str = ""
+
+
+Row = Mapping[str, Any]
+
+
+# Of all formats but tokens.
+_UNSUPPORTED = {
+    "images": "only text can be trained on",
+    "chat_template_kwargs": "set data.chat_template_kwargs, for all records",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A shape of records.
+
+    Attributes:
+        others: fields that it reads beside its mark.
+        refused: fields that would change what is trained on, and why or what to do instead.
+        examples: returns the examples of a record, given its place; raises ChatError.
+    """
+
+    others: tuple[str, ...]
+    examples: Callable[[Row, str], list[Example]]
+    refused: Mapping[str, str] = field(default_factory=lambda: _UNSUPPORTED)
+
+
+def _tokens(row: Row, source: str) -> list[Example]:
+    return [Example(content=TokenIds(ids=row["tokens"], loss_mask=row.get("loss_mask")))]
+
+
+def _messages(row: Row, source: str) -> list[Example]:
+    return [Example(content=_conversation(row["messages"], "messages", row))]
+
+
+def _sharegpt(row: Row, source: str) -> list[Example]:
+    whole = _conversation(row["conversations"], "conversations", row)
+    messages = [_from_sharegpt(entry, name) for entry, name in zip(whole.messages, whole.names, strict=True)]
+    names, system = whole.names, row.get("system")
+    if system:
+        messages, names = [{"role": "system", "content": system}, *messages], ["system", *names]
+    return [Example(content=Conversation(messages=messages, names=names, tools=whole.tools))]
+
+
+def _from_sharegpt(entry: Any, name: str) -> Any:
+    if not isinstance(entry, dict) or "role" in entry:
+        return entry
+    rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
+    sender, value = entry.get("from"), entry.get("value")
+    if not isinstance(sender, str) or sender not in _SHAREGPT_ROLES:
+        raise ChatError(
+            f"field '{name}.from' is {json.dumps(sender, default=str):.40}; it must be one of "
+            f"{', '.join(_SHAREGPT_ROLES)}"
+        )
+    if sender != "function_call":
+        return rest | {"role": _SHAREGPT_ROLES[sender], "content": value}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ChatError(f"field '{name}.value' is a function call that is not valid JSON") from None
+    return rest | {"role": "assistant", "tool_calls": value if isinstance(value, list) else [value]}
+
+
+def _completion(row: Row, source: str) -> list[Example]:
+    return [Example(content=_continued(_prompt_of(row), row["completion"], "completion", row))]
+
+
+def _completions(name: str) -> Callable[[Row, str], list[Example]]:
+    def examples(row: Row, source: str) -> list[Example]:
+        many, rewards = row[name], row.get("rewards")
+        if not isinstance(many, list) or not many:
+            raise ChatError(f"field '{name}' must be a list of at least one completion")
+        if rewards is not None and "reward" in row:
+            raise ChatError("fields 'reward' and 'rewards' are both given; give one of them")
+        if rewards is not None and (not isinstance(rewards, list) or len(rewards) != len(many)):
+            raise ChatError(f"field 'rewards' must be a list of {len(many)} numbers, one for each of '{name}'")
+        prompt, group = _prompt_of(row), row.get("group", source)
+        return [
+            Example(
+                content=_continued(prompt, one, f"{name}[{place}]", row),
+                signals={"group": group} | ({} if rewards is None else {"reward": rewards[place]}),
+                part=f"completion {place}",
+            )
+            for place, one in enumerate(many)
+        ]
+
+    return examples
+
+
+def _preference(row: Row, source: str) -> list[Example]:
+    if "chosen" not in row:
+        raise ChatError("field 'chosen' is missing beside 'rejected'")
+    chosen, rejected = row["chosen"], row["rejected"]
+    if not isinstance(chosen, (str, list)) or type(chosen) is not type(rejected):
+        raise ChatError("fields 'chosen' and 'rejected' must both be texts or both be lists of messages")
+    prompt = row.get("prompt")
+    if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
+        shared = _shared(chosen, rejected)
+        if isinstance(chosen, list) and isinstance(prompt, str) and not _is_said(prompt, chosen[:shared]):
+            raise ChatError(
+                "field 'prompt' is text that 'chosen' and 'rejected', which are messages, do not begin with; give it "
+                "as messages too"
+            )
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        if not (chosen and rejected) or (isinstance(prompt, list) and not prompt):
+            raise ChatError(
+                "fields 'chosen' and 'rejected' do not begin alike and then differ, so that no prompt can be told "
+                "apart; give 'prompt'"
+            )
+    pair = row.get("pair", source)
+    sides = ("chosen", chosen, rejected), ("rejected", rejected, chosen)
+    return [
+        Example(
+            content=_continued(prompt, one, name, row, rival=rival),
+            signals={"pair": pair, "chosen": name == "chosen"},
+            part=name,
+        )
+        for name, one, rival in sides
+    ]
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of messages, or characters, that two completions begin with: TRL's implicit prompt."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shared = next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    return shared - 1 if shared and one[shared - 1] == " " else shared
+
+
+def _is_said(text: str, messages: Sequence[Any]) -> bool:
+    return any(isinstance(message, dict) and message.get("content") == text for message in messages)
+
+
+def _prompt_of(row: Row) -> Any:
+    if "prompt" not in row:
+        raise ChatError("field 'prompt' is missing")
+    return row["prompt"]
+
+
+def _continued(prompt: Any, completion: Any, name: str, row: Row, rival: Any = None) -> Conversation | Text:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if row.get("tools") is not None:
+            raise ChatError("field 'tools' goes with messages, but the prompt is text")
+        return Text(prompt=prompt, completion=completion, rival=rival)
+    if isinstance(prompt, str) or not isinstance(completion, (str, list)):
+        wanted = "text" if isinstance(prompt, str) else "text or a list of messages"
+        raise ChatError(f"field '{name}' must be {wanted}, as the prompt is")
+    before = _conversation(prompt, "prompt", row)
+    if isinstance(completion, str):
+        completion, names = [{"role": "assistant", "content": completion}], [name]
+    else:
+        names = [f"{name}[{place}]" for place in range(len(completion))]
+    if not any(_is_assistant(message) for message in completion):
+        raise ChatError(f"field '{name}' has no assistant message, so no token of it would be scored")
+    if before.messages and _is_assistant(before.messages[-1]) and _is_assistant(completion[0]):
+        raise ChatError(f"field 'prompt' ends with an assistant message, which '{name}' would go on with; join the two")
+    return Conversation(
+        messages=[*before.messages, *completion],
+        names=[*before.names, *names],
+        tools=before.tools,
+        prompt=len(before.messages),
+    )
+
+
+def _is_assistant(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _conversation(value: Any, name: str, row: Row) -> Conversation:
+    if not isinstance(value, list) or not value:
+        raise ChatError(f"field '{name}' must be a list of at least one chat message")
+    names = [f"{name}[{place}]" for place in range(len(value))]
+    return Conversation(messages=value, names=names, tools=row.get("tools"))
+
+
+_ROLLOUTS = ("prompt", "rewards", "tools")
+_STEPS = _UNSUPPORTED | {"labels": "it scores the steps of one answer"}
+FORMATS: Mapping[str, Format] = {
+    "tokens": Format(others=("loss_mask",), examples=_tokens, refused={}),
+    "messages": Format(others=("tools",), examples=_messages),
+    "conversations": Format(others=("system", "tools"), examples=_sharegpt),
+    "completion": Format(others=("prompt", "tools"), examples=_completion),
+    "completions": Format(others=_ROLLOUTS, examples=_completions("completions"), refused=_STEPS),
+    "responses": Format(others=_ROLLOUTS, examples=_completions("responses"), refused=_STEPS),
+    "rejected": Format(others=("prompt", "chosen", "tools"), examples=_preference),
+}
+# Fields of all formats, beside the signals.
+COMMON = ("merge_key", "temperature")
+# All that is read of a record, by its mark.
+READ = {mark: frozenset((mark, *one.others, *COMMON, *SIGNALS)) for mark, one in FORMATS.items()}
+# All fields that samples have, under any mark.
+FIELDS = tuple(
+    dict.fromkeys([*(name for mark, one in FORMATS.items() for name in (mark, *one.others)), *COMMON, *SIGNALS])
+)
+_REFUSED = tuple(name for one in FORMATS.values() for name in one.refused)
+# All that are looked at, and those of them that tables give as JSON Lines would.
+KNOWN = frozenset((*FIELDS, *_REFUSED))
+JSON_FIELDS = KNOWN - {"tokens", "loss_mask", *COMMON, *SIGNALS} | {"chosen"}
+
+
+def examples_of(row: Row, source: str, mark: str) -> list[Example]:
+    """Return the examples of a record of a mark's format; raises SampleError for a malformed one."""
+    try:
+        if mark != "tokens" and "loss_mask" in row:
+            raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from what is answered")
+        for name, why in FORMATS[mark].refused.items():
+            if row.get(name):
+                raise ChatError(f"field '{name}' is not supported with '{mark}': {why}")
+        return FORMATS[mark].examples(row, source)
+    except ChatError as error:
+        raise SampleError(f"{source}: {error}") from error
+
+
+def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
+    """Return the one mark that a record has.
+
+    Args:
+        row: its fields.
+        source: its place.
+        names: of fields in the file, by ours, for the message.
+
+    Raises:
+        SampleError: it has none of them, or several.
+    """
+    found = [mark for mark in FORMATS if mark in row]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise SampleError(
+            f"{source}: has the fields {_listed(found)}, and each of them is a sample by itself; give exactly one, or "
+            f"leave '{found[-1]}' unread: data.fields={{{found[-1]}: null}}"
+        )
+    missing = [(mark, names[mark]) for mark in FORMATS if names.get(mark)]
+    if missing:
+        mark, theirs = missing[0]
+        raise SampleError(f"{source}: does not have the field '{theirs}', which data.fields reads as '{mark}'")
+    if "prompt" in row:
+        raise SampleError(
+            f"{source}: has a 'prompt' and nothing to train on; give 'completion', 'completions', or 'chosen' and "
+            "'rejected' beside it"
+        )
+    raise SampleError(
+        f"{source}: has none of the fields {_listed(list(FORMATS))}; give one of them, or name yours in data.fields"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    quoted = [f"'{name}'" for name in names]
+    return " and ".join([", ".join(quoted[:-1]), quoted[-1]] if len(quoted) > 1 else quoted)
