@@ -41,7 +41,7 @@ def whole_groups(
     setting: str,
     step_setting: StepSetting = RECIPE_STEP,
 ) -> list[list[Sample]]:
-    """Join the neighbouring lines of each group, rollout or pair.
+    """Join the lines of each group, rollout or pair, in the order of the first of each.
 
     Args:
         lines: the samples of each line; a line without any is left out.
@@ -53,23 +53,24 @@ def whole_groups(
         step_setting: what sets ``step``, for messages.
 
     Raises:
-        SampleError: a sample lacks the field; the lines of a group are not next to each other; a step would cut a
+        SampleError: a sample lacks the field; lines of a group that lie apart have other prompts; a step would cut a
             group; a pair is not two samples.
     """
     groups: list[list[Sample]] = []
-    seen: set[Hashable] = set()
-    last: Hashable = None
+    places: dict[Hashable, int] = {}
+    apart: set[int] = set()
+    last = -1
     for sample in (sample for line in lines for sample in line):
         key = _key(sample, by=by, setting=setting)
-        if key is not None and key == last:
-            groups[-1].append(sample)
-            continue
-        if key in seen:
-            raise _goes_on(sample, by)
-        if key is not None:
-            seen.add(key)
-        groups.append([sample])
-        last = key
+        place = len(groups) if key is None else places.setdefault(key, len(groups))
+        if place == len(groups):
+            groups.append([])
+        elif place != last:
+            apart.add(place)
+        groups[place].append(sample)
+        last = place
+    for place in sorted(apart):
+        _check_apart(groups[place], by=by)
     _check_sizes(groups, np.array([len(group) for group in groups], dtype=np.int32), by, step, step_setting)
     return groups
 
@@ -91,9 +92,7 @@ def streamed_whole_groups(
         setting: name for messages.
         step_setting: name for messages.
     """
-    groups = stream(key=partial(_key, by=by, setting=setting))
-    if groups.repeated is not None:
-        raise _goes_on(groups[groups.repeated][0], by)
+    groups = stream(key=partial(_key, by=by, setting=setting), check_apart=partial(_check_apart, by=by))
     _check_sizes(groups, groups.sizes, by, step, step_setting)
     return groups
 
@@ -105,11 +104,41 @@ def _key(sample: Sample, *, by: GroupedBy, setting: str) -> Hashable:
     return key
 
 
-def _goes_on(sample: Sample, by: GroupedBy) -> SampleError:
-    return SampleError(
-        f"{sample.source}: {by} {getattr(sample.signals, by)!r} goes on here after others; put the lines of a {by} "
-        "next to each other, and give each its own id"
-    )
+def _check_apart(samples: Sequence[Sample], *, by: GroupedBy) -> None:
+    """Check that a group whose lines lie apart is one, and not two that were given the same id.
+
+    All samples of a group begin with its prompt: the shortest beginning that is not scored. Pairs are recognised by
+    their size.
+
+    Raises:
+        SampleError: a sample begins otherwise, or a turn of a rollout is there twice.
+    """
+    if by == "pair":
+        return
+    name = repr(getattr(samples[0].signals, by))
+    way_out = f"give each {by} its own id, or put its lines next to each other"
+    if by == "rollout":
+        turns: dict[int, Sample] = {}
+        for sample in samples:
+            turn = sample.signals.turn
+            if turn is not None and turns.setdefault(turn, sample) is not sample:
+                raise SampleError(
+                    f"{sample.source}: turn {turn} of rollout {name} is at {turns[turn].source} too; {way_out}"
+                )
+    prompts = [_prompt(sample) for sample in samples]
+    first = min(range(len(samples)), key=lambda at: len(prompts[at]))
+    for sample in samples:
+        if not np.array_equal(sample.tokens[: len(prompts[first])], prompts[first]):
+            raise SampleError(
+                f"{sample.source}: {by} {name} has another prompt here than at {samples[first].source}, and other "
+                f"lines between; {way_out}"
+            )
+
+
+def _prompt(sample: Sample) -> npt.NDArray[np.int32]:
+    """Return the tokens before the first that is scored; all of them if none is."""
+    scored = np.flatnonzero(sample.loss_mask[1:])
+    return sample.tokens[: int(scored[0]) + 1] if len(scored) else sample.tokens
 
 
 def _check_sizes(

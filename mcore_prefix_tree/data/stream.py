@@ -1,8 +1,8 @@
 """Records of files larger than memory: an index of where they begin, samples made when they are asked for.
 
-Memory is 12 bytes a line, or 4 bytes a row and the chunks of tables that were read last, and 12 bytes a group where
-records are grouped. One pass at the start, shared by the ranks of a job, finds every bad record before training begins,
-and how many samples each record makes.
+Memory is 12 bytes a line, or 4 bytes a row and the chunks of tables that were read last, and where records are grouped
+8 bytes a record and 12 a group. One pass at the start, shared by the ranks of a job, finds every bad record before
+training begins, and how many samples each record makes. Groups whose records lie apart are read once more, to check them.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class FileIndex:
 class StreamedGroups(Sequence[list[Sample]]):
     """The samples of each record, read and encoded when asked for; bad samples were left out at the start.
 
-    With a ``key``, the samples of each group: of neighbouring records with the same key. Can be pickled, and read from
-    any number of processes.
+    With a ``key``, the samples of each group: of all records with the same key, wherever they are. Can be pickled, and
+    read from any number of processes.
 
     Args:
         paths: as in :func:`mcore_prefix_tree.data.iter_sample_groups`, without packed files and standard input.
@@ -84,11 +84,12 @@ class StreamedGroups(Sequence[list[Sample]]):
         progress: called with the bytes done and all bytes of this rank's part.
         key: returns a string, a number or a tuple of them for a sample, the same for all of one record; None for a
             record that is a group by itself. It may raise SampleError.
-        check: called once with the samples of each record, or group; it may raise SampleError.
+        check: called with the samples of each record, or group; it may raise SampleError, whose text is ``fault`` then.
+        check_apart: called with the samples of each group that has others between its records; it may raise
+            SampleError.
 
     Attributes:
         sizes: int32 ``[len(self)]``, number of samples of each record, or group.
-        repeated: the first group with the key of an earlier one, or None.
         fault: the first error that ``check`` raised, or "".
 
     Raises:
@@ -108,15 +109,17 @@ class StreamedGroups(Sequence[list[Sample]]):
         progress: Callable[[int, int], None] | None = None,
         key: Callable[[Sample], Hashable] | None = None,
         check: Callable[[list[Sample]], None] | None = None,
+        check_apart: Callable[[list[Sample]], None] | None = None,
     ) -> None:
         check_on_error(on_error)
         resolved = resolve_paths(paths)
         self._options = options
         self._skips = on_error == "skip"
         self._index = FileIndex(resolved, options.names)
-        # Where each group begins, and the number of records; None if each record is one.
-        self._first_record: Int64Array | None = None
-        self.repeated: int | None = None
+        # The records of all groups, one group behind the other, and where each group begins in them. None if each
+        # record is a group.
+        self._members: Int64Array | None = None
+        self._begins = np.zeros(1, dtype=np.int64)
         self.fault = ""
         index, size = self._index, ranks.size
         check_same_files(
@@ -139,31 +142,70 @@ class StreamedGroups(Sequence[list[Sample]]):
         options.names.check_seen(set().union(*(found.seen for found in everyone)), resolved)
         if skipped is not None:
             skipped.merge(left_out)
-        self.fault = next((found.fault for found in everyone if found.fault), "")
-        if key is not None:
-            self._join(np.concatenate([found.digests for found in everyone]))
-            if check is not None and not self.fault:
-                self.fault = self._fault_near(borders, check)
+        if key is None:
+            self.fault = next((found.fault for found in everyone if found.fault), "")
+            return
+        group_of, is_apart = self._join(np.concatenate([found.digests for found in everyone]))
+        fault = self._check_again(np.flatnonzero(is_apart), check_apart, ranks)
+        if fault:
+            raise SampleError(fault)
+        # What was checked while its records were read was whole, unless the group goes on elsewhere: at another rank,
+        # or apart. A rank that found a fault in a part of a group has not looked at what comes after it.
+        filled = np.flatnonzero(self._record_sizes)
+        first, end = np.searchsorted(filled, borders[:-1]), np.searchsorted(filled, borders[1:])
+        again = is_apart.copy()
+        again[group_of[first[first < end]]] = again[group_of[end[first < end] - 1]] = True
+        for found, one, other in zip(everyone, first, end, strict=True):
+            if found.fault and again[group_of[np.searchsorted(filled, found.fault_at)]]:
+                again[group_of[one:other]] = True
+            elif found.fault and not self.fault:
+                self.fault = found.fault
+        if not self.fault:
+            self.fault = self._check_again(np.flatnonzero(again), check, ranks)
 
-    def _join(self, digests: Digests) -> None:
+    def _join(self, digests: Digests) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Join the records of each group, in the order of the first of each.
+
+        Returns:
+            The group of each record that has samples, and for each group whether others lie between its records.
+        """
         records = np.flatnonzero(self._record_sizes)
         of_record = digests[records]
-        begins = np.append(True, (of_record[1:] != of_record[:-1]).any(axis=1))
-        self._first_record = np.append(records[begins], len(self._index))
-        self.sizes = np.add.reduceat(self._record_sizes, self._first_record[:-1]).astype(np.int32)
-        of_group = of_record[begins]
-        order = np.lexsort((of_group[:, 1], of_group[:, 0]))  # stable: of equal ones the first in the files comes first
-        again = order[1:][(of_group[order[1:]] == of_group[order[:-1]]).all(axis=1)]
-        self.repeated = int(again.min()) if len(again) else None
+        order = np.lexsort((of_record[:, 1], of_record[:, 0]))  # stable: the records of a group stay in order
+        is_first = np.append(True, (of_record[order[1:]] != of_record[order[:-1]]).any(axis=1))
+        numbers = np.empty(int(is_first.sum()), dtype=np.int64)
+        numbers[np.argsort(order[is_first])] = np.arange(len(numbers))
+        groups = np.empty(len(records), dtype=np.int64)
+        groups[order] = numbers[np.cumsum(is_first) - 1]
+        by_group = np.argsort(groups, kind="stable")
+        ends = np.cumsum(np.bincount(groups))
+        self._members, self._begins = records[by_group], np.append(0, ends)
+        begins = self._begins[:-1]
+        self.sizes = np.add.reduceat(self._record_sizes[self._members], begins).astype(np.int32)
+        return groups, by_group[ends - 1] - by_group[begins] != ends - begins - 1
 
-    def _fault_near(self, borders: Sequence[int], check: Callable[[list[Sample]], None]) -> str:
-        """Return the fault of a group at the border of two ranks, neither of which has seen all of it."""
-        assert self._first_record is not None
-        records = np.flatnonzero(self._record_sizes)
-        after = np.searchsorted(records, borders)
-        near = records[np.concatenate([after[after < len(records)], after[after > 0] - 1])]
-        groups = np.unique(np.searchsorted(self._first_record, near, side="right") - 1).tolist()
-        return next((fault for fault in (_fault(self[group], check) for group in groups) if fault), "")
+    def _check_again(
+        self,
+        groups: Int64Array,
+        check: Callable[[list[Sample]], None] | None,
+        ranks: Ranks,
+    ) -> str:
+        """Return the first fault of some groups, which the ranks share, or ""."""
+        own: tuple[int, str] | None = None
+        if check is not None:
+            for group in groups[ranks.rank :: ranks.size].tolist():
+                fault = self._fault_of(group, check)
+                if fault:
+                    own = group, fault
+                    break
+        return min((one for one in ranks.gather(own) if one is not None), default=(0, ""))[1]
+
+    def _fault_of(self, group: int, check: Callable[[list[Sample]], None]) -> str:
+        try:
+            samples = self[group]
+        except SampleError as error:
+            return str(error)
+        return _fault(samples, check)
 
     def __len__(self) -> int:
         """Number of records, those without samples included; or of groups."""
@@ -178,10 +220,10 @@ class StreamedGroups(Sequence[list[Sample]]):
         if isinstance(place, slice):
             return [self[one] for one in range(len(self))[place]]
         place = range(len(self))[place]  # negative ones count from the end
-        if self._first_record is None:
+        if self._members is None:
             return self._read(place)
-        records = range(*self._first_record[place : place + 2].tolist())
-        return [sample for record in records if self._record_sizes[record] for sample in self._read(record)]
+        records = self._members[slice(*self._begins[place : place + 2].tolist())].tolist()
+        return [sample for record in records for sample in self._read(record)]
 
     def _read(self, number: int) -> list[Sample]:
         record = self._index.read(number)
@@ -204,7 +246,8 @@ class _Found:
         left_out: bad samples.
         seen: names of ``options.names`` that the records have.
         failure: the error that ended the pass, or "".
-        fault: the first error of ``check``, among groups that lie in this rank's records alone, or "".
+        fault: the first error of ``check`` among neighbouring records of this rank with the same key, or "".
+        fault_at: the first of these records.
     """
 
     sizes: npt.NDArray[np.int32]
@@ -213,6 +256,7 @@ class _Found:
     seen: set[str] = field(default_factory=set)
     failure: str = ""
     fault: str = ""
+    fault_at: int = 0
 
 
 def _go_through(
@@ -234,16 +278,27 @@ def _go_through(
             found.sizes[place] = len(samples)
             if not samples:
                 continue
-            digest = None if key is None else _digest(key(samples[0]), record)
+            digest = None if key is None else _digest(_key_of(samples, key), record)
             if digest is not None:
                 found.digests[place] = np.frombuffer(digest, dtype=np.uint64)
-            groups.add(samples, digest)
+            groups.add(samples, digest, record)
     except SampleError as error:
         found.failure = str(error)
     if key is None:
         groups.end()
-    found.fault = groups.fault
+    found.fault, found.fault_at = groups.fault, groups.fault_at
     return found
+
+
+def _key_of(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> Hashable:
+    """Return the key of a record; raises SampleError if it holds parts of several groups, which are read together."""
+    keys = {key(sample) for sample in samples}
+    if len(keys) > 1 or (None in keys and len(samples) > 1):
+        raise SampleError(
+            f"{samples[0].source}: its record holds several rollouts, which streaming reads together and a step would "
+            "take apart; write a record for each, or hold all samples in memory (data.streaming=false)"
+        )
+    return keys.pop()
 
 
 def _reporting(index: FileIndex, records: range, progress: Callable[[int, int], None] | None) -> Iterator[int]:
@@ -259,29 +314,32 @@ def _reporting(index: FileIndex, records: range, progress: Callable[[int, int], 
 
 
 class _CheckedGroups:
-    """Groups in the order of a rank's records, each checked once its last record is seen.
+    """Neighbouring records with the same key, checked once the last of them is seen.
 
-    With keys, the first and the last group may go on at another rank: neither is checked.
+    With keys, the first and the last may go on at another rank: neither is checked.
     """
 
     def __init__(self, check: Callable[[list[Sample]], None] | None, *, keyed: bool) -> None:
-        self.fault = ""
+        self.fault, self.fault_at = "", 0
         self._check, self._keyed = check, keyed
         self._samples: list[Sample] | None = None
         self._digest: bytes | None = None
+        self._first = 0
 
-    def add(self, samples: list[Sample], digest: bytes | None) -> None:
+    def add(self, samples: list[Sample], digest: bytes | None, record: int) -> None:
         """Take the samples of one record, which continue a group if their digest is that of the record before."""
         if digest is None or digest != self._digest:
             self.end()
             self._samples = None if self._keyed and self._digest is None else []
+            self._first = record
         if self._samples is not None:
             self._samples += samples
         self._digest = digest
 
     def end(self) -> None:
         """Check the group that is open."""
-        self.fault = self.fault or _fault(self._samples, self._check)
+        if not self.fault:
+            self.fault, self.fault_at = _fault(self._samples, self._check), self._first
 
 
 def _fault(samples: list[Sample] | None, check: Callable[[list[Sample]], None] | None) -> str:

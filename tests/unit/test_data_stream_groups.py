@@ -11,6 +11,7 @@ from threading import Barrier, Thread
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_data_jsonl import CharacterTokenizer
 
 from mcore_prefix_tree.data import LineOptions, Ranks, Skipped, StreamedGroups, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
@@ -134,6 +135,65 @@ def test_whole_groups_in_the_order_of_memory_from_any_step_on(tmp_path, kind, nu
         assert other.samples_before(2 * first) == order.samples_before(2 * first)
         with other.stream(2 * first, num_workers=num_workers) as stream:
             assert [told([stream.take(2)]) for _ in steps[first:]] == steps[first:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@given(st.lists(st.sampled_from(range(len(IDS))), min_size=1, max_size=14), st.lists(st.integers(0, 14), max_size=2))
+def test_lines_of_a_group_may_lie_apart(tmp_path_factory, size, keys, cuts):
+    """In any order, also in other files and at other ranks; every group is checked once it is whole."""
+    lines = [
+        json.dumps({"tokens": [key, number, 1], "loss_mask": [0, 1, 1], "group": IDS[key]})
+        for number, key in enumerate(keys)
+    ]
+    places = sorted({0, len(lines), *(cut for cut in cuts if cut < len(lines))})
+    paths = write(tmp_path_factory.mktemp("files"), *(lines[start:end] for start, end in pairwise(places)))
+    same = {key: next(one for one in keys if IDS[one] == IDS[key]) for key in keys}
+    by_id = {}
+    for number, key in enumerate(keys):
+        by_id.setdefault(same[key], []).append((key, number))
+    mixed = any(len({key for key, _ in group}) > 1 for group in by_id.values())
+    whole = [[list(one) for one in group] for group in by_id.values()]
+    shown, bad = [], None
+
+    def check(samples):
+        shown.append([sample.tokens[:2].tolist() for sample in samples])
+        if shown[-1] == bad:
+            raise SampleError(f"{samples[0].source}: is bad")
+
+    held, why = attempt(lambda: whole_groups(list(iter_sample_groups(paths)), "group", step=None, setting="the test"))
+    groups, as_well = attempt(lambda: streamed(paths, size=size, check=check))
+    assert why == as_well
+    assert mixed or not why
+    if groups is None or held is None:
+        return
+    assert [[sample.tokens[:2].tolist() for sample in group] for group in groups] == whole
+    assert told(groups) == told(held)
+    assert not groups.fault
+    assert all(group in shown for group in whole)
+    bad = whole[len(whole) // 2]
+    fault = streamed(paths, size=size, check=check).fault
+    assert fault == f"{held[len(whole) // 2][0].source}: is bad"
+
+
+def attempt(make):
+    """What is made, or None and why not."""
+    try:
+        return make(), ""
+    except SampleError as error:
+        return None, str(error)
+
+
+def test_one_record_of_several_rollouts_is_not_streamed(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": [{"role": "user", "content": "q"}], "responses": ["a", "b"], "rewards": [0, 1]}'
+    )
+    options = LineOptions(tokenizer=CharacterTokenizer())
+    held = whole_groups(list(iter_sample_groups(tmp_path / "a.jsonl", options)), "rollout", step=None, setting="t")
+    assert [len(one) for one in held] == [1, 1]
+    with pytest.raises(SampleError, match="its record holds several rollouts, which streaming reads together"):
+        streamed_whole_groups(
+            partial(StreamedGroups, tmp_path / "a.jsonl", options), "rollout", step=None, setting="the test"
+        )
 
 
 GOES_ON = [line("a", 1), line("b", 2), line("b", 3), line("c", 4), line("b", 5), line("a", 6)]
