@@ -2,7 +2,7 @@
 
 Memory is 12 bytes a line, or 4 bytes a row and the chunks of tables that were read last, and where records are grouped
 8 bytes a record and 12 a group. One pass at the start, shared by the ranks of a job, finds every bad record before
-training begins, and how many samples each record makes. Groups whose records lie apart are read once more, to check them.
+training begins, and how many samples each record makes. Groups whose records lie apart are read once more, and checked.
 """
 
 from __future__ import annotations

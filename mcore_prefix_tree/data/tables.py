@@ -69,7 +69,8 @@ class Row:
 
     def others(self, read: Collection[str]) -> dict[str, Any]:
         """Return the other columns at this row, Arrow arrays of one value; see :class:`Record`."""
-        return {name: column.slice(self.at, 1) for name, column in self.columns.items() if name not in read}
+        cut = {name: column.slice(self.at, 1) for name, column in self.columns.items() if name not in read}
+        return {name: one.combine_chunks() if isinstance(one, pa.ChunkedArray) else one for name, one in cut.items()}
 
 
 def _value_of(scalar: Any) -> Any:

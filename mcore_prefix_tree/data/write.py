@@ -16,10 +16,11 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.files import TABLES, is_table, require_pyarrow
-from mcore_prefix_tree.data.jsonl import is_gzip
+from mcore_prefix_tree.data.jsonl import JsonText, is_gzip
 from mcore_prefix_tree.inputs import is_same_file
-from mcore_prefix_tree.sample import Sample, Tempered
+from mcore_prefix_tree.sample import Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals, Teacher
 
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -28,7 +29,10 @@ _LINES, _PACKED_LINES = (".jsonl", ".json"), (".jsonl.gz", ".json.gz")
 
 
 class RowWriter(Protocol):
-    """Takes rows in order, each as values by name; a list of numbers is an array, NaN where an entry is missing."""
+    """Takes rows in order, each as values by name; a list of numbers is an array, NaN where an entry is missing.
+
+    Values of fields that samples carry are what a reader gave: JSON text, or an Arrow array of one.
+    """
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write some more.
@@ -39,10 +43,17 @@ class RowWriter(Protocol):
         """
 
 
-def row_of(sample: Sample) -> dict[str, Any]:
-    """Return all fields of a sample; ``source`` is for people and is not read back."""
+def row_of(sample: Sample, names: FieldNames = OUR_NAMES) -> dict[str, Any]:
+    """Return all fields of a sample, and those that it carries as they are.
+
+    ``source`` is for people and is not read back; one that the data had already is kept.
+
+    Args:
+        sample: to be written.
+        names: what the file calls our fields.
+    """
     key = sample.merge_key
-    row: dict[str, Any] = {"source": sample.source, "tokens": sample.tokens, "loss_mask": sample.loss_mask}
+    row: dict[str, Any] = {"tokens": sample.tokens, "loss_mask": sample.loss_mask}
     if isinstance(key, Tempered):
         row["temperature"], key = key.temperature, key.key
     if key is not None:
@@ -51,7 +62,8 @@ def row_of(sample: Sample) -> dict[str, Any]:
         value = getattr(sample.signals, field.name)
         if value is not field.default:
             row[field.name] = value
-    return row
+    own = {names.theirs(name): value for name, value in row.items()}
+    return {**sample.carried, **own, "source": sample.carried.get("source", sample.source)}
 
 
 def check_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
@@ -149,11 +161,31 @@ class _JsonLines:
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """A line each; JSON has no NaN and no infinity, so null stands for them."""
         for row in rows:
-            plain = {name: _plain(value) for name, value in row.items()}
-            self._stream.write(json.dumps(plain, allow_nan=False) + "\n")
+            texts = [f"{json.dumps(name)}: {_json(name, value, row)}" for name, value in row.items()]
+            self._stream.write(f"{{{', '.join(texts)}}}\n")
+
+
+def _json(name: str, value: Any, row: Mapping[str, Any]) -> str:
+    if isinstance(value, JsonText):
+        return value
+    try:
+        return json.dumps(_plain(value), allow_nan=False)
+    except TypeError:
+        raise SampleError(
+            f"{row['source']}: field '{name}' is {value.type}, which JSON Lines cannot hold; write a table (a name "
+            f"that ends in {TABLES[0]})"
+        ) from None
 
 
 def _plain(value: Any) -> Any:
+    if hasattr(value, "to_pylist"):  # an Arrow array of one
+        value = value.to_pylist()[0]
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, Teacher):
         return {name: _plain(part) for name, part in vars(value).items() if part is not None}
     if isinstance(value, np.ndarray):

@@ -6,6 +6,7 @@ a nameless file beside the table's, in parts with types of their own, and are co
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_prefix_tree.data.jsonl import JsonText
 from mcore_prefix_tree.signals import SampleError, Teacher
 
 # Of a row group or record batch: what a reader unpacks for a single row.
@@ -50,12 +52,18 @@ class TableSpool:
 
     def _column(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
         values = [row.get(name) for row in rows]
+        try:
+            if all(value is None or isinstance(value, pa.Array) for value in values):
+                return _together(values)
+        except (OverflowError, pa.ArrowException) as error:
+            raise _no_column(f"field '{name}'", error) from error
+        values = [_decoded(value) for value in values]
         for value, row in zip(values, rows, strict=True):
             if value is not None:
-                kind, first = self._kinds.setdefault(name, (_kind_of(value), row["source"]))
+                kind, first = self._kinds.setdefault(name, (_kind_of(value), _source_of(row)))
                 if kind != _kind_of(value):
                     raise SampleError(
-                        f"{row['source']}: field '{name}' is {_kind_of(value)} and that of {first} is {kind}, but a "
+                        f"{_source_of(row)}: field '{name}' is {_kind_of(value)} and that of {first} is {kind}, but a "
                         "column of a table is of one kind; write JSON Lines (a name that ends in .jsonl)"
                     )
         try:
@@ -74,7 +82,7 @@ class TableSpool:
                     if sum(table.nbytes for table in pending) >= _PART_BYTES:
                         _flush(writer, pending)
                 _flush(writer, pending)
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
             raise _no_column("a field", error) from error
 
     def _writer(self, schema: Any) -> Any:
@@ -96,10 +104,28 @@ def _flush(writer: Any, pending: list[Any]) -> None:
         pending.clear()
 
 
+def _together(values: Sequence[Any]) -> Any:
+    """Return Arrow arrays of one value, or None for a null, as one array of the type that holds all of them."""
+    known = [value.type for value in values if value is not None]
+    schemas = [pa.schema([("", kind)]) for kind in dict.fromkeys(known)]
+    kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    return pa.concat_arrays([pa.nulls(1, kind) if value is None else value.cast(kind) for value in values])
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, JsonText):
+        return json.loads(value)
+    return value.to_pylist()[0] if isinstance(value, pa.Array) else value
+
+
+def _source_of(row: Mapping[str, Any]) -> str:
+    return str(_decoded(row["source"]))
+
+
 def _kind_of(value: Any) -> str:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (np.ndarray, list)):
         return "a list"
-    if isinstance(value, Teacher):
+    if isinstance(value, (Teacher, dict)):
         return "an object"
     if isinstance(value, (bool, np.bool_)):
         return "true or false"
@@ -108,7 +134,7 @@ def _kind_of(value: Any) -> str:
 
 def _array(values: Sequence[Any]) -> Any:
     """Return an Arrow array of values of one kind. In a list of numbers, NaN becomes null."""
-    example = next(value for value in values if value is not None)
+    example = next((value for value in values if value is not None), None)
     if isinstance(example, Teacher):
         return _structs([None if value is None else vars(value) for value in values])
     if isinstance(example, np.ndarray):

@@ -18,7 +18,7 @@ from train_jobs import BATCH, command, logits_of, rows, stock_model, train, worl
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.data import read_samples
+from mcore_prefix_tree.data import FieldNames, read_samples
 from mcore_prefix_tree.data.write import row_of, rows_file
 from mcore_prefix_tree.mcore.trainer import checkpoint, score_file
 from mcore_prefix_tree.mcore.trainer.score_file import run_score
@@ -262,3 +262,28 @@ def test_a_folder_that_is_missing_is_told_before_anything_runs(job: Path, tmp_pa
     result = command("score", job, "--output", str(tmp_path / "no" / "out.jsonl"))
     assert result.exit_code == 2
     assert "its folder does not exist; create it" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["scored.jsonl", "scored.parquet"])
+def test_the_file_keeps_its_other_fields_and_names(job: Path, tmp_path: Path, name: str) -> None:
+    """And the same recipe reads it: its names are those of ``data.fields``."""
+    line = '{"ids": [5, 6, 7, 8], "task": "b", "score": 1.0, "extra": {"b": 1.50, "a": [null]}, "entropy": [9]}'
+    (tmp_path / "in.jsonl").write_text(f"{line}\n{line.replace('7', '8')}\n")
+    fields = "data.fields={tokens: ids, group: task, reward: score}"
+    path = f"data.path={tmp_path / 'in.jsonl'}"
+    result = command("score", job, fields, path, "--no-entropy", "--output", str(tmp_path / name))
+    assert result.exit_code == 0, result.output
+    if name.endswith(".jsonl"):
+        rows = written(tmp_path / name)
+        assert '"extra": {"b": 1.50, "a": [null]}' in (tmp_path / name).read_text()
+    else:
+        rows = pq.read_table(tmp_path / name).to_pylist()
+    assert [row["extra"] for row in rows] == [{"b": 1.5, "a": [None]}] * 2
+    assert [list(row["ids"]) for row in rows] == [[5, 6, 7, 8], [5, 6, 8, 8]]
+    columns = {"ids", "task", "score", "extra", "loss_mask", "source", "old_logprobs"}
+    assert all(row.keys() == columns for row in rows)
+    given = FieldNames(given={"tokens": "ids", "group": "task", "reward": "score"})
+    signals = [one.signals for one in read_samples(tmp_path / name, names=given)]
+    lengths = [0 if one.old_logprobs is None else len(one.old_logprobs) for one in signals]
+    assert [(one.group, one.reward) for one in signals] == [("b", 1.0)] * 2
+    assert lengths == [4, 4]

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_prefix_tree import Sample, SampleError, Signals
-from mcore_prefix_tree.data import read_samples, write_tables
+from mcore_prefix_tree.data import EncodedTurn, FieldNames, read_samples, write_tables
 from mcore_prefix_tree.data.write import check_output, check_rows_output, row_of, rows_file
 from mcore_prefix_tree.errors import sentence_of
 from mcore_prefix_tree.sample import Tempered
@@ -242,3 +242,85 @@ def test_names_that_say_what_is_written_pass(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match="is a folder"):
         check_rows_output(tmp_path / name)
+
+
+UNKNOWN = (
+    '"note": "\\u00e9 \\"x\\"", "empty": {}, "nul": null, "n": 1.50, "big": 123456789012345678901234567890, '
+    '"e": 1e2, "deep": {"b": [1, {"a" : null}], "a": -0.0}, "nan": NaN, "é": "ö", "source": 7, "prompt": "of tokens"'
+)
+
+
+@pytest.mark.parametrize(
+    "known", ['"tokens": [1, 2]', '"messages": [{"role": "assistant", "content": "a"}], "tools": []']
+)
+def test_lines_keep_what_is_not_read_byte_for_byte(tmp_path, known):
+    class Letter:
+        name, vocab_size = "letter", 9
+
+        def encode_turns(self, messages, tools=()):
+            return [EncodedTurn(tokens=np.array([1, 2], dtype=np.int32), start=1)]
+
+    (tmp_path / "in.jsonl").write_text(f'{{{known},{UNKNOWN}, "reward": 2}}\n', encoding="utf-8")
+    names = FieldNames(keeps_others=True)
+    samples = read_samples(tmp_path / "in.jsonl", names=names, tokenizer=Letter())
+    write(tmp_path / "out.jsonl", [row_of(sample) for sample in samples], 1)
+    text = (tmp_path / "out.jsonl").read_text(encoding="utf-8")
+    given = read_samples(tmp_path / "in.jsonl", names=names, tokenizer=Letter())[0].carried
+    assert list(given) == ["note", "empty", "nul", "n", "big", "e", "deep", "nan", "é", "source", "prompt"]
+    for name, value in given.items():
+        assert f": {value}" in text
+        assert f"{value}" in UNKNOWN
+        assert f"{json.dumps(name)}: {value}" in text
+    assert "messages" not in text
+    assert "tools" not in text
+    assert json.loads(text)["reward"] == 2
+    assert read_samples(tmp_path / "in.jsonl", tokenizer=Letter())[0].carried == {}
+
+
+ODD = {
+    "when": pa.array([1, None], pa.timestamp("us", "UTC")),
+    "price": pa.array([None, "1.20"]).cast(pa.decimal128(5, 2)),
+    "bytes": pa.array([b"\xff", b""], pa.binary()),
+    "kind": pa.array(["a", "b"]).dictionary_encode(),
+    "info": pa.array([{"i": 1, "s": None}, None], pa.struct([("i", pa.int8()), ("s", pa.string())])),
+    "none": pa.nulls(2),
+    "source": pa.array([3, 4]),
+}
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_tables_keep_what_is_not_read_and_its_types(tmp_path, name, at_once):
+    table = pa.table({"ids": [[1, 2], [3]], **ODD, "tokens": ["not", "ours"]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    names = FieldNames(given={"tokens": "ids"}, keeps_others=True)
+    samples = read_samples(tmp_path / "in.parquet", names=names)
+    path = write(tmp_path / name, [row_of(sample, names) for sample in samples], at_once)
+    back = pq.read_table(path) if name.endswith(".parquet") else pa.ipc.open_file(path).read_all()
+    assert set(back.column_names) == {*table.column_names, "loss_mask"}
+    for column in table.column_names:
+        if column != "ids":
+            assert back[column].to_pylist() == table[column].to_pylist()
+            assert back.schema.field(column).type == table.schema.field(column).type, column
+    again = read_samples(path, names=FieldNames(given={"tokens": "ids"}))
+    assert [one.tokens.tolist() for one in again] == [[1, 2], [3]]
+
+
+def test_from_lines_to_a_table_and_back(tmp_path):
+    names = FieldNames(keeps_others=True)
+    (tmp_path / "in.jsonl").write_text(
+        '{"tokens": [1], "info": {"a": [1.5]}}\n{"tokens": [2], "info": null, "b": "c"}\n'
+    )
+    rows = [row_of(sample) for sample in read_samples(tmp_path / "in.jsonl", names=names)]
+    path = write(tmp_path / "rows.parquet", rows, 1)
+    assert pq.read_table(path)["info"].to_pylist() == [{"a": [1.5]}, None]
+    back = write(tmp_path / "back.jsonl", [row_of(sample) for sample in read_samples(path, names=names)], 1)
+    assert [json.loads(line)["info"] for line in back.read_text().splitlines()] == [{"a": [1.5]}, None]
+
+
+def test_lines_cannot_hold_all_that_tables_can(tmp_path):
+    pq.write_table(pa.table({"tokens": [[1]], "when": ODD["when"][:1]}), tmp_path / "in.parquet")
+    rows = [row_of(one) for one in read_samples(tmp_path / "in.parquet", names=FieldNames(keeps_others=True))]
+    with pytest.raises(SampleError, match=r"in.parquet row 0: field 'when' is timestamp.*, which JSON Lines"):
+        write(tmp_path / "out.jsonl", rows, 1)
+    assert not (tmp_path / "out.jsonl").exists()

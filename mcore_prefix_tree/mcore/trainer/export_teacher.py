@@ -12,6 +12,7 @@ from typing import cast
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.attention.auto import check_setting
+from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.score import ScoringStep
@@ -84,6 +85,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         )
         folding = _folding(joined, model, recipe.batch.sharing)
         readout = ExportedRows(top=TopLogprobs(k=top_k, vocab_size=pairing.teacher.vocab_size))
+        names = FieldNames(given=recipe.data.fields)
         report = ScoreReport(
             iteration=str(teacher.checkpoint.save or teacher.model.hf),
             reference_iteration=None,
@@ -97,11 +99,14 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
                 if writer is None:
                     continue
                 report = report.with_step(step, scores)
+                rows = [
+                    replace(one.teacher, tokens=pair.teacher.tokens, tokenizer=pairing.teacher.hash)
+                    for pair, one in zip(pairs, scores, strict=True)
+                ]
                 writer.add(
                     [
-                        row_of(pair.student)
-                        | {TEACHER: replace(one.teacher, tokens=pair.teacher.tokens, tokenizer=pairing.teacher.hash)}
-                        for pair, one in zip(pairs, scores, strict=True)
+                        row_of(pair.student, names) | {names.theirs(TEACHER): row}
+                        for pair, row in zip(pairs, rows, strict=True)
                     ]
                 )
         return report, is_main_rank()

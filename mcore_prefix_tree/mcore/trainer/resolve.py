@@ -55,6 +55,7 @@ def read_data(
     objective: Objective | None,
     *,
     every_sample: bool = False,
+    keeps_others: bool = False,
     checked: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Data:
@@ -64,6 +65,7 @@ def read_data(
         session: of this rank.
         objective: of the recipe; None reads no group, rollout or pair.
         every_sample: an epoch leaves none out.
+        keeps_others: samples carry the fields that are not read.
         checked: check before the first step that no sample lacks what the objective reads.
         progress: of streamed samples; receives the bytes read and their total.
 
@@ -73,7 +75,7 @@ def read_data(
             takes, or steps are to be so many groups of an objective that has none.
     """
     recipe = session.recipe
-    source = source_of(recipe, objective, ranks=all_ranks(), every_sample=every_sample)
+    source = source_of(recipe, objective, ranks=all_ranks(), every_sample=every_sample, keeps_others=keeps_others)
     check = partial(check_samples, objective) if checked and objective is not None else None
     try:
         order, skipped = source.read(check=check, progress=progress)

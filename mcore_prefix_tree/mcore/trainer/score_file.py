@@ -12,6 +12,7 @@ import torch
 
 from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
 from mcore_prefix_tree.mcore.engine.score import Scorer, ScoringStep
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
@@ -27,6 +28,7 @@ from mcore_prefix_tree.sample import Sample
 
 # Columns of the file, which training reads, beside those that objectives name.
 REFERENCE, TEACHER = "ref_logprobs", "teacher"
+_ENTROPY = "entropy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,8 @@ def run_score(
         output: a file that ``data.path`` can name, JSON Lines or a table by its name: each sample with
             ``old_logprobs``, ``entropy`` and ``ref_logprobs``, null for tokens that are not scored; of a critic with
             ``values``, of a reward model with the ``reward`` after its last token, of a teacher with ``teacher``
-            instead. The file appears once it is complete.
+            instead. Fields that are not read are kept as they are, and others have the names that ``data.fields``
+            gives them. The file appears once it is complete.
         reference: folder of another run's checkpoints of the same model, or a Hugging Face folder of the same
             architecture; gives ``ref_logprobs``.
         all_tokens: score all tokens, not only those with a non-zero loss mask.
@@ -122,8 +125,9 @@ def run_score(
         objective = objective_of(recipe)
         # Whatever the objective reads of a sample: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
-        data = read_data(joined, grouping, every_sample=True)
+        data = read_data(joined, grouping, every_sample=True, keeps_others=True)
         run = resolve(joined, objective, data)
+        file_names = FieldNames(given=recipe.data.fields)
         models = {column: run.new_model() for column in weights}
         for column, one in weights.items():
             one.fill(models[column], names[column], run.recipe.model)
@@ -141,7 +145,7 @@ def run_score(
                     report = report.with_step(step, scores[main])
                     writer.add(
                         [
-                            _row(sample, {column: of_all[index] for column, of_all in scores.items()})
+                            _row(sample, {column: of_all[index] for column, of_all in scores.items()}, file_names)
                             for index, sample in enumerate(samples)
                         ]
                     )
@@ -245,8 +249,9 @@ def _readout(run: Resolved, entropy: bool, teacher_top_k: int | None) -> Scorer[
     return Logprobs(entropy=entropy, fused=run.job.fused_head)
 
 
-def _row(sample: Sample, scores: dict[str, SampleScores]) -> dict[str, Any]:
-    row = row_of(sample)
+def _row(sample: Sample, scores: dict[str, SampleScores], names: FieldNames) -> dict[str, Any]:
+    row = row_of(sample, names)
+    row.pop(_ENTROPY, None)  # of another scoring
     for column, one in scores.items():
-        row |= one.columns(column)
+        row |= {names.theirs(name): value for name, value in one.columns(column).items()}
     return row
