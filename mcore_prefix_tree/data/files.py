@@ -10,6 +10,7 @@ from typing import Protocol
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.jsonl import STDIN, LineIndex, read_lines
 from mcore_prefix_tree.data.records import Record
+from mcore_prefix_tree.data.saved_datasets import HUB, files_of_folder, files_of_hub, is_saved
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.sample import SampleError
 
@@ -40,15 +41,25 @@ class RecordIndex(Protocol):
 
 
 def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
-    """Return files in the order given, globs expanded and sorted; raises SampleError for one without a file."""
+    """Return files in the order given, globs, saved data sets and names on the hub expanded.
+
+    Raises:
+        SampleError: a path names no file.
+        ImportError: a data set is on the hub, and the datasets library is missing.
+    """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
         raise SampleError("no data paths; give data.path at least one file, glob or '-' for standard input")
     resolved: list[str] = []
     for path in [os.fspath(path) for path in given]:
-        if os.path.isdir(path):
+        if path.startswith(HUB):
+            resolved += files_of_hub(path)
+        elif os.path.isdir(path):
+            if is_saved(path):
+                resolved += files_of_folder(path)
+                continue
             raise SampleError(f"{path}: is a folder; name its files, for example '{os.path.join(path, '*.jsonl')}'")
-        if path == STDIN or os.path.exists(path):
+        elif path == STDIN or os.path.exists(path):
             resolved.append(path)
         elif glob.has_magic(path):
             matches = sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match))
