@@ -1,0 +1,71 @@
+"""Training on data as people have it: the same losses as on the same samples written as ``tokens`` in order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_train_objectives import rows as signal_rows
+from train_jobs import FLOAT64, command, train, write_job, write_rows
+
+from mcore_prefix_tree.data import load_tokenizer, read_samples
+from mcore_prefix_tree.data.write import row_of
+
+STEPS = ("train_iters=2", "batch.max_tokens=400", "batch.global_batch_size=4", *FLOAT64)
+
+
+def test_trl_preferences_train_as_their_tokens_do(tmp_path: Path) -> None:
+    user = [{"role": "user", "content": "2 + 3"}]
+    said = [[{"role": "assistant", "content": text}] for text in ("5", "6, I think")]
+    given = [
+        {"prompt": user, "chosen": said[0], "rejected": said[1]},
+        {"chosen": [*user, *said[1]], "rejected": [*user, *said[0]]},
+        {"prompt": "2 + 3 =", "chosen": " 5", "rejected": " 6"},
+        {"chosen": "2 + 3 = five", "rejected": "2 + 3 = six"},
+    ]
+    recipe = write_job(tmp_path, given)
+    tokens = [row_of(one) for one in read_samples(tmp_path / "data.jsonl", tokenizer=load_tokenizer())]
+    assert [len({row["pair"] for row in tokens}), len(tokens)] == [4, 8]
+    path = write_rows(tmp_path / "tokens.jsonl", [json.loads(json.dumps(row, default=list_of)) for row in tokens])
+    preferring = (*STEPS, "objective.name=orpo", "model.vocab_size=32768", "data.order=file")
+    theirs = train(recipe, *preferring, "data.tokenizer=mistral-v7").losses
+    assert theirs == train(recipe, *preferring, f"data.path={path}").losses
+    assert len(theirs) == 2
+
+
+def list_of(array: object) -> object:
+    return array.tolist()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_groups_that_lie_apart_train_as_neighbours_do(tmp_path: Path, streaming: bool) -> None:
+    """The same steps, also where files are streamed and the job is resumed."""
+    neighbours = signal_rows(neighbours=3)
+    apart = [row for member in range(3) for row in neighbours[member::3]]
+    recipe = write_job(tmp_path, apart)
+    path = write_rows(tmp_path / "sorted.jsonl", neighbours)
+    steps = (*STEPS, "train_iters=3", "data.num_workers=0", f"data.streaming={str(streaming).lower()}")
+    grpo = (*steps, "objective.name=grpo", "batch.groups_per_step=2", "batch.global_batch_size=null")
+    given = train(recipe, *grpo).losses
+    assert len(given) == 3
+    assert given == train(recipe, *grpo, f"data.path={path}").losses
+    saving = (*grpo, f"checkpoint.save={tmp_path / 'runs'}", "checkpoint.save_interval=1")
+    assert train(recipe, *saving, stop_after=2).losses == given[:2]
+    assert train(recipe, *saving, resume=True).losses == given[1:], "the second step was not saved yet"
+
+
+def test_names_on_the_command_line(tmp_path: Path) -> None:
+    line = {"ids": [1, 2, 3], "task": "a"}
+    path = write_rows(tmp_path / "renamed.jsonl", [line, line | {"ids": [1, 2, 4]}])
+    given = command("inspect", path, "--fields", '{"tokens": "ids", "group": "task"}')
+    assert given.exit_code == 0, given.output
+    plain = write_rows(tmp_path / "plain.jsonl", [{"tokens": [1, 2, 3]}, {"tokens": [1, 2, 4]}])
+    assert given.output.splitlines()[-3:] == command("inspect", plain).output.splitlines()[-3:]
+    for fields, says in (
+        ("[3]", "--fields: '[3]' is not a JSON object"),
+        ('{"grop": "a"}', "--fields: 'grop' is not a"),
+    ):
+        failed = command("plan", path, "--max-tokens", "9", "--fields", fields)
+        assert failed.exit_code != 0
+        assert says in failed.output
