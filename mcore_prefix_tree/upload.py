@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+from mcore_prefix_tree.lazy_torch import torch
 
 T = TypeVar("T")
 

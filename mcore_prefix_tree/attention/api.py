@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
-from typing import Protocol, cast
-
-import torch
+from typing import TYPE_CHECKING, Protocol, cast
 
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
-from mcore_prefix_tree.metadata import TreeMetadata
+
+if TYPE_CHECKING:
+    import torch
+
+    from mcore_prefix_tree.metadata import TreeMetadata
 
 
 class Backend(Protocol):
@@ -47,6 +49,9 @@ class Backend(Protocol):
         """
 
 
+# A setting of a job, which becomes the name of a back-end before its first micro-batch; see auto.py.
+AUTO = "auto"
+
 # The module is imported when its name is first used.
 BACKENDS: dict[str, str] = {
     "path": "mcore_prefix_tree.attention.path",
@@ -66,6 +71,12 @@ def check_backend(name: str) -> None:
     """Raise ValueError, naming the ones there are, if ``name`` is not a back-end."""
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} does not exist; choose one of {', '.join(sorted(BACKENDS))}")
+
+
+def check_setting(name: str) -> None:
+    """Raise ValueError if ``name`` is neither a back-end nor :data:`AUTO`."""
+    if name != AUTO:
+        check_backend(name)
 
 
 def load_backend(name: str) -> Backend:

@@ -18,14 +18,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from mcore_prefix_tree.attention.api import check_backend, load_backend
+from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.attention.blocks import visible_pairs
 from mcore_prefix_tree.attention.options import Case
 from mcore_prefix_tree.attention.parity import ParityError
 from mcore_prefix_tree.attention.spans import cut_into_spans
 from mcore_prefix_tree.metadata import TreeMetadata
-
-AUTO = "auto"
 
 # By kind of device, where nothing was measured. On GPUs nothing has been yet: the order there is that of the clocks
 # that the instructions of the compiled kernels take. FlashAttention-4 is a package that a user has to install.
@@ -77,12 +75,6 @@ class Choice(NamedTuple):
 
     backend: str
     reason: str
-
-
-def check_setting(name: str) -> None:
-    """Raise ValueError if ``name`` is neither a back-end nor :data:`AUTO`."""
-    if name != AUTO:
-        check_backend(name)
 
 
 def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> Choice:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from mcore_prefix_tree.lazy_torch import torch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,9 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import check_output_option
-from mcore_prefix_tree.data.write import whole_file
+from mcore_prefix_tree.cli.options import check_output_option, job_of
 from mcore_prefix_tree.inputs import MOST
 
 app = typer.Typer(no_args_is_help=True, help="Measure training steps, and write the numbers.")
@@ -30,11 +28,8 @@ def step(
     ] = None,
 ) -> None:
     """Time forward and backward of a recipe's first batch, folded and unfolded. Under torchrun for several ranks."""
-    from mcore_prefix_tree.recipe import load_recipe
-
-    loaded = load_recipe(recipe, [*(overrides or []), "checkpoint.save=null"])
+    loaded = job_of(recipe, [*(overrides or []), "checkpoint.save=null"], is_trained=True)
     check_output_option("--output", output, [recipe, *loaded.inputs], make_folder=True)
-    quiet_upstream()
     from mcore_prefix_tree.bench.step import step_result
     from mcore_prefix_tree.mcore.trainer.jobs import compare_first, run_once
 
@@ -47,5 +42,7 @@ def step(
 
     Console().print(comparison_table(comparison))
     if output is not None:
+        from mcore_prefix_tree.data.write import whole_file
+
         with whole_file(output) as unfinished:
             unfinished.write_text(json.dumps(step_result(asdict(loaded), comparison), indent=2, allow_nan=False) + "\n")

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import check_output_option
+from mcore_prefix_tree.cli.options import check_output_option, job_of
 from mcore_prefix_tree.inputs import MOST
 
 
@@ -28,11 +27,9 @@ def calibrate(
     Under torchrun for the layout of the job; nothing is trained.
     """
     from mcore_prefix_tree.data.write import whole_file
-    from mcore_prefix_tree.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = job_of(recipe, overrides, is_trained=True)
     check_output_option("--output", output, [recipe, *loaded.inputs])
-    quiet_upstream()
     from mcore_prefix_tree.bench.machine import describe_machine
     from mcore_prefix_tree.mcore.trainer.jobs import measure_costs, run_once
 

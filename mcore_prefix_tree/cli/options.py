@@ -8,9 +8,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+from mcore_prefix_tree.cli.boundary import quiet_upstream
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.recipe import Recipe
 
 Section = TypeVar("Section")
 
@@ -45,6 +50,22 @@ def with_hf(overrides: list[str] | None, path: str | None) -> list[str]:
     """Return a recipe's overrides, with ``model.hf`` if ``--hf`` gives a path."""
     given = overrides or []
     return given if path is None else [*given, f"model.hf={json.dumps(path, ensure_ascii=False)}"]
+
+
+def job_of(recipe: str, overrides: list[str] | None, hf: str | None = None, *, is_trained: bool = False) -> Recipe:
+    """Return the recipe of a command that reads its samples, checked before anything heavy is imported.
+
+    Raises:
+        ValueError: see :func:`~mcore_prefix_tree.recipe.load_recipe` and
+            :func:`~mcore_prefix_tree.recipe.check.check_recipe`.
+    """
+    from mcore_prefix_tree.recipe import load_recipe
+    from mcore_prefix_tree.recipe.check import check_recipe
+
+    loaded = load_recipe(recipe, with_hf(overrides, hf))
+    check_recipe(loaded, is_trained=is_trained)
+    quiet_upstream()
+    return loaded
 
 
 def takes(section: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:

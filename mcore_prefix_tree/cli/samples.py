@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mcore_prefix_tree.choices import OnError, Order, Share
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import SEEDS
-from mcore_prefix_tree.data import OnError
-from mcore_prefix_tree.data.batches import Order
 from mcore_prefix_tree.data.fields import check_names
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.inputs import MOST
-from mcore_prefix_tree.trie import Share, Sharing
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.recipe import Recipe
     from mcore_prefix_tree.recipe.sections import DataConfig
     from mcore_prefix_tree.sample import Sample
+    from mcore_prefix_tree.trie import Sharing
 
 
 class TokenizerOnDemand:
@@ -188,11 +187,15 @@ class SampleOptions:
 
     @cached_property
     def _file(self) -> Recipe | None:
-        from mcore_prefix_tree.recipe import load_recipe
+        from mcore_prefix_tree.recipe import ParallelConfig, load_recipe
+        from mcore_prefix_tree.recipe.check import check_sizes
 
         if self.model is None:
             return None
         recipe = load_recipe(self.model)
+        check_sizes(recipe.model)
+        if recipe.model.hf is None and not recipe.model.transformer and recipe.parallel == ParallelConfig():
+            return recipe  # Megatron has no rules about it
         quiet_upstream()
         try:
             from mcore_prefix_tree.mcore.trainer.hf import described
@@ -217,6 +220,8 @@ class SampleOptions:
         """Common prefixes that are shared."""
         if self.recipe is not None:
             return self.recipe.batch.sharing
+        from mcore_prefix_tree.trie import Sharing
+
         return Sharing(share=self.share or "all", min_shared_tokens=self.min_shared_tokens or 0)
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, with_hf
+from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, job_of
 from mcore_prefix_tree.inputs import MOST
 
 if TYPE_CHECKING:
@@ -48,11 +47,8 @@ def score(
     The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null where none
     was asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.
     """
-    from mcore_prefix_tree.recipe import load_recipe
-
-    loaded = load_recipe(recipe, with_hf(overrides, hf))
+    loaded = job_of(recipe, overrides, hf)
     check_output_option("--output", output, [recipe, *loaded.inputs])
-    quiet_upstream()
     from mcore_prefix_tree.mcore.trainer.score_file import run_score
 
     report, is_main = run_score(

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import HuggingFace, with_hf
+from mcore_prefix_tree.cli.options import HuggingFace, job_of
 from mcore_prefix_tree.ending import ended_at_once
 from mcore_prefix_tree.errors import ENDED_BY_SIGNAL, FAILED, leave
 from mcore_prefix_tree.output import outlive_output
@@ -38,19 +37,18 @@ def train(
     checkpoint.
     """
     with ended_at_once():
-        _train(recipe, with_hf(overrides, hf), resume=resume, new_data=new_data)
+        _train(recipe, overrides, hf, resume=resume, new_data=new_data)
 
 
-def _train(recipe: str, overrides: list[str], *, resume: bool, new_data: bool) -> None:
+def _train(recipe: str, overrides: list[str] | None, hf: str | None, *, resume: bool, new_data: bool) -> None:
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter
-    from mcore_prefix_tree.recipe import load_recipe
+    from mcore_prefix_tree.recipe.check import check_logs
 
-    loaded = load_recipe(recipe, overrides)
-    quiet_upstream()
+    loaded = job_of(recipe, overrides, hf, is_trained=True)
+    check_logs(loaded.log, loaded.inputs)
     outlive_output()
-    # Megatron takes seconds to import: a wrong recipe is rejected before.
     from mcore_prefix_tree.mcore.trainer.end_request import EndedError
     from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_train
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import HuggingFace, with_hf
+from mcore_prefix_tree.cli.options import HuggingFace, job_of
 from mcore_prefix_tree.errors import FAILED, leave
 
 
@@ -24,10 +23,7 @@ def verify(
 
     Exit code 1 if an error is above its limit.
     """
-    from mcore_prefix_tree.recipe import load_recipe
-
-    loaded = load_recipe(recipe, with_hf(overrides, hf))
-    quiet_upstream()
+    loaded = job_of(recipe, overrides, hf)
     from mcore_prefix_tree.mcore.trainer.jobs import run_once, verify_first
 
     report, is_main = run_once(loaded, verify_first)

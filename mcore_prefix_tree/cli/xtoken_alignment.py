@@ -6,15 +6,12 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 
+from mcore_prefix_tree.choices import Aligner, OnError, Rendering
 from mcore_prefix_tree.cli.options import takes
 from mcore_prefix_tree.cli.xtoken_options import Tokenizers
-from mcore_prefix_tree.data import OnError
 from mcore_prefix_tree.inputs import MOST
-from mcore_prefix_tree.xtoken.pairs import Aligner
-from mcore_prefix_tree.xtoken.read import Rendering
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -75,6 +72,8 @@ def _heading(pair: Pair) -> str:
 
 def _summary(pair: Pair, most: int) -> str:
     """Say how much of a pair is aligned, and by which kinds of chunks."""
+    import numpy as np
+
     lengths = [np.diff(side)[:, 0] for side in (pair.alignment.student, pair.alignment.teacher)]
     kinds = Counter(f"{s}:{t}" for s, t in zip(lengths[0].tolist(), lengths[1].tolist(), strict=True))
     scored = int(np.count_nonzero(pair.student.loss_mask[1:]))

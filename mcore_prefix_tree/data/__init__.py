@@ -15,7 +15,7 @@ from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.read import iter_sample_groups, read_samples
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.same import Ranks, check_same_samples
-from mcore_prefix_tree.data.skipped import OnError, Skipped
+from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
 
@@ -27,7 +27,6 @@ __all__ = [
     "EncodedTurn",
     "FieldNames",
     "LineOptions",
-    "OnError",
     "Ranks",
     "Skipped",
     "StreamedGroups",

@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.choices import Order
 from mcore_prefix_tree.data.folded import deal_runs, trie_order
 from mcore_prefix_tree.data.same import checksum
 from mcore_prefix_tree.data.stream import StreamedGroups
@@ -26,9 +27,6 @@ Int64Array = npt.NDArray[np.int64]
 
 _LOOK_S = 1.0
 _FAULTS = (SampleError, MemoryError, OSError)
-
-
-Order = Literal["shuffled", "folded", "file"]
 
 
 class _Epoch(NamedTuple):

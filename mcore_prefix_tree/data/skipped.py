@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-OnError = Literal["raise", "skip"]
+from mcore_prefix_tree.choices import OnError
+
 Kind = Literal["unreadable", "malformed", "too long", "outside the vocabulary"]
 
 _NAMED = 10

@@ -15,8 +15,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from mcore_prefix_tree.attention import AttentionOptions, Case, tree_attention
-from mcore_prefix_tree.attention.api import check_case, load_backend
-from mcore_prefix_tree.attention.auto import AUTO, TreeShape, check_setting, choose
+from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting, load_backend
+from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges, edge_logprobs, restore
 from mcore_prefix_tree.metadata import TreeMetadata

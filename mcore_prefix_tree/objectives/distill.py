@@ -25,18 +25,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass as plain_dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from mcore_prefix_tree.choices import Divergence
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.logprob import Edges
-from mcore_prefix_tree.logprob.log1mexp import log1mexp
-from mcore_prefix_tree.objectives.divergence import Divergence, divergence, divergence_gradient_
+from mcore_prefix_tree.lazy_torch import dist, torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import Objective
@@ -46,6 +43,9 @@ from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
 from mcore_prefix_tree.upload import upload
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.logprob import Edges
 
 
 @plain_dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,6 +131,8 @@ class Distillation(Objective):
         self, targets: Targets, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu"
     ) -> TeacherRows:
         """The part of one micro-batch; arguments as of :meth:`Targets.rows`."""
+        from mcore_prefix_tree.logprob import Edges
+
         entries, local, token = targets.located(layout, indices)
         of_token = layout.predictor[token].astype(np.int64)
         token_ids, logprobs = np.empty((len(entries), 0), dtype=np.int32), np.empty((len(entries), 0), dtype=np.float32)
@@ -161,6 +163,8 @@ class Distillation(Objective):
         """
         if teacher.shape[1] != vocab_size:
             teacher, student = _with_rest(teacher), _with_rest(student)
+        from mcore_prefix_tree.objectives.divergence import divergence
+
         return divergence(teacher, student, self.divergence, self.jsd_beta)
 
     def of_logits_(
@@ -175,6 +179,8 @@ class Distillation(Objective):
 
         ``weight`` is ``[C]``; for the others see :func:`~mcore_prefix_tree.objectives.divergence.divergence_gradient_`.
         """
+        from mcore_prefix_tree.objectives.divergence import divergence_gradient_
+
         of_row = divergence_gradient_(student, teacher, self.divergence, jsd_beta=self.jsd_beta, group=group)
         student.mul_(weight.to(student.dtype)[:, None])
         return of_row
@@ -226,5 +232,7 @@ def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:
 
     That is known to the dtype's rounding of 1 and no closer: below it, the rest stays at it and has no gradient.
     """
+    from mcore_prefix_tree.logprob.log1mexp import log1mexp
+
     together = torch.logsumexp(logprobs, dim=1, keepdim=True).clamp(max=-torch.finfo(logprobs.dtype).eps)
     return torch.cat([logprobs, log1mexp(together)], dim=1)

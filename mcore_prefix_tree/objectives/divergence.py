@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from mcore_prefix_tree.choices import Divergence
 from mcore_prefix_tree.logprob.edges import ROWS, slices
 from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_sums_
-
-Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 def divergence(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_beta: float) -> torch.Tensor:

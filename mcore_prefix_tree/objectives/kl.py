@@ -22,8 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
+from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens
 
 KLEstimator = Literal["k1", "k2", "k3"]

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
+from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-import torch
-
+from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
 
 # By name, float64 tensors [2]: a sum and its weight. They are added up as they are, and divided last.
-Means = dict[str, torch.Tensor]
+Means: TypeAlias = "dict[str, torch.Tensor]"
 
 NO_SAMPLE = 2**62
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
+from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT
 from mcore_prefix_tree.objectives.rows import Rows
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-import torch
-
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.metrics import LossOutput
 from mcore_prefix_tree.objectives.rows import LossRows, Targets, Terms
 from mcore_prefix_tree.sample import Sample

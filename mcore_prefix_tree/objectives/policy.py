@@ -26,10 +26,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
+from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.advantages import ADVANTAGES, Advantage, Alone, Rewards, reward_advantages, whiten
 from mcore_prefix_tree.objectives.gae import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, KLPenalty, kl_estimate

@@ -24,12 +24,10 @@ from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.logprob.log1mexp import log1mexp
+from mcore_prefix_tree.lazy_torch import F, torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
@@ -142,6 +140,8 @@ class Preference(Objective):
         if self.link == "hinge":
             return F.relu(1 - self.beta * difference)
         if self.link == "odds_ratio":
+            from mcore_prefix_tree.logprob.log1mexp import log1mexp
+
             return -self.beta * F.logsigmoid(difference - log1mexp(chosen) + log1mexp(rejected))
         logits = self.beta * difference - self.gamma
         return -(1 - self.label_smoothing) * F.logsigmoid(logits) - self.label_smoothing * F.logsigmoid(-logits)

@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.logprob import Edges
+from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
 from mcore_prefix_tree.upload import upload
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.logprob import Edges
 
 FloatColumn = npt.NDArray[np.floating]
 

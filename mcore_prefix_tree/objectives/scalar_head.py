@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
+from mcore_prefix_tree.lazy_torch import F, torch
 from mcore_prefix_tree.objectives.gae import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import KLEstimator, KLPenalty
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of

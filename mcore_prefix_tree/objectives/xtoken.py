@@ -19,15 +19,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic import Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
+from mcore_prefix_tree.choices import Aligner
 from mcore_prefix_tree.layout import FlatLayout, fold
-from mcore_prefix_tree.logprob import Edges
+from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample
 from mcore_prefix_tree.objectives.objective import Objective
 from mcore_prefix_tree.objectives.rows import LossRows, Targets
@@ -47,8 +47,11 @@ from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie
 from mcore_prefix_tree.upload import upload
 from mcore_prefix_tree.xtoken.exported import Labelled, rows_of
 from mcore_prefix_tree.xtoken.fold import fold_chunks
-from mcore_prefix_tree.xtoken.losses import MODES, KnownRows, LossSettings, Mode, blocks_of, ordered
-from mcore_prefix_tree.xtoken.pairs import Aligner, Pair
+from mcore_prefix_tree.xtoken.modes import MODES, LossSettings, Mode
+from mcore_prefix_tree.xtoken.pairs import Pair
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.logprob import Edges
 
 # Logits of a block, at most: some temporaries of this size exist at a time.
 _LOGITS = 2**24
@@ -291,6 +294,8 @@ class BoundCrossTokenizer(_OfChunks):
         self, targets: Targets, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu"
     ) -> ChunkRows:
         """Fold the teachers' samples of one micro-batch, and its chunks; arguments as of :meth:`Targets.rows`."""
+        from mcore_prefix_tree.logprob import Edges
+
         assert isinstance(targets, ChunkTargets), "made by targets()"
         edges = Edges.from_layout(layout, needed=layout.loss_weight != 0, device=device)
         assert edges.token is not None
@@ -311,6 +316,9 @@ class BoundCrossTokenizer(_OfChunks):
         indices: Sequence[int],
         device: torch.device | str,
     ) -> TaughtChunks:
+        from mcore_prefix_tree.logprob import Edges
+        from mcore_prefix_tree.xtoken.losses import KnownRows, blocks_of, ordered
+
         side = self.sides[number]
         pairs = [targets.paired[number][index] for index in indices]
         exported = None if self.asks_model else Labelled.of(pairs)

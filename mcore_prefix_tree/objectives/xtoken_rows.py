@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.logprob import Edges
+from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.rows import LossRows, Targets
 from mcore_prefix_tree.sample import Sample, SampleError
-from mcore_prefix_tree.xtoken.losses import Block, Endings, KnownRows
 from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
 from mcore_prefix_tree.xtoken.projection import Projection
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.logprob import Edges
+    from mcore_prefix_tree.xtoken.losses import Block, Endings, KnownRows
 
 
 class Lesson(Protocol):

@@ -74,8 +74,8 @@ def check_teachers_named(
         raise RecipeError(f"{names.teacher} names {len(teachers)} recipes, but distill has one teacher")
 
 
-def objective_of(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
-    """Return the objective that a recipe names, with what it reads before any model is built.
+def checked_settings(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
+    """Return the objective that a recipe names, by its options, checked against the recipe's other settings.
 
     Args:
         recipe: the job's.
@@ -87,6 +87,20 @@ def objective_of(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
     objective = settings_of(recipe.objective, names)
     check_teachers_named(objective, recipe.objective, fused_head=recipe.fused_head, names=names)
     parallel_of_teachers(recipe.objective, recipe.parallel, names)
+    return objective
+
+
+def objective_of(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
+    """Return the objective that a recipe names, with what it reads before any model is built.
+
+    Args:
+        recipe: the job's.
+        names: of the settings, for messages.
+
+    Raises:
+        RecipeError: see :func:`checked_settings`; or what is read does not fit together.
+    """
+    objective = checked_settings(recipe, names)
     if not objective.across_tokenizers:
         return objective
     return bound(

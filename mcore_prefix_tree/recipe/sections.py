@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from mcore_prefix_tree.choices import OnError, Order, Share
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.recipe.values import (
     AT_ODDS,
@@ -25,7 +26,7 @@ from mcore_prefix_tree.recipe.values import (
     PositiveInt,
     Seed,
 )
-from mcore_prefix_tree.trie import Share, Sharing
+from mcore_prefix_tree.trie import Sharing
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.objectives import Objective
@@ -63,8 +64,8 @@ class DataConfig:
     tokenizer: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     expand_turns: bool = False
-    order: Literal["shuffled", "folded", "file"] = "shuffled"
-    on_error: Literal["raise", "skip"] = "raise"
+    order: Order = "shuffled"
+    on_error: OnError = "raise"
     streaming: bool = False
     num_workers: Annotated[NonNegativeInt, Field(le=256)] = 2
 

@@ -10,8 +10,7 @@ from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, Te
 from mcore_prefix_tree.recipe.sections import DataConfig, ModelConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames
 from mcore_prefix_tree.trie import Sharing
-from mcore_prefix_tree.xtoken.losses import Endings
-from mcore_prefix_tree.xtoken.losses.registry import Reads
+from mcore_prefix_tree.xtoken.modes import Reads
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.projection_file import read_projection
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
@@ -92,6 +91,8 @@ def _pairing(
 
 
 def _side(pairing: Pairing, reads: Reads, projection: str | None, names: SettingNames) -> TeacherSide:
+    from mcore_prefix_tree.xtoken.losses import Endings
+
     tables = pairing.student, pairing.teacher
     if projection is not None and not Path(projection).is_file():
         raise RecipeError(

@@ -1,11 +1,10 @@
 """Samples to a trie: which tokens are shared, and by whom."""
 
-from mcore_prefix_tree.trie.sort import SHARE_ALL, Share, Sharing, common_prefix_length, sort_samples
+from mcore_prefix_tree.trie.sort import SHARE_ALL, Sharing, common_prefix_length, sort_samples
 from mcore_prefix_tree.trie.trie import Trie, build_trie, trie_from_order
 
 __all__ = [
     "SHARE_ALL",
-    "Share",
     "Sharing",
     "Trie",
     "build_trie",

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.choices import Share
 from mcore_prefix_tree.sample import Sample
 
 IntArray = npt.NDArray[np.int64]
-Share = Literal["all", "prompt"]
 
 
 @dataclass(frozen=True, kw_only=True)

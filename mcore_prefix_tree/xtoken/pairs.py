@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.choices import Aligner
 from mcore_prefix_tree.data.chat import ChatTokenizer
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.xtoken.align import Alignment, align_ends, first_difference, merged_ranges
@@ -20,7 +21,6 @@ from mcore_prefix_tree.xtoken.dynamic import align_dynamic
 from mcore_prefix_tree.xtoken.reencode import Reencoder
 from mcore_prefix_tree.xtoken.token_bytes import BoolArray, Int64Array, Spelled, TokenBytes, token_bytes
 
-Aligner = Literal["bytes", "dynamic"]
 _MISFIT = "render both with the student's chat format, or choose tokenizers whose formats write the same text"
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal, get_args
+from typing import get_args
 
+from mcore_prefix_tree.choices import OnError, Rendering
 from mcore_prefix_tree.data.files import PathLike, no_samples, read_records, resolve_paths
 from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
-from mcore_prefix_tree.data.skipped import OnError, Skipped, check_on_error
+from mcore_prefix_tree.data.skipped import Skipped, check_on_error
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
 
 # Whose chat format the teacher reads: its own, or the student's in its own tokens.
-Rendering = Literal["own", "student"]
 
 
 class PairReader:

@@ -257,7 +257,7 @@ def test_tensorboard_that_is_missing_is_told_before_anything_runs(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     board = tmp_path / "board"
-    result = command("train", job, f"log.tensorboard={board}", "data.path=nowhere.jsonl")
+    result = command("train", job, f"log.tensorboard={board}")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         f"error: log.tensorboard={board} needs tensorboard: pip install 'mcore-prefix-tree[tensorboard]', or leave it "

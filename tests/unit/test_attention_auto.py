@@ -13,7 +13,8 @@ from oracles import metadata_of, random_forest
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4, parity
-from mcore_prefix_tree.attention.auto import PREFERENCE, TreeShape, check_setting, choose, cost_table
+from mcore_prefix_tree.attention.api import check_setting
+from mcore_prefix_tree.attention.auto import PREFERENCE, TreeShape, choose, cost_table
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
 from mcore_prefix_tree.mcore.engine.backend import case_of as case_of_config
 from mcore_prefix_tree.mcore.engine.backend import resolve_backend

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from mcore_prefix_tree import Sample
+from mcore_prefix_tree.choices import Order
 from mcore_prefix_tree.data import LineOptions, StreamedGroups
-from mcore_prefix_tree.data.batches import Order, SampleOrder
+from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job

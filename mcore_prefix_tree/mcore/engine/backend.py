@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mcore_prefix_tree.attention import AttentionOptions, Case
-from mcore_prefix_tree.attention.api import check_case
-from mcore_prefix_tree.attention.auto import AUTO, Choice, TreeShape, choose
+from mcore_prefix_tree.attention.api import AUTO, check_case
+from mcore_prefix_tree.attention.auto import Choice, TreeShape, choose
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.mcore.seam.attention import window_of

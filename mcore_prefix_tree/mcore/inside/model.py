@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from mcore_prefix_tree.attention.api import check_case
-from mcore_prefix_tree.attention.auto import AUTO, TreeShape, check_setting, choose
+from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
+from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.mcore.engine.backend import case_of
 from mcore_prefix_tree.mcore.inside.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
 from mcore_prefix_tree.mcore.inside.check import check_comparable, compare

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_prefix_tree.attention.auto import check_setting
+from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.fields import check_names
 from mcore_prefix_tree.inputs import MOST
 from mcore_prefix_tree.objectives import OBJECTIVES

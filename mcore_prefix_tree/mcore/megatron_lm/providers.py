@@ -11,8 +11,9 @@ from typing import Any
 
 from megatron.training import get_args, get_timers, print_rank_0
 
+from mcore_prefix_tree.choices import Order
 from mcore_prefix_tree.data import FieldNames, LineOptions, load_tokenizer
-from mcore_prefix_tree.data.batches import Order, SampleOrder
+from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import StepSetting
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors

@@ -11,7 +11,7 @@ from typing import cast
 
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.attention.auto import check_setting
+from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
 from mcore_prefix_tree.mcore.engine.folding import Folding

@@ -18,9 +18,6 @@ from mcore_prefix_tree.recipe import Dtype, ModelConfig, ParallelConfig, RecipeE
 
 DTYPES: dict[Dtype, torch.dtype] = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# The layout of experts by themselves, and what its keys are where none is asked for.
-_LAYOUT_OF_EXPERTS: dict[str, int | None] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
-
 
 def settings_of_run(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> dict[str, Any]:
     """Return the fields that precision, parallel layout and folding decide.
@@ -85,16 +82,6 @@ def check_not_decided(model: ModelConfig, fixed: Container[str]) -> None:
         raise RecipeError(
             f"model.transformer.{taken[0]}: other keys of the recipe, or folding, decide this; leave it out"
         )
-
-
-def check_experts(model: ModelConfig) -> None:
-    """Reject a layout of experts by themselves."""
-    for key, neutral in _LAYOUT_OF_EXPERTS.items():
-        if model.transformer.get(key, neutral) not in (neutral, None):
-            raise RecipeError(
-                f"model.transformer.{key}: a recipe knows no layout of experts by themselves; leave it out, or train "
-                "Megatron-LM's with python -m mcore_prefix_tree.pretrain_gpt"
-            )
 
 
 def check_latent_layers(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> None:

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import torch
 
-from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.mcore.engine.calibrate import Calibration
 from mcore_prefix_tree.mcore.engine.compare import Comparison
 from mcore_prefix_tree.mcore.engine.held_out import HeldOut
@@ -22,7 +21,6 @@ from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.claim import claimed
 from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
 from mcore_prefix_tree.mcore.trainer.export import check_export, export
-from mcore_prefix_tree.mcore.trainer.logs import check_logs
 from mcore_prefix_tree.mcore.trainer.resolve import Data, Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.retention import check_not_overwritten
 from mcore_prefix_tree.mcore.trainer.session import session
@@ -31,12 +29,11 @@ from mcore_prefix_tree.mcore.trainer.trainer import Reporter, Trainer
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import (
     CheckpointConfig,
-    ModelConfig,
-    OptimizerConfig,
     Recipe,
     RecipeError,
     ValidationConfig,
 )
+from mcore_prefix_tree.recipe.check import check_logs, check_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.recipe.teacher import teacher_recipes
 from mcore_prefix_tree.sample import Sample
@@ -61,10 +58,10 @@ def run_once(recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool 
     Returns:
         What ``work`` returns, and whether this is the main rank.
     """
-    check_setting(recipe.attention_backend)
+    check_recipe(recipe, is_trained=is_trained)
     objective = objective_of(recipe)
     if is_trained:
-        _check_trainable(recipe.optimizer, recipe.checkpoint, recipe.model, steps=recipe.train_iters)
+        _check_optimizer(recipe)
     with session(recipe) as joined:
         return work(resolve(joined, objective, read_data(joined, objective))), is_main_rank()
 
@@ -97,10 +94,10 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         VerificationError: folded and unfolded differ on the first batch; nothing was trained.
         RecipeError, SampleError, NotImplementedError: see what raises them.
     """
-    check_setting(recipe.attention_backend)
+    check_recipe(recipe, is_trained=True)
     check_logs(recipe.log, recipe.inputs)
     objective = objective_of(recipe)
-    _check_trainable(recipe.optimizer, recipe.checkpoint, recipe.model, steps=recipe.train_iters)
+    _check_optimizer(recipe)
     teachers = teacher_recipes(recipe) if objective.asks_model else []
     check_teachers(
         teachers,
@@ -213,27 +210,16 @@ def _report_order(data: Data, say: Callable[[str], None]) -> None:
         say(f"a step of {source.step} samples takes the {order.per_epoch} there are more than once")
 
 
-def _check_trainable(options: OptimizerConfig, checkpoint: CheckpointConfig, model: ModelConfig, *, steps: int) -> None:
-    """Reject what Megatron's optimizer would reject after the model is built."""
-    if model.dtype == "float64":
-        _check_float64(options)
-    if options.use_distributed_optimizer and checkpoint.save is not None and not _fused_adam():
-        raise RecipeError(
-            "optimizer.use_distributed_optimizer: without the FusedAdam of TransformerEngine or Apex, Megatron cannot "
-            "read back the checkpoints that its distributed optimizer writes; turn it off or set checkpoint.save=null"
-        )
-    if options.lr_warmup_steps >= steps:
-        raise RecipeError(f"optimizer.lr_warmup_steps={options.lr_warmup_steps} must be below train_iters={steps}")
-    if options.min_lr > options.lr:
-        raise RecipeError(f"optimizer.min_lr={options.min_lr} is above optimizer.lr={options.lr}")
-
-
-def _check_float64(options: OptimizerConfig) -> None:
-    if options.clip_grad > 0:
-        raise RecipeError("optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64")
-    if options.use_distributed_optimizer:
-        raise RecipeError("optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off")
-    if _fused_adam():
+def _check_optimizer(recipe: Recipe) -> None:
+    """Reject what Megatron's optimizer would reject after the model is built, for which kernels are installed."""
+    if not _fused_adam():
+        if recipe.optimizer.use_distributed_optimizer and recipe.checkpoint.save is not None:
+            raise RecipeError(
+                "optimizer.use_distributed_optimizer: without the FusedAdam of TransformerEngine or Apex, Megatron "
+                "cannot read back the checkpoints that its distributed optimizer writes; turn it off or set "
+                "checkpoint.save=null"
+            )
+    elif recipe.model.dtype == "float64":
         raise RecipeError(
             "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex where it is installed, "
             "which has no float64; set model.dtype=float32, or device=cpu"

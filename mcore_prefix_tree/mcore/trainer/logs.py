@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +15,7 @@ from mcore_prefix_tree.data.write import check_output, whole_file
 from mcore_prefix_tree.mcore.ranks import on_main_rank
 from mcore_prefix_tree.mcore.trainer.claim import hold
 from mcore_prefix_tree.recipe import LogConfig
+from mcore_prefix_tree.recipe.check import check_logs
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.engine.held_out import Evaluation
@@ -26,28 +27,6 @@ _BEGINNING = b'{"iteration": '
 
 class LogError(OSError):
     """A log cannot be written. The message names the setting, the place and the reason."""
-
-
-def check_logs(config: LogConfig, inputs: Iterable[str] = ()) -> None:
-    """Check that what the logs need is installed, and that none replaces an input, before anything runs.
-
-    Raises:
-        ValueError: ``metrics`` is one of the inputs.
-        ImportError: ``tensorboard`` is asked for and is not.
-    """
-    if config.metrics is not None and Path(config.metrics).exists():
-        try:
-            check_output(config.metrics, inputs)
-        except ValueError as error:
-            raise ValueError(f"log.metrics={error}") from None
-    if config.tensorboard is not None:
-        try:
-            import torch.utils.tensorboard  # noqa: F401
-        except ImportError:
-            raise ImportError(
-                f"log.tensorboard={config.tensorboard} needs tensorboard: "
-                "pip install 'mcore-prefix-tree[tensorboard]', or leave it out"
-            ) from None
 
 
 class Logs:

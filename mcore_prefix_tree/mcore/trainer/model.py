@@ -16,7 +16,6 @@ from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
 from mcore_prefix_tree.mcore.trainer.fields import (
-    check_experts,
     check_latent_layers,
     check_not_decided,
     check_transformer_engine,
@@ -29,6 +28,7 @@ from mcore_prefix_tree.mcore.trainer.hf import provided, provider_of
 from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.plan import LatentAttention, ModelWork
 from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig, RecipeError
+from mcore_prefix_tree.recipe.check import check_sizes
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> TransformerConfig:
@@ -45,11 +45,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
     latent = LatentAttention.from_settings(model.transformer)
     kind = TransformerConfig if latent is None else MLATransformerConfig
     settings = typed_settings(model, kind)
-    _check_heads(model, has_latent_attention=latent is not None)
-    if latent is None:
-        _check_rotary_channels(model)
-    else:
-        _check_latent_attention(model, latent)
+    check_sizes(model)
+    if latent is not None:
         check_latent_layers(model, parallel, on_gpu=on_gpu)
     fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {
         "num_layers": model.num_layers,
@@ -66,7 +63,6 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
     }
     if latent is not None:
         fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
-    check_experts(model)
     check_not_decided(model, fixed)
     try:
         config = kind(**(fixed | defaults_of_run(parallel) | settings))
@@ -77,66 +73,6 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
         for name, value in vars(model.yarn).items():
             setattr(config, f"yarn_{name}", value)
     return config
-
-
-def _check_heads(model: ModelConfig, *, has_latent_attention: bool) -> None:
-    if model.num_query_groups is not None and model.num_attention_heads % model.num_query_groups:
-        raise RecipeError(
-            f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
-            f"model.num_query_groups={model.num_query_groups}"
-        )
-    if not has_latent_attention and model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        raise RecipeError(
-            f"model.hidden_size={model.hidden_size} is not a multiple of "
-            f"model.num_attention_heads={model.num_attention_heads}; change one of them, or set model.kv_channels"
-        )
-
-
-def _check_latent_attention(model: ModelConfig, sizes: LatentAttention) -> None:
-    """Reject what multi-latent attention would take no notice of."""
-    for name in ("num_query_groups", "kv_channels"):
-        if getattr(model, name) is not None:
-            raise RecipeError(
-                f"model.{name} has no meaning with model.transformer.multi_latent_attention: its heads are "
-                "model.num_attention_heads, of qk_head_dim, qk_pos_emb_head_dim and v_head_dim; leave it out"
-            )
-    others = (model.position_embedding_type != "rope", model.rope_scaling, model.yarn is not None)
-    if any(others) or model.transformer.get("rope_type", "yarn") not in ("rope", "yarn"):
-        raise RecipeError(
-            "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling, "
-            "model.yarn and model.position_embedding_type out and set model.transformer.rope_type, to rope or yarn"
-        )
-    if model.transformer.get("rope_type", "yarn") == "yarn" and model.rotary_percent != 1:
-        raise RecipeError(
-            "model.rotary_percent: YaRN turns all channels that have a position, which is what "
-            "model.transformer.rope_type is by default; leave it out, or set model.transformer.rope_type=rope"
-        )
-    rotated = int(sizes.qk_pos_emb_head_dim * model.rotary_percent)
-    if rotated == 0 or rotated % 2:
-        raise RecipeError(
-            f"rotary embeddings turn pairs of channels, but model.transformer.qk_pos_emb_head_dim and "
-            f"model.rotary_percent leave {rotated}; change one of them"
-        )
-
-
-def _check_rotary_channels(model: ModelConfig) -> None:
-    if (model.position_embedding_type == "yarn") != (model.yarn is not None):
-        raise RecipeError(
-            "model.position_embedding_type=yarn and model.yarn, which has its settings, come together; set "
-            "model.yarn.rotary_scaling_factor and model.yarn.original_max_position_embeddings, or leave both out"
-        )
-    if model.yarn is not None and (model.rotary_percent != 1 or model.rope_scaling):
-        raise RecipeError(
-            "model.position_embedding_type=yarn turns all channels of a head and scales them in its own way: leave "
-            "model.rotary_percent and model.rope_scaling out"
-        )
-    head = model.kv_channels or model.hidden_size // model.num_attention_heads
-    rotated = int(head * model.rotary_percent)
-    if model.position_embedding_type in ("rope", "yarn") and (rotated == 0 or rotated % 2):
-        raise RecipeError(
-            f"rotary embeddings turn pairs of channels, but of the {head} of each head model.rotary_percent="
-            f"{model.rotary_percent:g} takes {rotated}; change it, model.kv_channels or model.position_embedding_type"
-        )
 
 
 def build_chunks(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from mcore_prefix_tree.attention.auto import check_setting
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
@@ -22,6 +21,7 @@ from mcore_prefix_tree.mcore.trainer.hf import load_folder
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.check import check_recipe
 from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.sample import Sample
@@ -100,7 +100,7 @@ def run_score(
         ScoreError: a score is NaN or infinite; nothing is written.
         SampleError, OSError, NotImplementedError: see what raises them.
     """
-    check_setting(recipe.attention_backend)
+    check_recipe(recipe)
     try:
         check_rows_output(output, recipe.inputs)
     except ValueError as error:

@@ -11,18 +11,17 @@ from mcore_prefix_tree.xtoken.losses.head import (
 )
 from mcore_prefix_tree.xtoken.losses.outcomes import Endings
 from mcore_prefix_tree.xtoken.losses.p_kl import top_columns
-from mcore_prefix_tree.xtoken.losses.registry import MODES, LossSettings, Mode, make_loss
+from mcore_prefix_tree.xtoken.losses.registry import make_loss
 from mcore_prefix_tree.xtoken.losses.vocabulary import Part
+from mcore_prefix_tree.xtoken.modes import LossSettings
 
 __all__ = [
-    "MODES",
     "Block",
     "ChunkLoss",
     "ChunkTerms",
     "Endings",
     "KnownRows",
     "LossSettings",
-    "Mode",
     "Part",
     "Vocabularies",
     "block_loss",

@@ -1,0 +1,18 @@
+"""Names that settings choose from. They are the types of options, and help is shown before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+# What happens at a sample that cannot be used.
+OnError = Literal["raise", "skip"]
+# In which order steps take samples.
+Order = Literal["shuffled", "folded", "file"]
+# Which common prefixes samples share.
+Share = Literal["all", "prompt"]
+# How the texts of two tokenizers are aligned.
+Aligner = Literal["bytes", "dynamic"]
+# What a teacher with another tokenizer reads.
+Rendering = Literal["own", "student"]
+# How far a teacher is from its student.
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]

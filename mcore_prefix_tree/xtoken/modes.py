@@ -1,0 +1,72 @@
+"""Names of the losses of chunks, what each reads, and their settings; nothing here needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["p_kl", "gold", "h_kl", "partition_kl", "alm", "uld"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads:
+    """Inputs of a loss, and the settings that it has.
+
+    Attributes:
+        projection: the projection matrix.
+        tokens: which tokens a chunk has, besides its predictors: chunks that differ in them are different.
+        token_bytes: exact bytes of both vocabularies.
+        temperature: logits are divided by a temperature, and terms multiplied by its square.
+        reverse: there is a reverse form.
+        whole: every log-probability of the teacher, so that rows of its likeliest tokens do not do.
+    """
+
+    projection: bool = False
+    tokens: bool = False
+    token_bytes: bool = False
+    temperature: bool = False
+    reverse: bool = False
+    whole: bool = False
+
+
+MODES: dict[Mode, Reads] = {
+    "p_kl": Reads(projection=True, temperature=True, reverse=True),
+    "gold": Reads(projection=True, temperature=True, reverse=True, whole=True),
+    "h_kl": Reads(projection=True, temperature=True, reverse=True, whole=True),
+    "partition_kl": Reads(projection=True, tokens=True, token_bytes=True, whole=True),
+    "alm": Reads(tokens=True),
+    "uld": Reads(whole=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """Name of a loss, and its numbers.
+
+    Attributes:
+        mode: of the loss.
+        temperature: of both models' logits, for modes that have one.
+        top_k: columns of the teacher's vocabulary that P-KL compares; None takes all.
+        reverse: the KL of the student's distribution from the teacher's.
+        tail: uncommon tokens that gold and H-KL compare, at most.
+        theta: tempers ALM's likelihoods.
+        exported: the teacher's logits are rows of its likeliest tokens, -inf elsewhere.
+    """
+
+    mode: Mode = "p_kl"
+    temperature: float = 1.0
+    top_k: int | None = None
+    reverse: bool = False
+    tail: int = 8192
+    theta: float = 1.0
+    exported: bool = False
+
+    @property
+    def reads(self) -> Reads:
+        """Return the inputs of the loss."""
+        return MODES[self.mode]
+
+    @property
+    def scale(self) -> float:
+        """Factor on every term: the square of the temperature keeps the size of the gradients."""
+        return self.temperature**2

@@ -1,0 +1,136 @@
+"""Commands that load neither torch nor Megatron: help, completion, samples, and mistakes in a recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from test_imports import SLOW
+from typer.testing import CliRunner
+
+from mcore_prefix_tree.cli.main import app
+
+# Runs commands of the command line one after the other, in one interpreter, and prints how each ended.
+PROGRAM = """
+import json, sys
+from typer.testing import CliRunner
+from mcore_prefix_tree.cli.main import app
+for arguments in json.load(sys.stdin):
+    result = CliRunner().invoke(app, arguments)
+    loaded = sorted({name.partition(".")[0] for name in sys.modules})
+    print(json.dumps({"code": result.exit_code, "stderr": result.stderr, "loaded": loaded}))
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    data = tmp_path / "data.jsonl"
+    lines = [{"tokens": [1, 2, token], "group": token // 2, "reward": token} for token in range(4, 10)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"data: {{path: {data}}}\n"
+        "model: {num_layers: 1, hidden_size: 16, num_attention_heads: 2, vocab_size: 16}\n"
+        "batch: {global_batch_size: 2, max_tokens: 64}\n"
+        "objective: {name: grpo}\ntrain_iters: 4\n"
+    )
+    return path
+
+
+def ended(*commands: list[str]) -> list[dict[str, object]]:
+    """How each command ended, and what was loaded by then."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=json.dumps(commands), capture_output=True, text=True, check=True
+    )
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+# What is wrong, by an override, and the start of the sentence.
+MISTAKES = {
+    "train_itres=3": "recipe {recipe}: train_itres: there is no such key (given 3), did you mean train_iters?",
+    "objective.name=grop": "objective.name: there is no objective 'grop'; there are ",
+    "objective.options.kl_coeff=1": "objective.options.kl_coeff: grpo has no such option; it has ",
+    "objective.options.clip_eps_high=-1": "objective.options.clip_eps_high: input should be ",
+    "objective.teacher_recipe=teacher.yaml": "objective.teacher_recipe=teacher.yaml: only objective.name=distill ",
+    "attention_backend=flash": "attention backend 'flash' does not exist; choose one of ",
+    "data.path=nowhere.jsonl": "nowhere.jsonl: no such file in ",
+    "optimizer.lr_warmup_steps=4": "optimizer.lr_warmup_steps=4 must be below train_iters=4",
+    "optimizer.min_lr=1": "optimizer.min_lr=1.0 is above optimizer.lr=0.001",
+    "model.num_query_groups=3": "model.num_attention_heads=2 is not a multiple of model.num_query_groups=3",
+    "model.kv_channels=1": "rotary embeddings turn pairs of channels, ",
+}
+
+
+def test_mistakes_in_a_recipe_are_found_before_torch_is_loaded(recipe: Path) -> None:
+    for mistake, found in zip(
+        MISTAKES.items(), ended(*(["train", str(recipe), wrong] for wrong in MISTAKES)), strict=True
+    ):
+        sentence = mistake[1].format(recipe=recipe)
+        assert (found["code"], str(found["stderr"]).startswith(f"error: {sentence}")) == (2, True), found["stderr"]
+        assert SLOW.isdisjoint(found["loaded"]), mistake[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", ["verify", "bench step", "calibrate", "score --output scores.jsonl"])
+def test_other_commands_check_a_recipe_first_too(recipe: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_prefix_tree.recipe.check.check_setting", refuse)
+    result = CliRunner().invoke(app, [*command.split(), str(recipe)])
+    assert (result.exit_code, result.stderr) == (2, "error: checked first\n")
+
+
+def refuse(name: str) -> None:
+    raise ValueError("checked first")
+
+
+def test_samples_are_folded_and_planned_without_torch(recipe: Path) -> None:
+    data = str(recipe.parent / "data.jsonl")
+    commands = (
+        ["inspect", data],
+        ["inspect", data, "--model", str(recipe)],
+        ["plan", data, "--max-tokens", "8"],
+        ["plan", data, "--model", str(recipe), "--dp", "2"],
+    )
+    for command, found in zip(commands, ended(*commands), strict=True):
+        assert found["code"] == 0, found["stderr"]
+        assert SLOW.isdisjoint(found["loaded"]), command  # type: ignore[arg-type]
+
+
+def all_commands(group: object, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = [path]
+    for name, command in getattr(group, "commands", {}).items():
+        found += all_commands(command, (*path, name))
+    return found
+
+
+COMMANDS = all_commands(typer.main.get_command(app))
+
+
+def test_every_command_has_a_short_option_for_help() -> None:
+    assert {(), ("train",), ("bench", "step"), ("xtoken", "trim")} <= set(COMMANDS)
+    for command in COMMANDS:
+        result = CliRunner().invoke(app, [*command, "-h"])
+        assert result.exit_code == 0
+        assert result.stdout == CliRunner().invoke(app, [*command, "--help"]).stdout
+        assert " ".join(("Usage: root", *command)) in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("ins", ["inspect"]), ("inspect --expand", ["--expand-turns"]), ("inspect --order fo", ["folded"])],
+)
+def test_shells_complete_commands_options_and_values(typed: str, offered: list[str]) -> None:
+    words = f"mcore-prefix-tree {typed}"
+    environment = {
+        **os.environ,
+        "_MCORE_PREFIX_TREE_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "mcore_prefix_tree"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == offered
