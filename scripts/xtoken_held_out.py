@@ -51,6 +51,10 @@ class Reporter:
     def reading(self, done: int, total: int) -> None:
         pass
 
+    def comparing(self, what: str, done: int, total: int) -> None: ...
+
+    def finished(self, checkpoint: str | None) -> None: ...
+
     def verified(self, report: Any) -> None:
         pass
 

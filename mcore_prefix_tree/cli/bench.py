@@ -30,17 +30,22 @@ def step(
     """Time forward and backward of a recipe's first batch, folded and unfolded. Under torchrun for several ranks."""
     loaded = job_of(recipe, [*(overrides or []), "checkpoint.save=null"], is_trained=True)
     check_output_option("--output", output, [recipe, *loaded.inputs], make_folder=True)
-    from mcore_prefix_tree.bench.step import step_result
-    from mcore_prefix_tree.mcore.trainer.jobs import compare_first, run_once
-
-    comparison, is_main = run_once(loaded, partial(compare_first, repeats=repeats), is_trained=True)
-    if not is_main:
-        return
     from rich.console import Console
 
-    from mcore_prefix_tree.cli.console import comparison_table
+    from mcore_prefix_tree.bench.step import step_result
+    from mcore_prefix_tree.cli.console import ConsoleReporter, print_comparison
+    from mcore_prefix_tree.mcore.trainer.jobs import compare_first, run_once
 
-    Console().print(comparison_table(comparison))
+    # Standard output is for the result.
+    reporter = ConsoleReporter(Console(stderr=True))
+    work = partial(compare_first, repeats=repeats, progress=partial(reporter.comparing, "bench"))
+    try:
+        comparison, is_main = run_once(loaded, work, is_trained=True)
+    finally:
+        reporter.close()
+    if not is_main:
+        return
+    print_comparison(Console(), comparison)
     if output is not None:
         from mcore_prefix_tree.data.write import whole_file
 

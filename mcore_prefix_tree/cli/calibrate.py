@@ -42,18 +42,21 @@ def calibrate(
             unfinished.write_text(json.dumps({"machine": describe_machine(), **found.to_json()}, indent=2) + "\n")
 
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table("tokens", "scored", "visible pairs", "seconds", "as fitted", box=None, title_justify="left")
+    from mcore_prefix_tree.cli import numbers
+    from mcore_prefix_tree.cli.terminal import grid, rows, say
+
+    table = grid(("tokens", "scored", "visible pairs", "measured", "fitted"), left=())
     for one in found.measured:
         fitted = found.cost.of_micro_batch(one.tokens, one.pairs, one.scored)
-        counts = [f"{count:,.0f}" for count in (one.tokens, one.scored or one.tokens, one.pairs)]
-        table.add_row(*counts, f"{one.seconds:.4g}", f"{fitted:.4g}")
-    console = Console()
+        counts = [numbers.count(count) for count in (one.tokens, one.scored or one.tokens, one.pairs)]
+        table.add_row(*counts, numbers.seconds(one.seconds), numbers.seconds(fitted))
+    console, cost = Console(), found.cost
     console.print(table)
-    cost = found.cost
-    console.print(
-        f"a token costs {cost.token:.3g} s, scoring it {cost.scored:.3g} s, a visible pair {cost.pair:.3g} s, a "
-        f"micro-batch {cost.micro_batch:.3g} s; largest error {found.worst:.1%}",
-        highlight=False,
-    )
+    console.print()
+    parts = {"a token": cost.token, "its score": cost.scored, "a visible pair": cost.pair}
+    costs = [
+        (f"{name} costs", f"{value:.2e} s", "") for name, value in (parts | {"a micro-batch": cost.micro_batch}).items()
+    ]
+    console.print(rows(costs))
+    say(console, f"largest error of the fit: {numbers.share(found.worst)}")

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+
+from mcore_prefix_tree.cli import numbers
+from mcore_prefix_tree.cli.terminal import grid, say, say_line, wrapped
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.mcore.engine.compare import Comparison, Measurement
+    from mcore_prefix_tree.mcore.engine.compare import Comparison
     from mcore_prefix_tree.mcore.engine.held_out import Evaluation
     from mcore_prefix_tree.mcore.engine.verify import VerifyReport
     from mcore_prefix_tree.mcore.trainer.trainer import StepReport
@@ -40,30 +42,34 @@ class ConsoleReporter:
 
     def message(self, text: str) -> None:
         """One line, as it is."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say_line(self._console, text)
 
     def reading(self, done: int, total: int) -> None:
         """A bar of bytes on a terminal, a line now and then elsewhere."""
+        of = f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB"
+        self._advance("reading data", done, total, of, DownloadColumn())
+
+    def comparing(self, what: str, done: int, total: int) -> None:
+        """A bar of runs on a terminal, a line now and then elsewhere."""
+        self._advance(what, done, total, f"{done:,} of {total:,}", MofNCompleteColumn())
+
+    def _advance(self, what: str, done: int, total: int, of: str, counter: ProgressColumn) -> None:
         if self._console.is_terminal:
             if self._progress is None:
                 self._progress = Progress(
-                    TextColumn("reading data"),
-                    DownloadColumn(),
-                    BarColumn(),
-                    TimeRemainingColumn(),
-                    console=self._console,
+                    TextColumn(what), counter, BarColumn(), TimeRemainingColumn(), console=self._console
                 )
                 self._task = self._progress.add_task("", total=total)
                 self._progress.start()
             self._progress.update(self._task, completed=done)
         elif time.monotonic() - self._told >= _QUIET_S:
             self._told = time.monotonic()
-            self.message(f"reading data: {done / 2**30:.1f} of {total / 2**30:.1f} GiB")
+            self.message(f"{what}: {of}")
 
     def verified(self, report: VerifyReport) -> None:
         """The table of errors."""
         self._end_bar()
-        self._console.print(verify_table(report))
+        print_verified(self._console, report)
 
     def started(self, first: int, last: int) -> None:
         """Open the progress bar on a terminal."""
@@ -84,29 +90,37 @@ class ConsoleReporter:
 
     def step(self, report: StepReport) -> None:
         """A line, above the bar where there is one."""
-        rate = f"{report.logical_tokens / report.seconds:,.0f} logical tokens/s"
-        tokens = f"tokens {report.logical_tokens:,} -> {report.physical_tokens:,} (fold ratio {report.fold_ratio:.2f})"
-        norm = "" if report.grad_norm is None else f" | grad norm {report.grad_norm:.3f}"
-        self.message(
-            f"step {report.iteration} | loss {report.loss:.6f}{_told(report.metrics)}{norm} | lr {report.lr:.3e} | "
-            f"{tokens} | {report.seconds:.2f} s, plan {report.plan_seconds * 1000:.0f} ms | {rate} | "
-            f"{report.physical_tokens / report.seconds:,.0f} physical tokens/s"
-        )
+        parts = [f"step {report.iteration}", f"loss {report.loss:.6f}"]
+        if report.grad_norm is not None:
+            parts.append(f"grad {numbers.figure(report.grad_norm)}")
+        rate = numbers.short(report.logical_tokens / report.seconds)
+        parts += [f"lr {report.lr:.1e}", f"fold {numbers.ratio(report.fold_ratio)}", f"{rate} tok/s"]
+        self._lines(parts, report.metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=report.iteration)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """A line, like a step's."""
-        self.message(
-            f"validation after step {evaluation.iteration} | loss {evaluation.loss:.6f}{_told(evaluation.metrics)} | "
-            f"{evaluation.samples:,} samples, tokens {evaluation.logical_tokens:,} -> {evaluation.physical_tokens:,} | "
-            f"{evaluation.seconds:.2f} s"
+        samples = f"{evaluation.samples:,} samples in {numbers.seconds(evaluation.seconds)}"
+        self._lines(
+            [f"validation after step {evaluation.iteration}", f"loss {evaluation.loss:.6f}", samples],
+            evaluation.metrics,
         )
+
+    def _lines(self, parts: Sequence[str], metrics: Mapping[str, float]) -> None:
+        """Print the same of every step on a line of 80 columns, and what its objective reports below it."""
+        for line in (*wrapped(parts), *wrapped(_named(metrics), begins="  ")):
+            self.message(line)
 
     def compared(self, comparison: Comparison) -> None:
         """The closing table."""
         self.close()
-        self._console.print(comparison_table(comparison))
+        print_comparison(self._console, comparison)
+
+    def finished(self, checkpoint: str | None) -> None:
+        """Print where the checkpoint is, last of all."""
+        self.close()
+        self.message("nothing is saved: checkpoint.save is not set" if checkpoint is None else f"saved: {checkpoint}")
 
     def close(self) -> None:
         """Leave the terminal as it was; for the end of a run and for Ctrl-C."""
@@ -118,56 +132,49 @@ class ConsoleReporter:
             self._progress = None
 
 
-def _told(metrics: Mapping[str, float]) -> str:
-    return "".join(f" | {name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
+def _named(metrics: Mapping[str, float]) -> list[str]:
+    return [f"{name.replace('_', ' ')} {numbers.figure(value)}" for name, value in metrics.items()]
 
 
-def verify_table(report: VerifyReport) -> Table:
-    """Errors, limits, and what was compared."""
-    table = Table(
-        title=f"verify: folded against {report.reference} ({report.dtype}, {report.samples} samples, "
-        f"{report.logical_tokens:,} -> {report.physical_tokens:,} tokens, {report.parameters} parameter tensors)",
-        caption=f"largest gradient error: {report.worst_parameter}",
-        title_justify="left",
-        caption_justify="left",
-    )
-    for heading in ("largest relative error", "folded", "limit", ""):
-        table.add_column(heading)
+def print_verified(console: Console, report: VerifyReport) -> None:
+    """Print errors, their limits, and what was compared."""
+    say(console, f"verify: folded against {report.reference}")
+    compared = numbers.plural(report.samples, "sample"), numbers.plural(report.parameters, "parameter tensor")
+    tokens = f"{report.logical_tokens:,} -> {report.physical_tokens:,} tokens"
+    say(console, f"{report.dtype}, {compared[0]}, {tokens}, {compared[1]}")
+    table = grid(("largest relative error of", "folded", "limit", ""), left=(0, 3))
     names = {
         "logprob_error": "log-probabilities of a sample",
         "entropy_error": "entropies of a sample",
         "value_error": "values of a sample",
-        "loss_error": "loss",
-        "gradient_error": "gradient of a parameter",
+        "loss_error": "the loss",
+        "gradient_error": "a parameter's gradient",
     }
     for name, (error, limit) in report.checks.items():
-        table.add_row(names[name], f"{error:.2e}", f"{limit:.2e}", "ok" if error <= limit else "TOO LARGE")
-    return table
+        verdict = "ok" if error <= limit else "TOO LARGE"
+        table.add_row(names[name], numbers.error(error), numbers.error(limit), verdict)
+    console.print(table)
+    say_line(console, f"largest gradient error: {report.worst_parameter}")
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """Return step time and peak memory of each way, next to the bound."""
-    low, high = comparison.speedups[0], comparison.speedups[-1]
-    spread = f" ({low:.2f} to {high:.2f})" if len(comparison.speedups) > 1 else ""
-    table = Table(
-        title="forward and backward of the last batch, same process",
-        caption=f"folded is {comparison.speedup:.2f}x the faster unfolded way{spread}, {comparison.share_of_bound:.0%} "
-        f"of its bound by FLOPs, {comparison.bound}",
-        title_justify="left",
-        caption_justify="left",
-    )
-    for heading in ("", "tokens", "seconds", "x slower than folded", "peak memory"):
-        table.add_column(heading, justify="left" if not heading else "right")
-
-    def add(row: Measurement) -> None:
-        memory = "not known here" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f} MiB"
-        slower = row.median_seconds / comparison.folded.median_seconds
-        table.add_row(row.name, f"{row.tokens:,}", f"{row.median_seconds:.3f}", f"{slower:.2f}", memory)
-
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """Print step time and peak memory of each way, next to the bound."""
+    say(console, "forward and backward of one batch, in one process")
+    table = grid(("", "tokens", "seconds", "slower", "peak memory"))
     for row in (comparison.folded, comparison.packed, comparison.stock):
         if row is not None:
-            add(row)
+            slower = row.median_seconds / comparison.folded.median_seconds
+            time = f"{row.median_seconds:.3f}"
+            table.add_row(
+                row.name, numbers.count(row.tokens), time, numbers.ratio(slower), numbers.size(row.peak_bytes)
+            )
+    console.print(table)
+    low, high = comparison.speedups[0], comparison.speedups[-1]
+    spread = f" ({numbers.ratio(low)} to {numbers.ratio(high)})" if len(comparison.speedups) > 1 else ""
+    bound = comparison.bound
+    say(console, f"folded is {numbers.ratio(comparison.speedup)} as fast as the faster unfolded way{spread}")
+    say(console, f"{numbers.share(comparison.share_of_bound)} of its bound by FLOPs, {numbers.ratio(bound.ratio)}:")
+    for name, (ratio, share) in bound.parts.items():
+        say(console, f"  {name} {numbers.ratio(ratio)}, {numbers.share(share)} of the folded FLOPs")
     if comparison.stock_missing is not None:
-        # It names a file, whose brackets are not markup.
-        table.caption = f"{table.caption}; stock not run: {escape(comparison.stock_missing)}"
-    return table
+        say_line(console, f"stock not run: {comparison.stock_missing}")

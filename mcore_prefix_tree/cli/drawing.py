@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as Drawing
 
+from mcore_prefix_tree.cli import numbers
+from mcore_prefix_tree.cli.terminal import rows
 from mcore_prefix_tree.data import ChatTokenizer
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.plan import Bound
@@ -26,28 +28,30 @@ _WORDS_WIDTH = 48
 
 def summary(counts: Mapping[str, int | float], bound: Bound | None, more: Sequence[tuple[str, str, str]]) -> Table:
     """Return the counts, one a row, and what folding gains by them; ``more`` rows go below the fold ratio."""
-    ratios = (counts["fold_ratio"], counts["pair_ratio"], counts["predictor_ratio"])
-    between = f"{min(ratios):.2f}x-{max(ratios):.2f}x"
-    parts = "by the model: --model RECIPE computes it" if bound is None else bound.of_parts
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(style="dim")
-    rows = [
-        ("samples", f"{counts['samples']:,}", f"longest {counts['longest_path']:,} tokens"),
-        ("logical tokens", f"{counts['logical_tokens']:,}", f"{counts['supervised_tokens']:,} supervised"),
-        ("physical tokens", f"{counts['physical_tokens']:,}", "each computed once"),
-        ("fold ratio", f"{counts['fold_ratio']:.2f}x", "bound of a model's body alone"),
-        *more,
-        ("visible-pair ratio", f"{counts['pair_ratio']:.2f}x", "bound of attention alone"),
-        ("predictor ratio", f"{counts['predictor_ratio']:.2f}x", "bound of the fused vocabulary head alone"),
-        ("bound of a step", between if bound is None else f"{bound.ratio:.2f}x", parts),
-        ("trees", f"{counts['trees']:,}", ""),
-        ("nodes", f"{counts['nodes']:,}", f"at most {counts['deepest_node']:,} deep"),
-    ]
-    for row in rows:
-        table.add_row(*row)
-    return table
+    of_parts = [counts["fold_ratio"], counts["pair_ratio"], counts["predictor_ratio"]]
+    if bound is None:
+        between = f"{numbers.ratio(min(of_parts))}-{numbers.ratio(max(of_parts))}"
+        gain = [("bound of a step", between, "by the model: --model RECIPE computes it")]
+    else:
+        gain = [("bound of a step", numbers.ratio(bound.ratio), "by the FLOPs of the model's parts:")]
+        gain += [
+            (f"  {name}", numbers.ratio(ratio), f"{numbers.share(share)} of the folded FLOPs")
+            for name, (ratio, share) in bound.parts.items()
+        ]
+    return rows(
+        [
+            ("samples", numbers.count(counts["samples"]), f"longest {counts['longest_path']:,} tokens"),
+            ("logical tokens", numbers.count(counts["logical_tokens"]), f"{counts['supervised_tokens']:,} supervised"),
+            ("physical tokens", numbers.count(counts["physical_tokens"]), "each computed once"),
+            ("trees", numbers.count(counts["trees"]), ""),
+            ("nodes", numbers.count(counts["nodes"]), f"at most {counts['deepest_node']:,} deep"),
+            ("fold ratio", numbers.ratio(counts["fold_ratio"]), "bound of a model's body alone"),
+            *more,
+            ("visible-pair ratio", numbers.ratio(counts["pair_ratio"]), "bound of attention alone"),
+            ("predictor ratio", numbers.ratio(counts["predictor_ratio"]), "bound of the fused head alone"),
+            *gain,
+        ]
+    )
 
 
 def draw_tree(layout: FlatLayout, tree: Tree, tokenizer: ChatTokenizer | None) -> Drawing:
@@ -63,10 +67,10 @@ def draw_tree(layout: FlatLayout, tree: Tree, tokenizer: ChatTokenizer | None) -
         first = int(grouped.first_node[segment])
         last = int(grouped.first_node[segment + 1]) if segment + 1 < len(grouped.first_node) else layout.num_nodes
         start, end = int(layout.cu_node_lens[first]), int(layout.cu_node_lens[last])
-        text = Text(_count(end - start, "token"), style="bold")
+        text = Text(numbers.plural(end - start, "token"), style="bold")
         if last - first > 1:
             text.append(f" in a chain of {last - first:,} nodes", style="not bold")
-        text.append(f", {_count(int(grouped.samples[segment]), 'sample')}  ", style="not bold")
+        text.append(f", {numbers.plural(int(grouped.samples[segment]), 'sample')}  ", style="not bold")
         text.append(_first_words(layout.input_ids[start:end], tokenizer), style="not bold dim")
         text.no_wrap, text.overflow = True, "ellipsis"
         return text
@@ -79,8 +83,8 @@ def draw_tree(layout: FlatLayout, tree: Tree, tokenizer: ChatTokenizer | None) -
         if left_out:
             tokens = int(grouped.physical_tokens[left_out].sum())
             more = "more " if kept else ""
-            noun = "branch" if len(left_out) == 1 else "branches"
-            drawing.add(Text(f"… {len(left_out):,} {more}{noun}, {_count(tokens, 'token')}", style="dim"))
+            branches = numbers.plural(len(left_out), f"{more}branch", f"{more}branches")
+            drawing.add(Text(f"… {branches}, {numbers.plural(tokens, 'token')}", style="dim"))
 
     drawing = Drawing(label(root), guide_style="dim")
     add_children(drawing, root)
@@ -95,7 +99,12 @@ def _choose(grouped: Chains, root: int) -> set[int]:
         _, segment, level = heapq.heappop(candidates)
         drawn.add(segment)
         if level < MAX_LEVELS:
-            below = ((-int(grouped.physical_tokens[child]), child, level + 1) for child in grouped.children[segment])
+            # Several branches of one token, such as what samples end with, say nothing one by one.
+            children = grouped.children[segment]
+            longer = [child for child in children if grouped.physical_tokens[child] > 1]
+            if len(children) - len(longer) > 1:
+                children = longer
+            below = ((-int(grouped.physical_tokens[child]), child, level + 1) for child in children)
             for candidate in heapq.nsmallest(MAX_BRANCHES, below):
                 heapq.heappush(candidates, candidate)
     return drawn
@@ -111,7 +120,3 @@ def _first_words(token_ids: npt.NDArray[np.int32], tokenizer: ChatTokenizer | No
         text = " ".join(text.split())
     cut = len(text) > _WORDS_WIDTH or len(token_ids) > _WORDS_TOKENS
     return text[:_WORDS_WIDTH].rstrip() + ("…" if cut else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

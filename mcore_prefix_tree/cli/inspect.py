@@ -60,16 +60,19 @@ def inspect(
 
     from rich.console import Console
 
+    from mcore_prefix_tree.cli import numbers
     from mcore_prefix_tree.cli.drawing import draw_tree, summary
+    from mcore_prefix_tree.cli.terminal import say, say_line
 
     # Which vocabulary plain tokens are of, only the caller knows: their text is shown if a tokenizer is named.
     console = Console()
-    console.print(summary(counts, bound, steps_rows(steps, order)))
-    console.print(f"longest sample: {longest}", style="dim", markup=False, highlight=False, soft_wrap=True)
     for tree in largest:
-        console.print()
         console.print(draw_tree(layout, tree, samples.tokenizer.loaded))
+        console.print()
     if layout.num_trees > len(largest) > 0:
-        console.print(f"\n… {layout.num_trees - len(largest):,} more trees", style="dim", highlight=False)
+        say(console, f"… {numbers.plural(layout.num_trees - len(largest), 'more tree', 'more trees')}\n", style="dim")
+    console.print(summary(counts, bound, steps_rows(steps, order)))
+    say_line(console, f"longest sample: {longest}", style="dim")
     for line in ways_to_more(samples, layout.physical_tokens):
-        console.print(f"\n{line}", style="dim", highlight=False, soft_wrap=True)
+        console.print()
+        say(console, line, style="dim")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mcore_prefix_tree.cli import numbers
 from mcore_prefix_tree.cli.options import RANKS, check_output_option, takes
 from mcore_prefix_tree.cli.samples import SampleOptions, Samples
 from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.sample import Sample
 
 _RANKS_SHOWN = 16
+# Of 80 columns, beside those of numbers.
+_SIZES_WIDTH = 27
 _MICRO_BATCHES = 2**16
 
 
@@ -156,56 +159,62 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _print(report: PlanReport, steps: StepsReport | None, samples: Samples, unit: str, max_tokens: int) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    summary = Table(show_header=False, box=None)
+    from mcore_prefix_tree.cli.terminal import grid, rows, say
+
     per_rank = len(report.ranks[0])
     computed = report.unique_tokens + report.repeated_tokens
     working = len(report.ranks) - report.idle_ranks
-    for row in [
-        ("samples", f"{len(samples.all):,}"),
-        ("logical tokens", f"{report.logical_tokens:,}"),
-        ("unique tokens", f"{report.unique_tokens:,}"),
-        ("repeated context", f"{report.repeated_tokens:,} ({report.repeated_tokens / report.unique_tokens:.1%})"),
-        ("fold ratio, as planned", f"{report.logical_tokens / computed:.2f}x", "all samples in one step"),
+    idle = "idle ranks included" if report.idle_ranks else ""
+    repeated = f"{numbers.share(report.repeated_tokens / report.unique_tokens)} of the unique ones"
+    lines = [
+        ("samples", numbers.count(len(samples.all)), ""),
+        ("logical tokens", numbers.count(report.logical_tokens), ""),
+        ("unique tokens", numbers.count(report.unique_tokens), ""),
+        ("repeated context", numbers.count(report.repeated_tokens), repeated),
+        ("fold ratio, as planned", numbers.ratio(report.logical_tokens / computed), "all samples in one step"),
         *steps_rows(steps, samples.order),
-        ("padding", f"{report.padding:,} ({report.padding / computed:.1%})"),
-        ("micro-batches", f"{per_rank} on each of {working} ranks", f"up to {max_tokens:,} tokens"),
+        ("padding", numbers.count(report.padding), f"{numbers.share(report.padding / computed)} of the computed ones"),
+        ("micro-batches", str(per_rank), f"on each of {working} ranks, up to {max_tokens:,} tokens"),
         *_idle_rows(report.idle_ranks, len(report.ranks)),
-        ("slowest rank", f"{report.slowest:.4g} {unit}"),
-        ("  over the mean", f"{report.imbalance:.3f}", "idle ranks included" if report.idle_ranks else ""),
-        (
-            "  over the lower bound",
-            f"{report.over_lower_bound:.3f}",
-            "which leaves ranks idle too" if report.idle_ranks else "",
-        ),
-    ]:
-        summary.add_row(*row)
-    ranks = Table(box=None, title_justify="left")
-    for column in ("rank", "samples", "tokens", f"cost, {unit}", "of slowest", "tokens of its micro-batches"):
-        ranks.add_column(column, justify="left" if column.startswith("tokens of") else "right")
+        ("slowest rank", numbers.short(report.slowest), unit),
+        ("  over the mean", f"{report.imbalance:.3f}x", idle),
+        ("  over the lower bound", f"{report.over_lower_bound:.3f}x", "idle ranks there too" if idle else ""),
+    ]
     costs = report.rank_costs
+    table = grid(("rank", "samples", "tokens", f"cost, {unit}", "of slowest", "tokens of its micro-batches"), left=(5,))
     slowest_first = sorted(range(len(costs)), key=lambda rank: -costs[rank])[:working]
     for rank in slowest_first[:_RANKS_SHOWN]:
         batches = report.ranks[rank]
-        ranks.add_row(
+        table.add_row(
             str(rank),
-            f"{sum(batch.samples for batch in batches):,}",
-            f"{sum(batch.tokens for batch in batches):,}",
-            f"{costs[rank]:.4g}",
-            f"{costs[rank] / report.slowest:.1%}",
-            " ".join(f"{batch.tokens:,}" for batch in batches),
+            numbers.count(sum(batch.samples for batch in batches)),
+            numbers.count(sum(batch.tokens for batch in batches)),
+            numbers.short(costs[rank]),
+            numbers.share(costs[rank] / report.slowest),
+            _some(numbers.count(batch.tokens) for batch in batches),
         )
     console = Console()
-    console.print(summary)
-    console.print()
-    console.print(ranks)
+    console.print(table)
     if working > _RANKS_SHOWN:
-        console.print(f"… {working - _RANKS_SHOWN:,} faster ranks", style="dim", highlight=False)
+        say(console, f"… {working - _RANKS_SHOWN:,} faster ranks", style="dim")
     if report.idle_ranks:
-        console.print(f"… {report.idle_ranks:,} idle ranks", style="dim", highlight=False)
+        say(console, f"… {report.idle_ranks:,} idle ranks", style="dim")
+    console.print()
+    console.print(rows(lines))
     for line in ways_to_more(samples, report.unique_tokens):
-        console.print(f"\n{line}", style="dim", highlight=False, soft_wrap=True)
+        console.print()
+        say(console, line, style="dim")
+
+
+def _some(sizes: Iterable[str]) -> str:
+    """Return sizes, the first of them if they would not fit on a line."""
+    listed = list(sizes)
+    shown = " ".join(listed)
+    if len(shown) <= _SIZES_WIDTH:
+        return shown
+    fit = shown[: _SIZES_WIDTH - len(" … 99,999 more")].rsplit(" ", 1)[0]
+    return f"{fit} … {len(listed) - fit.count(' ') - 1:,} more"
 
 
 def _idle_rows(idle: int, ranks: int) -> list[tuple[str, str, str]]:

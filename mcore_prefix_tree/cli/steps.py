@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mcore_prefix_tree.cli import numbers
+
 if TYPE_CHECKING:
     from mcore_prefix_tree.cli.samples import Samples
     from mcore_prefix_tree.data.batches import SampleOrder
@@ -25,7 +27,7 @@ def steps_rows(steps: StepsReport | None, order: SampleOrder | None) -> list[tup
 
 
 def _row(name: str, ratio: Spread, where: str) -> tuple[str, str, str]:
-    return name, f"{ratio.mean:.2f}x", f"{ratio.lowest:.2f}x to {ratio.highest:.2f}x{where}"
+    return name, numbers.ratio(ratio.mean), f"{numbers.ratio(ratio.lowest)} to {numbers.ratio(ratio.highest)}{where}"
 
 
 def steps_json(steps: StepsReport | None, order: SampleOrder | None) -> dict[str, Any] | None:
@@ -58,6 +60,6 @@ def ways_to_more(samples: Samples, physical_tokens: int) -> list[str]:
         lines.append(
             f"If you train a sample per assistant turn, give --expand-turns: {len(turns):,} samples of "
             f"{sum(turns):,} logical tokens in the same {physical_tokens:,} physical ones, a fold ratio of "
-            f"{sum(turns) / physical_tokens:.2f}x instead of {now:.2f}x."
+            f"{numbers.ratio(sum(turns) / physical_tokens)} instead of {numbers.ratio(now)}."
         )
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -24,16 +25,20 @@ def verify(
     Exit code 1 if an error is above its limit.
     """
     loaded = job_of(recipe, overrides, hf)
+    from rich.console import Console
+
+    from mcore_prefix_tree.cli.console import ConsoleReporter, print_verified
     from mcore_prefix_tree.mcore.trainer.jobs import run_once, verify_first
 
-    report, is_main = run_once(loaded, verify_first)
+    # Standard output is for the result.
+    reporter = ConsoleReporter(Console(stderr=True))
+    try:
+        report, is_main = run_once(loaded, partial(verify_first, progress=partial(reporter.comparing, "verify")))
+    finally:
+        reporter.close()
     if is_main and as_json:
         print(json.dumps(report.to_json()))
     elif is_main:
-        from rich.console import Console
-
-        from mcore_prefix_tree.cli.console import verify_table
-
-        Console().print(verify_table(report))
+        print_verified(Console(), report)
     if not report.passed:
         leave(FAILED)

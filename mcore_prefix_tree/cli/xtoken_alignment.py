@@ -87,7 +87,7 @@ def alignment_table(pair: Pair, pairing: Pairing, most: int) -> Table:
     from rich.table import Table
 
     ranges = list(zip(pair.alignment.student.tolist(), pair.alignment.teacher.tolist(), strict=True))
-    table = Table()
+    table = Table(box=None)
     for heading in ("chunk", "at", "student", "at", "teacher", "weight"):
         table.add_column(heading, justify="left" if heading in ("student", "teacher") else "right")
     spelled = pairing.student.spell(pair.student.tokens), pairing.teacher.spell(pair.teacher.tokens)

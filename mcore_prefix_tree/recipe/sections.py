@@ -385,7 +385,8 @@ class Recipe:
         device: ``auto`` takes the GPU where there is one; ``cpu`` runs megatron-core under emulation.
         distributed_timeout_minutes: that ranks wait for each other before the job ends; None takes torch's and
             Megatron's defaults, 10 minutes on GPUs for all ranks together and 30 for parts of them.
-        compare: end with the table of folded against unfolded, by the loss of ``verify``.
+        compare: end with the speed of the last batch folded and unfolded, by the loss of ``verify``. The unfolded runs
+            take as long as steps without folding would.
     """
 
     data: DataConfig
@@ -399,7 +400,7 @@ class Recipe:
     head_chunk_rows: PositiveInt | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     distributed_timeout_minutes: Annotated[PositiveInt, Field(le=525_600)] | None = None
-    compare: bool = True
+    compare: bool = False
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

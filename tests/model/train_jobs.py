@@ -83,6 +83,8 @@ class Notes:
     evaluations: list[Any] = field(default_factory=list)
     verifications: list[Any] = field(default_factory=list)
     comparisons: list[Any] = field(default_factory=list)
+    progress: list[tuple[str, int, int]] = field(default_factory=list)
+    saved_in: list[str | None] = field(default_factory=list)
     stop_after: int | None = None
 
     def message(self, text: str) -> None:
@@ -95,6 +97,12 @@ class Notes:
 
     def reading(self, done: int, total: int) -> None:
         self.read.append((done, total))
+
+    def comparing(self, what: str, done: int, total: int) -> None:
+        self.progress.append((what, done, total))
+
+    def finished(self, checkpoint: str | None) -> None:
+        self.saved_in.append(checkpoint)
 
     def verified(self, report: Any) -> None:
         self.verifications.append(report)

@@ -88,7 +88,7 @@ def test_the_drawing_says_the_same(forest):
     result = inspect(forest)
     assert result.exit_code == 0
     lines = [line.rstrip() for line in result.stdout.splitlines()]
-    counts = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1] for line in lines[:9]}
+    counts = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1] for line in lines[6:15]}
     assert counts == {
         "samples": "5",
         "logical tokens": "18",
@@ -100,17 +100,17 @@ def test_the_drawing_says_the_same(forest):
         "trees": "2",
         "nodes": "5",
     }
-    assert lines[9] == f"longest sample: {forest}:2"
-    assert lines[10:] == [
-        "",
+    assert lines[15] == f"longest sample: {forest}:2"
+    assert lines[:6] == [
         "3 tokens in a chain of 2 nodes, 4 samples  1 2 3",
         "├── 1 token, 2 samples  4",
         "└── 2 tokens, 1 sample  5 6",
         "",
         "3 tokens, 1 sample  9 9 9",
         "",
-        WHOLE_FILE,
     ]
+    assert " ".join(lines[16:]).strip() == WHOLE_FILE
+    assert max(map(len, (*lines[:15], *lines[16:]))) <= 80
 
 
 def test_a_model_has_a_bound(chat, tmp_path):
@@ -139,13 +139,19 @@ def test_a_model_has_a_bound(chat, tmp_path):
         )
     )
     assert bound["ratio"] == pytest.approx(unfolded / folded)
-    (line,) = [line for line in inspect(chat, "--model", path).stdout.splitlines() if line.startswith("bound")]
-    assert line.split()[4:7] == [f"{unfolded / folded:.2f}x", "body", f"{report['fold_ratio']:.2f}x"]
+    lines = inspect(chat, "--model", path).stdout.splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("bound")]
+    assert lines[at].split()[4] == f"{unfolded / folded:.2f}x"
+    assert [line.split()[:2] for line in lines[at + 1 : at + 4]] == [
+        ["body", f"{report['fold_ratio']:.2f}x"],
+        ["attention", f"{report['pair_ratio']:.2f}x"],
+        ["head", f"{report['predictor_ratio']:.2f}x"],
+    ]
 
 
 def test_trees_limits_the_drawings_and_says_so(forest):
     assert "9 9 9" not in inspect(forest, "--trees", 1).stdout
-    assert "… 1 more trees\n" in inspect(forest, "--trees", 1).stdout
+    assert "… 1 more tree\n" in inspect(forest, "--trees", 1).stdout
     assert "├" not in inspect(forest, "--trees", 0).stdout
     assert len(json.loads(inspect(forest, "--trees", 1, "--json").stdout)["largest_trees"]) == 1
     assert inspect(forest, "--trees", -1).exit_code == 2
@@ -161,18 +167,28 @@ def test_large_fan_outs_are_cut_and_counted(tmp_path):
     assert branches[-1] == f"└── … {left_out} more branches, {tokens:,} tokens"
 
 
+def test_runs_of_branches_of_one_token_are_one_line(tmp_path):
+    path = write_tokens(tmp_path / "ends.jsonl", [[1, 2], [1, 3, 3], *([1, leaf] for leaf in range(4, 9))])
+    drawn = inspect(path).stdout.partition("\n\n")[0].splitlines()
+    assert [line.rstrip() for line in drawn] == [
+        "1 token, 7 samples  1",
+        "├── 2 tokens, 1 sample  3 3",
+        "└── … 6 more branches, 6 tokens",
+    ]
+
+
 def test_deep_trees_are_cut_and_counted(tmp_path):
     path = write_tokens(tmp_path / "comb.jsonl", [sample.tokens for sample in comb(300)])
-    lines = inspect(path).stdout.splitlines()[:-2]
-    assert max(re.search(r"\d|…|$", line).start() for line in lines[10:]) == 4 * drawing.MAX_LEVELS
+    lines = inspect(path).stdout.partition("\nsamples ")[0].splitlines()
+    assert max(re.search(r"\d|…|$", line).start() for line in lines) == 4 * drawing.MAX_LEVELS
     assert any("… 2 branches, " in line for line in lines)
-    drawn = sum(int(found.replace(",", "")) for line in lines[10:] for found in re.findall(r"([\d,]+) tokens?", line))
+    drawn = sum(int(found.replace(",", "")) for line in lines for found in re.findall(r"([\d,]+) tokens?", line))
     assert drawn == 600  # what is cut is counted where it is cut: nothing is lost
 
 
 def test_long_chains_are_one_line(tmp_path):
     path = write_tokens(tmp_path / "turns.jsonl", [range(length) for length in range(5, 105, 5)])
-    drawn = inspect(path).stdout.splitlines()[11:-2]
+    drawn = inspect(path).stdout.partition("\n\n")[0].splitlines()
     assert len(drawn) == 1
     assert drawn[0].startswith("100 tokens in a chain of 20 nodes, 20 samples  0 1 2 3")
 
@@ -208,13 +224,13 @@ def test_text_is_shown_where_the_tokenizer_can_decode(forest, monkeypatch):
 
 @pytest.mark.parametrize(("tokenizer", "beyond"), [("mistral-v7", 32768), ("mistral-v3-tekken", 131072)])
 def test_ids_are_shown_where_the_tokenizer_has_them_not(tmp_path, tokenizer, beyond):
-    path = write_tokens(tmp_path / "beyond.jsonl", [[1, 2, 1100], [1, 2, beyond], [1, 2, 2**31 - 1]])
+    path = write_tokens(tmp_path / "beyond.jsonl", [[1, 2, last, last] for last in (1100, beyond, 2**31 - 1)])
     result = inspect(path, "--tokenizer", tokenizer)
     assert result.exit_code == 0, result.output
-    root, *branches = [line.rstrip() for line in result.stdout.splitlines()[11:-2]]
+    root, *branches = [line.rstrip() for line in result.stdout.partition("\n\n")[0].splitlines()]
     assert "  1 2" not in root
-    assert not branches[0].endswith("1100")
-    assert [line.rpartition("  ")[2] for line in branches[1:]] == [str(beyond), str(2**31 - 1)]
+    assert "1100" not in branches[0]
+    assert [line.rpartition("  ")[2] for line in branches[1:]] == [f"{beyond} {beyond}", f"{2**31 - 1} {2**31 - 1}"]
 
 
 def test_standard_input():

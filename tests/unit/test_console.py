@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mcore_prefix_tree.cli.console import ConsoleReporter, comparison_table, verify_table
+from mcore_prefix_tree.cli import numbers
+from mcore_prefix_tree.cli.console import ConsoleReporter, print_comparison, print_verified
 from mcore_prefix_tree.cli.main import app
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -97,10 +98,7 @@ def test_a_log_has_one_plain_line_a_step(log, step_report):
     reporter.started(3, 6)
     assert printed(console) == ""
     reporter.step(step_report)
-    assert printed(console) == (
-        "step 3 | loss 1.234568 | grad norm 0.500 | lr 1.000e-04 | tokens 12,000 -> 3,000 (fold ratio 4.00) | "
-        "2.00 s, plan 4 ms | 6,000 logical tokens/s | 1,500 physical tokens/s\n"
-    )
+    assert printed(console) == "step 3 | loss 1.234568 | grad 0.5 | lr 1.0e-04 | fold 4.00x | 6k tok/s\n"
     reporter.step(replace(step_report, iteration=4, grad_norm=None))
     reporter.close()
     lines = printed(console).splitlines()
@@ -152,75 +150,153 @@ def test_messages_are_taken_literally_and_never_wrapped(log):
     assert printed(console) == text + "\n"
 
 
-def table_lines(table):
-    console = Console(file=io.StringIO(), width=200)
-    console.print(table)
-    return printed(console)
+def test_lines_of_a_step_have_80_columns_and_cut_no_part(log, step_report):
+    console, reporter = log
+    metrics = {f"metric_number_{number}": 1234.5 / 10**number for number in range(9)}
+    large = {"iteration": 2_000, "loss": -10.379326, "grad_norm": 123.456, "logical_tokens": 160_000}
+    reporter.step(replace(step_report, **large, metrics=metrics))
+    first, *more = printed(console).splitlines()
+    assert first == "step 2000 | loss -10.379326 | grad 123.5 | lr 1.0e-04 | fold 53.33x | 80k tok/s"
+    assert [len(line) <= 80 for line in (first, *more)] == [True] * 5
+    parts = [part for line in more for part in line.removeprefix("  ").split(" | ")]
+    assert parts[:3] == ["metric number 0 1.23k", "metric number 1 123.5", "metric number 2 12.35"]
+    assert len(parts) == 9
 
 
-def unwrapped(text):
-    """Titles and captions are as narrow as their table."""
-    return " ".join(text.split())
+def test_an_evaluation_has_lines_like_a_step(log):
+    from mcore_prefix_tree.mcore.engine.held_out import Evaluation
+
+    console, reporter = log
+    names = dict.fromkeys(("iteration", "loss", "samples", "logical_tokens", "physical_tokens", "seconds"), 0)
+    known = {"iteration": 4, "loss": 2.5, "samples": 1200, "seconds": 61.0, "metrics": {"nll": 2.5}}
+    reporter.evaluated(Evaluation(**(names | known)))
+    assert printed(console) == "validation after step 4 | loss 2.500000 | 1,200 samples in 61 s\n  nll 2.5\n"
 
 
-def cells(text, first):
-    (line,) = [line for line in text.splitlines() if first in line and "│" in line]
-    return [cell.strip() for cell in line.strip("│").split("│")]
+def test_the_last_line_says_where_the_checkpoint_is(log, terminal):
+    for console, reporter in (log, terminal):
+        reporter.finished("runs/mine/iter_0000004")
+        reporter.finished(None)
+        assert printed(console) == ("saved: runs/mine/iter_0000004\nnothing is saved: checkpoint.save is not set\n")
 
 
-def test_the_table_of_errors(verify_report, log):
+def shown(print_it, of, width=80, **console):
+    """The lines that a table is printed as."""
+    console = Console(file=io.StringIO(), width=width, **console)
+    print_it(console, of)
+    return [line.rstrip() for line in printed(console).splitlines()]
+
+
+def cells(lines, first):
+    (line,) = [line for line in lines if first in line]
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_the_errors_fit_80_columns(verify_report, log):
     console, reporter = log
     reporter.verified(verify_report)
     assert "TOO LARGE" not in printed(console)
-    text = table_lines(verify_table(verify_report))
-    assert "verify: folded against unfolded (float32, 8 samples, 12,000 -> 3,000 tokens, 15 parameter tensors)" in (
-        unwrapped(text)
-    )
-    assert "largest gradient error: decoder.layers.[0].weight (rank 1)" in unwrapped(text)
-    assert cells(text, "loss") == ["loss", "3.00e-07", "1.00e-05", "ok"]
-    assert cells(text, "gradient of") == ["gradient of a parameter", "4.00e-07", "1.00e-05", "ok"]
+    report = replace(verify_report, reference="the same weights in float64, unfolded", logical_tokens=9_000_000)
+    assert shown(print_verified, report) == [
+        "verify: folded against the same weights in float64, unfolded",
+        "float32, 8 samples, 9,000,000 -> 3,000 tokens, 15 parameter tensors",
+        "largest relative error of       folded    limit",
+        "log-probabilities of a sample  1.0e-07  1.0e-05  ok",
+        "entropies of a sample          2.0e-07  1.0e-05  ok",
+        "the loss                       3.0e-07  1.0e-05  ok",
+        "a parameter's gradient         4.0e-07  1.0e-05  ok",
+        "largest gradient error: decoder.layers.[0].weight (rank 1)",
+    ]
+    assert shown(print_verified, report, width=200) == shown(print_verified, report)
 
 
 @pytest.mark.parametrize("error", [1.1e-5, float("inf"), float("nan")])
 def test_an_error_above_its_limit_stands_out(verify_report, error):
     report = replace(verify_report, entropy_error=error)
-    text = table_lines(verify_table(report))
-    assert cells(text, "entropies")[-1] == "TOO LARGE"
-    assert text.count("TOO LARGE") == 1
+    lines = shown(print_verified, report)
+    assert cells(lines, "entropies")[-1] == "TOO LARGE"
+    assert sum("TOO LARGE" in line for line in lines) == 1
     assert not report.passed
 
 
 def test_half_precision_has_a_limit_a_row(verify_report):
     limits = {"logprob_error": 1e-3, "entropy_error": 2e-3, "loss_error": 3e-3, "gradient_error": 4e-9}
-    report = replace(verify_report, tolerance=0.0, unfolded_errors=limits, dtype="bfloat16")
-    text = table_lines(verify_table(report))
-    assert cells(text, "log-prob") == ["log-probabilities of a sample", "1.00e-07", "3.00e-03", "ok"]
-    assert cells(text, "gradient of") == ["gradient of a parameter", "4.00e-07", "1.20e-08", "TOO LARGE"]
+    lines = shown(print_verified, replace(verify_report, tolerance=0.0, unfolded_errors=limits, dtype="bfloat16"))
+    assert cells(lines, "log-prob") == ["log-probabilities of a sample", "1.0e-07", "3.0e-03", "ok"]
+    assert cells(lines, "a parameter's") == ["a parameter's gradient", "4.0e-07", "1.2e-08", "TOO LARGE"]
 
 
-def test_the_table_of_costs(comparison):
-    text = table_lines(comparison_table(comparison))
-    assert cells(text, "unfolded, packed") == ["unfolded, packed", "12,000", "4.400", "4.00", "400 MiB"]
-    assert cells(text, "unfolded, stock") == ["unfolded, stock", "12,000", "8.000", "7.27", "not known here"]
-    assert unwrapped(text).endswith(
-        "folded is 4.00x the faster unfolded way (4.00 to 4.00), 80% of its bound by FLOPs, 5.00x "
-        "(body 4.00x of 50% of the folded FLOPs, attention 6.00x of 10%, head 6.00x of 40%)"
-    )
+def test_the_costs_fit_80_columns(comparison):
+    assert shown(print_comparison, comparison) == [
+        "forward and backward of one batch, in one process",
+        "                  tokens  seconds  slower  peak memory",
+        "folded             3,000    1.100   1.00x      100 MiB",
+        "unfolded, packed  12,000    4.400   4.00x      400 MiB",
+        "unfolded, stock   12,000    8.000   7.27x    not known",
+        "folded is 4.00x as fast as the faster unfolded way (4.00x to 4.00x)",
+        "80.0% of its bound by FLOPs, 5.00x:",
+        "  body 4.00x, 50.0% of the folded FLOPs",
+        "  attention 6.00x, 10.0% of the folded FLOPs",
+        "  head 6.00x, 40.0% of the folded FLOPs",
+    ]
 
 
 def test_one_round_has_no_spread(comparison):
     ways = {name: replace(getattr(comparison, name), seconds=[2.0]) for name in ("folded", "packed", "stock")}
-    assert "folded is 1.00x the faster unfolded way, 20% of its bound" in unwrapped(
-        table_lines(comparison_table(replace(comparison, **ways)))
-    )
+    lines = shown(print_comparison, replace(comparison, **ways))
+    assert "folded is 1.00x as fast as the faster unfolded way" in lines
+    assert "20.0% of its bound by FLOPs, 5.00x:" in lines
 
 
 def test_a_way_that_could_not_be_run_is_explained(comparison):
-    partial = replace(comparison, stock=None, stock_missing="no room for data[a].jsonl:3")
-    text = table_lines(comparison_table(partial))
-    assert cells(text, "unfolded, packed")[3] == "4.00"
-    assert "unfolded, stock" not in text
-    assert unwrapped(text).endswith("stock not run: no room for data[a].jsonl:3")
+    why = "no room for data[a].jsonl:3" + "x" * 80
+    lines = shown(print_comparison, replace(comparison, stock=None, stock_missing=why))
+    assert cells(lines, "unfolded, packed")[3] == "4.00x"
+    assert not [line for line in lines if "unfolded, stock" in line]
+    assert lines[-1] == f"stock not run: {why}"
+
+
+def test_runs_that_are_compared_have_a_bar(terminal):
+    console, reporter = terminal
+    reporter.comparing("verify", 3, 48)
+    reporter.close()
+    assert "verify  3/48" in ANSI.sub("", printed(console))
+    assert "\x1b[?25h" in printed(console)
+
+
+def test_runs_that_are_compared_have_a_line_now_and_then_elsewhere(monkeypatch):
+    now = iter([0.0, 1.0, 31.0, 31.0, 40.0])
+    monkeypatch.setattr("mcore_prefix_tree.cli.console.time.monotonic", lambda: next(now))
+    console = Console(file=io.StringIO())
+    reporter = ConsoleReporter(console)
+    for done in (1, 2, 3):
+        reporter.comparing("verify", done, 48)
+    assert printed(console) == "verify: 2 of 48\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "text"),
+    [
+        ("count", 13_218, "13,218"),
+        ("ratio", 6.404, "6.40x"),
+        ("share", 0.1239, "12.4%"),
+        ("error", 3.04e-7, "3.0e-07"),
+        ("figure", 0.053841, "0.05384"),
+        ("figure", -1234.5, "-1.23k"),
+        ("figure", float("nan"), "nan"),
+        ("short", 999.4, "999"),
+        ("short", 999.6, "1k"),
+        ("short", 6.99e10, "69.9G"),
+        ("short", 1e25, "1e+07E"),
+        ("seconds", 0.0241, "24.1 ms"),
+        ("seconds", 3.314, "3.31 s"),
+        ("seconds", 725.0, "12 min 5 s"),
+        ("size", 951 * 2**20, "951 MiB"),
+        ("size", None, "not known"),
+    ],
+)
+def test_numbers_have_one_format(name, number, text):
+    assert getattr(numbers, name)(number) == text
 
 
 @pytest.fixture

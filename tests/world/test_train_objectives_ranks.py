@@ -65,15 +65,19 @@ def write_job(folder: Path) -> Path:
     return recipe
 
 
+def figures(parts: list[str]) -> dict[str, float]:
+    return {name: float(value) for name, value in (part.rsplit(" ", 1) for part in parts)}
+
+
 def reported(done: Ended) -> list[dict[str, float]]:
-    """What each step says before it comes to tokens and seconds."""
+    """What each step reports, and its loss, gradient and learning rate."""
     assert done.code == 0, done.err
     steps = []
     for line in done.out.splitlines():
         if line.startswith("step "):
-            parts = line.split(" | ")
-            parts = parts[1 : next(i for i, part in enumerate(parts) if part.startswith("tokens "))]
-            steps.append({name: float(value) for name, value in (part.rsplit(" ", 1) for part in parts)})
+            steps.append(figures(line.split(" | ")[1:4]))
+        elif line.startswith("  ") and steps:
+            steps[-1] |= figures(line.strip().split(" | "))
     return steps
 
 

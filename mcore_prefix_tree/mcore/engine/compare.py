@@ -105,7 +105,14 @@ class _Way:
     step: ForwardStep
 
 
-def compare(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, repeats: int) -> Comparison:
+def compare(
+    chunks: Sequence[Any],
+    samples: Sequence[Sample],
+    job: Job,
+    *,
+    repeats: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
     """Measure forward and backward of the supervised loss, or of a scalar head's (:func:`plain`); no optimizer step.
     The gradient buffers of ``chunks`` are left empty.
 
@@ -117,6 +124,7 @@ def compare(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, repea
         samples: the whole batch.
         job: that the chunks are of.
         repeats: timed rounds.
+        progress: receives how many runs of the batch are done, and their number.
     """
     job, samples = plain(job, samples)
 
@@ -163,12 +171,22 @@ def compare(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, repea
                 step=partial(stock_forward_step, of_values=job.objective.has_scalar_head),
             )
         )
+    done = 0
+
+    def seconds(way: _Way) -> float:
+        nonlocal done
+        found = _seconds(way, chunks, job)
+        done += 1
+        if progress is not None:
+            progress(done, (1 + repeats) * len(ways))
+        return found
+
     peaks = []
     for way in ways:
         peak = PeakMemory(job.folding.device)
-        _seconds(way, chunks, job)
+        seconds(way)
         peaks.append(int(_largest(float(peak.bytes() or 0), job)) or None)
-    rounds = [[_seconds(way, chunks, job) for way in ways] for _ in range(repeats)]
+    rounds = [[seconds(way) for way in ways] for _ in range(repeats)]
     measured = [
         Measurement(name=way.name, seconds=list(seconds), peak_bytes=peak, tokens=way.tokens)
         for way, peak, seconds in zip(ways, peaks, zip(*rounds, strict=True), strict=True)

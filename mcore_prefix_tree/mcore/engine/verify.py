@@ -27,6 +27,7 @@ from mcore_prefix_tree.mcore.engine.score import score
 from mcore_prefix_tree.mcore.engine.steps import FoldedStep, fold_step
 from mcore_prefix_tree.mcore.engine.unfolded import (
     StockBatch,
+    UnfoldedStep,
     plan_unfolded,
     stock_forward,
     stock_logprobs,
@@ -137,6 +138,7 @@ def verify(
     *,
     in_dtype: Callable[[torch.dtype], tuple[Sequence[torch.nn.Module], Any]],
     tolerance: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
     """Run a batch folded and unfolded and compare what the model says of each sample, and the loss of :func:`plain`.
 
@@ -147,6 +149,7 @@ def verify(
         in_dtype: builds the same model in another dtype, with its ``TransformerConfig``; the weights are copied.
         tolerance: largest relative error that passes. None measures both runs against a wider one, and allows
             :data:`FACTOR` times the unfolded run's own error.
+        progress: receives how many micro-batches of this rank's runs have begun, and their number.
 
     Returns:
         The same report on every rank.
@@ -167,15 +170,17 @@ def verify(
         raise CannotVerifyError(f"verify cannot run the unfolded side: {obstacle}; verify on shorter samples")
     job, samples = plain(job, samples)
     step = fold_step(samples, job)
-    folded = _run_folded(chunks, step, job)
+    alone = plan_unfolded(samples, job)
+    begun = _Begun(progress, len(step.micro_batches) + (1 if companion is None else 2) * len(alone.micro_batches))
+    folded = _run_folded(chunks, step, job, begun)
     folded = replace(folded, rows=dict(enumerate(_folded_rows(chunks, samples, job))))
-    unfolded = _run_unfolded(chunks, samples, job)
+    unfolded = _run_unfolded(chunks, alone, job, begun)
     reference, rounding = unfolded, None
     if companion is not None:
         copies, config = in_dtype(companion)
         for target, source in zip(copies, chunks, strict=True):
             target.load_state_dict(_bare(source).state_dict())
-        other = _run_unfolded(copies, samples, replace(job, config=config))
+        other = _run_unfolded(copies, alone, replace(job, config=config), begun)
         if dtype is torch.float64:
             # Nothing is wider: what float32 loses, scaled to the digits of float64.
             scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
@@ -197,6 +202,19 @@ def verify(
     )
 
 
+class _Begun:
+    """Counts the micro-batches that this rank's runs have begun."""
+
+    def __init__(self, told: Callable[[int, int], None] | None, total: int) -> None:
+        self._told, self._total, self._begun = told, total, 0
+
+    def one(self) -> None:
+        """Count another."""
+        self._begun += 1
+        if self._told is not None:
+            self._told(self._begun, self._total)
+
+
 def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -209,14 +227,14 @@ def _least_limit(config: Any) -> float:
     return 1e-5 if dtype is torch.float64 and fp32_inside else LEAST[dtype]
 
 
-def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job) -> _Outcome:
+def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job, begun: _Begun) -> _Outcome:
     """Return the loss and the gradients of the very step that training takes."""
 
     def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
         return job.readout.read(output, batch).loss, []
 
     forward, no_rows = partial(tree_forward, readout=job.readout), tuple(() for _ in step.micro_batches)
-    return _run(chunks, step.micro_batches, no_rows, forward, loss, job)
+    return _run(chunks, step.micro_batches, no_rows, forward, loss, job, begun)
 
 
 def _folded_rows(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], job: Job) -> list[_Rows]:
@@ -238,8 +256,7 @@ def _folded_rows(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], j
     return found
 
 
-def _run_unfolded(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], job: Job) -> _Outcome:
-    step = plan_unfolded(samples, job)
+def _run_unfolded(chunks: Sequence[torch.nn.Module], step: UnfoldedStep, job: Job, begun: _Begun) -> _Outcome:
     of_values = job.objective.has_scalar_head
 
     def score(batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
@@ -251,7 +268,7 @@ def _run_unfolded(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], 
         rows = {"logprob": _on_host(logprob[:scored]), "entropy": _on_host(entropy[:scored])}
         return -torch.dot(logprob, batch.loss_mask.to(logprob.dtype)), [rows]
 
-    return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, job)
+    return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, job, begun)
 
 
 def _on_host(values: torch.Tensor) -> np.ndarray:
@@ -266,6 +283,7 @@ def _run(
     forward: Callable[[Any, Any], torch.Tensor],
     score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[_Rows]]],
     job: Job,
+    begun: _Begun,
 ) -> _Outcome:
     rows: dict[int, _Rows] = {}
     losses: list[float] = []
@@ -273,6 +291,8 @@ def _run(
 
     def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(data_iterator)
+        if model is chunks[0]:  # of chunks of a virtual pipeline, each has a turn
+            begun.one()
 
         def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             loss, scored = score(batch, output)

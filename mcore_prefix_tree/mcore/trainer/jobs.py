@@ -41,6 +41,8 @@ from mcore_prefix_tree.sample import Sample
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# Receives how much is done, and of how much.
+Progress = Callable[[int, int], None]
 
 
 class VerificationError(RuntimeError):
@@ -66,14 +68,15 @@ def run_once(recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool 
         return work(resolve(joined, objective, read_data(joined, objective))), is_main_rank()
 
 
-def verify_first(run: Resolved) -> VerifyReport:
-    """Compare folded and unfolded runs of the first batch."""
-    return run.verified(run.starting_model(logger.info))
+def verify_first(run: Resolved, *, progress: Progress | None = None) -> VerifyReport:
+    """Compare folded and unfolded runs of the first batch; ``progress`` is called on the main rank."""
+    return run.verified(run.starting_model(logger.info), progress if is_main_rank() else None)
 
 
-def compare_first(run: Resolved, *, repeats: int) -> Comparison:
-    """Measure the first batch folded and unfolded."""
-    return Trainer(run, run.new_model()).compare(1, repeats=repeats)
+def compare_first(run: Resolved, *, repeats: int, progress: Progress | None = None) -> Comparison:
+    """Measure the first batch folded and unfolded; ``progress`` is called on the main rank."""
+    told = progress if is_main_rank() else None
+    return Trainer(run, run.new_model()).compare(1, repeats=repeats, progress=told)
 
 
 def measure_costs(run: Resolved, *, repeats: int) -> Calibration:
@@ -143,6 +146,10 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             say(f"the weights are exported to {target}")
         if data.skipped.count:
             say(f"not trained on: {data.skipped}")
+        if is_main_rank():
+            folder = recipe.checkpoint.save
+            last = None if folder is None else checkpoint.iteration_folder(folder, recipe.train_iters)
+            reporter.finished(None if last is None else str(last))
 
 
 def _last_checkpoint(options: CheckpointConfig, *, resume: bool, new_data: bool) -> int | None:
@@ -187,7 +194,7 @@ def _planned(held_out: Sequence[Sequence[Sample]] | None, run: Resolved) -> Held
 
 
 def _verify(run: Resolved, chunks: list[torch.nn.Module], reporter: Reporter) -> None:
-    report = run.verified(chunks)
+    report = run.verified(chunks, partial(reporter.comparing, "verify") if is_main_rank() else None)
     if is_main_rank():
         reporter.verified(report)
     if not report.passed:

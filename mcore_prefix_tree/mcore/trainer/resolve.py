@@ -158,7 +158,9 @@ class Resolved:
         say(f"the weights start from {checkpoint.iteration_folder(folder, iteration)}{new}")
         return chunks
 
-    def verified(self, chunks: list[torch.nn.Module]) -> VerifyReport:
+    def verified(
+        self, chunks: list[torch.nn.Module], progress: Callable[[int, int], None] | None = None
+    ) -> VerifyReport:
         """Compare the first batch folded and unfolded; see :func:`~mcore_prefix_tree.mcore.engine.verify.verify`.
 
         Raises:
@@ -185,7 +187,14 @@ class Resolved:
             return self.new_model(other), other
 
         try:
-            return verify(chunks, self.first_step(), self.job, in_dtype=in_dtype, tolerance=recipe.verify.tolerance)
+            return verify(
+                chunks,
+                self.first_step(),
+                self.job,
+                in_dtype=in_dtype,
+                tolerance=recipe.verify.tolerance,
+                progress=progress,
+            )
         except CannotVerifyError as error:
             raise RecipeError(f"{error}, or set verify.enabled=false") from None
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +85,9 @@ class Reporter(Protocol):
     def reading(self, done: int, total: int) -> None:
         """So many bytes of the data have been gone through, before training."""
 
+    def comparing(self, what: str, done: int, total: int) -> None:
+        """So much is done of verifying the first batch, or of comparing the speed of the last."""
+
     def verified(self, report: VerifyReport) -> None:
         """The first batch was compared."""
 
@@ -98,6 +102,9 @@ class Reporter(Protocol):
 
     def compared(self, comparison: Comparison) -> None:
         """The last batch was run folded and unfolded."""
+
+    def finished(self, checkpoint: str | None) -> None:
+        """All steps are done; the last one's checkpoint is in this folder, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +207,8 @@ class Trainer:
                     step = planner.step(self._consumed(iteration), self._size, is_last=iteration == recipe.train_iters)
                     self._complete(iteration, step, end_request, log, reporter)
         if recipe.compare:
-            comparison = self.compare(recipe.train_iters, repeats=1)
+            progress = partial(reporter.comparing, "compare") if is_main_rank() else None
+            comparison = self.compare(recipe.train_iters, repeats=1, progress=progress)
             if is_main_rank():
                 reporter.compared(comparison)
 
@@ -239,9 +247,11 @@ class Trainer:
             log.evaluation(evaluation)
             reporter.evaluated(evaluation)
 
-    def compare(self, iteration: int, *, repeats: int) -> Comparison:
+    def compare(
+        self, iteration: int, *, repeats: int, progress: Callable[[int, int], None] | None = None
+    ) -> Comparison:
         """Forward and backward of one iteration's batch, folded and unfolded."""
-        return compare(self._chunks, self._samples(iteration), self._job, repeats=repeats)
+        return compare(self._chunks, self._samples(iteration), self._job, repeats=repeats, progress=progress)
 
     def calibrate(self, *, repeats: int) -> Calibration:
         """Time micro-batches of the first few steps' samples."""
