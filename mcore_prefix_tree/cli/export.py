@@ -20,6 +20,8 @@ def export(
 ) -> None:
     """Write the last checkpoint in checkpoint.save with the names, types, configuration and tokenizer of model.hf.
 
+    With model.lora, write the adapter alone, in PEFT's format.
+
     Any parallel layout reads the checkpoint; under torchrun for several ranks.
     """
     from mcore_prefix_tree.recipe import load_recipe
@@ -31,4 +33,7 @@ def export(
     iteration, is_main = run_export(loaded, path)
     if is_main:
         by = iteration if isinstance(iteration, str) else f"iteration {iteration}"
-        print(f"{path}: the weights of {by} in the format of {loaded.model.hf}")
+        if loaded.model.lora is not None:
+            print(f"{path}: the adapter of {by} in PEFT's format, for {loaded.model.hf}")
+        else:
+            print(f"{path}: the weights of {by} in the format of {loaded.model.hf}")

@@ -1,15 +1,15 @@
 """Recipes: all settings of a training job, from a YAML file and ``key=value`` overrides.
 
-Its keys are in :mod:`mcore_prefix_tree.recipe.sections`.
+Its keys are in :mod:`mcore_prefix_tree.recipe.sections`, those of its model in :mod:`mcore_prefix_tree.recipe.model`.
 """
 
 from mcore_prefix_tree.recipe.load import load_recipe
+from mcore_prefix_tree.recipe.model import LoraConfig, ModelConfig, YarnConfig
 from mcore_prefix_tree.recipe.sections import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
     LogConfig,
-    ModelConfig,
     ObjectiveConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -17,7 +17,6 @@ from mcore_prefix_tree.recipe.sections import (
     RecipeError,
     ValidationConfig,
     VerifyConfig,
-    YarnConfig,
 )
 from mcore_prefix_tree.recipe.values import Dtype
 
@@ -27,6 +26,7 @@ __all__ = [
     "DataConfig",
     "Dtype",
     "LogConfig",
+    "LoraConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",

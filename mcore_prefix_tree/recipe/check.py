@@ -13,8 +13,9 @@ from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.write import check_output
 from mcore_prefix_tree.plan import LatentAttention
+from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.objective import checked_settings
-from mcore_prefix_tree.recipe.sections import LogConfig, ModelConfig, OptimizerConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import LogConfig, OptimizerConfig, Recipe, RecipeError
 
 # The layout of experts by themselves, and what its keys are where none is asked for.
 _LAYOUT_OF_EXPERTS: dict[str, int | None] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}

@@ -22,10 +22,10 @@ DTYPES = ("F64", "F32", "F16", "BF16")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Keys of a model that leave its function as it is, up to rounding: how it is computed, initialised and regularised.
 SAME_FUNCTION = re.compile(
-    "hf|dtype|transformer_impl|max_position_embeddings"
+    "hf|adapter|dtype|transformer_impl|max_position_embeddings"
     "|transformer\\.(.*(recompute|fus|overlap|dispatcher|grouped_gemm|offload|deterministic|init|loss|dropout).*)"
 )
-_OF_RECIPE = ("hf", "dtype", "transformer_impl")
+_OF_RECIPE = ("hf", "dtype", "transformer_impl", "lora", "adapter")
 # Keys that a recipe in a checkpoint has, which is written with all defaults.
 _OF_CHECKPOINTS = {"rotary_base", "swiglu", "qk_layernorm"}
 _LONGEST_HEADER = 100_000_000  # of the format
@@ -88,10 +88,10 @@ class HuggingFaceFolder:
             raise ValueError(
                 f"{folder} is not a folder with a {CONFIG}; download the model first and give its local folder"
             )
-        config = _json(folder / CONFIG)
+        config = read_json(folder / CONFIG)
         _check_config(folder, config)
         files = dict(_files(folder))
-        headers = {file: _header(folder / file) for file in sorted(set(files.values()))}
+        headers = {file: tensors_in(folder / file) for file in sorted(set(files.values()))}
         tensors = {name: headers[file][name] for name, file in files.items() if name in headers[file]}
         absent = sorted(files.keys() - tensors.keys())
         if absent:
@@ -159,7 +159,7 @@ class HuggingFaceFolder:
         settings = self.path / "tokenizer_config.json"
         if not settings.is_file():
             return False
-        return (self.path / "chat_template.jinja").is_file() or "chat_template" in _json(settings)
+        return (self.path / "chat_template.jinja").is_file() or "chat_template" in read_json(settings)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -194,8 +194,10 @@ def with_folder(content: Any) -> Any:
     further = model.get("transformer")
     given = [*map(str, model), *(f"transformer.{name}" for name in (further if isinstance(further, dict) else ()))]
     for key in given:
+        if key in ("transformer", "lora"):
+            continue
         # The folder's, and not of this run: a limit of positions, too.
-        if key != "transformer" and (not SAME_FUNCTION.fullmatch(key) or key == "max_position_embeddings"):
+        if not SAME_FUNCTION.fullmatch(key) or key == "max_position_embeddings":
             raise ValueError(f"model.{key} is set, but model.hf={path} decides it; leave one of them out")
     filled = {**content, "model": model | folder.sizes}
     data = content.get("data")
@@ -230,13 +232,13 @@ def _check_tokenizer(folder: HuggingFaceFolder, other: Path) -> None:
 
 
 def _vocabulary(file: Path) -> Any:
-    model = _json(file).get("model")
+    model = read_json(file).get("model")
     return model.get("vocab") if isinstance(model, dict) else None
 
 
 def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
     for name in (CONFIG, "tokenizer_config.json", "generation_config.json"):
-        if (folder / name).is_file() and _RUNS_CODE in _json(folder / name):
+        if (folder / name).is_file() and _RUNS_CODE in read_json(folder / name):
             raise ValueError(
                 f"{folder / name} has '{_RUNS_CODE}': this model comes with code of its own, which is never run; use a "
                 "version of the model that transformers itself implements"
@@ -271,7 +273,7 @@ def _files(folder: Path) -> Iterator[tuple[str, str]]:
             "those that are not the model's"
         )
     if (folder / INDEX).is_file():
-        placed = _json(folder / INDEX).get("weight_map")
+        placed = read_json(folder / INDEX).get("weight_map")
         if not isinstance(placed, dict) or not placed:
             raise ValueError(f"{folder / INDEX} has no 'weight_map'")
         for name, file in placed.items():
@@ -281,7 +283,7 @@ def _files(folder: Path) -> Iterator[tuple[str, str]]:
                 )
             yield name, file
     elif (folder / SINGLE).is_file():
-        yield from dict.fromkeys(_header(folder / SINGLE), SINGLE).items()
+        yield from dict.fromkeys(tensors_in(folder / SINGLE), SINGLE).items()
     else:
         pickles = sorted(one.name for one in folder.iterdir() if one.suffix in PICKLES)
         why = (
@@ -293,8 +295,12 @@ def _files(folder: Path) -> Iterator[tuple[str, str]]:
         raise ValueError(f"{folder} holds no safetensors: {why}")
 
 
-def _header(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
-    """Return type and shape of each tensor in a safetensors file whose length agrees with its header."""
+def tensors_in(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
+    """Return type and shape of each tensor in a safetensors file whose length agrees with its header.
+
+    Raises:
+        ValueError: the file is missing, or is something else or only a part of one; names it.
+    """
     if not file.is_file():
         raise ValueError(f"{file} is missing; download the folder again")
     size = file.stat().st_size
@@ -314,7 +320,13 @@ def _header(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
     return found
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        ValueError: it holds something else; names the file.
+        OSError: it cannot be read.
+    """
     try:
         content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:

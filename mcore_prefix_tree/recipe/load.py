@@ -17,8 +17,10 @@ from pydantic import ValidationError as PydanticError
 from yaml import YAMLError
 
 from mcore_prefix_tree.inputs import read_text
+from mcore_prefix_tree.recipe.adapter import AdapterFolder, layers_with, with_adapter
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder, with_folder
 from mcore_prefix_tree.recipe.keys import instead_of
+from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
 from mcore_prefix_tree.recipe.values import AT_ODDS
 
@@ -56,10 +58,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         content = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except _UNREADABLE as error:
         raise RecipeError(f"recipe {path} cannot be read: {_one_line(error)}") from error
+    setting = "model.hf"
     try:
         content = with_folder(content)
+        setting = "model.adapter"
+        content = with_adapter(content)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"recipe {path}: model.hf: {_one_line(error)}") from error
+        raise RecipeError(f"recipe {path}: {setting}: {_one_line(error)}") from error
     try:
         recipe = TypeAdapter(Recipe).validate_python(content)
     except PydanticError as error:
@@ -78,7 +83,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             f"recipe {path}: model.hf={hf} ends in a scalar head, and objective.name={objective.name} needs a "
             "vocabulary; give a language model"
         )
+    try:
+        _check_adapter(recipe.model)
+    except ValueError as error:
+        raise RecipeError(f"recipe {path}: model.lora: {_one_line(error)}") from error
     return recipe
+
+
+def _check_adapter(model: ModelConfig) -> None:
+    if model.hf is None or model.lora is None:
+        return
+    folder = HuggingFaceFolder.read(model.hf)
+    layers_with(folder, model.lora)
+    if model.adapter is not None:
+        AdapterFolder.read(model.adapter).check_fits(folder)
 
 
 def _with_override(recipe: Any, override: str) -> Any:

@@ -14,10 +14,10 @@ from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.choices import OnError, Order, Share
 from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.values import (
     AT_ODDS,
     STRICT,
-    Dtype,
     Fields,
     NonNegativeFloat,
     NonNegativeInt,
@@ -76,71 +76,6 @@ class DataConfig:
                 AT_ODDS,
                 "order=folded sorts all samples in memory; set streaming=false, or order=shuffled",
             )
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class YarnConfig:
-    """YaRN's rotary embeddings (https://arxiv.org/abs/2309.00071), with Megatron's names for its settings.
-
-    Attributes:
-        rotary_scaling_factor: how many times longer than in pre-training a path may be.
-        original_max_position_embeddings: the longest in pre-training.
-        beta_fast: rotations within that length above which a frequency is kept.
-        beta_slow: rotations below which it is divided by the factor; in between, something of both.
-        mscale: weight of the logarithm of the factor in the scale of queries and keys.
-        mscale_all_dim: the same of what that scale is divided by; 0 divides by nothing.
-        correction_range_round_to_int: from a whole frequency to a whole frequency.
-    """
-
-    rotary_scaling_factor: PositiveFloat
-    original_max_position_embeddings: PositiveInt
-    beta_fast: PositiveFloat = 32.0
-    beta_slow: PositiveFloat = 1.0
-    mscale: NonNegativeFloat = 1.0
-    mscale_all_dim: NonNegativeFloat = 0.0
-    correction_range_round_to_int: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ModelConfig:
-    """A GPT, as megatron-core builds it.
-
-    Attributes:
-        hf: folder of a Hugging Face model, which Megatron-Bridge builds; of the keys below only ``dtype``,
-            ``transformer_impl`` and, in ``transformer``, how it is computed are set beside it. Training starts from its
-            weights, unless ``checkpoint.pretrained_checkpoint`` is set, and ``data.tokenizer`` is its tokenizer by
-            default if that has a chat template. None for a model of the sizes given here.
-        vocab_size: before padding to a multiple of the tensor-parallel size; None takes the tokenizer's.
-        rope_scaling: Llama 3.1's of the rotary frequencies, by ``rope_scaling_factor``.
-        yarn: of ``position_embedding_type: yarn``, which needs it.
-        dtype: of parameters and activations.
-        transformer_impl: megatron-core's own layers or TransformerEngine's.
-        transformer: further fields of ``megatron.core.transformer.TransformerConfig``.
-    """
-
-    num_layers: Annotated[PositiveInt, Field(le=10_000)]
-    hidden_size: PositiveInt
-    num_attention_heads: PositiveInt
-    num_query_groups: PositiveInt | None = None
-    ffn_hidden_size: PositiveInt | None = None
-    kv_channels: PositiveInt | None = None
-    vocab_size: PositiveInt | None = None
-    max_position_embeddings: PositiveInt = 4096
-    position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
-    rotary_base: PositiveInt = 10000
-    rotary_percent: Annotated[float, Number] = Field(default=1.0, gt=0, le=1)
-    rope_scaling: bool = False
-    rope_scaling_factor: PositiveFloat = 8.0
-    yarn: YarnConfig | None = None
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    swiglu: bool = True
-    add_bias_linear: bool = False
-    qk_layernorm: bool = False
-    untie_embeddings_and_output_weights: bool = True
-    dtype: Dtype = "float32"
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
-    transformer: dict[str, Any] = field(default_factory=dict)
-    hf: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -287,7 +222,7 @@ class CheckpointConfig:
             from; its optimizer and data are left alone. A critic or reward model may start from a language model, and
             a critic from a reward model: a scalar head that the checkpoint does not have starts anew.
         export_hf: folder that the weights of the last step are written to, in the format of ``model.hf``, which it
-            needs; it must not exist. None exports nothing.
+            needs, or with ``model.lora`` in PEFT's; it must not exist. None exports nothing.
     """
 
     save: str | None = None
@@ -410,7 +345,9 @@ class Recipe:
     verify: VerifyConfig = field(default_factory=VerifyConfig)
 
     def __post_init__(self) -> None:
-        """Refuse chunks of a head that has none, and an export without the folder whose format it has."""
+        """Refuse chunks of a head that has none, an export without the folder whose format it has, and adapters that
+        have no layers or no weights to start from."""
+        self._check_lora()
         if self.checkpoint.export_hf is not None and self.model.hf is None:
             raise PydanticCustomError(
                 AT_ODDS, "checkpoint.export_hf writes the format of model.hf, which is not set; leave it out"
@@ -420,6 +357,20 @@ class Recipe:
             raise PydanticCustomError(
                 AT_ODDS, f"head_chunk_rows requires the fused head, which {why} disables; leave it out"
             )
+
+    def _check_lora(self) -> None:
+        if self.model.lora is None:
+            return
+        why = None
+        if self.model.hf is None:
+            why = "puts adapters on the layers of model.hf, which is not set; set it"
+        elif self.checkpoint.pretrained_checkpoint is not None:
+            why = "starts from model.hf; export the checkpoint and name that folder there instead of "
+            why += "checkpoint.pretrained_checkpoint"
+        elif self.objective.has_scalar_head:
+            why = f"trains no scalar head, which objective.name={self.objective.name} needs; leave it out"
+        if why is not None:
+            raise PydanticCustomError(AT_ODDS, f"model.lora {why}")
 
     @property
     def inputs(self) -> list[str]:

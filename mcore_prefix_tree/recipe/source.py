@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from mcore_prefix_tree.data import ChatTokenizer, FieldNames, LineOptions, Ranks, load_tokenizer
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.recipe.sections import BatchConfig, DataConfig, ModelConfig, ParallelConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.model import ModelConfig
+from mcore_prefix_tree.recipe.sections import BatchConfig, DataConfig, ParallelConfig, Recipe, RecipeError
 
 
 def source_of(

@@ -8,9 +8,9 @@ from typing import Any
 
 from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.load import load_recipe
+from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.sections import (
     CheckpointConfig,
-    ModelConfig,
     ObjectiveConfig,
     ParallelConfig,
     Recipe,

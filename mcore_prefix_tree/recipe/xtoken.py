@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, TeacherSide
-from mcore_prefix_tree.recipe.sections import DataConfig, ModelConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.model import ModelConfig
+from mcore_prefix_tree.recipe.sections import DataConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames
 from mcore_prefix_tree.trie import Sharing
 from mcore_prefix_tree.xtoken.modes import Reads

@@ -128,7 +128,7 @@ def fields_table(kind: type) -> str:
             if field.default is not MISSING:
                 default = default_text(getattr(field.default, "default", field.default))
             elif field.default_factory is not MISSING:
-                default = "empty"
+                default = ", ".join(f"`{one}`" for one in field.default_factory()) or "empty"
             yield f"`{field.name}`", type_text(hints[field.name]), default, meanings.get(field.name, "")
 
     return table(("key", "value", "default", "meaning"), rows())
@@ -136,15 +136,17 @@ def fields_table(kind: type) -> str:
 
 def recipe_page() -> str:
     """Return the page of all keys of a recipe."""
-    from mcore_prefix_tree.recipe import Recipe, YarnConfig
+    from mcore_prefix_tree.recipe import LoraConfig, Recipe, YarnConfig
 
     hints = get_type_hints(Recipe)
-    parts = ["# Recipe keys", "Written from `recipe/sections.py`. How to use them: [Recipes](../recipes.md)."]
+    sources = "`recipe/sections.py` and `recipe/model.py`"
+    parts = ["# Recipe keys", f"Written from {sources}. How to use them: [Recipes](../recipes.md)."]
     parts += ["## Top level", fields_table(Recipe)]
     for name, kind in hints.items():
         if is_dataclass(kind):
             parts += [f"## {name}", summary_of(kind), fields_table(kind)]  # type: ignore[arg-type]
-    parts += ["## model.yarn", summary_of(YarnConfig), fields_table(YarnConfig)]
+    for name, section in {"model.yarn": YarnConfig, "model.lora": LoraConfig}.items():
+        parts += [f"## {name}", summary_of(section), fields_table(section)]
     return "\n\n".join(parts) + "\n"
 
 

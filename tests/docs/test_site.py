@@ -29,7 +29,7 @@ def test_page_of_recipe_keys_has_every_key(site) -> None:
     assert "| `order` | `shuffled`, `folded`, `file` | `shuffled` |" in page
     assert "| `tolerance` | number or null | null |" in page
     assert "| `expand_turns` | true or false | `false` |" in page
-    assert page.count("\n## ") == 12
+    assert page.count("\n## ") == 13
 
 
 def test_page_of_commands_has_every_command(site) -> None:

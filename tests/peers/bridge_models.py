@@ -43,6 +43,10 @@ def auto_bridge() -> Any:
 
         imported = {name: module for name, module in sys.modules.items() if name not in before | stand_ins}
     sys.modules.update(imported)
+    if stand_ins:
+        from megatron.bridge.peft import utils
+
+        utils.HAVE_TE = False  # it finds the names of Megatron-Core's wrappers, which are no classes here
     return AutoBridge
 
 

@@ -30,12 +30,14 @@ from mcore_prefix_tree.data.same import name_ranks
 from mcore_prefix_tree.mcore.ranks import everyone, on_main_rank
 from mcore_prefix_tree.mcore.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY
+from mcore_prefix_tree.mcore.trainer.hf import ADAPTER
 from mcore_prefix_tree.mcore.trainer.integrity import (
     DamagedCheckpointError,
     check_integrity,
     check_metadata,
     write_checksums,
 )
+from mcore_prefix_tree.mcore.trainer.lora import load_frozen
 from mcore_prefix_tree.mcore.trainer.retention import saving_mark
 from mcore_prefix_tree.mcore.trainer.session import is_of_lost_rank
 from mcore_prefix_tree.mcore.trainer.settings import check_same_function, write_settings
@@ -272,6 +274,7 @@ def load_weights(
     """
     source = _existing(folder, iteration)
     on_main_rank(partial(check_same_function, source, model))
+    load_frozen(model, chunks)
     _load_into(chunks, _read(source, _model_state(chunks, replicas)))
 
 
@@ -331,7 +334,8 @@ def _reading(source: Path) -> Iterator[None]:
 
 def _load_into(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(chunks):
-        unwrap_model(chunk).load_state_dict(loaded[_model_key(index, len(chunks))])
+        state, bare = loaded[_model_key(index, len(chunks))], unwrap_model(chunk)
+        bare.load_state_dict(bare.state_dict() | state if _is_adapter(state) else state)
 
 
 def _param_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
@@ -368,10 +372,15 @@ def _leave_out_absent(state: dict[Any, Any]) -> None:
 
 def _model_state(chunks: Sequence[Any], replicas: dist.ProcessGroup | None = None) -> dict[str, Any]:
     metadata = _metadata() if replicas is None else _metadata() | {"dp_cp_group": replicas}
-    return {
-        _model_key(index, len(chunks)): unwrap_model(chunk).sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(chunks)
-    }
+    states = [unwrap_model(chunk).sharded_state_dict(metadata=metadata) for chunk in chunks]
+    if any(map(_is_adapter, states)):
+        # The other weights are those of the folder that the recipe names.
+        states = [{name: part for name, part in state.items() if ADAPTER in name} for state in states]
+    return {_model_key(index, len(chunks)): state for index, state in enumerate(states)}
+
+
+def _is_adapter(state: Mapping[str, Any]) -> bool:
+    return any(ADAPTER in name for name in state)
 
 
 def _metadata() -> dict[str, Any]:

@@ -11,21 +11,24 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 from uuid import uuid4
 
 import torch
+from megatron.core.utils import unwrap_model
 
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
 from mcore_prefix_tree.mcore.trainer.hf import bridge_of, is_untrained, without_scalar_head
+from mcore_prefix_tree.mcore.trainer.lora import bridge_lora
 from mcore_prefix_tree.mcore.trainer.model import build_chunks
 from mcore_prefix_tree.mcore.trainer.session import session
-from mcore_prefix_tree.recipe import Recipe, RecipeError
+from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError, adapter
+from mcore_prefix_tree.recipe.adapter import PREFIX
 from mcore_prefix_tree.recipe.hf import CONFIG, INDEX, PICKLES, SCORE, HuggingFaceFolder
 
 # Names that safetensors gives its types.
@@ -61,6 +64,23 @@ def check_export(path: str | Path, setting: str) -> None:
         raise RecipeError(f"{setting}: {parent} is not a folder that can be written to")
 
 
+def export_model(
+    model: ModelConfig, chunks: Sequence[torch.nn.Module], target: str | Path, *, scalar_head: bool
+) -> None:
+    """Write what a recipe's model trains: its adapter in PEFT's format, or :func:`export` all weights; all ranks.
+
+    Raises:
+        OSError, RecipeError: see :func:`export`.
+    """
+    assert model.hf is not None, "the recipe checks it"
+    if model.lora is None:
+        export(model.hf, chunks, target, scalar_head=scalar_head)
+        return
+    bridge = bridge_of(model.hf)
+    weights = bridge.export_adapter_weights(unwrap_model(list(chunks)), cpu=True, show_progress=False)
+    _write_folder(target, weights, lambda folder: _AdapterWriter(model, folder))
+
+
 def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path, *, scalar_head: bool = False) -> None:
     """Write a model's weights as a Hugging Face folder; all ranks together, all or nothing.
 
@@ -90,15 +110,28 @@ def _export(source: str, models: list[torch.nn.Module], target: str | Path, *, s
     folder = HuggingFaceFolder.read(source)
     if score is not None:
         folder = folder.with_scalar_head()
-    unfinished = Path(f"{Path(target).absolute()}.{everyone(uuid4().hex)[0]}.tmp")
-    on_main_rank(unfinished.mkdir)
-    writer = _Writer(folder, unfinished)
-    failure: Exception | None = None
     weights: Iterator[tuple[str, torch.Tensor]] = bridge_of(source).export_hf_weights(
         models, cpu=True, show_progress=False
     )
     if score is not None:
         weights = chain(weights, [(SCORE, score)])
+    _write_folder(target, weights, lambda unfinished: _Writer(folder, unfinished))
+
+
+def _write_folder(
+    target: str | Path, weights: Iterable[tuple[str, torch.Tensor]], writer_to: Callable[[Path], _FolderWriter]
+) -> None:
+    """Write a folder that appears when it is whole.
+
+    Args:
+        target: the folder.
+        weights: by the names of the folder's format; all ranks make them together.
+        writer_to: returns what writes them to a folder, on the main rank.
+    """
+    unfinished = Path(f"{Path(target).absolute()}.{everyone(uuid4().hex)[0]}.tmp")
+    on_main_rank(unfinished.mkdir)
+    writer = writer_to(unfinished)
+    failure: Exception | None = None
 
     def finish() -> None:
         try:
@@ -124,6 +157,54 @@ def _export(source: str, models: list[torch.nn.Module], target: str | Path, *, s
         if is_main_rank():
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+class _FolderWriter(Protocol):
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Take a weight."""
+
+    def finish(self) -> None:
+        """Write what remains."""
+
+
+class _AdapterWriter:
+    """Writes an adapter as PEFT's ``save_pretrained`` does.
+
+    Args:
+        model: that it is of.
+        target: folder to write to, empty.
+    """
+
+    def __init__(self, model: ModelConfig, target: Path) -> None:
+        self._model, self._target = model, target
+        self._weights: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Take a matrix by PEFT's name of it.
+
+        Raises:
+            RecipeError: it is not finite.
+        """
+        if not weight.isfinite().all():
+            raise RecipeError(f"'{name}' has values that are not finite")
+        self._weights[PREFIX + name] = weight.detach().clone().contiguous()
+
+    def finish(self) -> None:
+        """Write both files.
+
+        Raises:
+            OSError: one cannot be written.
+        """
+        from megatron.bridge.models.conversion.peft_bridge import build_adapter_config_dict
+
+        assert self._model.lora is not None
+        config = build_adapter_config_dict(
+            bridge_lora(self._model.lora),
+            target_modules=list(self._model.lora.target_modules),
+            base_model_name_or_path=self._model.hf,
+        )
+        (self._target / adapter.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _save(self._weights, self._target / adapter.WEIGHTS)
 
 
 class _Writer:
@@ -196,15 +277,19 @@ class _Writer:
                 (self._target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _write(self, file: str) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        _save(self._weights.pop(file), self._target / file)
 
-        try:
-            save_file(self._weights.pop(file), self._target / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # what it calls a full disk
-            raise OSError(errno.EIO, f"cannot be written ({error})", str(self._target / file)) from error
-        with (self._target / file).open("rb") as written:
-            os.fsync(written.fileno())
+
+def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(weights, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # what it calls a full disk
+        raise OSError(errno.EIO, f"cannot be written ({error})", str(file)) from error
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
 
 
 def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
@@ -241,5 +326,5 @@ def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
         checkpoint.load_weights(saved, iteration, chunks, model=model)
         # It is finished first: a signal would leave half a folder.
         with EndRequest():
-            export(source, chunks, target, scalar_head=scalar_head)
+            export_model(model, chunks, target, scalar_head=scalar_head)
         return iteration, is_main_rank()

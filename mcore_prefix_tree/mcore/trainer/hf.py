@@ -37,7 +37,7 @@ from mcore_prefix_tree.mcore.trainer.fields import (
 )
 from mcore_prefix_tree.mcore.trainer.hf_layers import engine_layers
 from mcore_prefix_tree.mcore.trainer.hf_settings import settings_of_folder
-from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig, RecipeError
+from mcore_prefix_tree.recipe import LoraConfig, ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.recipe.check import check_sizes
 from mcore_prefix_tree.recipe.hf import LM_HEAD, SCORE, HuggingFaceFolder
 
@@ -80,6 +80,8 @@ _NAMES = {
     "add_bias_linear": "add_bias_linear",
     "qk_layernorm": "qk_layernorm",
 }
+# In the names of an adapter's parameters.
+ADAPTER = ".adapter."
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Buffers that older releases of transformers wrote; they follow from the configuration.
 _BUFFER = "rotary_emb.inv_freq"
@@ -142,6 +144,8 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
         provider = bridge.to_megatron_provider(load_weights=False)
     except Exception as error:
         raise _cannot_build(model.hf, error) from error
+    if model.lora is not None:
+        _check_lora(model, model.lora, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     of_folder = settings_of_folder(model.hf, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     if model.transformer_impl == "transformer_engine":
         check_transformer_engine()
@@ -182,19 +186,38 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
     return provider
 
 
-def _check_stock(model: ModelConfig, provider: Any) -> None:
-    """Reject local layers where Megatron-Bridge composes other ones than Megatron-Core's."""
+def _is_stock(provider: Any) -> bool:
+    """Return whether Megatron-Bridge builds a model from Megatron-Core's layers alone."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
 
     spec = provider.transformer_layer_spec
     spec = spec.func if isinstance(spec, functools.partial) else spec
-    stock = spec in (default_layer_spec, get_gpt_decoder_block_spec)
+    is_stock = spec in (default_layer_spec, get_gpt_decoder_block_spec)
+    return is_stock and type(provider).provide is GPTModelProvider.provide
+
+
+def _check_lora(model: ModelConfig, lora: LoraConfig, provider: Any, *, tensor_parallel: int) -> None:
+    """Reject adapters that layers cannot have, or ranks not share."""
+    if lora.r % tensor_parallel:
+        raise RecipeError(
+            f"model.lora.r={lora.r} is not a multiple of parallel.tensor_model_parallel_size={tensor_parallel}, whose "
+            "ranks share it; change one of them"
+        )
+    if not _is_stock(provider) or isinstance(provider, MLATransformerConfig):
+        raise RecipeError(
+            f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, which get no adapters "
+            "here; leave model.lora out"
+        )
+
+
+def _check_stock(model: ModelConfig, provider: Any) -> None:
+    """Reject local layers where Megatron-Bridge composes other ones than Megatron-Core's."""
     if provider.num_moe_experts and provider.add_bias_linear:
         raise RecipeError(
             f"model.hf={model.hf}: megatron-core's own experts cannot be trained with biases; set "
             "model.transformer_impl=transformer_engine"
         )
-    if not stock or type(provider).provide is not GPTModelProvider.provide:
+    if not _is_stock(provider):
         raise RecipeError(
             f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, of TransformerEngine; "
             "set model.transformer_impl=transformer_engine"
@@ -302,19 +325,26 @@ def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
             f"{_and_others(unread)}; its answers would differ from transformers'"
         )
     with torch.no_grad():
-        for parameter in chain.from_iterable(one.parameters() for one in models):
+        for _, parameter in _of_folder(models):
             parameter.fill_(torch.nan)
     try:
         bridge.load_hf_weights(models)
     except Exception as error:
         raise RecipeError(f"model.hf={path}: its weights do not fit its config.json: {_first_line(error)}") from error
-    left = [name for one in models for name, value in one.named_parameters() if bool(value.isnan().any())]
+    left = [name for name, value in _of_folder(models) if bool(value.isnan().any())]
     missing = sorted(set(chain.from_iterable(everyone(left))))
     if missing:
         raise RecipeError(
             f"model.hf={path} lacks the weights of {missing[0]}{_and_others(missing)}, or they are NaN; download it "
             "again"
         )
+
+
+def _of_folder(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters that are not an adapter's."""
+    for name, parameter in chain.from_iterable(one.named_parameters() for one in models):
+        if ADAPTER not in name:
+            yield name, parameter
 
 
 def _sources(task: Any) -> Iterable[str]:

@@ -20,7 +20,7 @@ from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.claim import claimed
 from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
-from mcore_prefix_tree.mcore.trainer.export import check_export, export
+from mcore_prefix_tree.mcore.trainer.export import check_export, export_model
 from mcore_prefix_tree.mcore.trainer.resolve import Data, Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.retention import check_not_overwritten
 from mcore_prefix_tree.mcore.trainer.session import session
@@ -129,7 +129,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             checkpoint.make_folder(recipe.checkpoint.save)
             until_the_end.enter_context(claimed(recipe.checkpoint.save))
         run = resolve(joined, objective, data, say=reporter.message)
-        chunks = run.new_model() if saved is not None else run.starting_model(say)
+        chunks = run.model_to_fill() if saved is not None else run.starting_model(say)
         teacher = load_teachers(
             teachers, recipe, run.job, first_step=run.first_step, vocab_size=run.padded_vocab_size, say=say
         )
@@ -139,11 +139,10 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         trainer = Trainer(run, chunks, held_out=_planned(held_out, run))
         trainer.train(saved, reporter, new_data=new_data)
         if target is not None:
-            assert recipe.model.hf is not None, "the recipe checks it"
             # Like a step, it is finished first: a signal would leave half a folder, and no other copy without a save.
             with EndRequest():
-                export(recipe.model.hf, chunks, target, scalar_head=objective.has_scalar_head)
-            say(f"the weights are exported to {target}")
+                export_model(recipe.model, chunks, target, scalar_head=objective.has_scalar_head)
+            say(f"the {'weights are' if recipe.model.lora is None else 'adapter is'} exported to {target}")
         if data.skipped.count:
             say(f"not trained on: {data.skipped}")
         if is_main_rank():

@@ -25,6 +25,7 @@ from mcore_prefix_tree.mcore.trainer.fields import (
     typed_settings,
 )
 from mcore_prefix_tree.mcore.trainer.hf import provided, provider_of
+from mcore_prefix_tree.mcore.trainer.lora import with_lora
 from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.plan import LatentAttention, ModelWork
 from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig, RecipeError
@@ -137,6 +138,8 @@ def build_chunks(
             with_scalar_head(chunk)
         elif fused_head:
             with_edge_head(chunk)
+        if model.lora is not None:
+            with_lora(chunk, model.lora)
         # Torch's norms start in the default dtype, whatever params_dtype says.
         chunk = chunk.to(device=device, dtype=config.params_dtype)
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)

@@ -22,7 +22,7 @@ from mcore_prefix_tree.mcore.engine.verify import CannotVerifyError, VerifyRepor
 from mcore_prefix_tree.mcore.ranks import all_ranks, everyone, is_main_rank
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.fields import DTYPES
-from mcore_prefix_tree.mcore.trainer.hf import load_folder
+from mcore_prefix_tree.mcore.trainer.lora import load_frozen, load_start
 from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.trainer.session import Session
 from mcore_prefix_tree.objectives import Objective
@@ -123,6 +123,12 @@ class Resolved:
             fused_head=self.job.fused_head,
         )
 
+    def model_to_fill(self) -> list[torch.nn.Module]:
+        """Return the model for the weights of a checkpoint: those that the checkpoint of an adapter lacks are in it."""
+        chunks = self.new_model()
+        load_frozen(self.recipe.model, chunks)
+        return chunks
+
     def starting_model(self, say: Callable[[str], None]) -> list[torch.nn.Module]:
         """Return the model with the weights that training begins with.
 
@@ -131,15 +137,19 @@ class Resolved:
 
         Raises:
             RecipeError: ``checkpoint.pretrained_checkpoint`` holds no checkpoint, or it does not fit; or see
-                :func:`load_folder`.
+                :func:`load_start`.
         """
         recipe, objective = self.recipe, self.job.objective
         chunks = self.new_model()
         folder = recipe.checkpoint.pretrained_checkpoint
         if folder is None and recipe.model.hf is not None:
-            load_folder(recipe.model.hf, chunks)
-            is_new = objective.has_scalar_head and not HuggingFaceFolder.read(recipe.model.hf).has_scalar_head
-            say(f"the weights start from {recipe.model.hf}{', with a new scalar head' if is_new else ''}")
+            load_start(recipe.model, chunks)
+            new = ""
+            if objective.has_scalar_head and not HuggingFaceFolder.read(recipe.model.hf).has_scalar_head:
+                new = ", with a new scalar head"
+            elif recipe.model.lora is not None:
+                new = f", with {'a new adapter' if recipe.model.adapter is None else recipe.model.adapter}"
+            say(f"the weights start from {recipe.model.hf}{new}")
             return chunks
         if folder is None:
             hint = ""

@@ -18,6 +18,7 @@ from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
 from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs, Values
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.hf import load_folder
+from mcore_prefix_tree.mcore.trainer.lora import load_start
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
@@ -178,7 +179,9 @@ class _Weights:
 
     def fill(self, chunks: list[torch.nn.Module], name: int | str, model: ModelConfig) -> None:
         """Fill a model with the weights that :meth:`named` named."""
-        if self.is_hf:
+        if self.is_hf and self.folder == model.hf:
+            load_start(model, chunks)
+        elif self.is_hf:
             load_folder(str(self.folder), chunks)
         else:
             checkpoint.load_weights(self.folder, name, chunks, model=model)

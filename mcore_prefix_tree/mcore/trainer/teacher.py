@@ -21,7 +21,8 @@ from mcore_prefix_tree.mcore.engine.teacher_ranks import TeacherRanks
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.hf import described, load_folder
+from mcore_prefix_tree.mcore.trainer.hf import described
+from mcore_prefix_tree.mcore.trainer.lora import load_start
 from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
 from mcore_prefix_tree.objectives import BoundCrossTokenizer
 from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
@@ -250,7 +251,7 @@ def _fill(
     if folder is None:
         assert model.hf is not None, "check_teachers asks for one of them"
         try:
-            load_folder(model.hf, chunks)
+            load_start(model, chunks)
         except RecipeError as error:
             raise RecipeError(f"of the teacher: {error}") from error
         return model.hf

@@ -1,0 +1,110 @@
+"""The keys of a recipe's ``model``."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+
+from mcore_prefix_tree.recipe.values import STRICT, Dtype, NonNegativeFloat, Number, PositiveFloat, PositiveInt
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class YarnConfig:
+    """YaRN's rotary embeddings (https://arxiv.org/abs/2309.00071), with Megatron's names for its settings.
+
+    Attributes:
+        rotary_scaling_factor: how many times longer than in pre-training a path may be.
+        original_max_position_embeddings: the longest in pre-training.
+        beta_fast: rotations within that length above which a frequency is kept.
+        beta_slow: rotations below which it is divided by the factor; in between, something of both.
+        mscale: weight of the logarithm of the factor in the scale of queries and keys.
+        mscale_all_dim: the same of what that scale is divided by; 0 divides by nothing.
+        correction_range_round_to_int: from a whole frequency to a whole frequency.
+    """
+
+    rotary_scaling_factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    mscale: NonNegativeFloat = 1.0
+    mscale_all_dim: NonNegativeFloat = 0.0
+    correction_range_round_to_int: bool = True
+
+
+def _no_dropout(rate: float) -> float:
+    if rate:
+        raise PydanticCustomError(
+            "dropout", "samples that share a token would share its mask, which none of them alone would draw; set 0"
+        )
+    return rate
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoraConfig:
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685), with PEFT's names for their settings.
+
+    Attributes:
+        r: rank of the two matrices of a layer.
+        lora_alpha: what their product is multiplied by, times ``r``.
+        target_modules: linear layers that get one, by their names in the folder.
+        lora_dropout: 0.
+    """
+
+    r: PositiveInt = 8
+    lora_alpha: PositiveInt = 8
+    target_modules: Annotated[list[LoraTarget], Field(min_length=1)] = field(
+        default_factory=lambda: list(get_args(LoraTarget))
+    )
+    lora_dropout: Annotated[NonNegativeFloat, AfterValidator(_no_dropout)] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    """A GPT, as megatron-core builds it.
+
+    Attributes:
+        hf: folder of a Hugging Face model, which Megatron-Bridge builds; of the keys below only ``dtype``,
+            ``transformer_impl`` and, in ``transformer``, how it is computed are set beside it. Training starts from its
+            weights, unless ``checkpoint.pretrained_checkpoint`` is set, and ``data.tokenizer`` is its tokenizer by
+            default if that has a chat template. None for a model of the sizes given here.
+        lora: adapters on the layers of ``hf``, which alone are trained, saved and exported; None trains all weights.
+        adapter: folder that PEFT wrote, whose adapters training starts from; it decides ``lora``.
+        vocab_size: before padding to a multiple of the tensor-parallel size; None takes the tokenizer's.
+        rope_scaling: Llama 3.1's of the rotary frequencies, by ``rope_scaling_factor``.
+        yarn: of ``position_embedding_type: yarn``, which needs it.
+        dtype: of parameters and activations.
+        transformer_impl: megatron-core's own layers or TransformerEngine's.
+        transformer: further fields of ``megatron.core.transformer.TransformerConfig``.
+    """
+
+    num_layers: Annotated[PositiveInt, Field(le=10_000)]
+    hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_query_groups: PositiveInt | None = None
+    ffn_hidden_size: PositiveInt | None = None
+    kv_channels: PositiveInt | None = None
+    vocab_size: PositiveInt | None = None
+    max_position_embeddings: PositiveInt = 4096
+    position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
+    rotary_base: PositiveInt = 10000
+    rotary_percent: Annotated[float, Number] = Field(default=1.0, gt=0, le=1)
+    rope_scaling: bool = False
+    rope_scaling_factor: PositiveFloat = 8.0
+    yarn: YarnConfig | None = None
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    swiglu: bool = True
+    add_bias_linear: bool = False
+    qk_layernorm: bool = False
+    untie_embeddings_and_output_weights: bool = True
+    dtype: Dtype = "float32"
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    transformer: dict[str, Any] = field(default_factory=dict)
+    hf: str | None = None
+    lora: LoraConfig | None = None
+    adapter: str | None = None
