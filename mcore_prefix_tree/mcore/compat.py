@@ -157,6 +157,7 @@ TRANSFORMER_ENGINE = (
 ENGINE = (
     Uses(f"{_STATE}:get_data_parallel_group", keywords="with_context_parallel"),
     Uses(f"{_STATE}:get_embedding_group"),
+    Uses(f"{_STATE}:get_expert_data_parallel_group"),
     Uses(f"{_STATE}:is_pipeline_last_stage", keywords="ignore_virtual"),
     Uses(f"{_STATE}:is_rank_in_embedding_group"),
     Uses("megatron.core.tensor_parallel:gather_from_tensor_model_parallel_region", "input_"),
@@ -199,7 +200,8 @@ TRAINER = (
     Uses("megatron.core.transformer.module:Float16Module", "config module"),
     Uses(
         f"{_STATE}:initialize_model_parallel",
-        keywords="tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size",
+        keywords="tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+        "expert_model_parallel_size expert_tensor_parallel_size",
     ),
     Uses(f"{_STATE}:destroy_model_parallel"),
     Uses(f"{_STATE}:is_pipeline_first_stage", keywords="ignore_virtual vp_stage"),

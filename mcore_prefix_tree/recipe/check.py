@@ -17,9 +17,6 @@ from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.objective import checked_settings
 from mcore_prefix_tree.recipe.sections import LogConfig, OptimizerConfig, Recipe, RecipeError
 
-# The layout of experts by themselves, and what its keys are where none is asked for.
-_LAYOUT_OF_EXPERTS: dict[str, int | None] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
-
 
 def check_recipe(recipe: Recipe, *, is_trained: bool = False) -> None:
     """Check settings that pass one by one, but not together, and names of what has to exist.
@@ -66,7 +63,6 @@ def check_sizes(model: ModelConfig) -> None:
     Raises:
         RecipeError: names the setting.
     """
-    _check_experts(model)
     if model.hf is not None:
         return
     latent = LatentAttention.from_settings(model.transformer)
@@ -75,16 +71,6 @@ def check_sizes(model: ModelConfig) -> None:
         _check_rotary_channels(model)
     else:
         _check_latent_attention(model, latent)
-
-
-def _check_experts(model: ModelConfig) -> None:
-    """Reject a layout of experts by themselves."""
-    for key, neutral in _LAYOUT_OF_EXPERTS.items():
-        if model.transformer.get(key, neutral) not in (neutral, None):
-            raise RecipeError(
-                f"model.transformer.{key}: a recipe knows no layout of experts by themselves; leave it out, or train "
-                "Megatron-LM's with python -m mcore_prefix_tree.pretrain_gpt"
-            )
 
 
 def _check_heads(model: ModelConfig, *, has_latent_attention: bool) -> None:

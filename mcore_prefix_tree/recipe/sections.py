@@ -80,13 +80,24 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
-    """Parallel layout of the model; the remaining ranks are data parallel."""
+    """Parallel layout of the model; the remaining ranks are data parallel.
+
+    Attributes:
+        expert_model_parallel_size: tensor- and data-parallel ranks that share the experts of a layer: each has some of
+            them, whole. 1 gives all experts to each, cut as other layers are.
+    """
 
     tensor_model_parallel_size: PositiveInt = 1
     pipeline_model_parallel_size: PositiveInt = 1
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
     context_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: PositiveInt = 1
     sequence_parallel: bool = False
+
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """Return how many ranks share one expert."""
+        return 1 if self.expert_model_parallel_size > 1 else self.tensor_model_parallel_size
 
     @property
     def micro_batch_multiple(self) -> int:

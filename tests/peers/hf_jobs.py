@@ -33,6 +33,7 @@ compare: false
 # A step that changes no bit of a weight.
 STILL = "optimizer.lr=1e-30"
 TP2_SP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+EP2 = ("parallel.expert_model_parallel_size=2",)
 PP2 = ("parallel.pipeline_model_parallel_size=2",)
 # Sinks and windows together, in every kind of model.
 REFERENCE = "attention_backend=reference"

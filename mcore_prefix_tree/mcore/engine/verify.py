@@ -353,9 +353,16 @@ def _named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
 
 
 def _reduce(chunks: Sequence[torch.nn.Module], gradients: dict[str, torch.Tensor]) -> None:
-    """The sums that Megatron's ``finalize_model_grads`` takes: data parallel, sequence parallel, tied embeddings."""
+    """The sums that Megatron's ``finalize_model_grads`` takes: data parallel, of an expert where it is,
+    sequence parallel, tied embeddings."""
     for name, parameter in _named_parameters(chunks):
-        dist.all_reduce(gradients[name], group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        is_of_expert = not getattr(parameter, "allreduce", True)
+        replicas = (
+            parallel_state.get_expert_data_parallel_group()
+            if is_of_expert
+            else parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        dist.all_reduce(gradients[name], group=replicas)
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(gradients[name], group=parallel_state.get_tensor_model_parallel_group())
         if getattr(parameter, "shared_embedding", False) and parallel_state.is_rank_in_embedding_group():

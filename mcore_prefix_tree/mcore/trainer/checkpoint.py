@@ -237,6 +237,13 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
     loaded = _read(source, _state(chunks, optimizer, is_loading=True))
     if "progress" not in loaded:
         raise RecipeError(f"checkpoint {source} does not say how far in the data it is: another program wrote it")
+    # Numbers where experts have an optimizer of their own, or else the names of one optimizer's parts.
+    if len({type(key) for key in loaded["optimizer"]}) > 1:
+        raise RecipeError(
+            f"checkpoint {source} and this run disagree on whether ranks share experts, whose optimizer Megatron then "
+            "keeps apart; change parallel.expert_model_parallel_size from or to 1 as it was, or start from the weights "
+            "with checkpoint.pretrained_checkpoint"
+        )
     _load_into(chunks, loaded)
     # Megatron's groups carry settings of the recipe: what it says now wins over what the checkpoint says. Since 0.19
     # Megatron also finds a saved group by them, so they are exchanged before it looks.
@@ -392,6 +399,8 @@ def _metadata() -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": True,
+        # Experts over ranks have an optimizer of their own, which others need not have.
+        "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
 

@@ -39,6 +39,8 @@ def settings_of_run(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: boo
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
         # Micro-batches differ in length; upstream lets stages exchange lengths with every dispatcher but allgather.
         "variable_seq_lengths": True,
@@ -81,6 +83,31 @@ def check_not_decided(model: ModelConfig, fixed: Container[str]) -> None:
     if taken:
         raise RecipeError(
             f"model.transformer.{taken[0]}: other keys of the recipe, or folding, decide this; leave it out"
+        )
+
+
+def check_experts(count: int | None, parallel: ParallelConfig) -> None:
+    """Reject a layout in which ranks cannot share a model's experts.
+
+    Args:
+        count: of a layer's experts, None without any.
+        parallel: the layout.
+    """
+    ranks = parallel.expert_model_parallel_size
+    if ranks == 1:
+        return
+    if count is None:
+        raise RecipeError(
+            f"parallel.expert_model_parallel_size={ranks}, but the model has no experts to share; leave it out"
+        )
+    if count % ranks:
+        raise RecipeError(
+            f"parallel.expert_model_parallel_size={ranks} ranks cannot share {count} experts evenly; change it"
+        )
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        raise RecipeError(
+            f"parallel.expert_model_parallel_size={ranks} beside tensor parallelism needs sequence parallelism, or "
+            "each rank would send the same tokens to the experts; set parallel.sequence_parallel=true"
         )
 
 

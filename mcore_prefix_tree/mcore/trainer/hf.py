@@ -27,6 +27,7 @@ from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.attention import window_settings
 from mcore_prefix_tree.mcore.seam.scalar_head import ScalarHead
 from mcore_prefix_tree.mcore.trainer.fields import (
+    check_experts,
     check_latent_layers,
     check_not_decided,
     check_transformer_engine,
@@ -38,7 +39,6 @@ from mcore_prefix_tree.mcore.trainer.fields import (
 from mcore_prefix_tree.mcore.trainer.hf_layers import engine_layers
 from mcore_prefix_tree.mcore.trainer.hf_settings import settings_of_folder
 from mcore_prefix_tree.recipe import LoraConfig, ModelConfig, ParallelConfig, RecipeError
-from mcore_prefix_tree.recipe.check import check_sizes
 from mcore_prefix_tree.recipe.hf import LM_HEAD, SCORE, HuggingFaceFolder
 
 _INSTALL = (
@@ -138,7 +138,6 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
             or the parallel layout does not fit.
     """
     assert model.hf is not None
-    check_sizes(model)
     bridge = bridge_of(model.hf)
     try:
         provider = bridge.to_megatron_provider(load_weights=False)
@@ -146,6 +145,7 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
         raise _cannot_build(model.hf, error) from error
     if model.lora is not None:
         _check_lora(model, model.lora, provider, tensor_parallel=parallel.tensor_model_parallel_size)
+    check_experts(provider.num_moe_experts, parallel)
     of_folder = settings_of_folder(model.hf, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     if model.transformer_impl == "transformer_engine":
         check_transformer_engine()

@@ -16,6 +16,7 @@ from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
 from mcore_prefix_tree.mcore.trainer.fields import (
+    check_experts,
     check_latent_layers,
     check_not_decided,
     check_transformer_engine,
@@ -65,6 +66,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
     if latent is not None:
         fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
     check_not_decided(model, fixed)
+    check_experts(settings.get("num_moe_experts"), parallel)
     try:
         config = kind(**(fixed | defaults_of_run(parallel) | settings))
     except Exception as error:  # a division by zero, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -152,10 +153,18 @@ def _init_parallel_state(parallel: ParallelConfig, timeout_minutes: int | None) 
             f"of {tp * pp} ranks, but this job has {dist.get_world_size()}; start it with "
             f"torchrun --nproc-per-node {tp * pp} -m mcore_prefix_tree ..."
         )
+    of_stage, experts = dist.get_world_size() // pp, parallel.expert_model_parallel_size
+    if of_stage % experts:
+        raise RecipeError(
+            f"parallel.expert_model_parallel_size={experts} does not divide the {of_stage} ranks of a pipeline stage; "
+            f"start the job with torchrun --nproc-per-node {math.lcm(tp, experts) * pp} -m mcore_prefix_tree ..."
+        )
     timeout = {} if timeout_minutes is None else {"distributed_timeout_minutes": timeout_minutes}
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         **timeout,
     )

@@ -124,7 +124,7 @@ def load_teachers(
         replace(
             teacher,
             objective=ObjectiveConfig(),
-            parallel=layout,
+            parallel=_for(teacher.model, layout),
             fused_head=True,
             device=student.device,
             deterministic_attention=student.deterministic_attention,
@@ -158,6 +158,12 @@ def load_teachers(
     ranks = TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage)
     models = [load(recipe, of_teacher, ranks=ranks) for recipe, of_teacher in zip(recipes, sizes, strict=True)]
     return PairedTeachers(objective=objective, models=models, student_columns=columns, device=device)
+
+
+def _for(model: ModelConfig, layout: ParallelConfig) -> ParallelConfig:
+    """Return the layout of a teacher, whose student may be the only one with experts."""
+    has_experts = model.hf is not None or model.transformer.get("num_moe_experts") is not None
+    return layout if has_experts else replace(layout, expert_model_parallel_size=1)
 
 
 def _check_divides(columns: int, layout: ParallelConfig, names: SettingNames) -> None:
