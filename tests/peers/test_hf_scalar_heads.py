@@ -18,12 +18,11 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
 pytest.importorskip("transformers")
 import torchrun_jobs
 import transformers
-from bridge_models import auto_bridge
 from hf_folders import SIZES, rows, saved_model
 from hf_jobs import PP2, PROGRAM, STILL, TP2_SP, assert_same_folder, weights_in
 from train_jobs import command, write_rows
 
-auto_bridge()
+pytestmark = pytest.mark.usefixtures("megatron_bridge")
 RECIPE = """
 objective: {name: reward_model}
 batch: {global_batch_size: 8, max_tokens: 40}
@@ -62,14 +61,19 @@ def worst_reward(scores: Path, model: Any) -> float:
 def test_classifier_in_and_out(layout: tuple[str, ...], tmp_path: Path) -> None:
     recipe, source, scores = write_job(tmp_path), tmp_path / "source", tmp_path / "scores.jsonl"
     model = saved_classifier(source)
-    ranks = 2 if layout else 1
-    options = ("--hf", source, *layout, STILL)
-    scored = torchrun_jobs.run(ranks, "score", recipe, *options, "--output", scores, program=PROGRAM)
-    assert scored.code == 0, scored.err
-    assert worst_reward(scores, model) <= 1e-5
     exported = tmp_path / "exported"
-    trained = torchrun_jobs.run(ranks, "train", recipe, *options, f"checkpoint.export_hf={exported}", program=PROGRAM)
-    assert trained.code == 0, trained.err
+    options = ("--hf", str(source), *layout, STILL)
+    for arguments in (
+        ("score", recipe, *options, "--output", str(scores)),
+        ("train", recipe, *options, f"checkpoint.export_hf={exported}"),
+    ):
+        if layout:
+            ranks = torchrun_jobs.run(2, *arguments, program=PROGRAM)
+            assert ranks.code == 0, ranks.err
+        else:
+            done = command(*arguments)
+            assert done.exit_code == 0, done.output
+    assert worst_reward(scores, model) <= 1e-5
     assert_same_folder(exported, source)
 
 

@@ -21,14 +21,14 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 import safetensors.torch
-from bridge_models import auto_bridge
+import torchrun_jobs
 from hf_folders import LLAMA3, rows, saved_model
-from hf_jobs import STILL, assert_same_folder, nll, read_model, worst_score, write_job
+from hf_jobs import PP2, PROGRAM, STILL, TP2_SP, assert_same_folder, nll, read_model, worst_score, write_job
 from train_jobs import command
 
 from mcore_prefix_tree import ending
 
-auto_bridge()
+pytestmark = pytest.mark.usefixtures("megatron_bridge")
 
 
 def test_training_changes_what_transformers_reads(tmp_path: Path) -> None:
@@ -163,6 +163,40 @@ def test_folders_whose_parts_disagree(change: dict[str, Any], says: str, tmp_pat
     refused = command("verify", recipe, "--hf", str(source))
     assert refused.exit_code == 2, refused.output
     assert says in " ".join(refused.output.split())
+
+
+def damage(source: Path, weight: str) -> Path:
+    """Shorten a weight in its file's header, which keeps its length, and return the file."""
+    file = source / json.loads((source / "model.safetensors.index.json").read_text())["weight_map"][weight]
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header[weight]["data_offsets"][1] -= 4
+    file.write_bytes(content[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(end - 8) + content[end:])
+    return file
+
+
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    [
+        pytest.param("damaged", PP2, id="damaged-pp2"),
+        pytest.param("damaged", TP2_SP, id="damaged-tp2-sp", marks=pytest.mark.ci),
+        pytest.param("another shape", TP2_SP, id="shape-tp2-sp", marks=pytest.mark.ci),
+    ],
+)
+def test_weights_that_one_rank_cannot_load(how: str, layout: tuple[str, ...], tmp_path: Path) -> None:
+    """The other rank ends too, with the same sentence: it does not wait in a collective."""
+    recipe, source, _ = write_job(tmp_path, "Llama 3", max_shard_size="50KB")
+    if how == "damaged":
+        says = f"{damage(source, 'model.layers.1.mlp.down_proj.weight')} cannot be read: "
+    else:
+        config = json.loads((source / "config.json").read_text()) | {"intermediate_size": 80}
+        (source / "config.json").write_text(json.dumps(config))
+        says = "has shape [96, 64] instead of [80, 64]"
+    done = torchrun_jobs.run(2, "verify", recipe, "--hf", source, *layout, program=PROGRAM, timeout_s=60)
+    assert done.code == 2, done.err
+    assert len(done.errors) == 1, done.err
+    assert says in done.errors[0]
 
 
 def test_weights_that_no_layer_reads(tmp_path: Path) -> None:

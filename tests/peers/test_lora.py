@@ -19,7 +19,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 import peft
 import torchrun_jobs
-from bridge_models import auto_bridge
 from hf_folders import rows
 from hf_jobs import EP2, PP2, PROGRAM, STILL, TP2_SP, nll, read_model, weights_in, worst_score, write_job
 from safetensors.torch import load_file
@@ -32,7 +31,7 @@ from mcore_prefix_tree.mcore.trainer.jobs import run_once
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
 from mcore_prefix_tree.recipe import load_recipe
 
-auto_bridge()
+pytestmark = pytest.mark.usefixtures("megatron_bridge")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 TP2 = ("parallel.tensor_model_parallel_size=2",)

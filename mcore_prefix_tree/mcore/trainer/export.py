@@ -24,6 +24,7 @@ from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
 from mcore_prefix_tree.mcore.trainer.hf import bridge_of, is_untrained, without_scalar_head
+from mcore_prefix_tree.mcore.trainer.hf_weights import DTYPES
 from mcore_prefix_tree.mcore.trainer.lora import bridge_lora
 from mcore_prefix_tree.mcore.trainer.model import build_chunks
 from mcore_prefix_tree.mcore.trainer.session import session
@@ -31,13 +32,6 @@ from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError, adapter
 from mcore_prefix_tree.recipe.adapter import PREFIX
 from mcore_prefix_tree.recipe.hf import CONFIG, INDEX, PICKLES, SCORE, HuggingFaceFolder
 
-# Names that safetensors gives its types.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 # Weights, in formats of other frameworks too, which would be the untrained ones; tables of other weights, and code.
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
 _LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", ".py", *PICKLES, *_OTHER_WEIGHTS)
@@ -238,7 +232,7 @@ class _Writer:
                 f"{list(self._source.shapes[name])}"
             )
         # A copy: what is exported may be a view of something larger, or of another weight.
-        copied = weight.detach().to(_DTYPES[self._source.dtypes[name]], copy=True).contiguous()
+        copied = weight.detach().to(DTYPES[self._source.dtypes[name]], copy=True).contiguous()
         if not copied.isfinite().all():
             what = "beyond that type's largest" if weight.isfinite().all() else "not finite"
             raise RecipeError(

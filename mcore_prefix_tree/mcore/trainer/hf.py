@@ -38,6 +38,7 @@ from mcore_prefix_tree.mcore.trainer.fields import (
 )
 from mcore_prefix_tree.mcore.trainer.hf_layers import engine_layers
 from mcore_prefix_tree.mcore.trainer.hf_settings import settings_of_folder
+from mcore_prefix_tree.mcore.trainer.hf_weights import KeepsFailure, check_shapes
 from mcore_prefix_tree.recipe import LoraConfig, ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.recipe.hf import LM_HEAD, SCORE, HuggingFaceFolder
 
@@ -311,6 +312,8 @@ def without_scalar_head(
 
 def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
     bridge, folder = bridge_of(path), HuggingFaceFolder.read(path)
+    check_shapes(folder, bridge.hf_pretrained.config)
+    bridge.hf_pretrained.state.source = source = KeepsFailure(folder, bridge.hf_pretrained.state.source)
     read = (replaced | _beyond(folder)).union(*map(_sources, bridge.get_conversion_tasks(models)))
     names = sorted(folder.files)
     # Of experts that are spread over ranks each rank knows its own.
@@ -331,6 +334,9 @@ def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
         bridge.load_hf_weights(models)
     except Exception as error:
         raise RecipeError(f"model.hf={path}: its weights do not fit its config.json: {_first_line(error)}") from error
+    failures = [failure for failure in everyone(source.failure) if failure is not None]
+    if failures:
+        raise RecipeError(f"model.hf={path}: {failures[0]}; download the folder again")
     left = [name for name, value in _of_folder(models) if bool(value.isnan().any())]
     missing = sorted(set(chain.from_iterable(everyone(left))))
     if missing:
