@@ -1,5 +1,8 @@
 # Sourced by the scripts beside this folder: creates .venv if it is missing and installs what a requirements file pins.
 #
+# requirements.txt pins the newest tested megatron-core for Python 3.12, and an older one for Pythons without it. So a
+# Python 3.12 is preferred to any other; PYTHON overrides the choice.
+#
 # requirements-torch.txt pins torch and Triton. Where the Python that runs this already has a torch that sees a GPU, the
 # environment borrows that one and its Triton instead, and pip never replaces them.
 
@@ -21,18 +24,56 @@ answer_help() {
     done
 }
 
-# prepare_environment REQUIREMENTS [FOLDER [PYTHON]]: activates FOLDER, with REQUIREMENTS and this package installed.
+# find_python VERSION ...: the first Python of the first of these versions, such as 3.12, that can be found: as PYTHON, on
+# the path, or among pyenv's. One on the path can be pyenv's placeholder, which does not run.
+find_python() {
+    local version candidate
+    for version in "$@"; do
+        for candidate in "${PYTHON:-}" python3 "python$version" \
+            "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python; do
+            if [ "$(version_of "$candidate")" = "$version" ]; then
+                echo "$candidate"
+                return
+            fi
+        done
+    done
+    return 1
+}
+
+# version_of PYTHON: such as 3.12; empty if it does not run.
+version_of() {
+    if [ -n "$1" ]; then
+        "$1" -c 'import sys; print(f"{sys.version_info[0]}.{sys.version_info[1]}")' 2>/dev/null || true
+    fi
+}
+
+# core_for VERSION: the megatron-core that requirements.txt pins for this version of Python.
+core_for() {
+    local comparison='<'
+    if [ "${1#3.}" -ge 12 ]; then comparison='>='; fi
+    sed -n "s/^megatron-core==\([0-9.]*\); python_version $comparison .*/\1/p" requirements.txt
+}
+
+# prepare_environment REQUIREMENTS [FOLDER PYTHON]: activates FOLDER, with REQUIREMENTS and this package installed.
 prepare_environment() {
     local requirements=$1
     local folder=${2:-.venv}
-    local python=${3:-${PYTHON:-python3}}
-    if ! command -v "$python" >/dev/null || ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-        echo "$python is not Python 3.10 or newer; name one with PYTHON=/path/to/python $0" >&2
-        exit 2
-    fi
-    if [ ! -x "$folder/bin/python" ]; then
+    local python=${3:-${PYTHON:-}}
+    local why="as PYTHON is set"
+    # Without a Python that runs, or with this mark, its making was interrupted or its Python was removed.
+    if [ -z "$(version_of "$folder/bin/python")" ] || [ -e "$folder/unfinished" ]; then
+        if [ -z "$python" ]; then choose_python; fi
+        check_python "$python"
         make_environment "$folder" "$python"
+    elif [ -n "$python" ]; then
+        check_python "$python"
+        check_same_version "$folder" "$python"
+    else
+        why="as $folder has them$(newer_than "$folder")"
     fi
+    local has
+    has=$(version_of "$folder/bin/python")
+    if [ "$folder" = .venv ]; then echo "Python $has and megatron-core $(core_for "$has"), $why"; fi
     # Installed once for each content of the requirements; an interrupted installation leaves no stamp and starts again.
     local stamp="$folder/installed-$(basename "$requirements" .txt)"
     local wanted
@@ -40,24 +81,70 @@ prepare_environment() {
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
         echo "installing $requirements into $folder"
         install_beside_torch "$folder" -r "$requirements"
-        pip_install "$folder" --no-deps --editable .
+        # Megatron-Bridge and why it is installed without what it depends on: see that file.
+        pip_install "$folder" --no-deps --editable . -r requirements-bridge.txt
         echo "$wanted" >"$stamp"
     fi
     # shellcheck disable=SC1091
     . "$folder/bin/activate"
 }
 
+# choose_python: sets python and why, where PYTHON does not.
+choose_python() {
+    python=python3
+    if sees_gpu python3; then
+        why="because its torch sees a GPU"
+    elif python=$(find_python 3.12); then
+        why="the newest that are tested"
+    else
+        python=$(find_python 3.11 3.10 || echo python3)
+        why="because no Python 3.12 is found, which newer ones need"
+    fi
+}
+
+check_python() {
+    if ! [[ $(version_of "$1") =~ ^3\.[1-9][0-9]$ ]]; then
+        echo "$1 is not Python 3.10 or newer; name one with PYTHON=/path/to/python $0" >&2
+        exit 2
+    fi
+}
+
+check_same_version() {
+    local has wanted
+    has=$(version_of "$1/bin/python")
+    wanted=$(version_of "$2")
+    if [ "$has" != "$wanted" ]; then
+        echo "$2 is Python $wanted, and $1 was made with Python $has; remove $1, and it is made anew" >&2
+        exit 2
+    fi
+}
+
+# newer_than FOLDER: a remark where a new FOLDER would have a newer megatron-core.
+newer_than() {
+    if [[ $(version_of "$1/bin/python") =~ ^3\.1[01]$ ]] && [ -z "$(borrowed_torch "$1")" ] && find_python 3.12 >/dev/null; then
+        echo "; remove $1 to get Python 3.12 and megatron-core $(core_for 3.12)"
+    fi
+}
+
+# sees_gpu PYTHON: whether it has a torch that does.
+sees_gpu() {
+    "$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
+}
+
 # make_environment FOLDER PYTHON: one that borrows the packages of PYTHON if the torch among them sees a GPU.
 make_environment() {
     local folder=$1
     local python=$2
-    echo "making $folder"
+    echo "making $folder with $python"
+    rm -rf "$folder"
+    mkdir -p "$folder"
+    touch "$folder/unfinished"
     if ! "$python" -m venv "$folder"; then
         rm -rf "$folder"
         echo "$python cannot make $folder: see above; on Debian and Ubuntu install the package python3-venv" >&2
         exit 2
     fi
-    if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+    if sees_gpu "$python"; then
         # Unlike --system-site-packages this works where PYTHON is itself in a virtual environment.
         "$python" -c "import sys
 for path in sys.path:
@@ -65,6 +152,7 @@ for path in sys.path:
         print(f'import site; site.addsitedir({path!r})')" \
             >"$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
     fi
+    rm "$folder/unfinished"
 }
 
 # install_beside_torch FOLDER ARGUMENTS OF pip install: with the pinned torch, or around the one that FOLDER borrows.
@@ -94,6 +182,14 @@ for name in ("torch", "triton"):
 hash_of() {
     cat pyproject.toml requirements*.txt "$2" |
         "$1/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+}
+
+# run_pytest ARGUMENTS: with more workers than cores, because many tests wait for a process that they started; four at
+# most, for their memory. Files go to workers whole, for what their tests share, and in the order of tests/conftest.py.
+run_pytest() {
+    local workers
+    workers=$(python -c 'import os; print(min(4, max(1, os.cpu_count() * 3 // 2)))')
+    python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
 }
 
 pip_install() {

@@ -25,7 +25,7 @@ INSTALLED = {
     "scripts/gpu_check": ["-r", "requirements-torch.txt", "-r", "requirements-gpu.txt"],
     "tests/upstream": ["-r", "requirements-torch.txt", "-r", "requirements-megatron-lm.txt"],
     "tests/peers": ["--no-deps", "-r", "requirements-peers.txt"],
-    "tests/peers with Megatron-Bridge": ["--no-deps", "-r", "requirements-bridge.txt"],
+    "Megatron-Bridge, with Python 3.12": ["--no-deps", "-r", "requirements-bridge.txt"],
 }
 SHOWN = ("torch", "triton", "megatron-core", "flash-attn-4", "verl")
 

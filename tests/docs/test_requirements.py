@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import requires, version
@@ -84,6 +85,7 @@ def machine_with(folder: Path, torch: str) -> Path:
     return python
 
 
+INSTALL_PACKAGE = "install --no-deps --editable . -r requirements-bridge.txt"
 # Says what pip is asked instead of asking it.
 PREPARE = """
 set -euo pipefail
@@ -113,21 +115,21 @@ def test_environment_keeps_a_torch_that_sees_a_gpu(tmp_path: Path) -> None:
     """Also one that lies in another virtual environment, with its Triton."""
     python = machine_with(tmp_path, "class cuda:\n    is_available = staticmethod(lambda: True)\n")
     expected = ["keep torch==2.9.1+cu126 triton==3.5.1 ", "install -r requirements-test.txt"]
-    assert prepared(tmp_path / "new", python) == [*expected, "install --no-deps --editable .", "torch is seen"]
+    assert prepared(tmp_path / "new", python) == [*expected, INSTALL_PACKAGE, "torch is seen"]
     assert prepared(tmp_path / "new", python) == ["torch is seen"]  # installed once
 
 
 def test_environment_pins_torch_where_none_sees_a_gpu(tmp_path: Path) -> None:
     python = machine_with(tmp_path, "class cuda:\n    is_available = staticmethod(lambda: False)\n")
     expected = "install -r requirements-torch.txt -r requirements-test.txt"
-    assert prepared(tmp_path / "new", python) == [expected, "install --no-deps --editable ."]
+    assert prepared(tmp_path / "new", python) == [expected, INSTALL_PACKAGE]
 
 
 def test_environment_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     """As on Debian without python3-venv, whose venv fails halfway."""
     python = tmp_path / "python3"
     half = 'mkdir -p "$3/bin"\nln -s /bin/true "$3/bin/python"\nexit 1\n'
-    python.write_text('#!/bin/sh\n[ "$2" = venv ] || exit 0\n' + half)
+    python.write_text(f'#!/bin/sh\n[ "$2" = venv ] || exec {sys.executable} "$@"\n' + half)
     python.chmod(0o755)
     done = subprocess.run(
         ["bash", "-c", PREPARE, "prepare", str(tmp_path / "new"), str(python)], cwd=ROOT, capture_output=True, text=True
@@ -135,3 +137,94 @@ def test_environment_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "install the package python3-venv" in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_unfinished_environment_is_made_again(tmp_path: Path) -> None:
+    python = machine_with(tmp_path, "class cuda:\n    is_available = staticmethod(lambda: False)\n")
+    whole = prepared(tmp_path / "new", python)
+    (tmp_path / "new" / "unfinished").touch()  # as if its making was interrupted
+    assert prepared(tmp_path / "new", python) == whole
+    (tmp_path / "new" / "bin" / "python").unlink()
+    (tmp_path / "new" / "bin" / "python").symlink_to(tmp_path / "a removed python")
+    assert prepared(tmp_path / "new", python) == whole
+    assert prepared(tmp_path / "new", python) == []  # installed once
+
+
+# A Python by its version, with or without a torch that sees a GPU.
+PYTHON = """#!/bin/sh
+case "$2" in *torch*) exit {no_gpu} ;; esac
+echo {version}
+"""
+
+
+def call(script: str, home: Path, **pythons: str) -> subprocess.CompletedProcess[str]:
+    """Call functions of environment.sh where there are these Pythons only, by their paths below ``home``."""
+    (home / "bin").mkdir(exist_ok=True)
+    for name, release in pythons.items():
+        python = home / name
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(PYTHON.format(version=release.removesuffix(" gpu"), no_gpu=0 if "gpu" in release else 1))
+        if release == "placeholder":
+            python.write_text("#!/bin/sh\necho no such version >&2\nexit 127\n")
+        python.chmod(0o755)
+    for tool in ("basename", "dirname", "sed"):
+        (home / "bin" / tool).symlink_to(shutil.which(tool) or "")
+    variables = {"PATH": str(home / "bin"), "HOME": str(home)}
+    script = f"set -euo pipefail\n. scripts/lib/environment.sh\n{script}"
+    return subprocess.run(["/bin/bash", "-c", script, "call"], cwd=ROOT, env=variables, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("pythons", "chosen"),
+    [
+        ({"bin/python3": "3.11", "bin/python3.12": "3.12"}, "python3.12, the newest that are tested"),
+        ({"bin/python3": "3.12"}, "python3, the newest that are tested"),
+        (
+            {"bin/python3": "3.11", "bin/python3.12": "placeholder", ".pyenv/versions/3.12.1/bin/python": "3.12"},
+            "{home}/.pyenv/versions/3.12.1/bin/python, the newest that are tested",
+        ),
+        ({"bin/python3": "3.11 gpu", "bin/python3.12": "3.12"}, "python3, because its torch sees a GPU"),
+        ({"bin/python3": "3.11"}, "python3, because no Python 3.12 is found, which newer ones need"),
+        (
+            {"bin/python3": "3.9", "bin/python3.10": "3.10"},
+            "python3.10, because no Python 3.12 is found, which newer ones need",
+        ),
+    ],
+)
+def test_python_that_is_chosen(pythons: dict[str, str], chosen: str, tmp_path: Path) -> None:
+    done = call('choose_python; echo "$python, $why"', tmp_path, **pythons)
+    assert (done.stdout, done.stderr) == (chosen.format(home=tmp_path) + "\n", "")
+
+
+def test_environment_of_another_python(tmp_path: Path) -> None:
+    """An older one is used with a remark; one that PYTHON contradicts is an error."""
+    pythons = {"bin/python3": "3.12", "env/bin/python": "3.11"}
+    done = call(f'borrowed_torch() {{ :; }}; newer_than "{tmp_path}/env"', tmp_path, **pythons)
+    newest = core_pins()["3.12"]
+    assert done.stdout == f"; remove {tmp_path}/env to get Python 3.12 and megatron-core {newest}\n"
+    (tmp_path / "again").mkdir()
+    pythons["env/bin/python"] = "3.10"
+    done = call(f"check_same_version {tmp_path}/again/env python3", tmp_path / "again", **pythons)
+    assert done.returncode == 2
+    assert "python3 is Python 3.12, and" in done.stderr
+    assert "was made with Python 3.10; remove" in done.stderr
+
+
+def core_pins() -> dict[str, str]:
+    """The megatron-core of requirements.txt by the version of Python."""
+    lines = [pin for pin in pins(ROOT / "requirements.txt") if pin.name == "megatron-core"]
+    return {
+        python: str(pin.specifier).removeprefix("==")
+        for python in ("3.10", "3.11", "3.12")
+        for pin in lines
+        if pin.marker is not None and pin.marker.evaluate({"python_version": python})
+    }
+
+
+def test_each_megatron_core_is_tested(tmp_path: Path) -> None:
+    """What requirements.txt installs is what scripts/versions tests, and what environment.sh announces."""
+    found = core_pins()
+    assert {*found.values()} == {file.stem for file in (ROOT / "requirements-versions").glob("*.txt")}
+    done = call("for version in 3.10 3.11 3.12; do core_for $version; done", tmp_path)
+    assert done.stdout.split() == [found["3.10"], found["3.11"], found["3.12"]]
+    assert f"scripts/versions {found['3.11']} " in (ROOT / ".ci" / "run").read_text()
