@@ -13,7 +13,6 @@ import typer
 from mcore_prefix_tree.choices import OnError, Order, Share
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import SEEDS
-from mcore_prefix_tree.data.fields import check_names
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.inputs import MOST
 
@@ -166,6 +165,8 @@ class SampleOptions:
 
     @property
     def _fields(self) -> dict[str, Any] | None:
+        from mcore_prefix_tree.data.fields import check_names
+
         given = object_of(self.fields, "--fields")
         try:
             check_names(given or {})
@@ -198,8 +199,8 @@ class SampleOptions:
             return recipe  # Megatron has no rules about it
         quiet_upstream()
         try:
-            from mcore_prefix_tree.mcore.trainer.hf import described
-            from mcore_prefix_tree.mcore.trainer.model import transformer_config
+            from mcore_prefix_tree.mcore.models.hf import described
+            from mcore_prefix_tree.mcore.models.model import transformer_config
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "megatron":
                 raise

@@ -2,8 +2,8 @@
 
 The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
 stand in for, with the parameters that it uses. They are checked by signature alone, when the folder that relies on them
-is imported: :data:`SEAM` by ``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`INSIDE` and :data:`TRAINER` by the
-folders of these names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called.
+is imported: :data:`SEAM` by ``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`INSIDE`, :data:`MODELS` and
+:data:`TRAINER` by the folders of these names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called.
 """
 
 from __future__ import annotations
@@ -156,6 +156,9 @@ TRANSFORMER_ENGINE = (
 
 ENGINE = (
     Uses(f"{_STATE}:get_data_parallel_group", keywords="with_context_parallel"),
+    Uses("megatron.core.process_groups_config:ProcessGroupCollection.use_mpu_process_groups"),
+    Uses(f"{_STATE}:get_tensor_and_data_parallel_group", keywords="with_context_parallel"),
+    Uses(f"{_STATE}:get_pipeline_model_parallel_world_size"),
     Uses(f"{_STATE}:get_embedding_group"),
     Uses(f"{_STATE}:get_expert_data_parallel_group"),
     Uses(f"{_STATE}:is_pipeline_last_stage", keywords="ignore_virtual"),
@@ -181,7 +184,7 @@ INSIDE = (
     Uses(f"{_STATE}:get_expert_model_parallel_group"),
 )
 
-TRAINER = (
+MODELS = (
     Uses(
         "megatron.core.models.gpt:GPTModel",
         "config transformer_layer_spec",
@@ -198,40 +201,10 @@ TRAINER = (
         "grad_scale_func",
     ),
     Uses("megatron.core.transformer.module:Float16Module", "config module"),
-    Uses(
-        f"{_STATE}:initialize_model_parallel",
-        keywords="tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-        "expert_model_parallel_size expert_tensor_parallel_size",
-    ),
-    Uses(f"{_STATE}:destroy_model_parallel"),
     Uses(f"{_STATE}:is_pipeline_first_stage", keywords="ignore_virtual vp_stage"),
     Uses(f"{_STATE}:is_pipeline_last_stage", keywords="ignore_virtual vp_stage"),
-    Uses(f"{_STATE}:get_pipeline_model_parallel_rank"),
-    Uses(f"{_STATE}:get_data_parallel_world_size"),
-    Uses("megatron.core.tensor_parallel:model_parallel_cuda_manual_seed", "seed", "force_reset_rng"),
-    Uses("megatron.core.process_groups_config:ProcessGroupCollection.use_mpu_process_groups"),
-    Uses(f"{_STATE}:get_tensor_and_data_parallel_group", keywords="with_context_parallel"),
-    Uses("megatron.core.distributed:DistributedDataParallel", "config ddp_config module"),
-    Uses(
-        "megatron.core.distributed:DistributedDataParallelConfig",
-        keywords="grad_reduce_in_fp32 use_distributed_optimizer",
-    ),
-    Uses("megatron.core.distributed:finalize_model_grads", "model num_tokens"),
-    Uses(
-        "megatron.core.optimizer:OptimizerConfig",
-        keywords="optimizer lr min_lr weight_decay adam_beta1 adam_beta2 clip_grad bf16 params_dtype "
-        "use_distributed_optimizer",
-    ),
-    Uses("megatron.core.optimizer:get_megatron_optimizer", "config model_chunks"),
     Uses("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE"),
     Uses("megatron.core.optimizer:MegatronOptimizer.sharded_state_dict", "model_sharded_state_dict", "is_loading"),
-    Uses(
-        "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler",
-        "optimizer",
-        "init_lr max_lr min_lr lr_warmup_steps lr_decay_steps lr_decay_style start_wd end_wd wd_incr_steps "
-        "wd_incr_style use_checkpoint_opt_param_scheduler override_opt_param_scheduler",
-    ),
-    Uses("megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step", keywords="increment"),
     Uses("megatron.core.dist_checkpointing:save", "sharded_state_dict checkpoint_dir sharded_strategy"),
     # WriteInRank, a subclass.
     Uses(f"{_SAVING}:TorchDistSaveShardedStrategy", "backend version"),
@@ -245,6 +218,37 @@ TRAINER = (
     Uses("megatron.core.dist_checkpointing:load_tensors_metadata", "checkpoint_dir"),
     Uses("megatron.core.models.gpt:GPTModel.sharded_state_dict", keywords="metadata"),
     Uses("megatron.core.utils:unwrap_model", "model"),
+)
+
+TRAINER = (
+    Uses(
+        f"{_STATE}:initialize_model_parallel",
+        keywords="tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+        "expert_model_parallel_size expert_tensor_parallel_size",
+    ),
+    Uses(f"{_STATE}:destroy_model_parallel"),
+    Uses(f"{_STATE}:get_pipeline_model_parallel_rank"),
+    Uses(f"{_STATE}:get_data_parallel_world_size"),
+    Uses("megatron.core.tensor_parallel:model_parallel_cuda_manual_seed", "seed", "force_reset_rng"),
+    Uses("megatron.core.distributed:DistributedDataParallel", "config ddp_config module"),
+    Uses(
+        "megatron.core.distributed:DistributedDataParallelConfig",
+        keywords="grad_reduce_in_fp32 use_distributed_optimizer",
+    ),
+    Uses("megatron.core.distributed:finalize_model_grads", "model num_tokens"),
+    Uses(
+        "megatron.core.optimizer:OptimizerConfig",
+        keywords="optimizer lr min_lr weight_decay adam_beta1 adam_beta2 clip_grad bf16 params_dtype "
+        "use_distributed_optimizer",
+    ),
+    Uses("megatron.core.optimizer:get_megatron_optimizer", "config model_chunks"),
+    Uses(
+        "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler",
+        "optimizer",
+        "init_lr max_lr min_lr lr_warmup_steps lr_decay_steps lr_decay_style start_wd end_wd wd_incr_steps "
+        "wd_incr_style use_checkpoint_opt_param_scheduler override_opt_param_scheduler",
+    ),
+    Uses("megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step", keywords="increment"),
 )
 
 # Of a checkout; mcore/megatron_lm/adapter.py knows the two forms of its pretrain().

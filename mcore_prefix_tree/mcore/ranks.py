@@ -57,3 +57,9 @@ def on_main_rank(action: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return cast("T", result)
+
+
+def is_of_lost_rank(error: BaseException) -> bool:
+    """Return whether a collective call failed because another rank is gone."""
+    # gloo raises plain errors; NCCL names every failure of its own an error of the back-end.
+    return isinstance(error, dist.DistNetworkError) or any(word in str(error) for word in ("gloo", "ncclRemoteError"))

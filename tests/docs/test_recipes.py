@@ -235,8 +235,8 @@ def test_slurm_gives_the_workers_the_time_that_torchrun_does(tmp_path: Path) -> 
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize("recipe", YAML_FILES, ids=lambda path: path.stem)
 def test_yaml_recipes_are_models_that_can_be_folded(recipe: Path, on_gpu: bool) -> None:
+    from mcore_prefix_tree.mcore.models.model import transformer_config
     from mcore_prefix_tree.mcore.seam.validation import check_config
-    from mcore_prefix_tree.mcore.trainer.model import transformer_config
 
     job = load_recipe(recipe)
     check_config(transformer_config(job.model, job.parallel, on_gpu=on_gpu))

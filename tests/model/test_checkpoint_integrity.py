@@ -13,7 +13,7 @@ from train_jobs import train, write_job
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.mcore.trainer import checkpoint
+from mcore_prefix_tree.mcore.models import checkpoint
 
 FLIPS = 24
 

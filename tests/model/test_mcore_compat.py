@@ -19,7 +19,7 @@ from mcore_prefix_tree.mcore.compat import MegatronCoreError, Uses
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 FOLDER = Path(compat.__file__).parent
-INSTALLED = (*compat.SEAM, *compat.ENGINE, *compat.INSIDE, *compat.TRAINER)
+INSTALLED = (*compat.SEAM, *compat.ENGINE, *compat.INSIDE, *compat.MODELS, *compat.TRAINER)
 WITH_PARAMETERS = [uses for uses in INSTALLED if uses.positional or uses.keywords]
 
 
@@ -169,10 +169,11 @@ def imported_from_core(file: Path) -> set[str]:
         (["seam", "readout"], [compat.SEAM, compat.TRANSFORMER_ENGINE]),
         (["engine"], [compat.SEAM, compat.ENGINE]),
         (["inside"], [compat.SEAM, compat.INSIDE]),
-        (["trainer"], [compat.SEAM, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.TRAINER]),
+        (["models"], [compat.SEAM, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MODELS]),
+        (["trainer"], [compat.SEAM, compat.ENGINE, compat.MODELS, compat.TRAINER]),
         (["megatron_lm"], [compat.SEAM, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MEGATRON_LM]),
     ],
-    ids=["seam", "engine", "inside", "trainer", "megatron_lm"],
+    ids=["seam", "engine", "inside", "models", "trainer", "megatron_lm"],
 )
 def test_the_tables_leave_nothing_out(rooms: list[str], tables: list[Any]) -> None:
     files = [file for room in rooms for file in sorted((FOLDER / room).glob("*.py"))]

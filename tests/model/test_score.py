@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import FieldNames, read_samples
 from mcore_prefix_tree.data.write import row_of, rows_file
-from mcore_prefix_tree.mcore.trainer import checkpoint, score_file
+from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.trainer import score_file
 from mcore_prefix_tree.mcore.trainer.score_file import run_score
 from mcore_prefix_tree.recipe import load_recipe
 

@@ -34,8 +34,8 @@ from train_jobs import (
 )
 
 from mcore_prefix_tree import SampleError
-from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.model import transformer_config
+from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.models.model import transformer_config
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
 

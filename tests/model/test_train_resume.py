@@ -30,7 +30,7 @@ from train_jobs import (
     write_rows,
 )
 
-from mcore_prefix_tree.mcore.trainer import checkpoint
+from mcore_prefix_tree.mcore.models import checkpoint
 from mcore_prefix_tree.mcore.trainer.claim import claimed
 from mcore_prefix_tree.recipe import RecipeError, load_recipe
 from mcore_prefix_tree.sample import SampleError

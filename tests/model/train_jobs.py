@@ -169,7 +169,7 @@ def resolved(recipe: Recipe, place: Any) -> Any:
 
 def built(recipe: Recipe, place: Any) -> torch.nn.Module:
     """The model as ``train`` starts with it."""
-    from mcore_prefix_tree.mcore.trainer.model import build_chunks
+    from mcore_prefix_tree.mcore.models.model import build_chunks
 
     (chunk,) = build_chunks(
         recipe.model,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from bridge_models import auto_bridge
 
+from mcore_prefix_tree.mcore.models.hf import load_folder, provider_of
+from mcore_prefix_tree.mcore.models.model import build_chunks
 from mcore_prefix_tree.mcore.trainer.export import export
-from mcore_prefix_tree.mcore.trainer.hf import load_folder, provider_of
-from mcore_prefix_tree.mcore.trainer.model import build_chunks
 from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
 

@@ -26,7 +26,7 @@ from train_jobs import command
 
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
 from mcore_prefix_tree.mcore.engine.steps import fold_step
-from mcore_prefix_tree.mcore.trainer.hf import bridge_of
+from mcore_prefix_tree.mcore.models.hf import bridge_of
 from mcore_prefix_tree.mcore.trainer.jobs import run_once
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
 from mcore_prefix_tree.recipe import load_recipe

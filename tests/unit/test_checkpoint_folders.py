@@ -16,7 +16,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 @pytest.fixture(scope="module")
 def checkpoint():
     """The module; it imports megatron."""
-    from mcore_prefix_tree.mcore.trainer import checkpoint
+    from mcore_prefix_tree.mcore.models import checkpoint
 
     return checkpoint
 

@@ -61,10 +61,11 @@ ALLOWED["__main__"] = {"cli"}
 
 # The rooms of mcore/ in the same way.
 IN_MCORE: dict[str, set[str]] = {"compat": set(), "ranks": set(), "saved_enums": set(), "seam": {"compat"}}
-for above, room in (("seam", "readout"), ("readout", "engine")):
+for above, room in (("seam", "readout"), ("readout", "engine"), ("engine", "models")):
     IN_MCORE[room] = IN_MCORE[above] | {above, "ranks", "saved_enums", "compat"}
-for room in ("inside", "trainer", "megatron_lm"):
-    IN_MCORE[room] = IN_MCORE["engine"] | {"engine"}
+IN_MCORE["inside"] = IN_MCORE["engine"] | {"engine"}
+for room in ("trainer", "megatron_lm"):
+    IN_MCORE[room] = IN_MCORE["models"] | {"models"}
 IN_MCORE["__init__"] = {"compat", "seam", "inside"}
 
 MAY_IMPORT_MEGATRON = {"mcore", "cpu", "pretrain_gpt"}

@@ -13,8 +13,8 @@ from objective_jobs import OneByOne
 from xtoken_jobs import loss_alone
 
 from mcore_prefix_tree.data import load_tokenizer
-from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.model import transformer_config
+from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.models.model import transformer_config
 from mcore_prefix_tree.recipe import ParallelConfig, load_recipe
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.xtoken.pairs import Pairing

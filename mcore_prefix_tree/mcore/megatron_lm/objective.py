@@ -14,7 +14,7 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.teacher import Teacher
 from mcore_prefix_tree.mcore.megatron_lm.arguments import NAMES, objective_section
-from mcore_prefix_tree.mcore.trainer.teacher import check_teachers, load_teachers
+from mcore_prefix_tree.mcore.models.teacher import check_teachers, load_teachers
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import BatchConfig, DataConfig, ModelConfig, ParallelConfig, Recipe
 from mcore_prefix_tree.recipe.objective import objective_of as objective_of_recipe

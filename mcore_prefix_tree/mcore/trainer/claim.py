@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mcore_prefix_tree.mcore.models.checkpoint import SaveError
 from mcore_prefix_tree.mcore.ranks import on_main_rank
-from mcore_prefix_tree.mcore.trainer.checkpoint import SaveError
 
 
 def hold(descriptor: int) -> bool:

@@ -20,13 +20,13 @@ from uuid import uuid4
 import torch
 from megatron.core.utils import unwrap_model
 
+from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.models.hf import bridge_of, is_untrained, without_scalar_head
+from mcore_prefix_tree.mcore.models.hf_weights import DTYPES
+from mcore_prefix_tree.mcore.models.lora import bridge_lora
+from mcore_prefix_tree.mcore.models.model import build_chunks
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
-from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
-from mcore_prefix_tree.mcore.trainer.hf import bridge_of, is_untrained, without_scalar_head
-from mcore_prefix_tree.mcore.trainer.hf_weights import DTYPES
-from mcore_prefix_tree.mcore.trainer.lora import bridge_lora
-from mcore_prefix_tree.mcore.trainer.model import build_chunks
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError, adapter
 from mcore_prefix_tree.recipe.adapter import PREFIX

@@ -16,15 +16,15 @@ from mcore_prefix_tree.mcore.engine.compare import Comparison
 from mcore_prefix_tree.mcore.engine.held_out import HeldOut
 from mcore_prefix_tree.mcore.engine.objective import check_samples
 from mcore_prefix_tree.mcore.engine.verify import VerifyReport
+from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.models.retention import check_not_overwritten
+from mcore_prefix_tree.mcore.models.teacher import check_teachers, load_teachers
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
-from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.claim import claimed
 from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
 from mcore_prefix_tree.mcore.trainer.export import check_export, export_model
 from mcore_prefix_tree.mcore.trainer.resolve import Data, Resolved, read_data, resolve
-from mcore_prefix_tree.mcore.trainer.retention import check_not_overwritten
 from mcore_prefix_tree.mcore.trainer.session import session
-from mcore_prefix_tree.mcore.trainer.teacher import check_teachers, load_teachers
 from mcore_prefix_tree.mcore.trainer.trainer import Reporter, Trainer
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import (

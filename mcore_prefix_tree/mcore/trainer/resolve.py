@@ -19,11 +19,11 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.objective import check_samples
 from mcore_prefix_tree.mcore.engine.verify import CannotVerifyError, VerifyReport, verify
+from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.models.fields import DTYPES
+from mcore_prefix_tree.mcore.models.lora import load_frozen, load_start
+from mcore_prefix_tree.mcore.models.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.ranks import all_ranks, everyone, is_main_rank
-from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.fields import DTYPES
-from mcore_prefix_tree.mcore.trainer.lora import load_frozen, load_start
-from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.trainer.session import Session
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, ModelWork

@@ -14,11 +14,11 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
 from mcore_prefix_tree.mcore.engine.score import Scorer, ScoringStep
+from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.models.hf import load_folder
+from mcore_prefix_tree.mcore.models.lora import load_start
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
 from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs, Values
-from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.hf import load_folder
-from mcore_prefix_tree.mcore.trainer.lora import load_start
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError

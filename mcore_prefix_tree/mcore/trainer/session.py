@@ -21,10 +21,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.launchers import adopt_ranks
-from mcore_prefix_tree.mcore.ranks import on_main_rank
+from mcore_prefix_tree.mcore.models.hf import described
+from mcore_prefix_tree.mcore.models.model import size_of, transformer_config
+from mcore_prefix_tree.mcore.ranks import is_of_lost_rank, on_main_rank
 from mcore_prefix_tree.mcore.seam.validation import check_config
-from mcore_prefix_tree.mcore.trainer.hf import described
-from mcore_prefix_tree.mcore.trainer.model import size_of, transformer_config
 from mcore_prefix_tree.plan import Measured, read_measured
 from mcore_prefix_tree.recipe import ParallelConfig, Recipe, RecipeError
 
@@ -98,12 +98,6 @@ def session(recipe: Recipe) -> Iterator[Session]:
                 f"another rank of this job has ended ({reason}); start the job again: training goes on from its last "
                 "checkpoint with --resume"
             ) from error
-
-
-def is_of_lost_rank(error: BaseException) -> bool:
-    """Return whether a collective call failed because another rank is gone."""
-    # gloo raises plain errors; NCCL names every failure of its own an error of the back-end.
-    return isinstance(error, dist.DistNetworkError) or any(word in str(error) for word in ("gloo", "ncclRemoteError"))
 
 
 def _device_index() -> int:

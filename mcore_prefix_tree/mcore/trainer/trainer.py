@@ -24,13 +24,13 @@ from mcore_prefix_tree.mcore.engine.schedule import run_schedule
 from mcore_prefix_tree.mcore.engine.steps import FoldedStep, StepPlanner, fold_step
 from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
 from mcore_prefix_tree.mcore.engine.verify import VerifyReport
+from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.models.retention import remove_older
+from mcore_prefix_tree.mcore.models.settings import changed_settings
 from mcore_prefix_tree.mcore.ranks import is_main_rank
-from mcore_prefix_tree.mcore.trainer import checkpoint
 from mcore_prefix_tree.mcore.trainer.end_request import EndedError, EndRequest
 from mcore_prefix_tree.mcore.trainer.logs import Logs, open_logs
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved
-from mcore_prefix_tree.mcore.trainer.retention import remove_older
-from mcore_prefix_tree.mcore.trainer.settings import changed_settings
 from mcore_prefix_tree.recipe import RecipeError
 from mcore_prefix_tree.sample import Sample
 

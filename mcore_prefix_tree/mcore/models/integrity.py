@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from mcore_prefix_tree.mcore.models.settings import FILE as SETTINGS
+from mcore_prefix_tree.mcore.models.vetting import read_metadata
 from mcore_prefix_tree.mcore.ranks import all_ranks, everyone, on_main_rank
-from mcore_prefix_tree.mcore.trainer.settings import FILE as SETTINGS
-from mcore_prefix_tree.mcore.trainer.vetting import read_metadata
 from mcore_prefix_tree.recipe import RecipeError
 
 MANIFEST = "checksums.json"

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from mcore_prefix_tree.mcore.trainer.integrity import INFORMATION
+from mcore_prefix_tree.mcore.models.integrity import INFORMATION
 from mcore_prefix_tree.recipe import RecipeError
 
 _NAME = re.compile(r"iter_(\d{7,})")

@@ -18,12 +18,12 @@ from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.lessons import ExportedTeacher, PairedTeachers
 from mcore_prefix_tree.mcore.engine.teacher import Teacher, TeacherModel
 from mcore_prefix_tree.mcore.engine.teacher_ranks import TeacherRanks
+from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.models.hf import described
+from mcore_prefix_tree.mcore.models.lora import load_start
+from mcore_prefix_tree.mcore.models.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
-from mcore_prefix_tree.mcore.trainer import checkpoint
-from mcore_prefix_tree.mcore.trainer.hf import described
-from mcore_prefix_tree.mcore.trainer.lora import load_start
-from mcore_prefix_tree.mcore.trainer.model import build_chunks, transformer_config
 from mcore_prefix_tree.objectives import BoundCrossTokenizer
 from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, check_stage, parallel_of_teachers

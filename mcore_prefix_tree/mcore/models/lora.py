@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from mcore_prefix_tree.mcore.trainer.hf import bridge_of, load_folder
+from mcore_prefix_tree.mcore.models.hf import bridge_of, load_folder
 from mcore_prefix_tree.recipe import LoraConfig, ModelConfig
 from mcore_prefix_tree.recipe.adapter import PREFIX, WEIGHTS, AdapterFolder
 

@@ -27,22 +27,21 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_prefix_tree.data.same import name_ranks
-from mcore_prefix_tree.mcore.ranks import everyone, on_main_rank
-from mcore_prefix_tree.mcore.saved_enums import pickle_enums_by_value
-from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY
-from mcore_prefix_tree.mcore.trainer.hf import ADAPTER
-from mcore_prefix_tree.mcore.trainer.integrity import (
+from mcore_prefix_tree.mcore.models.hf import ADAPTER
+from mcore_prefix_tree.mcore.models.integrity import (
     DamagedCheckpointError,
     check_integrity,
     check_metadata,
     write_checksums,
 )
-from mcore_prefix_tree.mcore.trainer.lora import load_frozen
-from mcore_prefix_tree.mcore.trainer.retention import saving_mark
-from mcore_prefix_tree.mcore.trainer.session import is_of_lost_rank
-from mcore_prefix_tree.mcore.trainer.settings import check_same_function, write_settings
-from mcore_prefix_tree.mcore.trainer.vetting import UnsafeCheckpointError, check_holds_only_data
-from mcore_prefix_tree.mcore.trainer.writing import WriteInRank
+from mcore_prefix_tree.mcore.models.lora import load_frozen
+from mcore_prefix_tree.mcore.models.retention import saving_mark
+from mcore_prefix_tree.mcore.models.settings import check_same_function, write_settings
+from mcore_prefix_tree.mcore.models.vetting import UnsafeCheckpointError, check_holds_only_data
+from mcore_prefix_tree.mcore.models.writing import WriteInRank
+from mcore_prefix_tree.mcore.ranks import everyone, is_of_lost_rank, on_main_rank
+from mcore_prefix_tree.mcore.saved_enums import pickle_enums_by_value
+from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY
 from mcore_prefix_tree.recipe import ModelConfig, RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -11,11 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
-from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
-from mcore_prefix_tree.mcore.seam.validation import check_model
-from mcore_prefix_tree.mcore.trainer.fields import (
+from mcore_prefix_tree.mcore.models.fields import (
     check_experts,
     check_latent_layers,
     check_not_decided,
@@ -25,8 +21,12 @@ from mcore_prefix_tree.mcore.trainer.fields import (
     settings_of_run,
     typed_settings,
 )
-from mcore_prefix_tree.mcore.trainer.hf import provided, provider_of
-from mcore_prefix_tree.mcore.trainer.lora import with_lora
+from mcore_prefix_tree.mcore.models.hf import provided, provider_of
+from mcore_prefix_tree.mcore.models.lora import with_lora
+from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
+from mcore_prefix_tree.mcore.seam.validation import check_model
 from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.plan import LatentAttention, ModelWork
 from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig, RecipeError

@@ -23,10 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import unwrap_model
 
-from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.mcore.seam.attention import window_settings
-from mcore_prefix_tree.mcore.seam.scalar_head import ScalarHead
-from mcore_prefix_tree.mcore.trainer.fields import (
+from mcore_prefix_tree.mcore.models.fields import (
     check_experts,
     check_latent_layers,
     check_not_decided,
@@ -36,9 +33,12 @@ from mcore_prefix_tree.mcore.trainer.fields import (
     settings_of_run,
     typed_settings,
 )
-from mcore_prefix_tree.mcore.trainer.hf_layers import engine_layers
-from mcore_prefix_tree.mcore.trainer.hf_settings import settings_of_folder
-from mcore_prefix_tree.mcore.trainer.hf_weights import KeepsFailure, check_shapes
+from mcore_prefix_tree.mcore.models.hf_layers import engine_layers
+from mcore_prefix_tree.mcore.models.hf_settings import settings_of_folder
+from mcore_prefix_tree.mcore.models.hf_weights import KeepsFailure, check_shapes
+from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.seam.attention import window_settings
+from mcore_prefix_tree.mcore.seam.scalar_head import ScalarHead
 from mcore_prefix_tree.recipe import LoraConfig, ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.recipe.hf import LM_HEAD, SCORE, HuggingFaceFolder
 
