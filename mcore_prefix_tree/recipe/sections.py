@@ -41,8 +41,8 @@ class DataConfig:
     """Training data.
 
     Attributes:
-        path: a JSONL, Parquet (``.parquet``) or Arrow file (``.arrow``, ``.feather``), a glob, ``-`` for JSONL on
-            standard input, or a list of these.
+        path: a JSONL, Parquet (``.parquet``) or Arrow file (``.arrow``, ``.feather``), a glob, a saved Hugging Face
+            data set, ``hf://`` name, ``-`` for JSONL on standard input, or a list of these.
         fields: the files' names of our fields, such as ``{group: task_id}``; null leaves a field of ours unread.
         tokenizer: a tokenizer that mistral-common carries, or the path of a Hugging Face tokenizer folder; for chat
             messages. None if all records have ``tokens``.
