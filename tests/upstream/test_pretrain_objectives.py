@@ -176,3 +176,20 @@ def test_mistakes_get_one_sentence(rollouts: Path, arguments: str, says: str) ->
     (error,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert says in error
     assert "mcore_prefix_tree/mcore" not in run.output, "no traceback of ours"
+
+
+@pytest.mark.slow
+def test_renamed_fields_and_groups_that_lie_apart_train_alike(rollouts: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    theirs = {"tokens": "input_ids", "group": "task", "reward": "score"}
+    apart = [row for member in range(4) for row in rows[member::4]]
+    renamed = [{theirs.get(name, name): value for name, value in row.items()} for row in apart]
+    (tmp_path / "renamed.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in renamed))
+    common = (CPU, MODEL, TRAIN, FOLDED, "--exit-interval 2")
+    fields = f"--prefix-tree-fields {json.dumps(theirs, separators=(',', ':'))}"
+    run = trained(ENTRY, *common, words(tmp_path / "renamed.jsonl", "grpo"), fields)
+    expected = trained(ENTRY, *common, words(rollouts, "grpo"))
+    for iteration, figures in expected.iterations.items():
+        for name in ("grad norm", METRICS["grpo"], "fold ratio"):
+            assert run.iterations[iteration][name] == figures[name], (iteration, name)
+    assert len(expected.iterations) == 2
