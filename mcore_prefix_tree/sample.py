@@ -96,7 +96,7 @@ class Sample:
         checked_signals = NO_SIGNALS if signals is None else check_signals(signals, checked_mask, source)
         object.__setattr__(self, "signals", checked_signals)
         object.__setattr__(self, "renderings", renderings)
-        object.__setattr__(self, "carried", carried or {})
+        object.__setattr__(self, "carried", carried or _NOTHING)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -114,6 +114,7 @@ class Sample:
 
 
 NO_SIGNALS = Signals()
+_NOTHING: Mapping[str, Any] = {}  # one for all samples
 
 
 def _token_array(tokens: object, source: str) -> npt.NDArray[np.int32]:

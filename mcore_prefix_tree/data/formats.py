@@ -223,7 +223,7 @@ def _prompt_of(row: Row) -> Any:
 
 def _continued(prompt: Any, completion: Any, name: str, row: Row, rival: Any = None) -> Conversation | Text:
     if isinstance(prompt, str) and isinstance(completion, str):
-        if row.get("tools") is not None:
+        if row.get("tools"):
             raise ChatError("field 'tools' goes with messages, but the prompt is text")
         return Text(prompt=prompt, completion=completion, rival=rival)
     if isinstance(prompt, str) or not isinstance(completion, (str, list)):

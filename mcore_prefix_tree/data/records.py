@@ -96,6 +96,11 @@ def samples_of_record(
             raise beyond[0]
         else:
             skipped.add(*beyond)
+            kind = beyond[1]
+    if skipped is not None and len(kept) < len(samples) and all(one.signals.chosen is not None for one in samples):
+        for sample in kept:  # one side of a pair
+            skipped.add(SampleError(f"{sample.source}: the other side of its pair is left out"), kind)
+        return []
     return kept
 
 
@@ -103,6 +108,8 @@ def _parse(row: Mapping[str, Any], record: Record, options: LineOptions, seen: s
     source, names = record.source, options.names
     seen.update(theirs for mine, theirs in names.given.items() if theirs is not None and mine in row)
     mark = mark_of(row, source, names.given)
+    if mark != "tokens" and options.tokenizer is None:
+        raise SampleError(f"{source}: field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'")
     examples = examples_of(row, source, mark)
     merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
     notice_unread((name for name in row if name not in READ[mark]), READ[mark], source)
@@ -116,7 +123,6 @@ def _parse(row: Mapping[str, Any], record: Record, options: LineOptions, seen: s
             common | dict(example.signals),
             merge_key,
             f"{source} {example.part}" if example.part else source,
-            mark,
             options,
         )
     ]
@@ -127,13 +133,11 @@ def _samples(
     signals: Mapping[str, Any],
     merge_key: Hashable,
     source: str,
-    mark: str,
     options: LineOptions,
 ) -> list[Sample]:
     if isinstance(content, TokenIds):
         return [_token_sample(content, signals, merge_key, source)]
-    if options.tokenizer is None:
-        raise SampleError(f"{source}: field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'")
+    assert options.tokenizer is not None
     try:
         return _encoded_samples(content, signals, merge_key, source, options, options.tokenizer)
     except ChatError as error:

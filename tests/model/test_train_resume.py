@@ -433,6 +433,6 @@ def test_bad_lines_are_skipped_and_told_twice(tmp_path: Path, streaming: str) ->
     assert before.startswith(f"skipped 3 bad samples ({kinds}): {tmp_path / 'data.jsonl'}:1: field 'tokens' has 99")
     assert after == f"not trained on: {before}"
     assert "data.jsonl:18: the sample has 50 tokens, but batch.max_tokens is 40" in before
-    assert "data.jsonl:19: has neither" in before
+    assert "data.jsonl:19: has none" in before
     with pytest.raises(SampleError, match=r"data\.jsonl:1: field 'tokens' has 99"):
         train(recipe, f"data.streaming={streaming}")

@@ -337,7 +337,7 @@ def test_a_bad_line_is_skipped_and_counted(forest):
     assert json.loads(result.stdout)["samples"] == 5
     assert json.loads(result.stdout)["skipped"] == 1
     assert json.loads(result.stdout)["skipped_by_kind"] == {"malformed": 1}
-    assert result.stderr.startswith(f"skipped 1 bad sample (1 malformed): {forest}:6: has neither")
+    assert result.stderr.startswith(f"skipped 1 bad sample (1 malformed): {forest}:6: has none")
 
 
 def test_the_versions_that_a_report_needs():

@@ -11,7 +11,7 @@ import pytest
 from test_data_huggingface import CHATML, make_folder, official
 from test_data_jsonl import CharacterTokenizer
 
-from mcore_prefix_tree.data import FieldNames, LineOptions, StreamedGroups, load_tokenizer, read_samples
+from mcore_prefix_tree.data import FieldNames, LineOptions, Skipped, StreamedGroups, load_tokenizer, read_samples
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS
 from mcore_prefix_tree.sample import SampleError
 
@@ -156,6 +156,24 @@ def test_rollouts_of_a_prompt(tmp_path, name, table):
     assert {one.temperature for one in samples} == {0.7}
 
 
+@pytest.mark.parametrize("limit", [4, 3])
+def test_a_pair_is_left_out_whole(tmp_path, limit):
+    """One side that is too long leaves nothing to compare the other with."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": [USER], "chosen": one, "rejected": "c"} for one in ("longer than that", "b")]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    skipped = Skipped()
+    options = {"tokenizer": CharacterTokenizer(), "limits": {"batch.max_tokens": limit + 2}}
+    if limit == 3:
+        with pytest.raises(SampleError, match="no samples; all are bad: skipped 4 bad samples"):
+            read_samples(path, on_error="skip", **options)
+        return
+    samples = read_samples(path, on_error="skip", skipped=skipped, **options)
+    assert [one.signals.chosen for one in samples] == [True, False]
+    assert skipped.kinds == {"too long": 2}
+    assert skipped.first[1] == f"{path}:1 rejected: the other side of its pair is left out"
+
+
 def test_desirable_completions(tmp_path):
     samples = read(tmp_path, *({"prompt": [USER], "completion": [ASSISTANT], "label": one} for one in (True, False)))
     assert [one.signals.label for one in samples] == [True, False]
@@ -240,7 +258,7 @@ BAD = {
     "steps": ({"prompt": "a", "completions": ["b"], "labels": [True]}, "field 'labels' is not supported with"),
     "mask": ({"prompt": "a", "completion": "b", "loss_mask": [1]}, "field 'loss_mask' goes with 'tokens'"),
     "logprobs": ({"prompt": [USER], "completion": "b", "old_logprobs": [1]}, "field 'old_logprobs' goes with 'tokens'"),
-    "tools": ({"prompt": "a", "completion": "b", "tools": []}, "field 'tools' goes with messages, but the prompt is"),
+    "tools": ({"prompt": "a", "completion": "b", "tools": [3]}, "field 'tools' goes with messages, but the prompt is"),
     "tools as text": ({"messages": [USER, ASSISTANT], "tools": "["}, "field 'tools' is not valid JSON"),
 }  # fmt: skip
 
