@@ -295,6 +295,13 @@ def examples_of(row: Row, source: str, mark: str) -> list[Example]:
         raise SampleError(f"{source}: {error}") from error
 
 
+# What is wrong with the data that an engine samples from.
+PROMPT_ALONE = (
+    "has a 'prompt' and nothing to train on; sample from it, and give 'responses', 'completion', or 'chosen' and "
+    "'rejected' beside it"
+)
+
+
 def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     """Return the one mark that a record has.
 
@@ -319,10 +326,7 @@ def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
         mark, theirs = missing[0]
         raise SampleError(f"{source}: does not have the field '{theirs}', which data.fields reads as '{mark}'")
     if "prompt" in row:
-        raise SampleError(
-            f"{source}: has a 'prompt' and nothing to train on; give 'completion', 'completions', or 'chosen' and "
-            "'rejected' beside it"
-        )
+        raise SampleError(f"{source}: {PROMPT_ALONE}")
     raise SampleError(
         f"{source}: has none of the fields {_listed(list(FORMATS))}; give one of them, or name yours in data.fields"
     )

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
-from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS
+from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, PROMPT_ALONE
 from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.inputs import check_regular
@@ -249,6 +249,8 @@ def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
     known = names.of_file(schema.names)
     notice_unread((name for name in schema.names if name not in known), FIELDS, path)
     if not FORMATS.keys() & set(known.values()):
+        if "prompt" in known.values():
+            raise SampleError(f"{path}: {PROMPT_ALONE}")
         raise SampleError(
             f"{path}: has none of the columns {', '.join(map(names.theirs, FORMATS))}, only "
             f"{', '.join(schema.names) or 'none'}; name the one that holds the samples in data.fields"

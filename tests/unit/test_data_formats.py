@@ -230,7 +230,7 @@ BAD = {
         "'rejected' unread: data.fields={rejected: null}",
     ),
     "three": ({"tokens": [1], "completion": "b", "responses": ["c"]}, "fields 'tokens', 'completion' and 'responses'"),
-    "a prompt alone": ({"prompt": [USER]}, "has a 'prompt' and nothing to train on; give 'completion', 'completions'"),
+    "a prompt alone": ({"prompt": [USER]}, "has a 'prompt' and nothing to train on; sample from it"),
     "no prompt": ({"completion": "a"}, "field 'prompt' is missing"),
     "no chosen": ({"rejected": "a"}, "field 'chosen' is missing beside 'rejected'"),
     "two kinds": ({"chosen": "a", "rejected": [OTHER]}, "must both be texts or both be lists of messages"),
@@ -271,6 +271,14 @@ def test_what_is_wrong_is_named(tmp_path, case):
     assert says in str(raised.value)
     assert str(raised.value).startswith(f"{tmp_path / 'rows.jsonl'}:1")
     assert "\n" not in str(raised.value)
+
+
+def test_a_table_of_prompts_alone(tmp_path):
+    """Such as verl's, before anything was sampled."""
+    with pytest.raises(
+        SampleError, match=r"rows\.parquet: has a 'prompt' and nothing to train on; sample from it, and"
+    ):
+        read(tmp_path, {"data_source": "gsm8k", "prompt": [USER]}, table=True)
 
 
 @pytest.mark.parametrize("table", [False, True])
