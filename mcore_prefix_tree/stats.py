@@ -59,6 +59,20 @@ def samples_through(layout: FlatLayout) -> Int64Array:
     return through
 
 
+def tokens_by_depth(layout: FlatLayout) -> tuple[Int64Array, Int64Array]:
+    """Count the tokens at each position of a path: ``[D]`` logical and ``[D]`` physical ones, D the longest path."""
+    lengths = np.diff(layout.cu_node_lens.astype(np.int64))
+    starts = layout.node_depth.astype(np.int64)
+    longest = int((starts + lengths).max(initial=0))
+    counts = []
+    for weight in (samples_through(layout), np.ones(layout.num_nodes, dtype=np.int64)):
+        change = np.zeros(longest + 1, dtype=np.int64)
+        np.add.at(change, starts, weight)
+        np.subtract.at(change, starts + lengths, weight)
+        counts.append(np.cumsum(change[:-1]))
+    return counts[0], counts[1]
+
+
 class Tree(NamedTuple):
     """One tree of a forest."""
 

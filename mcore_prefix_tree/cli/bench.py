@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.options import check_output_option, job_of
+from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_comparison
 from mcore_prefix_tree.inputs import MOST
 
 app = typer.Typer(no_args_is_help=True, help="Measure training steps, and write the numbers.")
@@ -26,10 +27,12 @@ def step(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the numbers, the machine and its versions as JSON.")
     ] = None,
+    plot: Plot = None,
 ) -> None:
     """Time forward and backward of a recipe's first batch, folded and unfolded. Under torchrun for several ranks."""
     loaded = job_of(recipe, [*(overrides or []), "checkpoint.save=null"], is_trained=True)
     check_output_option("--output", output, [recipe, *loaded.inputs], make_folder=True)
+    check_picture(plot, [recipe, *loaded.inputs])
     from rich.console import Console
 
     from mcore_prefix_tree.bench.step import step_result
@@ -46,6 +49,8 @@ def step(
     if not is_main:
         return
     print_comparison(Console(), comparison)
+    if plot is not None:
+        draw_comparison(comparison, plot)
     if output is not None:
         from mcore_prefix_tree.data.write import whole_file
 

@@ -32,10 +32,17 @@ _QUIET_S = 30.0
 
 
 class ConsoleReporter:
-    """Reports a run to a console; see ``mcore_prefix_tree.mcore.trainer.trainer.Reporter``."""
+    """Reports a run to a console; see ``mcore_prefix_tree.mcore.trainer.trainer.Reporter``.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    Args:
+        console: where it prints.
+        keeps: keep what is reported of steps, in ``steps`` and ``evaluations``.
+    """
+
+    def __init__(self, console: Console, *, keeps: bool = False) -> None:
+        self._console, self._keeps = console, keeps
+        self.steps: list[StepReport] = []
+        self.evaluations: list[Evaluation] = []
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._told = time.monotonic()
@@ -90,6 +97,8 @@ class ConsoleReporter:
 
     def step(self, report: StepReport) -> None:
         """A line, above the bar where there is one."""
+        if self._keeps:
+            self.steps.append(report)
         parts = [f"step {report.iteration}", f"loss {report.loss:.6f}"]
         if report.grad_norm is not None:
             parts.append(f"grad {numbers.figure(report.grad_norm)}")
@@ -101,6 +110,8 @@ class ConsoleReporter:
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """A line, like a step's."""
+        if self._keeps:
+            self.evaluations.append(evaluation)
         samples = f"{evaluation.samples:,} samples in {numbers.seconds(evaluation.seconds)}"
         self._lines(
             [f"validation after step {evaluation.iteration}", f"loss {evaluation.loss:.6f}", samples],

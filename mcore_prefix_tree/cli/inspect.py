@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from mcore_prefix_tree.cli.options import takes
+from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_forest
 from mcore_prefix_tree.cli.samples import SampleOptions
 from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
 from mcore_prefix_tree.inputs import MOST
@@ -19,6 +20,7 @@ def inspect(
     options: SampleOptions,
     trees: Annotated[int, typer.Option(min=0, max=MOST, metavar="N", help="Trees to draw, largest first.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a drawing.")] = False,
+    plot: Plot = None,
 ) -> None:
     """Fold samples and show what folding saves: tokens, ratios and the largest trees."""
     import numpy as np
@@ -28,6 +30,7 @@ def inspect(
     from mcore_prefix_tree.stats import forest_counts, largest_trees
     from mcore_prefix_tree.trie import build_trie
 
+    check_picture(plot, options.inputs)
     samples, recipe = options.read(), options.recipe
     layout = fold(samples.all, trie=build_trie(samples.all, options.sharing))
     counts = forest_counts(layout)
@@ -42,6 +45,8 @@ def inspect(
             cut = partial(plan_step, max_tokens=limit, budget_name="batch.max_tokens", sharing=options.sharing)
         steps = report_steps(order.first_epoch(), plan=cut, sharing=options.sharing)
 
+    if plot is not None:
+        draw_forest(layout, plot)
     if as_json:
         report: dict[str, Any] = {
             **counts,

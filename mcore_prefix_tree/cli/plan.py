@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_prefix_tree.cli import numbers
-from mcore_prefix_tree.cli.options import RANKS, check_output_option, takes
+from mcore_prefix_tree.cli.options import RANKS, takes
+from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_ranks
 from mcore_prefix_tree.cli.samples import SampleOptions, Samples
 from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
 from mcore_prefix_tree.inputs import MOST
@@ -52,9 +53,7 @@ def plan(
         str | None, typer.Option(metavar="N,N,...", help="The only sizes that micro-batches are padded to.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Draw the ranks' micro-batches into a PNG or SVG file.")
-    ] = None,
+    plot: Plot = None,
 ) -> None:
     """Plan all samples as one step and show the ranks: tokens, predicted cost, balance and repeated context.
 
@@ -64,8 +63,7 @@ def plan(
     from mcore_prefix_tree.layout import Padding
     from mcore_prefix_tree.plan import plan_step, report_plan, report_steps
 
-    if plot is not None:
-        _check_plot(plot, options)  # before the work, not after it
+    check_picture(plot, options.inputs)
     if dp * (micro_batches or 1) > _MICRO_BATCHES:
         raise ValueError(f"--dp {dp} with --micro-batches {micro_batches}: at most {_MICRO_BATCHES:,} are planned")
     recipe = options.recipe
@@ -108,7 +106,7 @@ def plan(
     )
     steps = None if order is None else report_steps(order.first_epoch(), plan=planned, sharing=options.sharing)
     if plot is not None:
-        _draw(report, unit, plot)
+        draw_ranks(report, unit, plot)
     if as_json:
         left_out = {"skipped": samples.skipped.count, "skipped_by_kind": samples.skipped.kinds}
         more = {
@@ -222,43 +220,3 @@ def _idle_rows(idle: int, ranks: int) -> list[tuple[str, str, str]]:
     if not idle:
         return []
     return [("ranks with work", f"{ranks - idle} of {ranks}", f"use {ranks - idle} ranks, or more samples a step")]
-
-
-def _check_plot(path: str, options: SampleOptions) -> None:
-    """Check the name of a plot, that it can be written, and that matplotlib is installed."""
-    if not path.lower().endswith((".png", ".svg")):
-        raise ValueError(f"--plot {path}: give a file name that ends with .png or .svg")
-    check_output_option("--plot", path, [*options.files, options.model or ""])
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ImportError("--plot needs matplotlib; install it with: pip install 'mcore-prefix-tree[plot]'") from None
-
-
-def _draw(report: PlanReport, unit: str, path: str) -> None:
-    """Draw a bar for each rank, stacked from its micro-batches, with the mean and the lower bound."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # there may be no display
-    from matplotlib import pyplot
-
-    from mcore_prefix_tree.data.write import whole_file
-
-    ranks = range(len(report.ranks))
-    figure, axes = pyplot.subplots(figsize=(min(16.0, 4.0 + 0.25 * len(report.ranks)), 4.0), layout="constrained")
-    below = [0.0] * len(report.ranks)
-    for number in range(len(report.ranks[0])):
-        cost = [rank[number].cost for rank in report.ranks]
-        axes.bar(ranks, cost, bottom=below, width=0.9, color=f"C{number % 2}", edgecolor="white", linewidth=0.5)
-        below = [low + more for low, more in zip(below, cost, strict=True)]
-    axes.axhline(report.mean, color="black", linewidth=1, linestyle="--", label="mean")
-    axes.axhline(report.lower_bound, color="red", linewidth=1, label="lower bound of the slowest")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("data-parallel rank")
-    axes.set_ylabel(f"predicted cost, {unit}")
-    axes.legend(loc="lower right")
-    try:
-        with whole_file(path) as unfinished:
-            figure.savefig(unfinished, format=path[-3:].lower())
-    finally:
-        pyplot.close(figure)

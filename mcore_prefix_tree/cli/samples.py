@@ -146,6 +146,11 @@ class SampleOptions:
         typer.Option(min=0, max=MOST, metavar="N", help="Do not share common prefixes of fewer tokens. Default: 0."),
     ] = None
 
+    @property
+    def inputs(self) -> list[str]:
+        """Files and globs that are read, which no output may replace."""
+        return [*self.files, *([] if self.model is None else [self.model])]
+
     @cached_property
     def data(self) -> DataConfig:
         """Settings for reading the files."""

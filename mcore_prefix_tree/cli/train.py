@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.options import HuggingFace, job_of
+from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_steps
 from mcore_prefix_tree.ending import ended_at_once
 from mcore_prefix_tree.errors import ENDED_BY_SIGNAL, FAILED, leave
 from mcore_prefix_tree.output import outlive_output
@@ -30,6 +31,7 @@ def train(
             "optimizer and steps continue.",
         ),
     ] = False,
+    plot: Plot = None,
 ) -> None:
     """Train a GPT on folded rollouts; under torchrun for several ranks.
 
@@ -37,10 +39,12 @@ def train(
     checkpoint.
     """
     with ended_at_once():
-        _train(recipe, overrides, hf, resume=resume, new_data=new_data)
+        _train(recipe, overrides, hf, resume=resume, new_data=new_data, plot=plot)
 
 
-def _train(recipe: str, overrides: list[str] | None, hf: str | None, *, resume: bool, new_data: bool) -> None:
+def _train(
+    recipe: str, overrides: list[str] | None, hf: str | None, *, resume: bool, new_data: bool, plot: str | None
+) -> None:
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter
@@ -48,11 +52,12 @@ def _train(recipe: str, overrides: list[str] | None, hf: str | None, *, resume: 
 
     loaded = job_of(recipe, overrides, hf, is_trained=True)
     check_logs(loaded.log, loaded.inputs)
+    check_picture(plot, [recipe, *loaded.inputs])
     outlive_output()
     from mcore_prefix_tree.mcore.trainer.end_request import EndedError
     from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_train
 
-    reporter = ConsoleReporter(Console())
+    reporter = ConsoleReporter(Console(), keeps=plot is not None)
     try:
         run_train(loaded, reporter, resume=resume, new_data=new_data)
     except VerificationError as error:
@@ -61,3 +66,5 @@ def _train(recipe: str, overrides: list[str] | None, hf: str | None, *, resume: 
         raise SystemExit(ENDED_BY_SIGNAL + error.signal) from None
     finally:
         reporter.close()
+        if plot is not None and reporter.steps:  # of the main rank, also of a run that ends early
+            draw_steps(reporter.steps, reporter.evaluations, plot)

@@ -43,18 +43,24 @@ def check_logs(config: LogConfig, inputs: Iterable[str] = ()) -> None:
 
     Raises:
         ValueError: ``metrics`` is one of the inputs.
-        ImportError: ``tensorboard`` is asked for and is not installed.
+        ImportError: ``tensorboard`` or ``wandb`` is asked for and is not installed.
     """
     if config.metrics is not None and Path(config.metrics).exists():
         try:
             check_output(config.metrics, inputs)
         except ValueError as error:
             raise ValueError(f"log.metrics={error}") from None
-    if config.tensorboard is not None and find_spec("tensorboard") is None:
-        raise ImportError(
-            f"log.tensorboard={config.tensorboard} needs tensorboard: "
-            "pip install 'mcore-prefix-tree[tensorboard]', or leave it out"
-        )
+    for package in ("tensorboard", "wandb"):
+        given = getattr(config, package)
+        if given is not None and not _is_installed(package):
+            raise ImportError(
+                f"log.{package}={given} needs {package}: pip install 'mcore-prefix-tree[{package}]', or leave it out"
+            )
+
+
+def _is_installed(package: str) -> bool:
+    found = find_spec(package)
+    return found is not None and found.origin is not None  # a folder of that name, such as W&B's logs, is no package
 
 
 def check_sizes(model: ModelConfig) -> None:

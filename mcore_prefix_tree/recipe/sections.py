@@ -244,7 +244,6 @@ class CheckpointConfig:
 
 
 def _json_lines(name: str) -> str:
-    """Other names promise other contents."""
     if not name.endswith(".jsonl"):
         raise PydanticCustomError("not_json_lines", "give a name that ends in .jsonl, which is what is written")
     return name
@@ -254,8 +253,8 @@ def _json_lines(name: str) -> str:
 class LogConfig:
     """Files that ``train`` logs every step to, for programs; the main rank writes them, as soon as a step is done.
 
-    A run that is resumed goes on in the same places: what they have of steps after its checkpoint is dropped. So is all
-    that they have where a run starts with the first step.
+    A resumed run goes on in the same places. Files lose what they have of steps after its checkpoint, W&B receives these
+    again. A run that starts with the first step empties its files. ``tensorboard`` and ``wandb`` are extras.
 
     Attributes:
         metrics: a file that ends in ``.jsonl``, made with its folder: a JSON object a step, with ``iteration``,
@@ -264,12 +263,14 @@ class LogConfig:
             number. Each evaluation of ``validation`` is an object of its own, with ``iteration``,
             ``validation_loss``, ``validation_metrics`` and ``validation_seconds``. None writes none.
         tensorboard: a folder, for TensorBoard: the same under ``loss``, ``grad_norm``, ``lr``, ``fold_ratio``,
-            ``tokens_per_second/...``, ``seconds/...``, ``objective/...`` and ``validation/...``. Needs the package
-            ``tensorboard``, of the extra by that name. None writes none.
+            ``tokens_per_second/...``, ``seconds/...``, ``objective/...`` and ``validation/...``. None writes none.
+        wandb: a project of Weights & Biases, which receives the same under the same names, and the recipe. The id of
+            its run is kept in ``checkpoint.save``; ``WANDB_MODE=offline`` keeps the numbers in files. None sends none.
     """
 
     metrics: Annotated[str, AfterValidator(_json_lines)] | None = None
     tensorboard: str | None = None
+    wandb: str | None = None
 
 
 def _no_standard_input(path: str | list[str] | None) -> str | list[str] | None:

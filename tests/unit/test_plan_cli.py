@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import re
@@ -232,14 +231,7 @@ def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(tmp_path, name, say
 
 
 def test_a_plot_without_matplotlib_says_how_to_get_it(rows, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *arguments, **options):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = plan(rows, "--max-tokens", "14", "--plot", "out.png")
     assert result.exit_code == 2
     assert "pip install 'mcore-prefix-tree[plot]'" in result.output

@@ -1,4 +1,4 @@
-"""The numbers of every step, for programs: a file of JSON Lines, and TensorBoard's."""
+"""The numbers of every step, for programs: a file of JSON Lines, TensorBoard's, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mcore_prefix_tree.data.write import check_output, whole_file
 from mcore_prefix_tree.mcore.ranks import on_main_rank
@@ -23,10 +23,20 @@ if TYPE_CHECKING:
 
 # What every line begins with, so that the half of one that a killed run left is known for what it is.
 _BEGINNING = b'{"iteration": '
+# File beside the checkpoints, with the id of the W&B run that a resumed run continues.
+_WANDB_ID = "wandb_run_id"
 
 
 class LogError(OSError):
     """A log cannot be written. The message names the setting, the place and the reason."""
+
+
+class _Log(Protocol):
+    """A place that a run's numbers are written to; each method raises LogError if it cannot be written."""
+
+    def step(self, report: StepReport) -> None: ...
+
+    def evaluation(self, evaluation: Evaluation) -> None: ...
 
 
 class Logs:
@@ -37,9 +47,9 @@ class Logs:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._logs: list[_MetricsFile | _Board] = []
+        self._logs: list[_Log] = []
 
-    def add(self, log: _MetricsFile | _Board) -> None:
+    def add(self, log: _Log) -> None:
         """Add a place."""
         self._logs.append(log)
 
@@ -51,10 +61,10 @@ class Logs:
         """Write an evaluation of the held-out samples."""
         self._write(lambda log: log.evaluation(evaluation))
 
-    def _write(self, to: Callable[[_MetricsFile | _Board], None]) -> None:
+    def _write(self, to: Callable[[_Log], None]) -> None:
         self._logs = [log for log in self._logs if self._is_written(log, to)]
 
-    def _is_written(self, log: _MetricsFile | _Board, to: Callable[[_MetricsFile | _Board], None]) -> bool:
+    def _is_written(self, log: _Log, to: Callable[[_Log], None]) -> bool:
         try:
             to(log)
         except LogError as error:
@@ -64,7 +74,14 @@ class Logs:
 
 
 @contextmanager
-def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> Iterator[Logs]:
+def open_logs(
+    config: LogConfig,
+    *,
+    done: int,
+    say: Callable[[str], None],
+    folder: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Iterator[Logs]:
     """Open the logs of steps, on the main rank; all ranks together.
 
     A run that resumes goes on behind its last checkpoint: what the logs have of later steps is dropped.
@@ -73,6 +90,8 @@ def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> It
         config: the recipe's.
         done: steps that are behind the run; 0 of one that starts.
         say: receives on the main rank what was dropped.
+        folder: of the run's checkpoints, where the name of its W&B run is kept; None has none to resume.
+        settings: of the run, for W&B.
 
     Raises:
         LogError: a log cannot be written.
@@ -92,6 +111,10 @@ def open_logs(config: LogConfig, *, done: int, say: Callable[[str], None]) -> It
                 board = _Board(config.tensorboard, done)
                 stack.callback(board.close)
                 logs.add(board)
+            if config.wandb is not None:
+                run = _Wandb(config.wandb, done, say, folder=folder, settings=settings or {})
+                stack.push(lambda kind, *_: run.close(failed=kind is not None))
+                logs.add(run)
 
         if config.tensorboard is not None:
             stack.enter_context(_quiet_tensorboard())
@@ -222,35 +245,96 @@ class _Board:
 
     def step(self, report: StepReport) -> None:
         """Its numbers."""
-        numbers = {
-            "loss": report.loss,
-            "grad_norm": report.grad_norm,
-            "lr": report.lr,
-            "fold_ratio": report.fold_ratio,
-            "tokens_per_second/logical": report.logical_tokens / report.seconds,
-            "tokens_per_second/physical": report.physical_tokens / report.seconds,
-            "seconds/step": report.seconds,
-            "seconds/plan": report.plan_seconds,
-            **{f"objective/{name}": value for name, value in report.metrics.items()},
-        }
-        self._write(numbers, report.iteration)
+        self._write(_numbers_of(report), report.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Its numbers."""
-        numbers = {f"validation/{name}": value for name, value in evaluation.metrics.items()}
-        self._write({"validation/loss": evaluation.loss, **numbers}, evaluation.iteration)
+        self._write(_held_out_numbers_of(evaluation), evaluation.iteration)
 
-    def _write(self, numbers: Mapping[str, float | None], iteration: int) -> None:
+    def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
         with _naming(self._setting, "folder"):
             for name, value in numbers.items():
-                if value is not None:
-                    self._writer.add_scalar(name, value, iteration)
+                self._writer.add_scalar(name, value, iteration)
             self._writer.flush()
 
     def close(self) -> None:
         """Close as :meth:`_MetricsFile.close` does."""
         with suppress(OSError):
             self._writer.close()
+
+
+class _Wandb:
+    """A run of Weights & Biases; a run that resumes goes on with the one whose id is beside its checkpoints.
+
+    Steps count as ``iteration``. W&B keeps what it was sent of the steps after the checkpoint, and they are sent again.
+    """
+
+    def __init__(
+        self, project: str, done: int, say: Callable[[str], None], *, folder: str | None, settings: Mapping[str, Any]
+    ) -> None:
+        import wandb
+
+        self._setting = f"log.wandb={project}"
+        kept = None if folder is None else Path(folder) / _WANDB_ID
+        known = kept.read_text().strip() if kept is not None and done and kept.exists() else None
+        try:
+            self._run: Any = wandb.init(
+                project=project,
+                id=known,
+                resume="allow" if known else None,
+                config=dict(settings),
+                # It would print over the lines of steps, and keep a copy of them.
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except Exception as error:  # of several kinds, which differ between its releases
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            raise LogError(f"{self._setting}: {reason}; log in with wandb login, or set WANDB_MODE=offline") from error
+        if kept is not None:
+            kept.write_text(f"{self._run.id}\n")
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+        say(f"{self._setting}: run {self._run.id} in {self._run.dir if self._run.offline else self._run.url}")
+
+    def step(self, report: StepReport) -> None:
+        """Its numbers."""
+        self._write(_numbers_of(report), report.iteration)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Its numbers."""
+        self._write(_held_out_numbers_of(evaluation), evaluation.iteration)
+
+    def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
+        try:
+            self._run.log({"iteration": iteration, **numbers})
+        except Exception as error:
+            raise LogError(f"{self._setting}: {error}") from error
+
+    def close(self, *, failed: bool) -> None:
+        """Send what is left; a run that ends with an error is marked so."""
+        with suppress(Exception):  # the numbers are not worth the run
+            self._run.finish(exit_code=int(failed))
+
+
+def _numbers_of(report: StepReport) -> dict[str, float]:
+    """Return a step's numbers by the names that TensorBoard and W&B show."""
+    norm = {} if report.grad_norm is None else {"grad_norm": report.grad_norm}
+    return {
+        "loss": report.loss,
+        **norm,
+        "lr": report.lr,
+        "fold_ratio": report.fold_ratio,
+        "tokens_per_second/logical": report.logical_tokens / report.seconds,
+        "tokens_per_second/physical": report.physical_tokens / report.seconds,
+        "seconds/step": report.seconds,
+        "seconds/plan": report.plan_seconds,
+        **{f"objective/{name}": value for name, value in report.metrics.items()},
+    }
+
+
+def _held_out_numbers_of(evaluation: Evaluation) -> dict[str, float]:
+    """Return an evaluation's numbers by the same names."""
+    metrics = {f"validation/{name}": value for name, value in evaluation.metrics.items()}
+    return {"validation/loss": evaluation.loss, **metrics}
 
 
 @contextmanager

@@ -191,7 +191,13 @@ class Trainer:
         if is_main_rank():
             reporter.started(done + 1, recipe.train_iters)
         with (
-            open_logs(recipe.log, done=done, say=reporter.message) as log,
+            open_logs(
+                recipe.log,
+                done=done,
+                say=reporter.message,
+                folder=recipe.checkpoint.save,
+                settings=asdict(recipe),
+            ) as log,
             StepPlanner(
                 self._order,
                 self._fold,

@@ -1,0 +1,125 @@
+"""Pictures beside the numbers of a command, as PNG or SVG; matplotlib draws them, which is an extra."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mcore_prefix_tree.cli.options import check_output_option
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.layout import FlatLayout
+    from mcore_prefix_tree.mcore.engine.compare import Comparison
+    from mcore_prefix_tree.mcore.engine.held_out import Evaluation
+    from mcore_prefix_tree.mcore.trainer.trainer import StepReport
+    from mcore_prefix_tree.plan import PlanReport
+
+Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the result into a PNG or SVG file.")]
+
+
+def check_picture(path: str | None, inputs: Iterable[str]) -> None:
+    """Check the name of a picture, that it can be written, and that matplotlib is installed, before the work.
+
+    Raises:
+        ValueError: the name ends in something else, or cannot be written.
+        ImportError: matplotlib is missing.
+    """
+    if path is None:
+        return
+    if not path.lower().endswith((".png", ".svg")):
+        raise ValueError(f"--plot {path}: give a file name that ends with .png or .svg")
+    check_output_option("--plot", path, inputs)
+    if find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib; install it with: pip install 'mcore-prefix-tree[plot]'")
+
+
+@contextmanager
+def _picture(path: str, panels: int, width: float = 6.0) -> Iterator[Any]:
+    """Give the axes of panels side by side, and write them to a file if all goes well."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # there may be no display
+    from matplotlib import pyplot
+
+    from mcore_prefix_tree.data.write import whole_file
+
+    figure, axes = pyplot.subplots(1, panels, figsize=(width * panels, 4.0), layout="constrained")
+    try:
+        yield axes
+        with whole_file(path) as unfinished:
+            figure.savefig(unfinished, format=path[-3:].lower())
+    finally:
+        pyplot.close(figure)
+
+
+def draw_forest(layout: FlatLayout, path: str) -> None:
+    """Draw the fold ratio by depth, and how many tokens there are at each depth."""
+    import numpy as np
+
+    from mcore_prefix_tree.stats import tokens_by_depth
+
+    logical, physical = tokens_by_depth(layout)
+    depths = np.arange(len(logical))
+    with _picture(path, 2) as (ratios, tokens):
+        ratios.step(depths, logical / physical, where="mid")
+        ratios.axhline(layout.fold_ratio, color="black", linewidth=1, linestyle="--", label="of all tokens")
+        ratios.set(xlabel="position in a sample", ylabel="fold ratio", yscale="log")
+        ratios.legend()
+        tokens.fill_between(depths, logical, step="mid", alpha=0.3, label="logical: of all samples")
+        tokens.fill_between(depths, physical, step="mid", label="physical: computed once")
+        tokens.set(xlabel="position in a sample", ylabel="tokens", ylim=(0, None))
+        tokens.legend()
+
+
+def draw_ranks(report: PlanReport, unit: str, path: str) -> None:
+    """Draw a bar for each rank, stacked from its micro-batches, with the mean and the lower bound."""
+    ranks = range(len(report.ranks))
+    with _picture(path, 1, width=min(16.0, 4.0 + 0.25 * len(report.ranks))) as axes:
+        below = [0.0] * len(report.ranks)
+        for number in range(len(report.ranks[0])):
+            cost = [rank[number].cost for rank in report.ranks]
+            axes.bar(ranks, cost, bottom=below, width=0.9, color=f"C{number % 2}", edgecolor="white", linewidth=0.5)
+            below = [low + more for low, more in zip(below, cost, strict=True)]
+        axes.axhline(report.mean, color="black", linewidth=1, linestyle="--", label="mean")
+        axes.axhline(report.lower_bound, color="red", linewidth=1, label="lower bound of the slowest")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set(xlabel="data-parallel rank", ylabel=f"predicted cost, {unit}")
+        axes.legend(loc="lower right")
+
+
+def draw_steps(steps: Sequence[StepReport], evaluations: Sequence[Evaluation], path: str) -> None:
+    """Draw loss, speed and fold ratio over the steps of a run."""
+    at = [one.iteration for one in steps]
+    with _picture(path, 3, width=5.0) as (losses, speed, ratios):
+        losses.plot(at, [one.loss for one in steps], marker="." if len(at) < 50 else None, label="training")
+        if evaluations:
+            held_out = [(one.iteration, one.loss) for one in evaluations]
+            losses.plot(*zip(*held_out, strict=True), marker="o", label="validation")
+        losses.set(xlabel="step", ylabel="loss")
+        losses.legend()
+        for name in ("logical", "physical"):
+            speed.plot(at, [getattr(one, f"{name}_tokens") / one.seconds for one in steps], label=name)
+        speed.set(xlabel="step", ylabel="tokens per second", ylim=(0, None))
+        speed.legend()
+        ratios.plot(at, [one.fold_ratio for one in steps])
+        ratios.set(xlabel="step", ylabel="fold ratio", ylim=(0, None))
+        for axes in (losses, speed, ratios):
+            axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def draw_comparison(comparison: Comparison, path: str) -> None:
+    """Draw time and peak memory of a batch, folded and unfolded."""
+    ways = [way for way in (comparison.folded, comparison.packed, comparison.stock) if way is not None]
+    names = [way.name.replace(", ", ",\n") for way in ways]
+    with _picture(path, 2, width=5.0) as (time, memory):
+        bars = time.bar(names, [way.median_seconds for way in ways], color=["C0", *["C1"] * (len(ways) - 1)])
+        time.bar_label(bars, fmt="%.3g s")
+        time.set(ylabel="seconds, forward and backward")
+        known = [(name, way.peak_bytes / 2**20) for name, way in zip(names, ways, strict=True) if way.peak_bytes]
+        bars = memory.bar([name for name, _ in known], [peak for _, peak in known], color="C2")
+        memory.bar_label(bars, fmt="%.0f MiB")
+        memory.set(ylabel="peak memory, MiB")

@@ -1,0 +1,83 @@
+"""Pictures of inspect, train and bench: what they are drawn from, and that a file comes out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.layout import fold
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.stats import tokens_by_depth
+
+PNG, SVG = b"\x89PNG", b"<?xml"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"tokens": [1, 2, token]}) + "\n" for token in range(4, 10)))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"data: {{path: {data}}}\n"
+        "model: {num_layers: 1, hidden_size: 16, num_attention_heads: 2, vocab_size: 16}\n"
+        "batch: {global_batch_size: 2, max_tokens: 64}\n"
+        "train_iters: 3\nattention_backend: path\nverify: {enabled: false}\n"
+        f"validation: {{path: {data}, eval_interval: 2}}\n"
+    )
+    return path
+
+
+def test_tokens_by_depth_count_each_sample_by_hand() -> None:
+    texts = [[1, 2, 3], [1, 2, 4, 5, 6], [1, 2, 4], [7]]
+    logical, physical = tokens_by_depth(fold([Sample(tokens=np.array(text)) for text in texts]))
+    longest = max(map(len, texts))
+    assert logical.tolist() == [sum(len(text) > depth for text in texts) for depth in range(longest)]
+    prefixes = [{tuple(text[: depth + 1]) for text in texts if len(text) > depth} for depth in range(longest)]
+    assert physical.tolist() == [len(unique) for unique in prefixes]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("forest.png", PNG), ("forest.SVG", SVG)])
+def test_inspect_draws_a_forest(recipe: Path, tmp_path: Path, name: str, kind: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    for _ in range(2):  # the second replaces it
+        done = CliRunner().invoke(app, ["inspect", str(tmp_path / "data.jsonl"), "--plot", str(tmp_path / name)])
+        assert (done.exit_code, done.stderr) == (0, "")
+    assert (tmp_path / name).read_bytes().startswith(kind)
+
+
+def test_train_draws_its_steps(recipe: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = CliRunner().invoke(app, ["train", str(recipe), "--plot", str(tmp_path / "steps.svg")])
+    assert (done.exit_code, done.stderr) == (0, "")
+    drawn = (tmp_path / "steps.svg").read_bytes()
+    assert drawn.startswith(SVG)
+    assert done.stdout.splitlines()[-1] == "nothing is saved: checkpoint.save is not set"
+
+
+def test_bench_draws_times_and_memory(recipe: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "bench.png"
+    done = CliRunner().invoke(app, ["bench", "step", str(recipe), "--repeats", "1", "--plot", str(picture)])
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("command", ["inspect", "train", "bench step", "plan --max-tokens 9"])
+def test_pictures_are_checked_before_the_work(
+    recipe: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tmp_path / "data.jsonl" if command.startswith(("inspect", "plan")) else recipe
+    words = [*command.split(), str(given), "--plot"]
+    done = CliRunner().invoke(app, [*words, "picture.gif"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "error: --plot picture.gif: give a file name that ends with .png or .svg\n"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "picture.png")])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == ("error: --plot needs matplotlib; install it with: pip install 'mcore-prefix-tree[plot]'\n")
