@@ -253,7 +253,7 @@ def _json_lines(name: str) -> str:
 class LogConfig:
     """Files that ``train`` logs every step to, for programs; the main rank writes them, as soon as a step is done.
 
-    A resumed run goes on in the same places. Files lose what they have of steps after its checkpoint, W&B receives these
+    A resumed run goes on in the same places. Files lose what they have of steps after its checkpoint, W&B receives it
     again. A run that starts with the first step empties its files. ``tensorboard`` and ``wandb`` are extras.
 
     Attributes:

@@ -137,7 +137,10 @@ def test_resuming_a_finished_run_trains_nothing(undisturbed: tuple[Path, Path, l
     assert result.stdout.splitlines()[1:] == [  # after what auto chose
         f"resumed from {tmp_path / 'saved' / 'iter_0000006'}",
         "nothing to train: train_iters=6 are done",
+        f"saved: {tmp_path / 'saved' / 'iter_0000006'}",
     ]
+    fewer = command("train", recipe, *saving(tmp_path / "saved"), "--resume", "train_iters=4")
+    assert fewer.stdout.splitlines()[-1] == f"saved: {tmp_path / 'saved' / 'iter_0000006'}"
 
 
 def test_more_steps_can_be_asked_of_a_finished_run(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ def test_all_ranks_go_on_from_the_main_rank_s_checkpoint(
         f"changed since {saved / 'iter_0000003'}: train_iters {STEPS} -> 3",
         f"resumed from {saved / 'iter_0000003'}",
         "nothing to train: train_iters=3 are done",
+        f"saved: {saved / 'iter_0000003'}",
     ]
 
 

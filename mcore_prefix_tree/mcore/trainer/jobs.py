@@ -147,7 +147,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             say(f"not trained on: {data.skipped}")
         if is_main_rank():
             folder = recipe.checkpoint.save
-            last = None if folder is None else checkpoint.iteration_folder(folder, recipe.train_iters)
+            last = None if folder is None else checkpoint.iteration_folder(folder, max(recipe.train_iters, saved or 0))
             reporter.finished(None if last is None else str(last))
 
 
