@@ -71,8 +71,9 @@ def inspect(
 
     # Which vocabulary plain tokens are of, only the caller knows: their text is shown if a tokenizer is named.
     console = Console()
+    width = console.width - (2 if console.options.ascii_only else 0)  # an ellipsis becomes three dots
     for tree in largest:
-        console.print(draw_tree(layout, tree, samples.tokenizer.loaded))
+        console.print(draw_tree(layout, tree, samples.tokenizer.loaded), width=width)
         console.print()
     if layout.num_trees > len(largest) > 0:
         say(console, f"… {numbers.plural(layout.num_trees - len(largest), 'more tree', 'more trees')}\n", style="dim")

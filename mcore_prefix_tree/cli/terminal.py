@@ -25,7 +25,7 @@ def wrapped(parts: Iterable[str], *, begins: str = "") -> list[str]:
 
 
 def grid(headings: Sequence[str], *, left: Sequence[int] = (0,)) -> Table:
-    """Return a table without lines, whose cells stay on one line.
+    """Return a table without lines, whose cells stay on one line; text that does not fit ends in an ellipsis.
 
     Args:
         headings: of the columns.
@@ -33,7 +33,7 @@ def grid(headings: Sequence[str], *, left: Sequence[int] = (0,)) -> Table:
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number in left else "right", no_wrap=True, overflow="fold")
+        table.add_column(heading, justify="left" if number in left else "right", no_wrap=True, overflow="ellipsis")
     return table
 
 

@@ -48,6 +48,7 @@ def inspect_alignment(
     """Show which tokens of student and teacher have the same text, in the first samples of some files."""
     from rich.console import Console
 
+    from mcore_prefix_tree.cli.terminal import say, say_line
     from mcore_prefix_tree.data import Skipped
     from mcore_prefix_tree.xtoken.pairs import Pairing
     from mcore_prefix_tree.xtoken.read import PairReader, iter_pairs
@@ -57,8 +58,9 @@ def inspect_alignment(
     console = Console()
     records = iter_pairs(files, reader, on_error=on_error, skipped=skipped)
     for pair in islice((pair for pairs in records for pair in pairs), samples):
-        for shown in (_heading(pair), alignment_table(pair, pairing, chunks), _summary(pair, chunks)):
-            console.print(shown, markup=False, highlight=False, soft_wrap=isinstance(shown, str))
+        say_line(console, _heading(pair))  # with the path of the file
+        console.print(alignment_table(pair, pairing, chunks))
+        say(console, _summary(pair, chunks))
     if skipped.count:
         typer.echo(str(skipped), err=True)
 
@@ -77,19 +79,17 @@ def _summary(pair: Pair, most: int) -> str:
     lengths = [np.diff(side)[:, 0] for side in (pair.alignment.student, pair.alignment.teacher)]
     kinds = Counter(f"{s}:{t}" for s, t in zip(lengths[0].tolist(), lengths[1].tolist(), strict=True))
     scored = int(np.count_nonzero(pair.student.loss_mask[1:]))
-    more = f"… {len(pair) - most:,} more chunks; " if len(pair) > most else ""
+    more = f"… {len(pair) - most:,} more chunks\n" if len(pair) > most else ""
     shown = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(_KINDS)) or "no chunks"
     return f"{more}{int(lengths[0].sum()):,} of {scored:,} scored student tokens are aligned: {shown}\n"
 
 
 def alignment_table(pair: Pair, pairing: Pairing, most: int) -> Table:
     """Return the first chunks of a pair, one a row."""
-    from rich.table import Table
+    from mcore_prefix_tree.cli.terminal import grid
 
     ranges = list(zip(pair.alignment.student.tolist(), pair.alignment.teacher.tolist(), strict=True))
-    table = Table(box=None)
-    for heading in ("chunk", "at", "student", "at", "teacher", "weight"):
-        table.add_column(heading, justify="left" if heading in ("student", "teacher") else "right")
+    table = grid(("chunk", "at", "student", "at", "teacher", "weight"), left=(2, 4))
     spelled = pairing.student.spell(pair.student.tokens), pairing.teacher.spell(pair.teacher.tokens)
     for number, ((s, s_end), (t, t_end)) in enumerate(ranges[:most]):
         table.add_row(

@@ -186,6 +186,19 @@ def test_deep_trees_are_cut_and_counted(tmp_path):
     assert drawn == 600  # what is cut is counted where it is cut: nothing is lost
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("width", [80, 200])
+def test_drawings_fit_in_what_the_terminal_has(tmp_path, encoding, width):
+    path = write_tokens(tmp_path / "wide.jsonl", [[*range(2000, 2040), end, *range(40)] for end in range(9)])
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": str(width), "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "mcore_prefix_tree", "inspect", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    lines = done.stdout.decode(encoding).splitlines()
+    assert done.stderr == b""
+    assert max(len(line) for line in lines if not line.startswith("longest sample")) <= width
+    assert any(line.startswith("+-- 41 tokens" if encoding == "ascii" else "├── 41 tokens") for line in lines)
+
+
 def test_long_chains_are_one_line(tmp_path):
     path = write_tokens(tmp_path / "turns.jsonl", [range(length) for length in range(5, 105, 5)])
     drawn = inspect(path).stdout.partition("\n\n")[0].splitlines()
