@@ -267,6 +267,7 @@ MEGATRON_LM = (
     Uses("megatron.core.num_microbatches_calculator:get_num_microbatches"),
     Uses("megatron.core.num_microbatches_calculator:get_current_global_batch_size"),
     Uses("megatron.core.num_microbatches_calculator:update_num_microbatches", "consumed_samples", "consistency_check"),
+    Uses("megatron.core:ModelParallelConfig"),
     Uses("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE"),
     Uses("megatron.core.safe_globals:SAFE_GLOBALS"),
     Uses("megatron.core.rerun_state_machine:get_rerun_state_machine"),

@@ -125,6 +125,12 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         """'{"group": "task_id", "tokens": "input_ids"}'; null for one of ours that the files mean otherwise.""",
     )
     group.add_argument(
+        "--prefix-tree-hf",
+        metavar="DIR",
+        help="Folder of a Hugging Face model, whose architecture sets the model's arguments. Training starts from its "
+        "weights unless it loads a checkpoint. Needs Megatron-Bridge, Python 3.12 and core_v0.19.0.",
+    )
+    group.add_argument(
         "--prefix-tree-tokenizer",
         metavar="NAME",
         help="For chat messages: mistral-v7, mistral-v3, mistral-v3-tekken, or the folder of a Hugging Face "

@@ -38,6 +38,7 @@ from mcore_prefix_tree.data import load_tokenizer, resolve_paths
 from mcore_prefix_tree.launchers import check_gpus
 from mcore_prefix_tree.mcore.megatron_lm.adapter import check_megatron_lm
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, add_argument_group, check_arguments
+from mcore_prefix_tree.mcore.megatron_lm.hf import check_same_model
 from mcore_prefix_tree.mcore.megatron_lm.job import check_backend, device_of_this_rank, folding_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
@@ -123,6 +124,8 @@ def checked_config(args: argparse.Namespace) -> Any:
         args.moe_token_dispatcher_type = "alltoall"
     config = core_transformer_config_from_args(args)
     check_config(config)
+    if args.prefix_tree_hf is not None:
+        check_same_model(args, config)
     if not args.prefix_tree_dry_run:
         check_installed(args)
         _check_saved_arguments(args)

@@ -47,6 +47,10 @@ class _CheckedParser(argparse.ArgumentParser):
         """
         with readable_errors(is_of_this_package):
             parsed = super().parse_args(args, namespace)
+            if parsed.prefix_tree and parsed.prefix_tree_hf is not None:
+                from mcore_prefix_tree.mcore.megatron_lm.hf import set_arguments
+
+                set_arguments(parsed, self._given(sys.argv[1:] if args is None else args))
             if parsed.prefix_tree:
                 # What these import has to find Megatron-LM, which this module does without.
                 from mcore_prefix_tree.mcore.megatron_lm.checks import check_command_line
@@ -62,6 +66,11 @@ class _CheckedParser(argparse.ArgumentParser):
             else:
                 check_unused(sys.argv[1:] if args is None else args)
         return parsed
+
+    def _given(self, words: Sequence[str]) -> set[str]:
+        """Return the names of the arguments on a command line."""
+        options = {word.partition("=")[0] for word in words}
+        return {action.dest for action in self._actions if options & set(action.option_strings)}
 
     def error(self, message: str) -> NoReturn:
         """Refuse, under ``--prefix-tree`` without the usage of hundreds of lines."""

@@ -12,6 +12,7 @@ from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.megatron_lm.adapter import build_gpt
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
+from mcore_prefix_tree.mcore.megatron_lm.hf import load_weights
 from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
@@ -33,7 +34,7 @@ def tree_model_provider(
     args = get_args()
     checked = config_in_provider(args)
     print_rank_0("building GPT model, tree-capable ...")
-    return tree_gpt(
+    model = tree_gpt(
         args,
         config or checked,
         pre_process=pre_process,
@@ -41,6 +42,9 @@ def tree_model_provider(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+    if args.prefix_tree_hf is not None:
+        load_weights(args, model)
+    return model
 
 
 def tree_gpt(args: argparse.Namespace, config: Any, *, vp_stage: int | None = None, **stage: Any) -> Any:

@@ -48,7 +48,7 @@ _INSTALL = (
 )
 # What providers ask for and a recipe does not, unless model.transformer says so: kernels of other packages, losses and
 # updates that balance experts, and multi-token prediction, which folding cannot do.
-_OFF: dict[str, Any] = {
+OFF: dict[str, Any] = {
     "apply_rope_fusion": False,
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
@@ -131,8 +131,14 @@ def _cannot_build(path: str, error: Exception) -> RecipeError:
     )
 
 
-def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> Any:
+def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, only_stock: bool = False) -> Any:
     """Return the provider of a recipe's folder, with our layers: a ``TransformerConfig``.
+
+    Args:
+        model: of the recipe.
+        parallel: of the recipe.
+        on_gpu: whether it is trained on one.
+        only_stock: reject architectures that Megatron-Bridge does not build from Megatron-Core's layers alone.
 
     Raises:
         RecipeError: Megatron-Bridge cannot be imported, does not know the architecture or has layers of its own for it;
@@ -144,6 +150,11 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
         provider = bridge.to_megatron_provider(load_weights=False)
     except Exception as error:
         raise _cannot_build(model.hf, error) from error
+    if only_stock and not _is_stock(provider):
+        raise RecipeError(
+            f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, which only "
+            "`mcore-prefix-tree train --hf` builds"
+        )
     if model.lora is not None:
         _check_lora(model, model.lora, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     check_experts(provider.num_moe_experts, parallel)
@@ -168,7 +179,7 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -
     fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {"should_pad_vocab": False}
     fixed["transformer_layer_spec"] = spec
     check_not_decided(model, fixed)
-    defaults = _OFF | defaults_of_run(parallel)
+    defaults = OFF | defaults_of_run(parallel)
     if model.transformer_impl == "local":
         defaults["moe_grouped_gemm"] = False  # TransformerEngine's
     kind = TransformerConfig

@@ -1,0 +1,107 @@
+"""``--prefix-tree-hf``: Megatron-LM's loop trains a Hugging Face folder as ``mcore-prefix-tree train --hf`` does.
+
+Needs core_v0.19.0, and Megatron-Bridge, and with it Python 3.12: see requirements-bridge.txt.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+from megatron_lm import CPU, ENTRY, VARIABLE, megatron, trained
+from test_recipe_hf import CONFIG, write_tensors
+
+if VARIABLE not in os.environ:
+    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+pytest.importorskip("triton", reason="megatron.training imports triton")
+pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+
+HAS_BRIDGE = importlib.util.find_spec("megatron.bridge") is not None
+needs_bridge = pytest.mark.skipif(not HAS_BRIDGE, reason="Megatron-Bridge is not installed")
+BRIDGE = (str(Path(__file__).with_name("bridge_pretrain.py")),)
+STEPS = 3
+JOB = (
+    f"--prefix-tree --prefix-tree-max-tokens 80 --seq-length 64 --train-iters {STEPS} --global-batch-size 8 "
+    "--lr 1e-3 --lr-decay-style constant --weight-decay 0.01 --adam-beta2 0.95 --attention-dropout 0 "
+    "--hidden-dropout 0 --log-interval 1 --eval-interval 1000 --prefix-tree-order file --save-interval 1000 "
+    "--ckpt-format torch_dist"
+)
+EXPERTS = "--moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+
+
+@needs_bridge
+@pytest.mark.parametrize(
+    ("family", "ranks", "layout"),
+    [
+        ("Qwen3", 1, ""),
+        ("Llama 3", 2, TP2),
+        pytest.param("Qwen2.5", 2, PP2, marks=pytest.mark.ci),
+        pytest.param("Qwen3-MoE", 1, EXPERTS, marks=pytest.mark.ci),
+        pytest.param("Qwen3-MoE", 2, f"{EXPERTS} --expert-model-parallel-size 2", marks=pytest.mark.ci),
+    ],
+)
+def test_loop_trains_as_a_recipe_does(family: str, ranks: int, layout: str, tmp_path: Path) -> None:
+    """And goes on from its own checkpoint, not from the folder."""
+    from bridge_models import auto_bridge
+
+    auto_bridge()
+    from hf_jobs import write_job
+    from train_jobs import command
+
+    recipe, source, _ = write_job(tmp_path, family)
+    log = tmp_path / "log.jsonl"
+    options = ("data.order=file", "batch.global_batch_size=8", "optimizer.lr=1e-3", "optimizer.lr_decay_style=constant")
+    further = (f"train_iters={STEPS}", "optimizer.weight_decay=0.01", f"log.metrics={log}", "verify.enabled=false")
+    done = command("train", recipe, "--hf", str(source), *options, *further)
+    assert done.exit_code == 0, done.output
+    expected = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+    size = f"--micro-batch-size {4 if '--expert' in layout else 8}"
+    data = f"--prefix-tree-hf {source} --prefix-tree-data-path {tmp_path / 'data.jsonl'}"
+    saved = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
+    arguments = (CPU, JOB, size, data, saved, layout)
+    first = trained(BRIDGE, *arguments, "--exit-interval 2", ranks=ranks)
+    assert f"the weights start from {source}" in first.output
+    rest = trained(BRIDGE, *arguments, ranks=ranks)
+    assert "the weights start from" not in rest.output
+    losses = first.losses | rest.losses
+    assert [losses[step] for step in range(1, STEPS + 1)] == pytest.approx(expected, rel=1e-5)
+
+
+@needs_bridge
+@pytest.mark.parametrize(
+    ("settings", "arguments", "says"),
+    [
+        ({}, "--num-layers 4", "--num-layers=4, but --prefix-tree-hf "),
+        ({}, "--use-checkpoint-args", "both decide the model; leave one of them out"),
+        ({"architectures": ["UnheardOfForCausalLM"]}, "", "Megatron-Bridge cannot build UnheardOfForCausalLM"),
+        ({"auto_map": {}}, "", "has 'auto_map': this model comes with code of its own"),
+    ],
+)
+def test_folders_and_arguments_that_are_refused(
+    settings: dict[str, object], arguments: str, says: str, tmp_path: Path
+) -> None:
+    from hf_folders import saved_model
+
+    saved_model("Llama 3", tmp_path / "source", {})
+    config = tmp_path / "source" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    data = f"--prefix-tree-hf {tmp_path / 'source'} --prefix-tree-data-path {config}"
+    run = megatron(BRIDGE, CPU, JOB, "--micro-batch-size 8", data, arguments)
+    assert run.status != 0
+    assert says in run.output
+    assert "Traceback" not in run.output.partition("error: ")[2].partition("ChildFailedError")[0].splitlines()[0]
+
+
+@pytest.mark.skipif(HAS_BRIDGE, reason="Megatron-Bridge is installed")
+def test_folder_without_megatron_bridge(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_tensors(tmp_path / "model.safetensors", ["a"])
+    data = f"--prefix-tree-hf {tmp_path} --prefix-tree-data-path {tmp_path / 'config.json'}"
+    run = megatron(ENTRY, CPU, JOB, "--micro-batch-size 8", data)
+    assert run.status != 0
+    assert "--prefix-tree-hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19" in run.output
