@@ -131,6 +131,8 @@ def _replacements() -> list[tuple[object, str, object]]:
         # tensor_parallel/random.py sets the RNG state inside `torch.cuda._lazy_call(cb)`, which only queues `cb` until
         # CUDA is initialised.
         (torch.cuda, "_initialized", True),
+        # So it does in a process that was forked after something counted GPUs.
+        (torch.cuda, "_is_in_bad_fork", _returns(False)),
         # The RNG of "the GPU" is the CPU's default generator, because that is what dropout and initialisation draw
         # from here: CudaRNGStatesTracker.fork() and recompute then save and restore the stream that matters.
         (torch.cuda, "get_rng_state", _get_rng_state),

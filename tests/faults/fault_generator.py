@@ -987,6 +987,8 @@ def _checkpoints(rng: Random, bases: Path) -> Iterator[Case]:
     ]:
         yield case(name, f"{CHECKPOINT}/metadata.json", content, False, (("metadata.json", "iter_0000001"),))
     for file, count in ((".metadata", 16), ("common.pt", 8), ("__0_0.distcp", 12)):
+        if file == "common.pt" and not (folder / CHECKPOINT / file).exists():
+            continue  # megatron-core 0.19 writes none
         good = (folder / CHECKPOINT / file).read_bytes()
         for _ in range(count):
             name, content = _mutated(rng, good)

@@ -106,6 +106,19 @@ def test_compiled_functions_run_eagerly() -> None:
     assert seen == [True]
 
 
+def test_forked_process_draws_like_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where something counted GPUs before the fork, torch would queue what Megatron asks of the generator."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with cpu_emulation():
+        tracker = CudaRNGStatesTracker()
+        tracker.add("drawn", 7)
+        with tracker.fork("drawn"):
+            drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7)))
+
+
 def test_random_numbers_follow_megatrons_tracker(caplog: pytest.LogCaptureFixture) -> None:
     with single_process(), caplog.at_level(logging.WARNING):
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
