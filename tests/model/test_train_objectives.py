@@ -234,9 +234,11 @@ def test_the_command_line_shows_them_and_says_what_it_leaves_out(tmp_path: Path)
     job, overrides = job_of(tmp_path, "grpo")
     done = command("train", job, *overrides, "train_iters=2")
     assert done.exit_code == 0, done.output
-    lines = [line for line in done.output.splitlines() if line.startswith("step ")]
-    assert len(lines) == 2
-    assert all(name in lines[0] for name in ("| reward ", "| ratio ", "| clip fraction ", "| entropy "))
+    assert len([line for line in done.output.splitlines() if line.startswith("step ")]) == 2
+    below = done.output.partition("step 1 ")[2].partition("step 2 ")[0].splitlines()[1:]
+    assert all(line.startswith("  ") and len(line) <= 80 for line in below)
+    shown = {part.rpartition(" ")[0] for line in below for part in line.strip().split(" | ")}
+    assert {"reward", "ratio", "clip fraction", "entropy"} <= shown
     assert "each epoch leaves out 3 samples: steps take whole groups" in done.output
 
 
