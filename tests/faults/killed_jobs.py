@@ -40,7 +40,7 @@ STREAMED = ("data.num_workers=2", "data.streaming=true")
 TRACKER = "latest_checkpointed_iteration.txt"
 LIMIT_S = 20.0
 
-_TRAIN, _ENGINE = "mcore_prefix_tree.mcore.trainer", "mcore_prefix_tree.mcore.engine"
+_TRAIN, _MODELS, _ENGINE = (f"mcore_prefix_tree.mcore.{room}" for room in ("trainer", "models", "engine"))
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,21 @@ class Stage:
 
 STAGES = {
     "reading data": Stage(f"{_TRAIN}.jobs:read_data", 1, None, None),
-    "building the model": Stage(f"{_TRAIN}.model:build_chunks", 1, None, None),
+    "building the model": Stage(f"{_MODELS}.model:build_chunks", 1, None, None),
     "building the optimizer": Stage(f"{_TRAIN}.trainer:get_megatron_optimizer", 1, None, None),
     "first step": Stage(f"{_TRAIN}.trainer:Trainer._step", 1, None, 1),
     "step": Stage(f"{_TRAIN}.trainer:Trainer._step", 5, 3, 5),
     "last step": Stage(f"{_TRAIN}.trainer:Trainer._step", STEPS, 6, STEPS),
     "evaluation": Stage(f"{_ENGINE}.held_out:HeldOut.evaluate", 3, 3, 4),
-    "first save": Stage(f"{_TRAIN}.checkpoint:save", 1, None, 3),
-    "first save: tensors": Stage(f"{_TRAIN}.writing:_Writer.write_data", 1, None, 3),
-    "first save: checksums": Stage(f"{_TRAIN}.checkpoint:write_checksums", 1, None, 3),
-    "first save: tracker": Stage(f"{_TRAIN}.checkpoint:_name_as_latest", 1, None, 3),
-    "later save": Stage(f"{_TRAIN}.checkpoint:save", 2, 3, 6),
-    "later save: tensors": Stage(f"{_TRAIN}.writing:_Writer.write_data", 2, 3, 6),
-    "later save: checksums": Stage(f"{_TRAIN}.checkpoint:write_checksums", 2, 3, 6),
-    "later save: tracker": Stage(f"{_TRAIN}.checkpoint:_name_as_latest", 2, 3, 6),
-    "later save: mark": Stage(f"{_TRAIN}.checkpoint:saving_mark", 4, 6, 6),
+    "first save": Stage(f"{_MODELS}.checkpoint:save", 1, None, 3),
+    "first save: tensors": Stage(f"{_MODELS}.writing:_Writer.write_data", 1, None, 3),
+    "first save: checksums": Stage(f"{_MODELS}.checkpoint:write_checksums", 1, None, 3),
+    "first save: tracker": Stage(f"{_MODELS}.checkpoint:_name_as_latest", 1, None, 3),
+    "later save": Stage(f"{_MODELS}.checkpoint:save", 2, 3, 6),
+    "later save: tensors": Stage(f"{_MODELS}.writing:_Writer.write_data", 2, 3, 6),
+    "later save: checksums": Stage(f"{_MODELS}.checkpoint:write_checksums", 2, 3, 6),
+    "later save: tracker": Stage(f"{_MODELS}.checkpoint:_name_as_latest", 2, 3, 6),
+    "later save: mark": Stage(f"{_MODELS}.checkpoint:saving_mark", 4, 6, 6),
     "removing older": Stage(f"{_TRAIN}.trainer:remove_older", 2, 6, 6),
 }
 

@@ -127,6 +127,7 @@ def test_a_missing_client_is_told_before_anything_runs(
 ) -> None:
     """A folder by that name, which the client leaves where it ran, is not the client."""
     (tmp_path / "cwd" / "wandb").mkdir(parents=True)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr("sys.path", [str(tmp_path / "cwd"), *without_wandb()])
     done = command("train", job, "log.wandb=trees")
     assert (done.exit_code, done.stdout) == (2, "")

@@ -136,7 +136,7 @@ def test_a_micro_batch_leaves_the_device_though_megatron_keeps_it() -> None:
     """Its iterator keeps a step's micro-batches to repeat the step: what attention derives is not among them."""
     dealer = StepDealer(order(), job(folding()))
     (dealt,) = deal(StepIterator(dealer, consumed=0, size=lambda: size(1, 4)), 1)
-    taken = dealt.waiting.take()
+    taken = dealt.take(None)
     metadata = taken.packed_seq_params.tree_metadata
     assert metadata is not None
     metadata.cache["rotary"] = "rows"
@@ -147,7 +147,7 @@ def test_a_micro_batch_leaves_the_device_though_megatron_keeps_it() -> None:
 
 
 def batch_of(dealt: StepMicroBatch) -> MicroBatch:
-    return dealt.waiting.take()
+    return dealt.take(None)
 
 
 def deal(iterator: StepIterator, count: int) -> list[StepMicroBatch]:

@@ -403,7 +403,7 @@ def _check_objective(args: argparse.Namespace) -> None:
                 f"{_option(name)} with {NAMES.objective.format(section.name)}, whose steps take whole "
                 f"{objective.grouped_by}s and would cut some; leave it out"
             )
-    if args.pipeline_model_parallel_size > 1 and section.options.get("scaling") == "dynamic":
+    if getattr(args, "pipeline_model_parallel_size", 1) > 1 and section.options.get("scaling") == "dynamic":
         raise ArgumentError(
             f"{NAMES.options}.scaling=dynamic runs the student once more before each step, for which Megatron-LM's "
             "loop has no place on a pipeline; set scaling=fixed, or use --pipeline-model-parallel-size 1"

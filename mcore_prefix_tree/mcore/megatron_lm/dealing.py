@@ -93,6 +93,10 @@ class StepMicroBatch:
     stats: StepStats | None
     known: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
+    def take(self, model: Any) -> MicroBatch:
+        """Return the micro-batch on the device; see :meth:`DealtStep.take`."""
+        return self.step.take(self.index, model)
+
 
 def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding, objective: Objective) -> None:
     """See that a step's samples fit its micro-batches; much cheaper than planning them.

@@ -36,7 +36,7 @@ def tree_forward_step(
         micro_batch = next(data_iterator)
     timers("batch-generator").stop()
     with straggler:
-        batch = for_model(micro_batch.step.take(micro_batch.index, model), model)
+        batch = for_model(micro_batch.take(model), model)
         output = tree_forward(model, batch, micro_batch.readout)
     return output, partial(_loss, micro_batch, batch)
 
