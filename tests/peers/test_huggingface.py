@@ -11,6 +11,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +304,17 @@ def test_vocabulary_that_tensor_parallel_ranks_cannot_share(tmp_path: Path) -> N
     refused = command("verify", recipe, "--hf", str(source), "parallel.tensor_model_parallel_size=3")
     assert refused.exit_code == 2
     assert "does not divide the vocabulary" in refused.output
+
+
+@pytest.mark.ci
+def test_loading_takes_a_file_of_memory_beside_the_weights(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 8}
+    saved_model("Qwen3", tmp_path / "source", sizes, max_shard_size="32MB")
+    program = [sys.executable, str(Path(__file__).with_name("loading_memory.py")), str(tmp_path / "source")]
+    folders = Path(__file__).parent, Path(__file__).parents[1], os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(map(str, folders))
+    done = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["shard"] > 3 * found["file"], "a second copy would show"
+    assert found["grew"] <= found["file"]

@@ -34,9 +34,11 @@ def check_shapes(folder: HuggingFaceFolder, config: Any) -> None:
         RecipeError: a weight has another shape; names it. Weights that transformers keeps under other names, such as
             those of experts, are not checked.
     """
+    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    # Under the emulation of a GPU a device context does not reach torch's factories.
+    with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     for name, weight in model.state_dict().items():
         found, expected = list(folder.shapes.get(name, weight.shape)), list(weight.shape)

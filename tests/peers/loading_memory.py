@@ -1,0 +1,56 @@
+"""Prints, in MiB, what memory loading a Hugging Face folder takes beside the model, and the folder's largest file."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from bridge_models import auto_bridge
+
+from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.mcore.models.hf import load_folder, provider_of
+from mcore_prefix_tree.mcore.models.model import build_chunks
+from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig
+from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
+
+MIB = 2**20
+
+
+def own_memory() -> float:
+    """Return what this process holds, without the pages of files, which the kernel can drop."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError("Linux writes it down")
+
+
+def main(folder: str) -> None:
+    auto_bridge()
+    with single_process():
+        model = ModelConfig(hf=folder, **HuggingFaceFolder.read(folder).sizes)
+        provider = provider_of(model, ParallelConfig(), on_gpu=False)
+        assert model.vocab_size is not None
+        chunks = build_chunks(model, provider, vocab_size=model.vocab_size, device=torch.device("cpu"))
+        for parameter in chunks[0].parameters():
+            parameter.data.fill_(0)  # pages that nothing has touched are no memory yet
+        before, seen, done = own_memory(), [0.0], threading.Event()
+
+        def watch() -> None:
+            while not done.is_set():
+                seen[0] = max(seen[0], own_memory())
+                time.sleep(0.001)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        load_folder(folder, chunks)
+        done.set()
+        watcher.join()
+        shard = sum(parameter.nbytes for parameter in chunks[0].parameters()) / MIB
+    largest = max(file.stat().st_size for file in Path(folder).glob("*.safetensors")) / MIB
+    print(json.dumps({"grew": seen[0] - before, "shard": shard, "file": largest}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
