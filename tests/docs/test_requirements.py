@@ -58,6 +58,16 @@ def test_pins_are_within_the_bounds_of_pyproject() -> None:
             assert bound.specifier.contains(str(pin.specifier).removeprefix("=="), prereleases=True), pin
 
 
+def test_files_for_one_environment_pin_one_version() -> None:
+    """requirements-peers.txt and requirements-bridge.txt go on top of requirements-test.txt."""
+    files = [file for file in FILES if file.name in ("requirements-bridge.txt", "requirements-peers.txt")]
+    found: dict[str, set[str]] = {}
+    for pin in (pin for file in files for pin in pins(file)):
+        found.setdefault(pin.name, set()).add(str(pin.specifier))
+    assert "accelerate" in found
+    assert {name: versions for name, versions in found.items() if len(versions) > 1} == {}
+
+
 def test_bridge_is_installed_without_what_it_does_not_import() -> None:
     """Which packages, and why without dependencies, is written in one file; the page says how."""
     text = (ROOT / "requirements-bridge.txt").read_text()
