@@ -10,7 +10,8 @@ import torch
 from bridge_models import auto_bridge
 
 from mcore_prefix_tree.cpu.launcher import single_process
-from mcore_prefix_tree.mcore.models.hf import load_folder, provider_of
+from mcore_prefix_tree.mcore.models.hf import bridge_of, load_folder, provider_of
+from mcore_prefix_tree.mcore.models.hf_weights import check_shapes
 from mcore_prefix_tree.mcore.models.model import build_chunks
 from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
@@ -35,6 +36,8 @@ def main(folder: str) -> None:
         chunks = build_chunks(model, provider, vocab_size=model.vocab_size, device=torch.device("cpu"))
         for parameter in chunks[0].parameters():
             parameter.data.fill_(0)  # pages that nothing has touched are no memory yet
+        # What is imported on the way is no weight.
+        check_shapes(HuggingFaceFolder.read(folder), bridge_of(folder).hf_pretrained.config)
         before, seen, done = own_memory(), [0.0], threading.Event()
 
         def watch() -> None:
