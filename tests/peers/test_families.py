@@ -90,3 +90,15 @@ def with_engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in UNKNOWN])
 def test_layers_of_transformer_engine(family: str, with_engine: dict[str, Any]) -> None:
     check(with_engine[family])
+
+
+@pytest.mark.ci
+def test_the_table_is_measured_by_a_script(tmp_path: Path) -> None:
+    output = tmp_path / "families.json"
+    script = [sys.executable, str(ROOT / "benchmarks" / "families.py"), "--output", str(output)]
+    chosen = ["--layers", "local", "--family", "Qwen3-MoE", "--no-layouts"]
+    done = subprocess.run([*script, *chosen], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (result,) = json.loads(output.read_text())["results"]
+    assert result["family"] == "Qwen3-MoE"
+    check({name: result[name] for name in ("logprob", "gradient", "worst_gradient")})
