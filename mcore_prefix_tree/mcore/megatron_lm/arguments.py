@@ -74,7 +74,7 @@ def _field_names(text: str) -> dict[str, Any]:
     return found
 
 
-def _tokens(text: str) -> int:
+def _whole_number(text: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > MOST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of at most {MOST}")
     return int(text)
@@ -172,7 +172,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--prefix-tree-teacher-tensor-model-parallel-size",
-        type=int,
+        type=_whole_number,
         metavar="N",
         help="Ranks that a teacher is cut over: 1, which leaves it whole on each, or a multiple of "
         "--tensor-model-parallel-size. Default: that. On a pipeline the last stage has all layers of a teacher.",
@@ -207,7 +207,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--prefix-tree-max-tokens",
-        type=_tokens,
+        type=_whole_number,
         metavar="N",
         help="Most physical tokens (after folding, before padding) of a micro-batch. Bounds its memory.",
     )
@@ -220,14 +220,14 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--prefix-tree-min-shared-tokens",
-        type=_tokens,
+        type=_whole_number,
         default=0,
         metavar="N",
         help="Common prefixes of fewer tokens are not shared. Default: %(default)s.",
     )
     group.add_argument(
         "--prefix-tree-length-buckets",
-        type=_tokens,
+        type=_whole_number,
         nargs="+",
         metavar="N",
         help="The only sizes that micro-batches are padded to, the largest at least --prefix-tree-max-tokens. Default: "
@@ -379,8 +379,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name in ("prefix_tree_data_path", "prefix_tree_max_tokens"):
         if given[name] is None:
             raise ArgumentError(f"--prefix-tree needs {_option(name)}")
-    for name, least in (("prefix_tree_max_tokens", 1), ("prefix_tree_min_shared_tokens", 0)):
-        if given[name] < least:
+    for name, least in (
+        ("prefix_tree_max_tokens", 1),
+        ("prefix_tree_min_shared_tokens", 0),
+        ("prefix_tree_teacher_tensor_model_parallel_size", 1),
+    ):
+        if given[name] is not None and given[name] < least:
             raise ArgumentError(f"{_option(name)}={given[name]} must be at least {least}")
     if "-" in [*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())]:
         raise ArgumentError("--prefix-tree-data-path -: every rank reads the data itself; write it to a file")
