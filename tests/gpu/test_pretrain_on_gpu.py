@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,14 @@ from megatron_lm import (
     STOCK,
     TRAIN,
     UNFOLDED,
-    VARIABLE,
     VOCAB,
     assert_same_tensors,
+    require_checkout,
     trained,
     write_samples,
 )
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+require_checkout()
 
 # Heads of a size that every back-end takes, samples over several of their tiles.
 MODEL = (

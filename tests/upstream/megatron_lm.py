@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 VARIABLE = "MEGATRON_LM_PATH"
@@ -77,6 +78,15 @@ class Run:
         if first + 1 in losses:
             losses[first + 1] = 2 * losses[first + 1] - losses[first]
         return losses
+
+
+def require_checkout(*, trains: bool = True) -> None:
+    """Skip the calling module where there is no checkout, or not what it imports or, to train, compiles with."""
+    if VARIABLE not in os.environ:
+        pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
+    pytest.importorskip("triton", reason="megatron.training imports triton")
+    if trains:
+        pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
 
 
 def search_path() -> str:

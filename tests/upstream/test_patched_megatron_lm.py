@@ -8,13 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from megatron_lm import CPU, FOLDED, MODEL, STOCK, TRAIN, UNFOLDED, VARIABLE, megatron, trained, write_samples
+from megatron_lm import (
+    CPU,
+    FOLDED,
+    MODEL,
+    STOCK,
+    TRAIN,
+    UNFOLDED,
+    VARIABLE,
+    megatron,
+    require_checkout,
+    trained,
+    write_samples,
+)
 from sources import content, patches
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("triton", reason="megatron.training imports triton")
-pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+require_checkout()
 
 CHECKOUT = Path(os.environ[VARIABLE])
 STEPS = 3

@@ -33,6 +33,7 @@ from megatron_lm import (
     Stock,
     assert_same_tensors,
     megatron,
+    require_checkout,
     trained,
     under_open_mpi,
 )
@@ -42,10 +43,7 @@ from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("triton", reason="megatron.training imports triton")
-pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+require_checkout()
 
 
 def check(run: Run, stock: Stock, folder: Path, *, first: int = FIRST + 1) -> None:

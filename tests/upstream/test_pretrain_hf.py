@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 
 import pytest
-from megatron_lm import CPU, ENTRY, VARIABLE, megatron, trained
+from megatron_lm import CPU, ENTRY, megatron, require_checkout, trained
 from test_recipe_hf import CONFIG, write_tensors
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("triton", reason="megatron.training imports triton")
-pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+require_checkout()
 
 HAS_BRIDGE = importlib.util.find_spec("megatron.bridge") is not None
 needs_bridge = pytest.mark.skipif(not HAS_BRIDGE, reason="Megatron-Bridge is not installed")

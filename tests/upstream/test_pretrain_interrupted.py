@@ -20,18 +20,15 @@ from megatron_lm import (
     ENTRY,
     FIRST,
     ITERATIONS,
-    VARIABLE,
     Stock,
     assert_same_tensors,
     only_checkpoint,
+    require_checkout,
     search_path,
     trained,
 )
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("triton", reason="megatron.training imports triton")
-pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+require_checkout()
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SAVING = "--save-interval 2"

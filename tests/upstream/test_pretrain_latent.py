@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,14 @@ from megatron_lm import (
     STOCK,
     TRAIN,
     UNFOLDED,
-    VARIABLE,
     Stock,
     assert_same_tensors,
     only_checkpoint,
+    require_checkout,
     trained,
 )
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("triton", reason="megatron.training imports triton")
-pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+require_checkout()
 
 LATENT = (
     MODEL.replace("--group-query-attention --num-query-groups 2", "--multi-latent-attention")

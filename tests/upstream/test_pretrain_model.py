@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron_lm import CPU, FOLDED, MODEL, TRAIN, VARIABLE, search_path
+from megatron_lm import CPU, FOLDED, MODEL, TRAIN, VARIABLE, require_checkout, search_path
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("triton", reason="megatron.training imports triton")
+require_checkout(trains=False)
 
 SCRIPT = Path(__file__).with_name("built_models.py")
 COMMON = f"{CPU} {MODEL} {TRAIN} {FOLDED} --prefix-tree-data-path /dev/null"

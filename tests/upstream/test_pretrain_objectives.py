@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -21,19 +20,16 @@ from megatron_lm import (
     STOCK,
     TRAIN,
     UNFOLDED,
-    VARIABLE,
     VOCAB,
     Run,
     assert_same_tensors,
     megatron,
     only_checkpoint,
+    require_checkout,
     trained,
 )
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("triton", reason="megatron.training imports triton")
-pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+require_checkout()
 
 LAYOUTS = {
     "tp2": (2, "--tensor-model-parallel-size 2"),

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from megatron_lm import CPU, VARIABLE, Run, search_path
+from megatron_lm import CPU, Run, require_checkout, search_path
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("triton", reason="megatron.training imports triton")
-pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+require_checkout()
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "recipes" / "launch"

@@ -18,13 +18,11 @@ from megatron_lm import (
     WEIGHTS_ONLY,
     Stock,
     megatron,
+    require_checkout,
     trained,
 )
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("triton", reason="megatron.training imports triton")
-pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+require_checkout()
 
 BEFORE = 3
 CONSTANT = TRAIN.replace("cosine", "constant").replace("--lr-warmup-iters 2", "--lr-warmup-iters 0")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,12 @@ from megatron_lm import (
     STOCK,
     TRAIN,
     UNFOLDED,
-    VARIABLE,
     VOCAB,
     Run,
     assert_same_tensors,
     megatron,
     only_checkpoint,
+    require_checkout,
     trained,
 )
 from test_data_huggingface import PLAIN, make_folder
@@ -38,10 +37,7 @@ from typer.testing import CliRunner
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import load_tokenizer
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("triton", reason="megatron.training imports triton")
-pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+require_checkout()
 pytest.importorskip("transformers")
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"

@@ -7,12 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
-from megatron_lm import ENTRY, LOSS, VARIABLE, Stock, trained
+from megatron_lm import (
+    ENTRY,
+    LOSS,
+    Stock,
+    require_checkout,
+    trained,
+)
 
-if VARIABLE not in os.environ:
-    pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-pytest.importorskip("triton", reason="megatron.training imports triton")
-pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+require_checkout()
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 FIRST_STEP = ("lm loss", "fold ratio", "plan time (ms)")
