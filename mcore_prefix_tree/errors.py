@@ -145,7 +145,7 @@ def speaks_first() -> bool:
         except FileExistsError:
             return False
         except OSError:
-            pass
+            pass  # the folder cannot be written: one rank still has to speak, and local rank 0 is always there
         else:
             return True
     return os.environ.get("LOCAL_RANK", "0") == "0"

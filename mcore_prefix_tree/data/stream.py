@@ -129,20 +129,9 @@ class StreamedGroups(Sequence[list[Sample]]):
         borders = [*(index.record_at(index.total_bytes * rank // size) for rank in range(size)), len(index)]
         records = range(*borders[ranks.rank : ranks.rank + 2])
         own = _go_through(index, records, options, skips=self._skips, progress=progress, key=key, check=check)
-        # A rank that failed tells the others instead of leaving them to wait.
         everyone: list[_Found] = ranks.gather(own)
-        for found in everyone:
-            if found.failure:
-                raise SampleError(found.failure)
-        left_out = Skipped()
-        for found in everyone:
-            left_out.merge(found.left_out)
+        _raise_failure(everyone, resolved, options, skipped)
         self.sizes = self._record_sizes = np.concatenate([found.sizes for found in everyone])
-        if not self.sizes.any():
-            raise no_samples(resolved, left_out)
-        options.names.check_seen(set().union(*(found.seen for found in everyone)), resolved)
-        if skipped is not None:
-            skipped.merge(left_out)
         if key is None:
             self.fault = next((found.fault for found in everyone if found.fault), "")
             return
@@ -150,19 +139,35 @@ class StreamedGroups(Sequence[list[Sample]]):
         fault = self._check_again(np.flatnonzero(is_apart), check_apart, ranks)
         if fault:
             raise SampleError(fault)
-        # What was checked while its records were read was whole, unless the group goes on elsewhere: at another rank,
-        # or apart. A rank that found a fault in a part of a group has not looked at what comes after it.
+        self.fault, again = self._faults_of_parts(everyone, borders, group_of, is_apart)
+        if not self.fault:
+            self.fault = self._check_again(np.flatnonzero(again), check, ranks)
+
+    def _faults_of_parts(
+        self, everyone: Sequence[_Found], borders: Sequence[int], group_of: Int64Array, is_apart: npt.NDArray[np.bool_]
+    ) -> tuple[str, npt.NDArray[np.bool_]]:
+        """Return the first fault that a rank found in a whole group, or "", and the groups that are not checked whole.
+
+        What was checked while its records were read was whole, unless the group goes on elsewhere: at another rank, or
+        apart. A rank that found a fault in a part of a group has not looked at what comes after it.
+
+        Args:
+            everyone: findings of each rank.
+            borders: the first record of each rank, and the end.
+            group_of: group of each record that has samples.
+            is_apart: bool ``[G]``, groups with others between their records.
+        """
         filled = np.flatnonzero(self._record_sizes)
         first, end = np.searchsorted(filled, borders[:-1]), np.searchsorted(filled, borders[1:])
         again = is_apart.copy()
         again[group_of[first[first < end]]] = again[group_of[end[first < end] - 1]] = True
+        fault = ""
         for found, one, other in zip(everyone, first, end, strict=True):
             if found.fault and again[group_of[np.searchsorted(filled, found.fault_at)]]:
                 again[group_of[one:other]] = True
-            elif found.fault and not self.fault:
-                self.fault = found.fault
-        if not self.fault:
-            self.fault = self._check_again(np.flatnonzero(again), check, ranks)
+            elif found.fault and not fault:
+                fault = found.fault
+        return fault, again
 
     def _join(self, digests: Digests) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Join the records of each group, in the order of the first of each.
@@ -289,6 +294,27 @@ def _go_through(
         groups.end()
     found.fault, found.fault_at = groups.fault, groups.fault_at
     return found
+
+
+def _raise_failure(
+    everyone: Sequence[_Found], paths: Sequence[str], options: LineOptions, skipped: Skipped | None
+) -> None:
+    """Count what all ranks left out.
+
+    Raises:
+        SampleError: a rank's pass failed, which the others learn here instead of waiting; no samples at all; or a name
+            of ``options.names`` that no record has.
+    """
+    left_out = Skipped()
+    for found in everyone:
+        if found.failure:
+            raise SampleError(found.failure)
+        left_out.merge(found.left_out)
+    if not any(found.sizes.any() for found in everyone):
+        raise no_samples(paths, left_out)
+    options.names.check_seen(set().union(*(found.seen for found in everyone)), paths)
+    if skipped is not None:
+        skipped.merge(left_out)
 
 
 def _key_of(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> Hashable:

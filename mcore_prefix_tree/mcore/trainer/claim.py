@@ -23,7 +23,7 @@ def hold(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        pass  # not on this file system
+        pass  # ENOLCK, ENOSYS, or from NFS EBADF for a folder: the run goes on without this protection
     return True
 
 
