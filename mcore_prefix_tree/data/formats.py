@@ -45,7 +45,7 @@ class Conversation:
         messages: of the whole conversation.
         names: of each message in the record, for errors.
         tools: that the model could call.
-        prompt: number of messages that no turn of is scored.
+        prompt: number of messages at the start whose turns are not scored.
     """
 
     messages: list[Any]
