@@ -7,6 +7,7 @@ compat.check_version()
 compat.check(compat.SEAM)
 
 from mcore_prefix_tree.mcore.inside import fold_inside, folding_model  # noqa: E402
+from mcore_prefix_tree.mcore.seam import native  # noqa: E402
 from mcore_prefix_tree.mcore.seam.layer_specs import local_layer_spec, te_layer_spec, with_prefix_tree  # noqa: E402
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head  # noqa: E402
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams  # noqa: E402
@@ -22,3 +23,6 @@ __all__ = [
     "with_prefix_tree",
     "with_scalar_head",
 ]
+
+# A patched Megatron-Core lets micro-batches name the attention back-ends of this package.
+native.register()

@@ -21,7 +21,8 @@ try:
         Target,
         check_fits,
         examine,
-        patches_for,
+        left_out,
+        nearest,
         read_manifest,
         replace_files,
         series_for,
@@ -88,13 +89,25 @@ def check(
     installed: Installed = False,
     as_version: AsVersion = None,
 ) -> None:
-    """Say for every file whether the patches are applied or can be; change nothing."""
-    for target, series, files in _examined(megatron_lm, transformer_engine, installed, as_version):
+    """Say for every file whether the patches are applied or can be, and which hunks have moved; change nothing.
+
+    A version that there are no patches for is compared with those that fit best.
+    """
+    for target, series, files in _examined(megatron_lm, transformer_engine, installed, as_version, or_nearest=True):
         typer.echo(f"{TITLES[target.project]} {target.version} in {target.root}, patches of {series.base}:")
         for file in files:
             typer.echo(f"  {file.name}: {file.state.value}")
+        _say_left_out(target, series)
         _say_moved(files)
-        check_fits(target, series, files, revert=False)
+        problems = [problem for file in files for problem in file.problems.get(False, ())]
+        for problem in problems:
+            typer.echo(f"  {problem}")
+        if problems:
+            raise ValueError(
+                f"cannot apply the patches of {series.title} in {target.root}: the {len(problems)} hunks above differ"
+            )
+        if as_version is None and target.version not in series.versions:
+            typer.echo(f"  every hunk fits: apply them with --as-version {series.versions[0]}")
 
 
 @app.command()
@@ -120,7 +133,12 @@ def revert(
 
 
 def _examined(
-    megatron_lm: Path | None, transformer_engine: Path | None, installed: bool, as_version: str | None
+    megatron_lm: Path | None,
+    transformer_engine: Path | None,
+    installed: bool,
+    as_version: str | None,
+    *,
+    or_nearest: bool = False,
 ) -> list[Examined]:
     if installed and (megatron_lm or transformer_engine):
         raise ValueError("--installed finds the folders itself: leave out --megatron-lm and --transformer-engine")
@@ -134,7 +152,13 @@ def _examined(
     if as_version is not None and len(targets) > 1:
         raise ValueError("--as-version belongs to one project: name only one")
     every = read_manifest()
-    chosen = [(target, series_for(target, every, as_version=as_version)) for target in targets]
+    chosen = []
+    for target in targets:
+        is_known = any(target.version in series.versions for series in every if series.project == target.project)
+        if or_nearest and as_version is None and not is_known:
+            chosen.append((target, nearest(target, every)))
+        else:
+            chosen.append((target, series_for(target, every, as_version=as_version)))
     return [(target, series, examine(target, series)) for target, series in chosen]
 
 
@@ -162,9 +186,7 @@ def _change(examined: list[Examined], wanted: State) -> None:
                 "environment of your own, and revert before you upgrade",
                 err=True,
             )
-        left_out = [patch.path.name for patch in series.patches if patch not in patches_for(target, series)]
-        if left_out:
-            typer.echo(f"left out, because {target.root} has no such file: {', '.join(left_out)}")
+        _say_left_out(target, series)
         _say_moved([file for file in files if file.state is wanted])
     replace_files(to_change)
     for target, series, files in examined:
@@ -176,6 +198,11 @@ def _change(examined: list[Examined], wanted: State) -> None:
 
 def _already(revert: bool) -> str:
     return "as it came" if revert else "patched already"
+
+
+def _say_left_out(target: Target, series: Series) -> None:
+    if names := left_out(target, series):
+        typer.echo(f"  left out, which a wheel has no place for: {', '.join(names)}")
 
 
 def _say_moved(files: Sequence[FileState]) -> None:

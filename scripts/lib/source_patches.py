@@ -34,6 +34,29 @@ class PatchError(ValueError):
     """A target that a series cannot be applied to or taken from. Nothing of it was changed."""
 
 
+@dataclass(frozen=True)
+class Hunk:
+    """A hunk of a patch.
+
+    Attributes:
+        header: ``@@ -1,2 +3,4 @@ where``.
+        lines: with their mark: space, plus or minus.
+    """
+
+    header: str
+    lines: tuple[str, ...]
+
+    def start(self, *, reverse: bool) -> int:
+        """Line at which the hunk expects to begin, from 1: in the file before the patch, or after it."""
+        found = re.match(r"@@ -(\d+)(?:,\d+)? \+(\d+)", self.header)
+        assert found is not None
+        return int(found[2 if reverse else 1])
+
+    def expected(self, *, reverse: bool) -> list[str]:
+        """Lines that have to be there before the hunk is applied, or reverted."""
+        return [line[1:] for line in self.lines if line[:1] in (" ", "+" if reverse else "-")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Patch:
     """One patch file and what ``manifest.toml`` says of it.
@@ -44,7 +67,6 @@ class Patch:
         why: it exists.
         upstream: whether it was sent.
         until: when it can go.
-        checkout_only: its files are in a checkout and in no wheel.
     """
 
     path: Path
@@ -52,14 +74,21 @@ class Patch:
     why: str
     upstream: str
     until: str
-    checkout_only: bool = False
 
-    def hunks(self, file: str) -> list[str]:
-        """The headers ``@@ -1,2 +3,4 @@ where`` of a file's hunks, in their order."""
+    def _section(self, file: str) -> str:
         for section in re.split(r"^diff --git ", self.path.read_text(), flags=re.MULTILINE)[1:]:
             if section.startswith(f"a/{file} "):
-                return re.findall(r"^@@ .*", section, flags=re.MULTILINE)
-        return []
+                return section
+        return ""
+
+    def hunks(self, file: str) -> list[Hunk]:
+        """A file's hunks, in their order."""
+        parts = re.split(r"^(@@ .*)\n", self._section(file), flags=re.MULTILINE)[1:]
+        return [Hunk(header, tuple(body.splitlines())) for header, body in zip(parts[::2], parts[1::2], strict=True)]
+
+    def creates(self, file: str) -> bool:
+        """Whether the patch adds a file instead of changing it."""
+        return "\nnew file mode " in self._section(file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +98,8 @@ class Series:
     Attributes:
         project: a key of :data:`TITLES`.
         versions: of the project that the series is for; the first is the base's.
-        base: tag of the source that it was written on.
-        commit: of that tag.
+        base: what it was written on: a tag or a branch, or a release on the package index.
+        commit: of the tag or branch, 40 hexadecimal digits; of a release the sha256 of its wheel, 64.
         patches: of the series.
     """
 
@@ -102,7 +131,6 @@ def read_manifest(folder: Path = PATCHES) -> list[Series]:
                     why=patch["why"],
                     upstream=patch["upstream"],
                     until=patch["until"],
-                    checkout_only=patch.get("checkout_only", False),
                 )
                 for patch in series["patch"]
             ),
@@ -197,6 +225,19 @@ def series_for(target: Target, every: Sequence[Series], *, as_version: str | Non
     )
 
 
+def nearest(target: Target, every: Sequence[Series]) -> Series:
+    """The series of a target's project of which most hunks fit, for a version that no series is for."""
+    known = [series for series in every if series.project == target.project]
+
+    def misfits(series: Series) -> int:
+        try:
+            return sum(len(file.problems.get(False, ())) for file in examine(target, series))
+        except PatchError:
+            return sum(len(patch.hunks(name)) for patch in series.patches for name in patch.files)
+
+    return min(reversed(known), key=misfits)
+
+
 class State(enum.Enum):
     """How a file of a target stands to its series."""
 
@@ -213,8 +254,8 @@ class FileState:
         path: of the file.
         name: relative to the target.
         state: of it.
-        before: its bytes.
-        after: its bytes with the series the other way: applied if it is not, reverted if it is. None for OTHER.
+        before: its bytes; None where there is no file.
+        after: its bytes with the series the other way: applied if it is not, reverted if it is; None for no file.
         moved: hunks that were found at another line, in words.
         problems: hunks that were not found by direction (False: apply, True: revert), in words. Empty unless OTHER.
     """
@@ -222,7 +263,7 @@ class FileState:
     path: Path
     name: str
     state: State
-    before: bytes
+    before: bytes | None
     after: bytes | None
     moved: tuple[str, ...] = ()
     problems: dict[bool, tuple[str, ...]]
@@ -236,54 +277,74 @@ def examine(target: Target, series: Series) -> list[FileState]:
     """
     if shutil.which("git") is None:
         raise PatchError("git is not installed: its git apply applies the patches; install git")
-    patches = patches_for(target, series)
-    names = sorted({name for patch in patches for name in patch.files})
-    return [_examine_file(target, series, name, [p for p in patches if name in p.files]) for name in names]
+    names = sorted({name for patch in series.patches for name in patch.files if _belongs(target, patch, name)})
+    return [_examine_file(target, series, name, [p for p in series.patches if name in p.files]) for name in names]
 
 
-def patches_for(target: Target, series: Series) -> list[Patch]:
-    """The patches of a series whose files the target has: a wheel lacks some of a checkout's."""
-    return [
-        patch
-        for patch in series.patches
-        if not patch.checkout_only or any((target.root / name).exists() for name in patch.files)
-    ]
+# What is installed. Whatever else a patch changes, a wheel lacks.
+_PACKAGES = ("megatron/core/", "transformer_engine/")
+
+
+def _belongs(target: Target, patch: Patch, name: str) -> bool:
+    """Whether a target has a place for a file: tests and scripts are in a checkout alone."""
+    path = target.root / name
+    return name.startswith(_PACKAGES) or (path.parent.is_dir() if patch.creates(name) else path.exists())
+
+
+def left_out(target: Target, series: Series) -> list[str]:
+    """Files of a series that the target has no place for."""
+    return sorted({name for patch in series.patches for name in patch.files if not _belongs(target, patch, name)})
 
 
 def _examine_file(target: Target, series: Series, name: str, patches: list[Patch]) -> FileState:
     path = target.root / name
-    if not path.is_file():
+    if not path.is_file() and not patches[0].creates(name):
         raise PatchError(f"{path} is missing, which {patches[0].path.name} changes: this is not {series.title}")
-    before = path.read_bytes()
+    before = path.read_bytes() if path.is_file() else None
     # Reverting first: lines that were added are not found in a file that lacks them.
-    reverted, moved, not_reverted = _git_apply(name, before, patches[::-1], reverse=True)
-    if reverted is not None:
+    reverted = _git_apply(name, before, patches[::-1], reverse=True) if before is not None else _Result(None, (), ("",))
+    if not reverted.problems:
         return FileState(
-            path=path, name=name, state=State.PATCHED, before=before, after=reverted, moved=moved, problems={}
+            path=path,
+            name=name,
+            state=State.PATCHED,
+            before=before,
+            after=reverted.content,
+            moved=reverted.moved,
+            problems={},
         )
-    applied, moved, not_applied = _git_apply(name, before, patches, reverse=False)
+    applied = _git_apply(name, before, patches, reverse=False)
     return FileState(
         path=path,
         name=name,
-        state=State.OTHER if applied is None else State.ORIGINAL,
+        state=State.OTHER if applied.problems else State.ORIGINAL,
         before=before,
-        after=applied,
-        moved=moved,
-        problems={} if applied is not None else {False: not_applied, True: not_reverted},
+        after=None if applied.problems else applied.content,
+        moved=applied.moved,
+        problems={False: applied.problems, True: reverted.problems} if applied.problems else {},
     )
 
 
-def _git_apply(
-    name: str, content: bytes, patches: Sequence[Patch], *, reverse: bool
-) -> tuple[bytes | None, tuple[str, ...], tuple[str, ...]]:
-    """A file's bytes with its part of some patches applied, or None; hunks that have moved; hunks that do not fit."""
+@dataclass(frozen=True)
+class _Result:
+    """A file's bytes with its part of some patches applied, None for no file; hunks that have moved; and that do not
+    fit."""
+
+    content: bytes | None
+    moved: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def _git_apply(name: str, content: bytes | None, patches: Sequence[Patch], *, reverse: bool) -> _Result:
     moved: list[str] = []
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="patches_") as scratch:
         copy = Path(scratch, name)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(content)
+        if content is not None:
+            copy.write_bytes(content)
         for patch in patches:
+            before = copy.read_text() if copy.is_file() else ""
             command = ["git", "apply", "--verbose", "--reject", "--whitespace=nowarn", f"--include={name}"]
             result = subprocess.run(
                 [*command, *(["--reverse"] if reverse else []), str(patch.path)],
@@ -293,16 +354,51 @@ def _git_apply(
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            headers = patch.hunks(name)
-            for number, where in re.findall(r"^Hunk #(\d+) succeeded at (.*)\.$", result.stdout, flags=re.MULTILINE):
-                moved.append(f"{name}: hunk {number} of {patch.path.name} is at line {where}")
-            rejected = re.findall(r"^Rejected hunk #(\d+)\.$", result.stdout, flags=re.MULTILINE)
-            assert bool(rejected) == bool(result.returncode), result.stdout
+            hunks = patch.hunks(name)
+            for number, line, offset in re.findall(
+                r"^Hunk #(\d+) succeeded at (\d+) (\(offset .*\))\.$", result.stdout, flags=re.MULTILINE
+            ):
+                hunk = hunks[int(number) - 1]
+                moved.append(
+                    f"{name}: hunk {number} of {patch.path.name} is at line {line}, "
+                    f"not {hunk.start(reverse=not reverse)} {offset}"
+                )
+            rejected = [int(number) for number in re.findall(r"^Rejected hunk #(\d+)\.$", result.stdout, re.MULTILINE)]
+            if result.returncode and not rejected:
+                # A file that exists already and the patch would add, or one that is gone.
+                problems.append(f"{name}: another file than {patch.path.name} adds")
             problems += [
-                f"{name}, hunk {number} of {len(headers)} ({headers[int(number) - 1]}) of {patch.path.name}"
+                f"{name}, hunk {number} of {len(hunks)} ({hunks[number - 1].header}) of {patch.path.name}"
+                f": {_difference(hunks[number - 1], before, reverse=reverse)}"
                 for number in rejected
             ]
-        return (None if problems else copy.read_bytes()), tuple(moved), tuple(problems)
+        return _Result(copy.read_bytes() if copy.is_file() else None, tuple(moved), tuple(problems))
+
+
+def _difference(hunk: Hunk, content: str, *, reverse: bool) -> str:
+    """Where the lines of a hunk that was not found probably are, and the first of them that differs there."""
+    expected, lines = hunk.expected(reverse=reverse), content.splitlines()
+    start = hunk.start(reverse=reverse)
+    places: dict[str, list[int]] = {}
+    for index, line in enumerate(lines):
+        places.setdefault(line, []).append(index)
+    # Each line that is there votes for the beginning of the hunk that puts it in its place.
+    votes: dict[int, float] = {}
+    for offset, line in enumerate(expected):
+        for index in places.get(line, []) if line.strip() else []:
+            votes[index - offset] = votes.get(index - offset, 0) + 1 / len(places[line])
+    if not votes:
+        return f"expected at line {start}; none of its lines is in the file"
+    best = max(votes, key=lambda begin: (votes[begin], -abs(begin + 1 - start)))
+    for offset, line in enumerate(expected):
+        index = best + offset
+        there = lines[index] if 0 <= index < len(lines) else None
+        if there != line:
+            stands = "the file ends" if there is None else f"stands {there.strip()!r}"
+            return f"expected at line {start}, found at line {best + 1}, where line {index + 1} should be " + (
+                f"{line.strip()!r} and {stands}" if there is None else f"{line.strip()!r} but {stands}"
+            )
+    return f"expected at line {start}; its lines are at line {best + 1}, but not alone"
 
 
 def _git_environment(scratch: str) -> dict[str, str]:
@@ -341,22 +437,33 @@ def replace_files(files: Sequence[FileState]) -> None:
     try:
         pairs = []
         for file in files:
-            assert file.after is not None
-            new, old = (_write_beside(file.path, content, staged) for content in (file.after, file.before))
+            assert file.state is not State.OTHER
+            new, old = (
+                None if content is None else _write_beside(file.path, content, staged)
+                for content in (file.after, file.before)
+            )
             pairs.append((file.path, new, old))
         with _signals_wait():
-            done: list[tuple[Path, Path]] = []
+            done: list[tuple[Path, Path | None]] = []
             try:
                 for path, new, old in pairs:
-                    os.replace(new, path)
+                    _put(new, path)
                     done.append((path, old))
             except BaseException:
                 for path, old in done:
-                    os.replace(old, path)
+                    _put(old, path)
                 raise
     finally:
         for leftover in staged:
             leftover.unlink(missing_ok=True)
+
+
+def _put(staged: Path | None, path: Path) -> None:
+    """Give a path its staged content, or remove the file."""
+    if staged is None:
+        path.unlink()
+    else:
+        os.replace(staged, path)
 
 
 def _write_beside(path: Path, content: bytes, staged: list[Path]) -> Path:
@@ -364,7 +471,10 @@ def _write_beside(path: Path, content: bytes, staged: list[Path]) -> Path:
     staged.append(Path(name))
     with os.fdopen(handle, "wb") as file:
         file.write(content)
-    shutil.copymode(path, name)
+    if path.exists():
+        shutil.copymode(path, name)
+    else:
+        os.chmod(name, 0o644)
     return staged[-1]
 
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # By the name of a test: the version, None for the installed one.
 MEGATRON = {"installed": None, "0.19.0": "0.19.0", "0.19.2": "0.19.2"}
-TRANSFORMER_ENGINE = ("2.11.0", "2.17.1", "2.18.0")
+TRANSFORMER_ENGINE = ("2.17.0", "2.17.1", "2.18.0", "2.19.0", "2.20.2")
 
 
 def patches(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +23,12 @@ from megatron_lm import (
     trained,
     write_samples,
 )
-from sources import content, patches
+from sources import ROOT, content, patches
 
 require_checkout()
 
 CHECKOUT = Path(os.environ[VARIABLE])
+PROJECT = ROOT / "pyproject.toml"
 STEPS = 3
 LOSS = 2e-6  # logged with seven digits
 TOKENIZER = "--tokenizer-type NullTokenizer"
@@ -33,11 +36,20 @@ OWN_DATA = f"--mock-data {TOKENIZER} --vocab-size 127 --micro-batch-size 8"
 
 
 def script(folder: Path, root: Path) -> tuple[str, ...]:
-    """A checkout's pretrain_gpt.py, on a machine without a GPU."""
+    """A checkout's pretrain_gpt.py, on a machine without a GPU, where this package is installed by what it says."""
+    info = folder / "mcore_prefix_tree_of_this_test-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mcore-prefix-tree-of-this-test\nVersion: 1\n")
+    group = "megatron_lm.pretrain_gpt"
+    if not importlib.metadata.entry_points(group=group):
+        (found,) = re.findall(
+            rf'^\[project\.entry-points\."{group}"\]\n(\w+) = "(.*)"$', PROJECT.read_text(), re.MULTILINE
+        )
+        (info / "entry_points.txt").write_text(f"[{group}]\n{found[0]} = {found[1]}\n")
     path = folder / "run.py"
     path.write_text(
         "import runpy, sys\n"
-        f"sys.path.insert(0, {str(root)!r})\n"
+        f"sys.path[:0] = [{str(root)!r}, {str(folder)!r}]\n"
         "from mcore_prefix_tree.cpu.emulation import enable_training\n"
         "enable_training()\n"
         f"sys.argv[0] = {str(root / 'pretrain_gpt.py')!r}\n"
@@ -55,7 +67,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     original = content(root)
     result = patches("apply", "--megatron-lm", root)
     assert result.returncode == 0, result.stderr
-    assert "applied to 9 of 9 files" in result.stdout
+    assert "applied to 13 of 13 files" in result.stdout
     assert {name for name, data in content(root).items() if data != original[name]} >= {"pretrain_gpt.py"}
     return script(tmp_path_factory.mktemp("patched"), root)
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import typing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,6 @@ from sources import ROOT, TRANSFORMER_ENGINE, patches, wheel
 
 from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.attention import tree_attention
-from mcore_prefix_tree.mcore import TreePackedSeqParams
-from mcore_prefix_tree.mcore.seam import native
 
 SOURCE = "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py"
 
@@ -56,18 +55,14 @@ def method(cls: ast.ClassDef, name: str) -> ast.FunctionDef:
     return found
 
 
-def test_forward_takes_what_megatron_core_adds(patched: ast.ClassDef, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_takes_what_megatron_core_adds(patched: ast.ClassDef) -> None:
     arguments = method(patched, "forward").args
     defaults = dict(zip([arg.arg for arg in arguments.args[::-1]], arguments.defaults[::-1], strict=False))
-    monkeypatch.setattr(native, "_transformer_engine_knows_trees", lambda: True)
-    module = SimpleNamespace(config=SimpleNamespace(attention_backend=SimpleNamespace(name="tree")))
-    metadata = metadata_of_a_tree()
-    added = native.transformer_engine_keywords(
-        module, TreePackedSeqParams.from_metadata(metadata, attention_backend="reference")
-    )
-    assert added == {"tree_metadata": metadata, "tree_attention_backend": "reference"}
-    for name in added:
-        assert ast.literal_eval(defaults[name]) is None, "without it nothing changes"
+    for path in sorted((ROOT / "patches" / "megatron-lm").glob("*/0003-*.patch")):
+        added = re.findall(r'^\+ +packed_seq_kwargs\["(\w+)"\] = ', path.read_text(), flags=re.MULTILINE)
+        assert added == ["tree_metadata", "tree_attention"]
+        for name in added:
+            assert ast.literal_eval(defaults[name]) is None, "without it nothing changes"
 
 
 def test_forward_dispatches_on_the_data_after_its_own_checks(patched: ast.ClassDef) -> None:
@@ -97,7 +92,9 @@ def tree_attention_method(cls: ast.ClassDef) -> Any:
         "torch": torch,
         "Any": Any,
         "Dict": typing.Dict,  # noqa: UP006
+        "Callable": typing.Callable,
         "Optional": typing.Optional,
+        "Tuple": typing.Tuple,  # noqa: UP006
         "dist_group_type": Group,
         "get_distributed_world_size": lambda group: group.size,
     }
@@ -119,7 +116,8 @@ def attention_of_te(**changes: Any) -> SimpleNamespace:
         "cp_group": None,
         "attention_type": "self",
         "attention_dropout": 0.0,
-        "softmax_type": "vanilla",
+        "softmax_offset": None,
+        "window_size": (-1, 0),
         "return_max_logit": False,
         "fp8": False,
         "fp8_meta": {},
@@ -139,22 +137,48 @@ def heads(count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_the_method_attends_along_the_tree(patched: ast.ClassDef, layout: str, backend: str | None) -> None:
+@pytest.mark.parametrize(
+    ("attributes", "window_size", "expected"),
+    [
+        ({}, None, {}),
+        ({"window_size": (2, 0)}, None, {"window": 3}),
+        ({"window_size": (2, 0)}, (1, 0), {"window": 2}),
+        ({"softmax_offset": torch.linspace(-1, 1, 4, dtype=torch.float64)}, None, {"sinks": True}),
+    ],
+    ids=["plain", "window of the module", "window of the call", "sinks"],
+)
+def test_the_method_attends_along_the_tree(
+    patched: ast.ClassDef,
+    layout: str,
+    attributes: dict[str, Any],
+    window_size: tuple[int, int] | None,
+    expected: dict[str, Any],
+) -> None:
     metadata = metadata_of_a_tree()
     flat = [heads(4), heads(2), heads(2) + 1]
     axis = {"sbhd": 1, "bshd": 0}.get(layout)
     shaped = flat if axis is None else [tensor.unsqueeze(axis) for tensor in flat]
-    output = tree_attention_method(patched)(attention_of_te(), *shaped, metadata, backend, {})
-    expected = tree_attention(*flat, metadata, softmax_scale=SCALE, backend="reference").flatten(1)
-    assert output.shape == (expected if axis is None else expected.unsqueeze(axis)).shape
-    torch.testing.assert_close(output.reshape(expected.shape), expected, rtol=1e-12, atol=1e-12)
+    # The fast one knows neither windows nor sinks.
+    function = partial(tree_attention, backend="reference" if expected else "path")
+    output = tree_attention_method(patched)(attention_of_te(**attributes), *shaped, metadata, function, window_size, {})
+    if "sinks" in expected:
+        expected = {"sinks": attributes["softmax_offset"]}
+    alone = tree_attention(*flat, metadata, softmax_scale=SCALE, backend="reference", **expected).flatten(1)
+    assert output.shape == (alone if axis is None else alone.unsqueeze(axis)).shape
+    torch.testing.assert_close(output.reshape(alone.shape), alone, rtol=1e-12, atol=1e-12)
+
+
+def test_trees_need_an_attention(patched: ast.ClassDef) -> None:
+    with pytest.raises(ValueError, match="tree_metadata needs a tree_attention"):
+        tree_attention_method(patched)(
+            attention_of_te(), heads(4), heads(2), heads(2), metadata_of_a_tree(), None, None, {}
+        )
 
 
 def test_more_than_one_batch_is_refused(patched: ast.ClassDef) -> None:
     twice = [tensor.unsqueeze(1).expand(-1, 2, -1, -1) for tensor in (heads(4), heads(2), heads(2))]
-    with pytest.raises(ValueError, match="12 tokens of the tree metadata"):
-        tree_attention_method(patched)(attention_of_te(), *twice, metadata_of_a_tree(), None, {})
+    with pytest.raises(NotImplementedError, match="does not support more than one batch"):
+        tree_attention_method(patched)(attention_of_te(), *twice, metadata_of_a_tree(), tree_attention, None, {})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +188,7 @@ def test_more_than_one_batch_is_refused(patched: ast.ClassDef) -> None:
         ({"cp_group": [Group(1), Group(2)]}, "context parallelism"),
         ({"attention_type": "cross"}, "cross-attention"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
-        ({"softmax_type": "learnable"}, "softmax_type"),
+        ({"window_size": (2, 2)}, "window_size"),
         ({"return_max_logit": True}, "return_max_logit"),
         ({"fp8": True, "fp8_meta": {"recipe": SimpleNamespace(fp8_dpa=True)}}, "fp8_dpa"),
     ],
@@ -173,17 +197,20 @@ def test_more_than_one_batch_is_refused(patched: ast.ClassDef) -> None:
 def test_what_a_tree_cannot_do_is_refused_by_name(patched: ast.ClassDef, changes: dict[str, Any], name: str) -> None:
     tensors = [heads(4), heads(2), heads(2)]
     with pytest.raises(NotImplementedError, match=f"tree_metadata does not support {name}.$"):
-        tree_attention_method(patched)(attention_of_te(**changes), *tensors, metadata_of_a_tree(), None, {})
+        tree_attention_method(patched)(
+            attention_of_te(**changes), *tensors, metadata_of_a_tree(), tree_attention, None, {}
+        )
 
 
 def test_arguments_that_a_tree_has_no_use_for_are_refused_by_name(patched: ast.ClassDef) -> None:
-    with pytest.raises(NotImplementedError, match=r"attention_mask, window_size\.$"):
+    with pytest.raises(NotImplementedError, match=r"attention_mask, score_mod\.$"):
         tree_attention_method(patched)(
             attention_of_te(cp_group=[Group(1)], fp8=True, fp8_meta={"recipe": SimpleNamespace(fp8_dpa=False)}),
             *[heads(4), heads(2), heads(2)],
             metadata_of_a_tree(),
+            tree_attention,
             None,
-            {"attention_mask": True, "cu_seqlens": False, "window_size": True},
+            {"attention_mask": True, "cu_seqlens": False, "score_mod": True},
         )
 
 
@@ -202,31 +229,11 @@ def test_every_argument_of_a_call_is_looked_at_or_harmless(patched: ast.ClassDef
         "bottom_right_diagonal",  # the same for queries and keys of one length
         *("alibi_slopes", "core_attention_bias"),  # belong to core_attention_bias_type
         *("fast_zero_fill", "pad_between_seqs", "num_splits"),  # how, not what
+        *("qkv_layer", "kv_layer", "qkv_interleave_dim"),  # unpacked before
+        "thd_attention_policy_dispatch",  # belongs to thd_attention_policies
+        "bf16_backward",  # of FP8 attention
         "fp8_output",  # switched off where attention is not FP8
         *("score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"),  # belong to score_mod
     }
     arguments = {argument.arg for argument in forward.args.args} - {"self"}
     assert arguments - looked_at <= harmless
-
-
-def test_megatron_core_says_where_transformer_engine_lacks_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_transformer_engine_knows_trees", lambda: False)
-    module = SimpleNamespace(config=SimpleNamespace(attention_backend=SimpleNamespace(name="tree")))
-    with pytest.raises(NotImplementedError, match=r"takes no tree_metadata: apply patches/transformer-engine"):
-        native.transformer_engine_keywords(module, TreePackedSeqParams.from_metadata(metadata_of_a_tree()))
-
-
-def test_a_setting_that_the_patch_does_not_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_transformer_engine_knows_trees", lambda: True)
-    module = SimpleNamespace(config=SimpleNamespace(attention_backend=SimpleNamespace(name="tree")))
-    params = TreePackedSeqParams.from_metadata(metadata_of_a_tree(), deterministic_attention=False)
-    with pytest.raises(NotImplementedError, match="deterministic_attention=False does not reach"):
-        native.transformer_engine_keywords(module, params)
-
-
-def test_the_megatron_patches_call_transformer_engine_as_patched() -> None:
-    for path in sorted((ROOT / "patches" / "megatron-lm").glob("*/0001-*.patch")):
-        added = re.findall(r"^\+(.*)", path.read_text(), flags=re.MULTILINE)
-        assert any(
-            "packed_seq_kwargs |= transformer_engine_keywords(self, packed_seq_params)" in line for line in added
-        )

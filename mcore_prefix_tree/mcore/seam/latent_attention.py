@@ -18,6 +18,9 @@ from mcore_prefix_tree.metadata import TreeMetadata
 class TreeLatentAttentionMixin:
     """Gives every token the rotary embedding of its position, in an attention that makes those itself."""
 
+    # A patched Megatron-Core asks, and refuses a tree elsewhere.
+    follows_prefix_trees = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Initialise the base class, and exchange its rotary embedding for one that knows trees.
 

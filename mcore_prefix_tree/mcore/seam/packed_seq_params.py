@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from mcore_prefix_tree.attention import check_backend
 from mcore_prefix_tree.metadata import TreeMetadata
+
+# With the source patches of patches/megatron-lm the base class has the field too, and GPTModel reads it.
+CORE_KNOWS_TREES = find_spec("megatron.core.tree_metadata") is not None
+
+if CORE_KNOWS_TREES:
+    from megatron.core.tree_metadata import TreeMetadata as CoreTreeMetadata
+
+    @dataclass(frozen=True, kw_only=True, eq=False)
+    class _TreeMetadataOfBoth(TreeMetadata, CoreTreeMetadata):  # type: ignore[misc]
+        """Metadata of this package where Megatron-Core has a class of its own: an instance of both."""
 
 
 @dataclass
@@ -46,14 +57,33 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
             qkv_format="sbhd",
             max_seqlen_q=positions,
             max_seqlen_kv=positions,
-            tree_metadata=metadata,
+            tree_metadata=_seated(metadata, attention_backend, deterministic_attention),
             attention_backend=attention_backend,
             deterministic_attention=deterministic_attention,
         )
 
 
-# With the source patches of patches/megatron-lm the base class has the field too, and GPTModel reads it.
-CORE_KNOWS_TREES = any(field.name == "tree_metadata" for field in fields(PackedSeqParams))
+def _seated(metadata: TreeMetadata, attention_backend: str, deterministic: bool) -> TreeMetadata:
+    """Return metadata that the installed Megatron-Core can read; its plans stay shared."""
+    if not CORE_KNOWS_TREES:
+        return metadata
+    given = {field.name: getattr(metadata, field.name) for field in fields(TreeMetadata)}
+    return _TreeMetadataOfBoth(**given, attention_backend=attention_backend, deterministic=deterministic)
+
+
+def metadata_of(tree_metadata: Any) -> TreeMetadata:
+    """Return the metadata of this package for what Megatron-Core's own class says; made once."""
+    if isinstance(tree_metadata, TreeMetadata):
+        return tree_metadata
+    made: TreeMetadata | None = tree_metadata.cache.get(__name__)
+    if made is None:
+        made = tree_metadata.cache[__name__] = TreeMetadata.from_nodes(
+            tree_metadata.cu_node_lens,
+            tree_metadata.node_parent,
+            padded_size=tree_metadata.padded_size,
+            device=tree_metadata.subtree_end.device,
+        )
+    return made
 
 
 def tree_params_of(packed_seq_params: Any) -> TreePackedSeqParams | None:
@@ -61,4 +91,8 @@ def tree_params_of(packed_seq_params: Any) -> TreePackedSeqParams | None:
     metadata = getattr(packed_seq_params, "tree_metadata", None)
     if metadata is None or isinstance(packed_seq_params, TreePackedSeqParams):
         return None if metadata is None else packed_seq_params
-    return TreePackedSeqParams.from_metadata(metadata)
+    return TreePackedSeqParams.from_metadata(
+        metadata_of(metadata),
+        attention_backend=metadata.attention_backend,
+        deterministic_attention=metadata.deterministic,
+    )
