@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree verify``: folded against unfolded on a recipe's first batch."""
+"""``mcore-prefix-tree verify``: what is installed, or folded against unfolded on a recipe's first batch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,36 @@ from mcore_prefix_tree.errors import FAILED, leave
 
 
 def verify(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")],
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE]", help="A YAML file; see recipes/. Without it the installation is checked."),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example model.dtype=float64.")
     ] = None,
     hf: HuggingFace = None,
+    megatron_lm_path: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Without RECIPE: a checkout of Megatron-LM to check, too."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Show that folding changes nothing but the cost: log-probabilities, loss and every gradient, on your model.
 
-    Exit code 1 if an error is above its limit.
+    Without a recipe: whether the installed megatron-core has every name that this package relies on.
+
+    Exit code 1 if an error is above its limit, or if a name is missing.
     """
+    if recipe is None:
+        if hf is not None:
+            raise ValueError("verify --hf needs a RECIPE, whose first batch it compares")
+        from mcore_prefix_tree.cli.installed import show_installed
+
+        if not show_installed(megatron_lm_path, as_json=as_json):
+            leave(FAILED)
+        return
+    if megatron_lm_path is not None:
+        raise ValueError("--megatron-lm-path goes with no RECIPE: mcore-prefix-tree verify --megatron-lm-path DIR")
     loaded = job_of(recipe, overrides, hf)
     from rich.console import Console
 

@@ -1,44 +1,26 @@
 """Names that this package relies on in megatron-core, and one sentence when some of them have moved.
 
 The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
-stand in for, with the parameters that it uses. They are checked by signature alone, when the folder that relies on them
-is imported: :data:`SEAM` by ``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`INSIDE`, :data:`MODELS` and
-:data:`TRAINER` by the folders of these names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called.
+stand in for, with the parameters that it passes and the attributes that it reads. They are checked by signature and
+source alone, when the folder that relies on them is imported: :data:`SEAM` by ``mcore_prefix_tree.mcore``,
+:data:`ENGINE`, :data:`INSIDE`, :data:`MODELS` and :data:`TRAINER` by the folders of these names, :data:`MEGATRON_LM`
+before ``pretrain`` of a checkout is called. ``mcore-prefix-tree verify`` without a recipe checks all and prints them.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
+
+from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, import_upstream, missing_of
 
 OLDEST = "0.16.1"
-# Release series whose tests scripts/versions runs.
-TESTED = ("0.16", "0.19")
-SUPPORTED = "megatron-core 0.16.1 and 0.19.x are supported"
-
-
-class MegatronCoreError(ImportError):
-    """The installed megatron-core is not one that this package works with. The message says why."""
-
-
-@dataclass(frozen=True)
-class Uses:
-    """A name of megatron-core and how it is used.
-
-    Attributes:
-        name: ``module:qualified name``; the parameters of a class are those of its constructor.
-        positional: parameters that are passed by position, without ``self``; they have to come first, in this order.
-        keywords: parameters that are passed by name.
-    """
-
-    name: str
-    positional: str = ""
-    keywords: str = ""
+# Releases that scripts/versions tests, and the commit of Megatron-LM's main, which calls itself 0.20.0.
+RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+MAIN, MAIN_COMMIT = "0.20.0", "d98e8a64dd"
+SUPPORTED = f"megatron-core {', '.join(RELEASES)} and {MAIN} (main at {MAIN_COMMIT}) are tested"
 
 
 _ATTENTION = "megatron.core.transformer.attention"
@@ -63,13 +45,18 @@ SEAM = (
     # TreeSelfAttentionMixin, TreeLatentAttentionMixin and TreeCoreAttentionMixin, which stand before these classes.
     Uses(f"{_ATTENTION}:SelfAttention", keywords="config submodules layer_number"),
     Uses(f"{_ATTENTION}:SelfAttention.forward", "hidden_states attention_mask", "rotary_pos_emb packed_seq_params"),
-    Uses(f"{_LATENT}:MultiLatentAttention"),
-    Uses(f"{_LATENT}:MLASelfAttention", keywords="config submodules layer_number"),
+    Uses(f"{_LATENT}:MultiLatentAttention", attributes="config rotary_pos_emb"),
+    Uses(
+        f"{_LATENT}:MLASelfAttention",
+        keywords="config submodules layer_number",
+        attributes="linear_kv_down_proj",
+    ),
     Uses(f"{_LATENT}:MLASelfAttentionSubmodules", keywords="core_attention"),
     Uses(
         "megatron.core.transformer.dot_product_attention:DotProductAttention",
         "config layer_number",
         "attention_dropout softmax_scale",
+        "config softmax_offset",
     ),
     Uses(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
@@ -103,7 +90,16 @@ SEAM = (
     Uses(f"{_STATE}:get_tensor_model_parallel_rank"),
     Uses(f"{_STATE}:get_tensor_model_parallel_group"),
     Uses(f"{_STATE}:get_data_parallel_rank"),
+    Uses(
+        "megatron.core.models.gpt:GPTModel",
+        attributes="config decoder max_sequence_length output_layer position_embedding_type "
+        "share_embeddings_and_output_weights shared_embedding_or_output_weight tp_group",
+    ),
     # EdgeHeadMixin, which stands before ColumnParallelLinear.
+    Uses(
+        "megatron.core.tensor_parallel:ColumnParallelLinear",
+        attributes="bias config gradient_accumulation_fusion sequence_parallel tp_group weight",
+    ),
     Uses("megatron.core.tensor_parallel:ColumnParallelLinear.forward", "input_", "weight runtime_gather_output"),
     Uses(
         "megatron.core.tensor_parallel:gather_from_sequence_parallel_region",
@@ -129,7 +125,8 @@ SEAM = (
         "kv_channels log_max_attention_logit moe_aux_loss_coeff moe_expert_capacity_factor moe_input_jitter_eps "
         "moe_router_bias_update_rate moe_router_enable_expert_bias moe_router_force_load_balancing "
         "moe_router_load_balancing_type moe_z_loss_coeff mtp_num_layers multi_latent_attention num_moe_experts "
-        "overlap_moe_expert_parallel_comm qk_clip softmax_type window_attn_skip_freq window_size",
+        "overlap_moe_expert_parallel_comm qk_clip quant_recipe softmax_type use_kitchen window_attn_skip_freq "
+        "window_size",
     ),
     Uses(
         "megatron.core.transformer.transformer_config:MLATransformerConfig",
@@ -173,13 +170,14 @@ ENGINE = (
 )
 
 INSIDE = (
-    Uses(f"{_ATTENTION}:Attention"),
+    Uses(f"{_ATTENTION}:Attention", attributes="attn_mask_type core_attention"),
     Uses(
         "megatron.core.models.gpt:GPTModel.forward",
         "input_ids position_ids attention_mask",
         "decoder_input labels inference_context packed_seq_params inference_params loss_mask padding_mask",
     ),
     Uses("megatron.core.models.gpt:GPTModel.set_input_tensor", "input_tensor"),
+    Uses("megatron.core.models.gpt:GPTModel", attributes="post_process pp_group pre_process vp_stage"),
     Uses("megatron.core.tensor_parallel:scatter_to_sequence_parallel_region", "input_", "group"),
     Uses(f"{_STATE}:get_expert_model_parallel_group"),
 )
@@ -274,11 +272,15 @@ MEGATRON_LM = (
     Uses("megatron.core.utils:StragglerDetector"),
     Uses("megatron.core.enums:ModelType.encoder_or_decoder"),
     Uses("megatron.core.tensor_parallel:layers"),
+    Uses("megatron.core.tensor_parallel.layers:_grad_accum_fusion_available"),
     Uses(
         "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs:get_gpt_heterogeneous_layer_spec",
         "config use_te",
     ),
 )
+
+# By the rooms that rely on them.
+TABLES = {"seam": SEAM, "engine": ENGINE, "inside": INSIDE, "models": MODELS, "trainer": TRAINER}
 
 
 def check(table: Iterable[Uses]) -> None:
@@ -287,11 +289,25 @@ def check(table: Iterable[Uses]) -> None:
     Raises:
         MegatronCoreError: one sentence that names what has moved, the installed version and the supported ones.
     """
-    found = [sentence for uses in table for sentence in moved(uses)]
+    found = [sentence for uses in table for sentence in missing_of(uses)]
     if found:
         raise MegatronCoreError(
             f"megatron-core {installed_version()} lacks what this package relies on: {'; '.join(found)}; {SUPPORTED}"
         )
+
+
+def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
+    """Return what each room relies on and does not find; see :func:`missing_of`.
+
+    Args:
+        megatron_lm: look into the Megatron-LM that can be imported, too.
+    """
+    tables = dict(TABLES)
+    if import_upstream("megatron.core.extensions.transformer_engine").HAVE_TE:
+        tables["TransformerEngine"] = TRANSFORMER_ENGINE
+    if megatron_lm:
+        tables["Megatron-LM"] = MEGATRON_LM
+    return {room: [one for uses in table for one in missing_of(uses)] for room, table in tables.items()}
 
 
 def check_version() -> None:
@@ -304,67 +320,29 @@ def check_version() -> None:
     release = _release(version)
     if release < _release(OLDEST):
         raise MegatronCoreError(f"megatron-core {version} is too old; {SUPPORTED}")
-    if all(release[:2] != _release(series) for series in TESTED):
+    if not is_tested(version):
         warnings.warn(
             f"megatron-core {version} has the interface that this package needs, but its tests have not seen it; "
-            f"{SUPPORTED}, `mcore-prefix-tree verify` compares folded with unfolded on this one",
+            f"{SUPPORTED}, `mcore-prefix-tree verify RECIPE` compares folded with unfolded on this one",
             stacklevel=2,
         )
 
 
+def is_tested(version: str) -> bool:
+    """Return whether ``scripts/versions`` tests the release series of a version."""
+    return any(_release(version)[:2] == _release(tested)[:2] for tested in (*RELEASES, MAIN))
+
+
 def installed_version() -> str:
     """Return the version of the ``megatron.core`` that is imported, which need not be the one that pip lists."""
-    return str(_import("megatron.core").__version__)
+    return str(import_upstream("megatron.core").__version__)
+
+
+def installed_folder() -> Path:
+    """Return the folder of that ``megatron.core``."""
+    return Path(import_upstream("megatron.core").__file__).parent
 
 
 def _release(version: str) -> tuple[int, ...]:
     """The numbers in front, without what says ``dev`` or names a commit."""
     return tuple(int(number) for number in re.match(r"[\d.]*\d", version)[0].split("."))  # type: ignore[index]
-
-
-def _import(name: str) -> Any:
-    """A module of megatron-core.
-
-    Raises:
-        MegatronCoreError: it needs a package that is not installed; newer ones do not start without triton.
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "megatron":
-            raise
-        raise MegatronCoreError(f"{name} needs the package {error.name}, which is not installed") from error
-
-
-def moved(uses: Uses) -> Iterator[str]:
-    """Describe what one entry lacks."""
-    module_name, _, qualified_name = uses.name.partition(":")
-    shown = uses.name.replace(":", ".")
-    try:
-        target = _import(module_name)
-    except MegatronCoreError:
-        raise
-    except ImportError as error:
-        yield f"{shown} ({error})"
-        return
-    for name in qualified_name.split("."):
-        if not hasattr(target, name):
-            yield shown
-            return
-        target = getattr(target, name)
-    if uses.positional or uses.keywords:
-        yield from (f"{shown}({problem})" for problem in _unusable(target, uses))
-
-
-def _unusable(target: Callable[..., Any], uses: Uses) -> Iterator[str]:
-    parameters = list(inspect.signature(target).parameters.values())
-    if "." in uses.name.partition(":")[2]:
-        parameters = parameters[1:]  # self
-    names = [parameter.name for parameter in parameters]
-    positional = uses.positional.split()
-    for index, name in enumerate(positional):
-        if names[index : index + 1] != [name]:
-            yield f"{name} at position {index + 1}"
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    yield from (f"{name}=" for name in uses.keywords.split() if name not in names)

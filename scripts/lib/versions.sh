@@ -17,10 +17,39 @@ prepare_version() {
     local stamp="$folder/installed-version"
     local wanted
     wanted=$(hash_of "$folder" "$requirements")
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
-        return
+    if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+        echo "installing $requirements into $folder"
+        install_beside_torch "$folder" -r "$requirements"
+        echo "$wanted" >"$stamp"
     fi
-    echo "installing $requirements into $folder"
-    install_beside_torch "$folder" -r "$requirements"
-    echo "$wanted" >"$stamp"
+    if [ "$version" = main ]; then use_checkout "$folder"; fi
+}
+
+# use_checkout FOLDER: the megatron-core of MEGATRON_LM_PATH is that of this environment, for every process in it.
+use_checkout() {
+    "$1/bin/python" -m pip uninstall --quiet --yes megatron-core
+    (cd "$MEGATRON_LM_PATH" && pwd) >"$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout.pth"
+}
+
+# is_checkout_of VERSION: whether MEGATRON_LM_PATH is of its release series; of main any checkout is, that names itself.
+is_checkout_of() {
+    local package="${MEGATRON_LM_PATH:-}/megatron/core/package_info.py"
+    [ -f "$package" ] && { [ "$1" = main ] || [ "$(sed -n 's/^MINOR = //p' "$package")" = "$(echo "$1" | cut -d. -f2)" ]; }
+}
+
+# tested_commit: of main.
+tested_commit() {
+    grep -oE '\b[0-9a-f]{40}\b' requirements-versions/main.txt
+}
+
+# say_commit: one sentence where the checkout is not at the commit of main that is tested.
+say_commit() {
+    local there tested
+    tested=$(tested_commit)
+    # A checkout without .git may lie within another repository, whose commit says nothing.
+    if [ ! -e "$MEGATRON_LM_PATH/.git" ] || ! there=$(git -C "$MEGATRON_LM_PATH" rev-parse HEAD 2>/dev/null); then
+        echo "$MEGATRON_LM_PATH has no history that git can read: whether it is main at ${tested:0:10}, which is tested, only you know"
+    elif [ "$there" != "$tested" ]; then
+        echo "$MEGATRON_LM_PATH is at ${there:0:10}, and main is tested at ${tested:0:10}: what fails may have changed in between"
+    fi
 }

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from mcore_prefix_tree.mcore.compat import MAIN, MAIN_COMMIT, RELEASES
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("requirements*.txt"), *ROOT.glob("requirements-versions/*.txt")])
 
@@ -234,7 +236,63 @@ def core_pins() -> dict[str, str]:
 def test_each_megatron_core_is_tested(tmp_path: Path) -> None:
     """What requirements.txt installs is what scripts/versions tests, and what environment.sh announces."""
     found = core_pins()
-    assert {*found.values()} == {file.stem for file in (ROOT / "requirements-versions").glob("*.txt")}
+    assert {*found.values()} <= {file.stem for file in (ROOT / "requirements-versions").glob("*.txt")}
     done = call("for version in 3.10 3.11 3.12; do core_for $version; done", tmp_path)
     assert done.stdout.split() == [found["3.10"], found["3.11"], found["3.12"]]
     assert f"scripts/versions {found['3.11']} " in (ROOT / ".ci" / "run").read_text()
+
+
+def test_each_tested_version_is_named_where_users_look() -> None:
+    """The files of scripts/versions, what is said of other versions, and the page of what is supported."""
+    files = {file.stem: file for file in (ROOT / "requirements-versions").glob("*.txt")}
+    main = files.pop("main")
+    assert set(RELEASES) == set(files)
+    for release, file in files.items():
+        assert [str(pin.specifier) for pin in pins(file) if pin.name == "megatron-core"] == [f"=={release}"]
+    (commit,) = re.findall(r"\b[0-9a-f]{40}\b", main.read_text())
+    assert commit.startswith(MAIN_COMMIT)
+    assert f"calls itself {MAIN}." in " ".join(main.read_text().replace("#", " ").split())
+    page = (ROOT / "docs" / "support.md").read_text()
+    assert [name for name in (*RELEASES, MAIN, MAIN_COMMIT) if name not in page] == []
+
+
+def checkout(folder: Path, minor: int) -> Path:
+    (folder / "megatron" / "core").mkdir(parents=True)
+    (folder / "megatron" / "core" / "package_info.py").write_text(f"MAJOR = 0\nMINOR = {minor}\n")
+    return folder
+
+
+def call_versions(script: str, path: Path | None, tested: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Call functions of versions.sh with a checkout in MEGATRON_LM_PATH."""
+    variables = {"PATH": os.environ["PATH"]} | ({} if path is None else {"MEGATRON_LM_PATH": str(path)})
+    instead = "" if tested is None else f"tested_commit() {{ echo {tested}; }}\n"
+    script = f"set -euo pipefail\n. scripts/lib/versions.sh\n{instead}{script}"
+    return subprocess.run(["/bin/bash", "-c", script, "call"], cwd=ROOT, env=variables, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("release", "fits"), [("0.19.2", True), ("0.18.2", False), ("main", True)])
+def test_checkout_of_a_version(release: str, fits: bool, tmp_path: Path) -> None:
+    assert (call_versions(f"is_checkout_of {release}", checkout(tmp_path, 19)).returncode == 0) is fits
+    assert call_versions(f"is_checkout_of {release}", None).returncode == 1
+
+
+def test_another_commit_of_main_gets_one_sentence(tmp_path: Path) -> None:
+    folder = checkout(tmp_path, 20)
+    assert f"{folder} has no history that git can read" in call_versions("say_commit", folder).stdout
+    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "x"], check=True)
+    there = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    said = call_versions("say_commit", folder)
+    assert said.returncode == 0
+    (line,) = said.stdout.splitlines()
+    assert line.startswith(f"{folder} is at {there[:10]}, and main is tested at {MAIN_COMMIT}: ")
+    assert call_versions("say_commit", folder, tested=there).stdout == ""
+
+
+def test_main_needs_a_checkout(tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "MEGATRON_LM_PATH"}
+    command = [str(ROOT / "scripts" / "versions"), "main"]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("main needs a checkout of Megatron-LM: name one with MEGATRON_LM_PATH, best at ")

@@ -107,7 +107,7 @@ def test_help_has_our_arguments_where_pretrain_parses_without_them(
 )
 def test_another_form_is_refused(load: Load, signature: str) -> None:
     adapter = load(recorder(signature)[0])
-    with pytest.raises(ArgumentError, match=r"checkout is Megatron-LM .*; check out one of these"):
+    with pytest.raises(ArgumentError, match=r"checkout is Megatron-LM .*; check out core_v0.16.1, "):
         adapter.check_megatron_lm()
 
 

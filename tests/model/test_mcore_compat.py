@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
@@ -14,13 +15,15 @@ from typing import Any
 
 import pytest
 
+from mcore_prefix_tree.cli.installed import show_installed
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.compat import MegatronCoreError, Uses
+from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, missing_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 FOLDER = Path(compat.__file__).parent
-INSTALLED = (*compat.SEAM, *compat.ENGINE, *compat.INSIDE, *compat.MODELS, *compat.TRAINER)
+INSTALLED = [uses for table in compat.TABLES.values() for uses in table]
 WITH_PARAMETERS = [uses for uses in INSTALLED if uses.positional or uses.keywords]
+WITH_ATTRIBUTES = [uses for uses in INSTALLED if uses.attributes]
 
 
 def names_of(table: Any) -> list[str]:
@@ -51,7 +54,7 @@ def without(target: Any, missing: str) -> Any:
 
 @pytest.mark.parametrize("uses", INSTALLED, ids=names_of(INSTALLED))
 def test_the_installed_megatron_core_has_it(uses: Uses) -> None:
-    assert list(compat.moved(uses)) == []
+    assert list(missing_of(uses)) == []
 
 
 @pytest.mark.parametrize("uses", WITH_PARAMETERS, ids=names_of(WITH_PARAMETERS))
@@ -68,7 +71,7 @@ def test_a_missing_parameter_is_named(uses: Uses, monkeypatch: pytest.MonkeyPatc
         message = str(caught.value)
         assert re.search(rf"{re.escape(name)}\({parameter}( at position \d|=)\)", message)
         assert compat.installed_version() in message
-        assert "0.16.1 and 0.19.x are supported" in message
+        assert message.endswith(f"; {compat.SUPPORTED}")
         assert "\n" not in message
 
 
@@ -78,7 +81,7 @@ def test_a_missing_name_is_named(uses: Uses, monkeypatch: pytest.MonkeyPatch) ->
     first = qualified.partition(".")[0]
     assert hasattr(importlib.import_module(module), first)
     monkeypatch.setitem(sys.modules, module, SimpleNamespace())
-    assert list(compat.moved(uses)) == [f"{module}.{qualified}"]
+    assert list(missing_of(uses)) == [f"{module}.{qualified}"]
 
 
 def test_everything_that_moved_is_told_at_once() -> None:
@@ -103,12 +106,64 @@ def upstream(query: Any, key: Any, *, scale: Any = 1, **others: Any) -> None: ..
 )
 def test_positions_and_names(positional: str, keywords: str, problems: list[str]) -> None:
     uses = Uses(f"{__name__}:upstream", positional, keywords)
-    assert [problem.removeprefix(f"{__name__}.upstream") for problem in compat.moved(uses)] == problems
+    assert [problem.removeprefix(f"{__name__}.upstream") for problem in missing_of(uses)] == problems
+
+
+@pytest.mark.parametrize("uses", WITH_ATTRIBUTES, ids=names_of(WITH_ATTRIBUTES))
+def test_a_missing_attribute_is_named(uses: Uses) -> None:
+    renamed = dataclasses.replace(uses, attributes=f"{uses.attributes} renamed_upstream")
+    shown = uses.name.replace(":", ".")
+    with pytest.raises(MegatronCoreError, match=rf"relies on: {re.escape(shown)}\.renamed_upstream; megatron-core"):
+        compat.check([renamed])
+
+
+def test_attributes_are_found_where_a_class_sets_them() -> None:
+    there = "of_class annotated method set_in_init registered inherited"
+    assert list(missing_of(Uses(f"{__name__}:Layer", attributes=there))) == []
+    elsewhere = Uses(f"{__name__}:Layer", attributes="of_another local")
+    assert list(missing_of(elsewhere)) == [f"{__name__}.Layer.of_another", f"{__name__}.Layer.local"]
+
+
+class Base:
+    def build(self) -> None:
+        self.inherited = 1
+
+
+class Layer(Base):
+    of_class = 1
+    annotated: int
+
+    def __init__(self, other: Any) -> None:
+        local = other
+        self.set_in_init: int = local
+        other.of_another = 2
+        self.register_parameter("registered", None)
+
+    def register_parameter(self, name: str, value: None) -> None: ...
+
+    def method(self) -> None: ...
+
+
+def test_an_installation_is_checked_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_installed(None, as_json=False)
+    first, _, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"megatron-core {compat.installed_version()} in ")
+    assert [row.split() for row in rows[: len(compat.TABLES)]] == [[room, "0"] for room in compat.TABLES]
+
+
+def test_what_an_installation_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = Uses("megatron.core.models.gpt:GPTModel", keywords="a_new_one", attributes="gone")
+    monkeypatch.setattr(compat, "TABLES", {"seam": compat.SEAM, "engine": (gone,)})
+    assert not show_installed(None, as_json=False)
+    shown = "missing or different: megatron.core.models.gpt.GPTModel"
+    assert capsys.readouterr().out.splitlines()[-2:] == [f"{shown}(a_new_one=)", f"{shown}.gone"]
 
 
 def test_self_does_not_count() -> None:
-    assert list(compat.moved(Uses(f"{__name__}:Upstream.forward", "query", "mask"))) == []
-    assert list(compat.moved(Uses(f"{__name__}:Upstream", "config"))) == []
+    assert list(missing_of(Uses(f"{__name__}:Upstream.forward", "query", "mask"))) == []
+    assert list(missing_of(Uses(f"{__name__}:Upstream", "config"))) == []
 
 
 class Upstream:
@@ -124,7 +179,7 @@ def test_a_package_that_megatron_needs_is_named(monkeypatch: pytest.MonkeyPatch,
         compat.check([Uses("needs_triton:anything")])
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.16.1+bf3be79", "0.19.0rc1", "0.19.2"])
+@pytest.mark.parametrize("version", ["0.16.1", "0.16.1+bf3be79", "0.17.0", "0.18.2", "0.19.0rc1", "0.20.0+d98e8a64"])
 def test_tested_versions_pass_without_a_word(
     version: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -136,7 +191,7 @@ def test_tested_versions_pass_without_a_word(
 @pytest.mark.parametrize("version", ["0.15.3", "0.16.0"])
 def test_old_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "installed_version", lambda: version)
-    with pytest.raises(MegatronCoreError, match=f"megatron-core {version} is too old; megatron-core 0.16.1 and 0.19.x"):
+    with pytest.raises(MegatronCoreError, match=f"megatron-core {version} is too old; megatron-core 0.16.1, "):
         compat.check_version()
 
 

@@ -71,6 +71,8 @@ SETTINGS = [
     {"log_max_attention_logit": True},
     {"fp8": "hybrid"},
     {"fp4": "e2m1"},
+    {"use_kitchen": True},
+    {"quant_recipe": "of its own"},
     {"cuda_graph_impl": "local"},
     {"tp_comm_overlap": True},
     {"overlap_moe_expert_parallel_comm": True},
@@ -88,9 +90,14 @@ MOE_SETTINGS = [
     {"moe_router_force_load_balancing": True},
     {"moe_router_force_biased": 0.1},
     {"moe_expert_rank_capacity_factor": 1.5},
+    {"moe_dispatch_fwd_dtype": "mxfp8"},
+    {"moe_combine_bwd_dtype": "mxfp8"},
 ]
-# Fields that megatron-core 0.16.1 lacks.
-NEWER = {"moe_router_force_biased", "moe_expert_rank_capacity_factor"}
+# Fields that older releases of megatron-core lack.
+NEWER = {
+    *("moe_router_force_biased", "moe_expert_rank_capacity_factor"),
+    *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"),
+}
 # One of MLATransformerConfig alone.
 LATENT = {"cache_mla_latents"}
 

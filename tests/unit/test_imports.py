@@ -60,7 +60,13 @@ ALLOWED["cli"] = set(ALLOWED) - {"__init__"}
 ALLOWED["__main__"] = {"cli"}
 
 # The rooms of mcore/ in the same way.
-IN_MCORE: dict[str, set[str]] = {"compat": set(), "ranks": set(), "saved_enums": set(), "seam": {"compat"}}
+IN_MCORE: dict[str, set[str]] = {
+    "probe": set(),
+    "compat": {"probe"},
+    "ranks": set(),
+    "saved_enums": set(),
+    "seam": {"compat"},
+}
 for above, room in (("seam", "readout"), ("readout", "engine"), ("engine", "models")):
     IN_MCORE[room] = IN_MCORE[above] | {above, "ranks", "saved_enums", "compat"}
 IN_MCORE["inside"] = IN_MCORE["engine"] | {"engine"}

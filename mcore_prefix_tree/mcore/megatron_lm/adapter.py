@@ -53,7 +53,7 @@ def check_megatron_lm() -> None:
     if not known:
         raise ArgumentError(
             f"{checkout()} is Megatron-LM {compat.installed_version()}, whose pretrain() takes other arguments than "
-            "those of core_v0.16.1 and core_v0.19.0, which --prefix-tree calls; check out one of these"
+            f"those that --prefix-tree calls; check out core_v0.16.1, core_v0.19.0 or main at {compat.MAIN_COMMIT}"
         )
     compat.check(compat.MEGATRON_LM)
 

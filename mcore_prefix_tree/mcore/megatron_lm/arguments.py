@@ -100,7 +100,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument(
         "--megatron-lm-path",
         metavar="DIR",
-        help="Checkout of Megatron-LM, core_v0.16.1 or core_v0.19.0; its own megatron.core is used. Default: the "
+        help="Checkout of Megatron-LM, core_v0.16.1, core_v0.19.0 or main; its own megatron.core is used. Default: the "
         "environment's MEGATRON_LM_PATH, else the megatron.training that Python finds.",
     )
     group.add_argument(

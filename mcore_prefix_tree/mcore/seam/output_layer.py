@@ -86,6 +86,8 @@ def _why_not(layer: Any) -> str | None:
     # Since core_v0.20, Megatron-LM's --output-logit-dtype.
     if getattr(layer, "output_dtype", None) not in (None, layer.config.params_dtype):
         return f"an output layer with output_dtype={layer.output_dtype}, another than that of the weights"
+    if _multiplier(layer.config) != 1 and not HAS_OUTPUT_PROCESSOR:
+        return "use_mup=True with this megatron-core, which would scale what the layer answers as if it were logits"
     if layer.config.defer_embedding_wgrad_compute:
         return "defer_embedding_wgrad_compute=True, for which stock Megatron keeps the gradient of the logits"
     return None
@@ -166,7 +168,7 @@ def output_weight(model: Any) -> torch.Tensor:
 
 
 def _multiplier(config: Any) -> float:
-    """Return the factor of muP, which came with megatron-core 0.18."""
+    """Return the factor of muP, which came with megatron-core 0.17."""
     return float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
 
 

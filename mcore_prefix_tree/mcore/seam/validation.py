@@ -60,6 +60,11 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         (bool(config.fp8 or config.fp4), "fp8 or fp4: not proven exact under folding yet; use bf16"),
         (
+            config.use_kitchen or config.quant_recipe is not None,
+            "use_kitchen or quant_recipe: their layers multiply in less than bf16, which is not proven exact under "
+            "folding yet; turn both off",
+        ),
+        (
             config.cuda_graph_impl != "none",
             f"cuda_graph_impl={config.cuda_graph_impl!r}: the shape of a tree changes with every micro-batch; "
             "set cuda_graph_impl='none'",
@@ -79,6 +84,13 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
                 "set moe_router_load_balancing_type='none'",
             )
             for name in ("sinkhorn", "quantile_balancing")
+        ),
+        *(
+            (
+                getattr(config, name, "bf16") != "bf16",
+                f"{name}={getattr(config, name, None)!r}: not proven exact under folding yet; set {name}='bf16'",
+            )
+            for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")  # since 0.20
         ),
         *(
             (

@@ -1,0 +1,59 @@
+"""Table of what an installation lacks of all that this package relies on upstream."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+from mcore_prefix_tree.cli.boundary import quiet_upstream
+
+
+def show_installed(megatron_lm_path: str | None, *, as_json: bool) -> bool:
+    """Print how many upstream names each room lacks, and every name that is missing or different.
+
+    Args:
+        megatron_lm_path: checkout of Megatron-LM to check beside its own megatron-core; None checks the megatron-core
+            that is installed, alone.
+        as_json: print one JSON object instead.
+
+    Returns:
+        Whether nothing is missing.
+
+    Raises:
+        ValueError: there is no Megatron-LM at that path, or its ``pretrain()`` has a form that is not known.
+        ImportError: the seam, without which there is nothing else to check, lacks something.
+    """
+    quiet_upstream()
+    if megatron_lm_path is not None:
+        from mcore_prefix_tree.pretrain_gpt import use_megatron_lm
+
+        use_megatron_lm(megatron_lm_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first line says whether a test has seen this version
+        from mcore_prefix_tree.mcore import compat
+
+        missing = compat.missing_by_room(megatron_lm=megatron_lm_path is not None)
+        whole = not any(missing.values())
+        if whole and megatron_lm_path is not None:
+            from mcore_prefix_tree.mcore.megatron_lm.adapter import check_megatron_lm
+
+            check_megatron_lm()
+    version, folder = compat.installed_version(), str(compat.installed_folder())
+    tested = compat.is_tested(version)
+    if as_json:
+        print(json.dumps({"megatron-core": version, "path": folder, "tested": tested, "missing": missing}))
+        return whole
+    from rich.console import Console
+
+    from mcore_prefix_tree.cli.terminal import grid, say_line
+
+    console = Console()
+    said = "a tested series" if tested else f"which no test has seen; {compat.SUPPORTED}"
+    say_line(console, f"megatron-core {version} in {folder}, {said}")
+    table = grid(("room", "missing or different"))
+    for room, names in missing.items():
+        table.add_row(room, str(len(names)))
+    console.print(table)
+    for name in (one for names in missing.values() for one in names):
+        say_line(console, f"missing or different: {name}")
+    return whole
