@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, job_of
 from mcore_prefix_tree.inputs import MOST
-
-if TYPE_CHECKING:
-    from mcore_prefix_tree.mcore.trainer.score_file import ScoreReport
 
 
 def score(
@@ -60,17 +57,4 @@ def score(
         teacher_top_k=teacher_top_k,
     )
     if is_main:
-        print_report(report, output)
-
-
-def print_report(report: ScoreReport, output: str) -> None:
-    """Print what was written."""
-    by = report.iteration if isinstance(report.iteration, str) else f"iteration {report.iteration}"
-    if report.reference_iteration is not None:
-        by += f" and the reference's {report.reference_iteration}"
-    print(
-        f"{output}: {report.samples:,} samples, {report.tokens:,} scored tokens by {by}; "
-        f"{report.logical_tokens:,} tokens folded into {report.physical_tokens:,}"
-    )
-    if report.skipped:
-        print(f"not scored: {report.skipped}")
+        print(*report.lines(output), sep="\n")

@@ -8,7 +8,6 @@ import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import check_output_option
-from mcore_prefix_tree.cli.score import print_report
 from mcore_prefix_tree.inputs import MOST
 
 
@@ -43,4 +42,4 @@ def export_teacher(
 
     report, is_main = run_export(loaded, output, top_k=top_k)
     if is_main:
-        print_report(report, output)
+        print(*report.lines(output), sep="\n")

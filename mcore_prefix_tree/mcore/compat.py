@@ -117,6 +117,7 @@ SEAM = (
         "megatron.core.dist_checkpointing.utils:replace_prefix_for_sharding",
         "sharded_state_dict old_prefix new_prefix",
     ),
+    Uses("megatron.core.dist_checkpointing.mapping:LocalNonpersistentObject", "obj"),
     # What check_config refuses is asked by name.
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",
@@ -256,8 +257,14 @@ MEGATRON_LM = (
     Uses("megatron.training:print_rank_0", "message"),
     Uses("megatron.training.arguments:parse_args", "extra_args_provider"),
     Uses("megatron.training.arguments:validate_args", "args defaults"),
+    Uses("megatron.training.initialize:initialize_megatron"),
+    Uses("megatron.training.training:get_model", "model_provider_func model_type wrap_with_ddp"),
     Uses("megatron.training.arguments:core_transformer_config_from_args", "args"),
     Uses("megatron.training.checkpointing:load_args_from_checkpoint", "args"),
+    Uses("megatron.training.checkpointing:load_checkpoint", "ddp_model optimizer opt_param_scheduler load_arg"),
+    Uses("megatron.training.checkpointing:checkpoint_exists", "checkpoints_path"),
+    Uses("megatron.training.checkpointing:get_load_checkpoint_path_by_args", "args load_arg"),
+    Uses("megatron.core.dist_checkpointing:check_is_distributed_checkpoint", "checkpoint_dir"),
     Uses("megatron.training.theoretical_memory_usage:compute_weight_and_optimizer_memory", "args"),
     Uses("megatron.core.transformer.spec_utils:import_module", "module_path"),
     Uses("megatron.core.num_microbatches_calculator:init_num_microbatches_calculator"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,17 @@ sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
 sys.path += [str(Path(__file__).parents[1] / name) for name in (".", "unit", "world")]
 
 import torch
-from objective_oracles import Alone, policy_loss
+from objective_oracles import Alone, ValuesAlone, policy_loss
 from stock_teacher import chunk_loss
 from test_objectives_distill import top_k_loss
 from test_objectives_preference import kto_loss, pair_loss
+from test_objectives_scalar_head import critic_loss, reward_model_loss
 
 from mcore_prefix_tree.cpu.emulation import enable_training
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.mcore.megatron_lm.arguments import add_argument_group
+from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
+from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
 from mcore_prefix_tree.objectives import make_objective
 
 if not torch.cuda.is_available():
@@ -39,6 +40,8 @@ from megatron.training import get_args, pretrain
 from model_provider import model_provider
 
 ORACLES: dict[str, Any] = {"dpo": pair_loss, "ipo": pair_loss, "kto": kto_loss, "distill": top_k_loss}
+# Of values instead of distributions.
+SCALAR_ORACLES: dict[str, Any] = {"critic": critic_loss, "reward_model": reward_model_loss}
 
 
 def samples_alone(order: SampleOrder, consumed: int) -> Any:
@@ -93,6 +96,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
 
 
 def objective_step(args: Any, samples: Any, model: Any) -> Any:
+    alone: Any
     objective: Any = make_objective(args.prefix_tree_objective, args.prefix_tree_objective_options)
     device = next(model.parameters()).device
 
@@ -106,7 +110,11 @@ def objective_step(args: Any, samples: Any, model: Any) -> Any:
         total = chunk_loss(args, objective, samples, logits_of) * divisor
     else:
         divisor = objective.targets(samples).divisor
-        total = ORACLES.get(args.prefix_tree_objective, policy_loss)(objective, Alone(logits_of, samples)) * divisor
+        formula, alone = ORACLES.get(args.prefix_tree_objective, policy_loss), Alone(logits_of, samples)
+        if objective.has_scalar_head:
+            formula = SCALAR_ORACLES[args.prefix_tree_objective]
+            alone = ValuesAlone(lambda tokens: logits_of(tokens)[:, 0], samples)
+        total = formula(objective, alone) * divisor
 
     def loss_func(total: torch.Tensor) -> Any:
         num_tokens = torch.tensor(divisor, dtype=torch.int, device=device)
@@ -115,19 +123,27 @@ def objective_step(args: Any, samples: Any, model: Any) -> Any:
     return total, loss_func
 
 
+def stock_model(*args: Any, **kwargs: Any) -> Any:
+    """Build the stock model; that of a critic ends in a scalar head."""
+    model = model_provider(gpt_builder, *args, **kwargs)
+    return with_scalar_head(model) if get_args().prefix_tree_objective in SCALAR_ORACLES else model
+
+
 def main() -> None:
     """As the checkout's own pretrain_gpt.py calls it; core_v0.19 parses first, and builds from a ``ModelConfig``."""
+    model, kind = stock_model, ModelType.encoder_or_decoder
     if "cfg_container" not in inspect.signature(pretrain).parameters:
-        model = partial(model_provider, gpt_builder)
-        kind = ModelType.encoder_or_decoder
         pretrain(datasets_provider, model, kind, forward_step, extra_args_provider=add_argument_group)
         return
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
     args = parse_and_validate_args(extra_args_provider=add_argument_group)
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    if args.prefix_tree_objective in SCALAR_ORACLES:
+        pretrain(pretrain_cfg_container_from_args(args), datasets_provider, kind, forward_step, model_provider=model)
+    else:
+        container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        pretrain(container, datasets_provider, kind, forward_step)
 
 
 if __name__ == "__main__":

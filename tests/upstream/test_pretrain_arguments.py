@@ -10,10 +10,10 @@ import pytest
 
 from mcore_prefix_tree.mcore.megatron_lm.arguments import (
     ArgumentError,
-    add_argument_group,
     check_arguments,
     check_unused,
 )
+from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
 from mcore_prefix_tree.pretrain_gpt import use_megatron_lm
 
 FOLDED = ("--prefix-tree", "--prefix-tree-data-path", "a.jsonl", "b.jsonl", "--prefix-tree-max-tokens", "100")

@@ -43,9 +43,14 @@ OPTIONS = {
     "dpo": {},
     "kto": {"desirable_weight": 1.3, "beta": 0.4},
     "distill": {"divergence": "jsd", "jsd_beta": 0.3, "normalise": "sample"},
+    "critic": {"gamma": 0.9, "lam": 0.8, "clip_eps": 0.1},
+    "reward_model": {"center_coef": 0.01},
 }
-METRICS = {"grpo": "clip_fraction", "gspo": "ratio", "dpo": "accuracy", "kto": "reward_chosen", "distill": "jsd"}
-QUICK = {("grpo", "tp2"), ("dpo", "pp2"), ("kto", "dp2"), ("distill", "tp2")}
+METRICS = {
+    **{"grpo": "clip_fraction", "gspo": "ratio", "dpo": "accuracy", "kto": "reward_chosen", "distill": "jsd"},
+    **{"critic": "value_error", "reward_model": "margin"},
+}
+QUICK = {("grpo", "tp2"), ("dpo", "pp2"), ("kto", "dp2"), ("distill", "tp2"), ("critic", "pp2")}
 EVERY = [
     pytest.param(name, layout, id=f"{name}-{layout}", marks=[] if (name, layout) in QUICK else pytest.mark.slow)
     for name in OPTIONS
@@ -82,6 +87,7 @@ def write_rollouts(path: Path) -> None:
                     "chosen": bool(member % 2),
                     "label": bool(len(rows) % 3),
                     "mismatched": len(rows) % 7 == 0,
+                    "values": (0.3 * rng.standard_normal(length)).tolist(),
                     "teacher": {"token_ids": ids, "logprobs": likely},
                 }
             )
@@ -145,7 +151,7 @@ def test_every_objective_trains_as_on_each_sample_alone(
             "--global-batch-size=64 is more than the 48 samples",
             marks=pytest.mark.slow,
         ),
-        pytest.param("--prefix-tree-objective critic", "invalid choice: 'critic'", marks=pytest.mark.slow),
+        pytest.param("--prefix-tree-objective critics", "invalid choice: 'critics'", marks=pytest.mark.slow),
         pytest.param(
             '--prefix-tree-objective dpo --prefix-tree-objective-options {"betta":1}',
             "options.betta: dpo has no such",
@@ -156,7 +162,10 @@ def test_every_objective_trains_as_on_each_sample_alone(
             "asks a second model",
             marks=pytest.mark.slow,
         ),
-        ("--prefix-tree-objective ppo", "field 'values' is missing, and advantage=gae needs it"),
+        (
+            '--prefix-tree-objective critic --prefix-tree-objective-options {"returns":"given"}',
+            "field 'returns' is missing, and returns=given needs it",
+        ),
         pytest.param(
             "--prefix-tree-objective grpo --rampup-batch-size 4 4 48",
             "--rampup-batch-size with --prefix-tree-objective",

@@ -23,8 +23,10 @@ from typing import Any
 from megatron import training
 from megatron.core.enums import ModelType
 from megatron.core.transformer.spec_utils import import_module
-from megatron.training import pretrain
+from megatron.training import get_args, pretrain
 from megatron.training.arguments import parse_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.training import get_model
 
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
@@ -73,12 +75,9 @@ def run_pretrain(
         forward_step: Megatron's ``forward_step_func``.
         args_defaults: for arguments that the command line leaves out.
     """
-    parsing = {
-        "args_defaults": dict(args_defaults),
-        "extra_args_provider": partial(add_prefix_tree_args, args_defaults=args_defaults),
-    }
+    parsing = _parsing(args_defaults)
     settings = parsing
-    if _CONTAINER in inspect.signature(pretrain).parameters:
+    if _parses_first():
         settings = {_CONTAINER: _parsed_here(parsing)}
     elif {"-h", "--help"} & set(sys.argv[1:]):
         # pretrain() first parses for its fault tolerance, without the arguments of --prefix-tree.
@@ -90,6 +89,48 @@ def run_pretrain(
         forward_step_func=forward_step,
         **settings,
     )
+
+
+def start(*, args_defaults: Mapping[str, Any]) -> argparse.Namespace:
+    """Join the job that the command line describes, without a model or data, to score.
+
+    Args:
+        args_defaults: for arguments that the command line leaves out.
+
+    Returns:
+        The arguments, validated.
+    """
+    parsing = _parsing(args_defaults, scores=True)
+    if _parses_first():
+        from megatron.training.arguments import parse_and_validate_args
+
+        parse_and_validate_args(**parsing)
+        parsing = {}
+    initialize_megatron(**parsing)
+    args: argparse.Namespace = get_args()
+    return args
+
+
+def build_chunks(model_provider: Callable[..., Any]) -> list[Any]:
+    """Return this rank's model chunks in the precision of the arguments, without gradients' buffers.
+
+    Args:
+        model_provider: Megatron's.
+    """
+    chunks: list[Any] = get_model(model_provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
+    return chunks
+
+
+def _parsing(args_defaults: Mapping[str, Any], *, scores: bool = False) -> dict[str, Any]:
+    return {
+        "args_defaults": dict(args_defaults),
+        "extra_args_provider": partial(add_prefix_tree_args, args_defaults=args_defaults, scores=scores),
+    }
+
+
+def _parses_first() -> bool:
+    """Return whether the command line is parsed before Megatron is called."""
+    return _CONTAINER in inspect.signature(pretrain).parameters
 
 
 def _parsed_here(parsing: Mapping[str, Any]) -> Any:

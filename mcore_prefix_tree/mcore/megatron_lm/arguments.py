@@ -1,27 +1,21 @@
-"""The arguments that Megatron-LM's ``pretrain_*.py`` scripts gain, and what they refuse.
-
-Scripts take them with ``extra_args_provider=add_prefix_tree_args``, which also checks the job; see
-:mod:`mcore_prefix_tree.mcore.megatron_lm`.
-"""
+"""What the arguments of ``--prefix-tree`` refuse, and what they say of the objective."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
 
 from mcore_prefix_tree.attention.api import check_setting
-from mcore_prefix_tree.data.fields import check_names
-from mcore_prefix_tree.inputs import MOST
-from mcore_prefix_tree.objectives import OBJECTIVES
+from mcore_prefix_tree.data.write import check_rows_output
+from mcore_prefix_tree.mcore.engine.score_file import ScoreOptions
+from mcore_prefix_tree.mcore.models.checkpoint import TRACKER
+from mcore_prefix_tree.objectives import OBJECTIVES, Objective
 from mcore_prefix_tree.recipe import ObjectiveConfig
+from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import check_teachers_named, settings_of
 from mcore_prefix_tree.recipe.teacher import SettingNames
 
-# Objectives of a language model. Others need a scalar head.
-TRAINED = [name for name, (made, _) in OBJECTIVES.items() if not made.has_scalar_head]
 NAMES = SettingNames(
     objective="--prefix-tree-objective {}",
     options="--prefix-tree-objective-options",
@@ -36,230 +30,6 @@ NAMES = SettingNames(
 
 class ArgumentError(ValueError):
     """Arguments that cannot be used with ``--prefix-tree``. The message names them."""
-
-
-class _Enable(argparse.Action):
-    """``--prefix-tree``: also switches on what folding always needs, for Megatron to validate the arguments with."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.prefix_tree = True
-        # Micro-batches hold different numbers of scored tokens: the step has one denominator.
-        namespace.calculate_per_token_loss = True
-        if namespace.dataloader_type is None:  # another one, before or after the flag, is refused
-            namespace.dataloader_type = "external"
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return found
-
-
-def _field_names(text: str) -> dict[str, Any]:
-    found = _json_object(text)
-    try:
-        check_names(found)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return found
-
-
-def _whole_number(text: str) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > MOST:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of at most {MOST}")
-    return int(text)
-
-
-def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group "prefix-tree" and return the parser."""
-    group = parser.add_argument_group(
-        title="prefix-tree",
-        description="Fold samples that begin with the same tokens and compute every unique token once. "
-        "--global-batch-size, --train-samples and the schedules count samples as they are before folding. "
-        "--micro-batch-size says how many of them are folded into one micro-batch on average: a step always has "
-        "global-batch-size / (micro-batch-size * data-parallel-size) micro-batches a rank, and samples that share "
-        "their beginning are dealt to the same one.",
-    )
-    group.add_argument(
-        "--prefix-tree",
-        action=_Enable,
-        nargs=0,
-        default=False,
-        help="Train folded. Implies --calculate-per-token-loss and --dataloader-type external.",
-    )
-    group.add_argument(
-        "--megatron-lm-path",
-        metavar="DIR",
-        help="Checkout of Megatron-LM, core_v0.16.1, core_v0.19.0 or main; its own megatron.core is used. Default: the "
-        "environment's MEGATRON_LM_PATH, else the megatron.training that Python finds.",
-    )
-    group.add_argument(
-        "--prefix-tree-data-path",
-        nargs="+",
-        metavar="FILE",
-        help="JSONL, Parquet or Arrow files or globs: lines or rows with tokens (and loss_mask, merge_key) or with "
-        "chat messages.",
-    )
-    group.add_argument(
-        "--prefix-tree-valid-data-path",
-        nargs="+",
-        metavar="FILE",
-        help="The same, for validation. Without it nothing is evaluated.",
-    )
-    group.add_argument(
-        "--prefix-tree-fields",
-        type=_field_names,
-        default={},
-        metavar="JSON",
-        help="The files' names of our fields, such as "
-        """'{"group": "task_id", "tokens": "input_ids"}'; null for one of ours that the files mean otherwise.""",
-    )
-    group.add_argument(
-        "--prefix-tree-hf",
-        metavar="DIR",
-        help="Folder of a Hugging Face model, whose architecture sets the model's arguments. Training starts from its "
-        "weights unless it loads a checkpoint. Needs Megatron-Bridge, Python 3.12 and core_v0.19.0.",
-    )
-    group.add_argument(
-        "--prefix-tree-tokenizer",
-        metavar="NAME",
-        help="For chat messages: mistral-v7, mistral-v3, mistral-v3-tekken, or the folder of a Hugging Face "
-        "tokenizer. Sets the vocabulary where --tokenizer-type and --vocab-size do not.",
-    )
-    group.add_argument(
-        "--prefix-tree-chat-template-kwargs",
-        type=_json_object,
-        metavar="JSON",
-        help="What the chat template of a Hugging Face tokenizer is given besides, such as "
-        """'{"enable_thinking": false}'; with strftime_now, a date as 2026-11-20, its clock shows that date.""",
-    )
-    group.add_argument(
-        "--prefix-tree-expand-turns",
-        action="store_true",
-        help="One sample per assistant turn, with its whole history as prefix.",
-    )
-    group.add_argument(
-        "--prefix-tree-objective",
-        default="sft",
-        choices=sorted(TRAINED),
-        metavar="NAME",
-        help=f"What the samples are trained with: {', '.join(TRAINED)}. Groups and pairs stay in one step. Default: "
-        "%(default)s.",
-    )
-    group.add_argument(
-        "--prefix-tree-objective-options",
-        type=_json_object,
-        metavar="JSON",
-        help="""Options of the objective, such as '{"kl_coef": 0.01}'; docs/objectives.md lists them.""",
-    )
-    group.add_argument(
-        "--prefix-tree-teacher",
-        nargs="+",
-        metavar="RECIPE",
-        help="Recipes of the models that distill with teacher=full, and xtoken, learn from: model, checkpoint.save or "
-        "model.hf, data.tokenizer and attention_backend are read of them. The folder of a Hugging Face model can take "
-        "a recipe's place.",
-    )
-    group.add_argument(
-        "--prefix-tree-teacher-tensor-model-parallel-size",
-        type=_whole_number,
-        metavar="N",
-        help="Ranks that a teacher is cut over: 1, which leaves it whole on each, or a multiple of "
-        "--tensor-model-parallel-size. Default: that. On a pipeline the last stage has all layers of a teacher.",
-    )
-    group.add_argument(
-        "--prefix-tree-order",
-        choices=["shuffled", "folded", "file"],
-        default="shuffled",
-        help="shuffled: draw lines in a new order each epoch, by --seed. folded: deal samples that begin with the same "
-        "tokens to the same step of --global-batch-size, anew each epoch, by --seed; needs the samples in memory. "
-        "file: keep the order of the files. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--prefix-tree-new-data",
-        action="store_true",
-        help="A job that resumes with other samples than its checkpoint was trained on, which it knows again, begins "
-        "with the first of them. Otherwise they are refused. With the same samples it goes on where it stopped.",
-    )
-    group.add_argument(
-        "--prefix-tree-on-error",
-        choices=["raise", "skip"],
-        default="raise",
-        help="raise: end before training at the first bad line. skip: leave out and count the lines that cannot be "
-        "used and the samples that are too long. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--prefix-tree-streaming",
-        action="store_true",
-        help="Hold no samples: --num-workers processes of each rank read and encode lines when a step needs them, for "
-        "files larger than memory. All ranks together go through the files once at the start. A step that does not fit "
-        "its micro-batches is reported while the one before computes; --prefix-tree-dry-run looks at all of an epoch.",
-    )
-    group.add_argument(
-        "--prefix-tree-max-tokens",
-        type=_whole_number,
-        metavar="N",
-        help="Most physical tokens (after folding, before padding) of a micro-batch. Bounds its memory.",
-    )
-    group.add_argument(
-        "--prefix-tree-share",
-        choices=["all", "prompt"],
-        default="all",
-        help="all: every common prefix. prompt: what samples have in common before their first scored token. Either is "
-        "exact. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--prefix-tree-min-shared-tokens",
-        type=_whole_number,
-        default=0,
-        metavar="N",
-        help="Common prefixes of fewer tokens are not shared. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--prefix-tree-length-buckets",
-        type=_whole_number,
-        nargs="+",
-        metavar="N",
-        help="The only sizes that micro-batches are padded to, the largest at least --prefix-tree-max-tokens. Default: "
-        "as little padding as the parallel layout allows.",
-    )
-    group.add_argument(
-        "--prefix-tree-attention-backend",
-        default="auto",
-        metavar="NAME",
-        help="Attention along the tree: one of the back-ends, or auto, the fastest measured on a tree like that of the "
-        "first step. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--prefix-tree-no-deterministic-attention",
-        action="store_false",
-        dest="prefix_tree_deterministic_attention",
-        help="Let back-ends take a faster backward that adds up in any order, and admit those that have no other. "
-        "Otherwise attention gives the same bits twice, with --deterministic-mode or without.",
-    )
-    group.add_argument(
-        "--prefix-tree-no-fused-head",
-        action="store_false",
-        dest="prefix_tree_fused_head",
-        help="Keep the logits of all tokens. Otherwise the tokens that are scored are projected a chunk at a time.",
-    )
-    group.add_argument(
-        "--prefix-tree-dry-run",
-        action="store_true",
-        help="Print the plan of the first step, its bound and an estimate of each rank's memory, and stop. Needs "
-        "no GPU and starts no job; set WORLD_SIZE to the ranks of the job to plan for.",
-    )
-    return parser
 
 
 # Arguments that cannot be used at all, and why.
@@ -341,9 +111,23 @@ _AT_ODDS: tuple[tuple[Callable[[argparse.Namespace], bool], str], ...] = (
     (lambda args: (getattr(args, "gtp_weight_remat_size", None) or 1) > 1, f"--{_SHARDS}"),
     (lambda args: (getattr(args, "expert_gtp_weight_remat_size", None) or 1) > 1, f"--expert-{_SHARDS}"),
     (
-        lambda args: args.prefix_tree_fused_head and getattr(args, "defer_embedding_wgrad_compute", False),
+        lambda args: (
+            args.prefix_tree_fused_head
+            and not has_scalar_head(args)
+            and getattr(args, "defer_embedding_wgrad_compute", False)
+        ),
         "--defer-embedding-wgrad-compute with the fused head, whose gradient is never there as a whole: leave it "
         "out, or give --prefix-tree-no-fused-head",
+    ),
+    (
+        lambda args: has_scalar_head(args) and getattr(args, "defer_embedding_wgrad_compute", False),
+        "--defer-embedding-wgrad-compute with --prefix-tree-objective {prefix_tree_objective}, which has no output "
+        "layer to defer: leave it out",
+    ),
+    (
+        lambda args: has_scalar_head(args) and getattr(args, "ckpt_format", "torch_dist") != "torch_dist",
+        "--ckpt-format {ckpt_format} with --prefix-tree-objective {prefix_tree_objective}: a scalar head is told from "
+        "a vocabulary's in torch_dist alone; use --ckpt-format torch_dist",
     ),
     (
         lambda args: args.deterministic_mode and not args.prefix_tree_deterministic_attention,
@@ -417,6 +201,75 @@ def _check_objective(args: argparse.Namespace) -> None:
             f"{NAMES.teacher} with --expert-model-parallel-size: not proven equal yet; export the teacher's rows with "
             "mcore-prefix-tree xtoken export-teacher, or score --teacher-top-k"
         )
+
+
+def has_scalar_head(args: argparse.Namespace) -> bool:
+    """Return whether the model of the objective gives a value of each token instead of a distribution."""
+    return objective_kind(args).has_scalar_head
+
+
+# What a job that trains nothing would leave undone, and why.
+_ONLY_TRAINING: tuple[tuple[str, str], ...] = (
+    ("save", "nothing is saved; leave it out"),
+    ("pretrained_checkpoint", "name the checkpoint with --load"),
+    ("prefix_tree_valid_data_path", "nothing is evaluated; name all files with --prefix-tree-data-path"),
+    ("prefix_tree_new_data prefix_tree_dry_run skip_train", "nothing is trained; leave it out"),
+    ("rampup_batch_size step_batch_size_schedule", "--global-batch-size samples are planned together; leave it out"),
+)
+
+
+def check_score(args: argparse.Namespace) -> None:
+    """Check a job of ``--prefix-tree-score`` from its arguments alone, and the options of other jobs that need it.
+
+    Args:
+        args: parsed, and :func:`check_arguments` has checked them.
+
+    Raises:
+        ArgumentError: what it asks for cannot be had, its file cannot be written or exists, or a checkpoint is missing.
+    """
+    options, file = score_options(args), args.prefix_tree_score
+    if file is None:
+        if options != ScoreOptions(prefix=options.prefix):
+            raise ArgumentError(f"{options.prefix}... options need --prefix-tree-score FILE")
+        return
+    given = vars(args)
+    found = [f"{_option(name)}: {why}" for names, why in _ONLY_TRAINING for name in names.split() if given.get(name)]
+    if found:
+        raise ArgumentError("--prefix-tree-score does not take " + "; nor ".join(found))
+    if args.global_batch_size is None:
+        raise ArgumentError("--prefix-tree-score needs --global-batch-size, the samples that are planned together")
+    if args.load is None and args.prefix_tree_hf is None:
+        raise ArgumentError("--prefix-tree-score needs --load, the folder of the checkpoints to score with")
+    for option, folder in (("--load", args.load), (f"{options.prefix}reference", options.reference)):
+        if folder is not None and not Path(folder, TRACKER).is_file():
+            raise ArgumentError(f"{option} {folder} holds no checkpoint; name the folder of a run that saved one")
+    setting = NAMES.objective.format(args.prefix_tree_objective)
+    if args.load is None and has_scalar_head(args) and not HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head:
+        raise ArgumentError(f"--prefix-tree-hf {args.prefix_tree_hf} has no scalar head to score with; give --load")
+    try:
+        options.check(objective_kind(args), setting=setting, vocab_size=args.vocab_size)
+        check_rows_output(file, args.prefix_tree_data_path)
+    except ValueError as error:
+        text = str(error)
+        raise ArgumentError(text if text.startswith(options.prefix) else f"--prefix-tree-score {text}") from None
+    if Path(file).exists():
+        raise ArgumentError(f"--prefix-tree-score {file}: exists; remove it, or name another file")
+
+
+def score_options(args: argparse.Namespace) -> ScoreOptions:
+    """Return what arguments ask of a scoring."""
+    return ScoreOptions(
+        reference=args.prefix_tree_score_reference,
+        all_tokens=args.prefix_tree_score_all_tokens,
+        entropy=args.prefix_tree_score_entropy,
+        teacher_top_k=args.prefix_tree_score_teacher_top_k,
+        prefix="--prefix-tree-score-",
+    )
+
+
+def objective_kind(args: argparse.Namespace) -> type[Objective]:
+    """Return the class of the objective."""
+    return OBJECTIVES[args.prefix_tree_objective][0]
 
 
 def objective_section(args: argparse.Namespace) -> ObjectiveConfig:

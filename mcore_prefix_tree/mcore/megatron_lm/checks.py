@@ -37,7 +37,8 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from mcore_prefix_tree.data import load_tokenizer, resolve_paths
 from mcore_prefix_tree.launchers import check_gpus
 from mcore_prefix_tree.mcore.megatron_lm.adapter import check_megatron_lm
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, add_argument_group, check_arguments
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, check_arguments, check_score
+from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
 from mcore_prefix_tree.mcore.megatron_lm.hf import check_same_model
 from mcore_prefix_tree.mcore.megatron_lm.job import check_backend, device_of_this_rank, folding_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import warm_up_bytes
@@ -66,6 +67,9 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
     """
     check_megatron_lm()
     check_arguments(args)
+    check_score(args)
+    if args.prefix_tree_score is not None and args.micro_batch_size is None:
+        args.micro_batch_size = 1  # Megatron wants one, and nothing takes it
     resolve_paths([*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())])
     if not args.prefix_tree_dry_run:
         _check_launch(args)
@@ -96,13 +100,16 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
                 pass
         return None
     config = checked_config(validated)
-    with _megatrons_refusals(), megatrons_calculator(validated):
-        check_sizes(validated)
+    trains = args.prefix_tree_score is None
+    if trains:
+        with _megatrons_refusals(), megatrons_calculator(validated):
+            check_sizes(validated)
     folding_of(validated, device=torch.device("cpu"))
     objective_of(validated)
     if not args.prefix_tree_dry_run:
         check_backend(validated, config)
-        _check_warm_up(validated)
+        if trains:
+            _check_warm_up(validated)
     return validated
 
 

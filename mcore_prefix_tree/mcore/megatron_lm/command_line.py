@@ -9,11 +9,12 @@ from typing import Any, NoReturn
 
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, add_argument_group, check_unused
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, check_unused
+from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
 
 
 def add_prefix_tree_args(
-    parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None = None
+    parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None = None, *, scores: bool = False
 ) -> argparse.ArgumentParser:
     """Add the arguments of ``--prefix-tree``; an ``extra_args_provider`` for Megatron-LM.
 
@@ -21,21 +22,25 @@ def add_prefix_tree_args(
         parser: Megatron-LM's.
         args_defaults: what the script gives Megatron-LM under this name. With them, arguments that Megatron-LM itself
             refuses end the job with a sentence too; without, those are left to Megatron-LM.
+        scores: the script writes what ``--prefix-tree-score`` asks for; otherwise it is refused.
 
     Returns:
         The parser to parse with in place of ``parser``. It has the same arguments, and checks the job.
     """
-    return _CheckedParser(add_argument_group(parser), args_defaults)
+    return _CheckedParser(add_argument_group(parser), args_defaults, scores=scores)
 
 
 class _CheckedParser(argparse.ArgumentParser):
     """Megatron-LM's parser; ends the process with one sentence if the job cannot run, and after a dry run."""
 
-    def __init__(self, parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None, *, scores: bool
+    ) -> None:
         super().__init__(
             prog=parser.prog, description=parser.description, parents=[parser], add_help=False, allow_abbrev=False
         )
         self._args_defaults = args_defaults
+        self._scores = scores
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -47,6 +52,10 @@ class _CheckedParser(argparse.ArgumentParser):
         """
         with readable_errors(is_of_this_package):
             parsed = super().parse_args(args, namespace)
+            if parsed.prefix_tree and parsed.prefix_tree_score is not None and not self._scores:
+                raise ArgumentError(
+                    "--prefix-tree-score: this script trains; start it with python -m mcore_prefix_tree.pretrain_gpt"
+                )
             if parsed.prefix_tree and parsed.prefix_tree_hf is not None:
                 from mcore_prefix_tree.mcore.megatron_lm.hf import set_arguments
 

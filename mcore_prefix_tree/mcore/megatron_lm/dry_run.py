@@ -12,6 +12,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.megatron_lm.arguments import has_scalar_head
 from mcore_prefix_tree.mcore.megatron_lm.dealing import check_fits, check_steps
 from mcore_prefix_tree.mcore.megatron_lm.job import folding_of, work_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import activation_bytes, warm_up_bytes
@@ -144,12 +145,15 @@ def _weights_in_layout(args: argparse.Namespace) -> float:
 
 
 def _weights_of(args: argparse.Namespace, **changed: Any) -> float:
+    if has_scalar_head(args):  # one row, where the estimate would count a vocabulary
+        changed["untie_embeddings_and_output_weights"] = False
     # The estimate writes to what it is given.
     return float(compute_weight_and_optimizer_memory(argparse.Namespace(**vars(copy.deepcopy(args)) | changed)))
 
 
 def _activations(args: argparse.Namespace, tokens: int, micro_batches: int) -> float:
     """Bytes of activations of micro-batches of so many tokens."""
-    logits_width = 0 if args.prefix_tree_fused_head else args.padded_vocab_size
+    has_logits = not (args.prefix_tree_fused_head or has_scalar_head(args))
+    logits_width = args.padded_vocab_size if has_logits else 0
     config = core_transformer_config_from_args(args)
     return activation_bytes(config, tokens, micro_batches=micro_batches, logits_width=logits_width)

@@ -13,7 +13,7 @@ from megatron.core import ModelParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training import print_rank_0
 
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, has_scalar_head
 from mcore_prefix_tree.mcore.models.fields import defaults_of_run, settings_of_run
 from mcore_prefix_tree.mcore.models.hf import OFF, load_folder, provider_of
 from mcore_prefix_tree.recipe import Dtype, ModelConfig, ParallelConfig, RecipeError
@@ -120,7 +120,10 @@ def load_weights(args: argparse.Namespace, chunk: torch.nn.Module) -> None:
         load_folder(args.prefix_tree_hf, [chunk])
     except RecipeError as error:
         raise _as_argument(error) from error
-    print_rank_0(f"the weights start from {args.prefix_tree_hf}")
+    new = ""
+    if has_scalar_head(args) and not HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head:
+        new = ", with a new scalar head"
+    print_rank_0(f"the weights start from {args.prefix_tree_hf}{new}")
 
 
 def _sections(args: argparse.Namespace) -> tuple[ModelConfig, ParallelConfig]:
@@ -148,11 +151,14 @@ def _provider(args: argparse.Namespace) -> Any:
     why = None
     if isinstance(provider, MLATransformerConfig):
         why = "multi-latent attention has further arguments, which are not read from folders"
-    elif HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head:
-        why = "it ends in a scalar head, and Megatron-LM's loop trains a language model"
     elif provider.rope_scaling and provider.rope_scaling_factor != _ROPE_SCALING_FACTOR:
         factor = provider.rope_scaling_factor
         why = f"Megatron-LM scales rotary frequencies by {_ROPE_SCALING_FACTOR:g}, and its config.json by {factor:g}"
+    if HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head and not has_scalar_head(args):
+        raise ArgumentError(
+            f"--prefix-tree-hf {args.prefix_tree_hf} ends in a scalar head, and --prefix-tree-objective "
+            f"{args.prefix_tree_objective} needs a vocabulary; give a language model"
+        )
     if why is not None:
         raise ArgumentError(
             f"--prefix-tree-hf {args.prefix_tree_hf}: {why}; train it with `mcore-prefix-tree train --hf`"

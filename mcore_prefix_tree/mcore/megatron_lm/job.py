@@ -17,7 +17,7 @@ from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, has_scalar_head
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.sample import Sample
@@ -89,16 +89,17 @@ def _padding_of(args: argparse.Namespace) -> Padding:
 
 def work_of(args: argparse.Namespace) -> ModelWork:
     """Return the FLOPs of the model that the arguments describe."""
+    scalar_head = has_scalar_head(args)
     return ModelWork.from_dimensions(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,
-        vocab_size=args.padded_vocab_size,
+        vocab_size=1 if scalar_head else args.padded_vocab_size,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         kv_channels=args.kv_channels,
         swiglu=args.swiglu,
-        fused_head=args.prefix_tree_fused_head,
+        fused_head=args.prefix_tree_fused_head and not scalar_head,
         settings=vars(args),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from mcore_prefix_tree.mcore.megatron_lm.adapter import run_pretrain
 from mcore_prefix_tree.mcore.megatron_lm.forward_step import tree_forward_step
 from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.providers import TreeDatasetsProvider
+from mcore_prefix_tree.mcore.megatron_lm.score import run_score
 
 
 def say(text: str) -> None:
@@ -45,7 +47,8 @@ def say_which_megatron_core(root: Path) -> None:
 
 
 def run(root: Path) -> None:
-    """Train by Megatron-LM's ``pretrain``, which parses the command line and so checks the job; or print a dry run.
+    """Train by Megatron-LM's ``pretrain``, which parses the command line and so checks the job; or print a dry run, or
+    score.
 
     Args:
         root: of the checkout.
@@ -55,4 +58,7 @@ def run(root: Path) -> None:
     """
     say_which_megatron_core(root)
     with naming_memory(lambda: "the job does not fit; lower --prefix-tree-max-tokens or the size of the model"):
+        if any(word.partition("=")[0] == "--prefix-tree-score" for word in sys.argv[1:]):
+            run_score(args_defaults={})
+            return
         run_pretrain(TreeDatasetsProvider(), tree_model_provider, tree_forward_step, args_defaults={})

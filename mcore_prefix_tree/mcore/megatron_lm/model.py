@@ -11,10 +11,13 @@ from megatron.training import get_args, print_rank_0
 from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.megatron_lm.adapter import build_gpt
+from mcore_prefix_tree.mcore.megatron_lm.arguments import has_scalar_head
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.hf import load_weights
+from mcore_prefix_tree.mcore.megatron_lm.loaded import head_starts_new
 from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+from mcore_prefix_tree.mcore.seam.scalar_head import start_new_head, with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
 
 
@@ -63,6 +66,29 @@ def tree_gpt(args: argparse.Namespace, config: Any, *, vp_stage: int | None = No
             spec = cpu_spec(spec, config, vp_stage)
         return with_prefix_tree(spec)
 
+    if has_scalar_head(args):  # its embedding is read from a tied checkpoint all the same
+        args = argparse.Namespace(**vars(args) | {"untie_embeddings_and_output_weights": True})
     model = build_gpt(args, config, exchange, vp_stage=vp_stage, **stage)
     check_model(model)
-    return with_edge_head(model) if args.prefix_tree_fused_head else model
+    return with_head(args, model)
+
+
+def with_head(args: argparse.Namespace, model: Any) -> Any:
+    """Return a pipeline stage with the output layer that the job's objective reads; all ranks together.
+
+    Args:
+        args: validated.
+        model: bare ``GPTModel`` of the stage, changed in place.
+
+    Raises:
+        ArgumentError: see :func:`head_starts_new`.
+        NotImplementedError: see :func:`with_scalar_head`.
+    """
+    if not has_scalar_head(args):
+        return with_edge_head(model) if args.prefix_tree_fused_head else model
+    with_scalar_head(model)
+    source = head_starts_new(args)
+    if source is not None:
+        print_rank_0(f"> the weights start from {source}, with a new scalar head")
+        start_new_head(model)
+    return model

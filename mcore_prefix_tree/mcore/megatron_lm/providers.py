@@ -26,12 +26,11 @@ from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_arg
 from mcore_prefix_tree.mcore.megatron_lm.dealing import StepDealer, StepIterator, check_steps
 from mcore_prefix_tree.mcore.megatron_lm.forward_step import tree_forward_step
 from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, folding_of, job_of
-from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
+from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider, with_head
 from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of, teacher_of
 from mcore_prefix_tree.mcore.megatron_lm.resumed import consumed_before
 from mcore_prefix_tree.mcore.megatron_lm.sizes import current_size, evaluation_size, is_constant
 from mcore_prefix_tree.mcore.ranks import all_ranks
-from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.objectives import Objective
 
 __all__ = ["add_prefix_tree_args", "prefix_tree_providers"]
@@ -54,22 +53,45 @@ def read_order(
             allow; names file, line and argument. Or ranks read different samples.
         ValueError: there are fewer samples than a step of whole groups takes.
     """
+    names = FieldNames(given=args.prefix_tree_fields, may_lack=validates)
+    check = None if objective.is_weighted_sum else partial(check_samples, objective)
+    samples, skipped = source_of(args, paths, order, objective, names=names).read(
+        check=check, progress=ReadingProgress()
+    )
+    if skipped.count:
+        print_rank_0(f"> {skipped}")
+    return samples
+
+
+def source_of(
+    args: argparse.Namespace, paths: Sequence[str], order: Order, objective: Objective | None, *, names: FieldNames
+) -> Source:
+    """Return where the samples of files come from; without an objective, each by itself.
+
+    Args:
+        args: validated.
+        paths: of the files.
+        order: of the samples.
+        objective: of the job; None reads no group, rollout or pair.
+        names: of the files' fields.
+    """
     name = args.prefix_tree_tokenizer
-    source = Source(
+    by = None if objective is None else objective.grouped_by
+    return Source(
         paths=paths,
         options=LineOptions(
             tokenizer=None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs),
             expand_turns=args.prefix_tree_expand_turns,
             vocab_size=args.padded_vocab_size,
-            renderings=objective.renderings,
+            renderings=() if objective is None else objective.renderings,
             limits={"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens},
-            names=FieldNames(given=args.prefix_tree_fields, may_lack=validates),
+            names=names,
         ),
         seed=args.seed,
         order=order,
         step=args.global_batch_size,
-        grouped_by=objective.grouped_by,
-        whole_steps=objective.grouped_by is not None,
+        grouped_by=by,
+        whole_steps=by is not None,
         on_error=args.prefix_tree_on_error,
         is_streamed=args.prefix_tree_streaming,
         objective=f"--prefix-tree-objective {args.prefix_tree_objective}",
@@ -77,11 +99,6 @@ def read_order(
         step_setting=_STEP,
         ranks=all_ranks(),
     )
-    check = None if objective.is_weighted_sum else partial(check_samples, objective)
-    samples, skipped = source.read(check=check, progress=_ReadingProgress())
-    if skipped.count:
-        print_rank_0(f"> {skipped}")
-    return samples
 
 
 def training_order(args: argparse.Namespace, objective: Objective) -> SampleOrder:
@@ -94,7 +111,7 @@ def validation_order(args: argparse.Namespace, objective: Objective) -> SampleOr
     return read_order(args, args.prefix_tree_valid_data_path, "file", objective, validates=True)
 
 
-class _ReadingProgress:
+class ReadingProgress:
     """A line for every tenth."""
 
     def __init__(self) -> None:
@@ -238,7 +255,7 @@ def prefix_tree_providers(
             config_in_provider(arguments)
         assert model_provider is not None, "without --prefix-tree the script's ModelConfig builds its model"
         stock = model_provider(*args, **kwargs)
-        return with_edge_head(stock) if arguments.prefix_tree and arguments.prefix_tree_fused_head else stock
+        return with_head(arguments, stock) if arguments.prefix_tree else stock
 
     def step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return (tree_forward_step if get_args().prefix_tree else forward_step)(data_iterator, model, *args, **kwargs)

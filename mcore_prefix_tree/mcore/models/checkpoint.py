@@ -41,7 +41,7 @@ from mcore_prefix_tree.mcore.models.vetting import UnsafeCheckpointError, check_
 from mcore_prefix_tree.mcore.models.writing import WriteInRank
 from mcore_prefix_tree.mcore.ranks import everyone, is_of_lost_rank, on_main_rank
 from mcore_prefix_tree.mcore.saved_enums import pickle_enums_by_value
-from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY
+from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY, start_new_head
 from mcore_prefix_tree.recipe import ModelConfig, RecipeError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -297,15 +297,10 @@ def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[A
     on_main_rank(partial(check_same_function, source, model))
     with _reading(source):
         has_head = CHECKPOINT_KEY in dist_checkpointing.load_tensors_metadata(str(source))
-    wanted, kept = _model_state(chunks), {}
-    for chunk, state in wanted.items():
-        for name, part in list(state.items()):
-            if not has_head and part.key == CHECKPOINT_KEY:
-                kept[chunk, name] = state.pop(name).data
-    loaded = _read(source, wanted)
-    for (chunk, name), weight in kept.items():
-        loaded[chunk][name] = weight
-    _load_into(chunks, loaded)
+    if not has_head:
+        for chunk in chunks:
+            start_new_head(unwrap_model(chunk))
+    _load_into(chunks, _read(source, _model_state(chunks)))
     return has_head
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -47,6 +48,12 @@ class ScalarHead(torch.nn.Module):
         # Megatron's marks: its gradient is that of this rank's tokens; the optimizer's groups look at the second.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+        self._starts_new = False
+        self.register_load_state_dict_post_hook(_has_started)  # type: ignore[no-untyped-call]
+
+    def start_new(self) -> None:
+        """Keep the weight as it is when the next checkpoint is read into the model, which holds no scalar head."""
+        self._starts_new = True
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
@@ -75,6 +82,8 @@ class ScalarHead(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Megatron's description of the weight for a checkpoint, under :data:`CHECKPOINT_KEY`."""
+        if self._starts_new:
+            return {f"{prefix}weight": LocalNonpersistentObject(self.weight.data)}
         assert metadata is not None, "GPTModel gives the groups"
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -86,6 +95,17 @@ class ScalarHead(torch.nn.Module):
         named = prefix.removesuffix(_ATTRIBUTE) + CHECKPOINT_KEY.removesuffix("weight")
         replace_prefix_for_sharding(state, prefix, named)
         return state
+
+
+def _has_started(head: ScalarHead, _: Any) -> None:
+    head._starts_new = False
+
+
+def start_new_head(model: torch.nn.Module) -> None:
+    """Call :meth:`ScalarHead.start_new` of a model, or of a pipeline stage, which may have no head."""
+    head = getattr(model, "output_layer", None)
+    if isinstance(head, ScalarHead):
+        head.start_new()
 
 
 def with_scalar_head(model: Model) -> Model:

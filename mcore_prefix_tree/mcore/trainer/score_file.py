@@ -2,67 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fields import FieldNames
-from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
-from mcore_prefix_tree.mcore.engine.score import Scorer, ScoringStep
+from mcore_prefix_tree.data.write import check_rows_output
+from mcore_prefix_tree.mcore.engine.score_file import REFERENCE, ScoreOptions, ScoreReport, write_scores
 from mcore_prefix_tree.mcore.models import checkpoint
 from mcore_prefix_tree.mcore.models.hf import load_folder
 from mcore_prefix_tree.mcore.models.lora import load_start
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
-from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs, Values
-from mcore_prefix_tree.mcore.trainer.resolve import Resolved, read_data, resolve
+from mcore_prefix_tree.mcore.trainer.resolve import read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.check import check_recipe
 from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import objective_of
-from mcore_prefix_tree.sample import Sample
-
-# Columns of the file, which training reads, beside those that objectives name.
-REFERENCE, TEACHER = "ref_logprobs", "teacher"
-_ENTROPY = "entropy"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreReport:
-    """Summary of what was written.
-
-    Attributes:
-        iteration: of the checkpoint, or ``release``; the policy's, the critic's, the reward model's or the teacher's.
-        reference_iteration: of the reference's.
-        skipped: bad samples, in words; empty without any.
-        samples: lines of the file.
-        tokens: scored, of all samples.
-        logical_tokens: of the samples.
-        physical_tokens: computed by each model, without padding.
-    """
-
-    iteration: int | str
-    reference_iteration: int | str | None
-    skipped: str
-    samples: int = 0
-    tokens: int = 0
-    logical_tokens: int = 0
-    physical_tokens: int = 0
-
-    def with_step(self, step: ScoringStep, scores: Sequence[SampleScores]) -> ScoreReport:
-        """After some more samples."""
-        return replace(
-            self,
-            samples=self.samples + len(step.samples),
-            tokens=self.tokens + sum(int(one.scored.sum()) for one in scores),
-            logical_tokens=self.logical_tokens + sum(map(len, step.samples)),
-            physical_tokens=self.physical_tokens + step.physical_tokens,
-        )
 
 
 def run_score(
@@ -107,16 +64,15 @@ def run_score(
     except ValueError as error:
         raise RecipeError(f"--output {error}") from None
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
-    main = recipe.objective.kind.scored_as
-    if teacher_top_k is not None:
-        main = _teacher_column(recipe.objective, recipe.model.vocab_size, teacher_top_k)
+    kind = recipe.objective.kind
+    options = ScoreOptions(reference=reference, all_tokens=all_tokens, entropy=entropy, teacher_top_k=teacher_top_k)
+    try:
+        options.check(kind, setting=f"objective.name={recipe.objective.name}", vocab_size=recipe.model.vocab_size)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    main = options.column(kind)
     weights = {main: _policy(recipe.checkpoint, recipe.model, recipe.objective)}
     if reference is not None:
-        if recipe.objective.has_scalar_head or teacher_top_k is not None:
-            raise RecipeError(
-                f"--reference gives ref_logprobs beside those of a policy, but this model gives {main} alone; score "
-                "the reference in a run of its own"
-            )
         weights[REFERENCE] = _reference(reference, recipe.model)
     found = {column: one.last() for column, one in weights.items()}
     with session(recipe) as joined:
@@ -128,28 +84,25 @@ def run_score(
         grouping = None if recipe.batch.groups_per_step is None else objective
         data = read_data(joined, grouping, every_sample=True, keeps_others=True)
         run = resolve(joined, objective, data)
-        file_names = FieldNames(given=recipe.data.fields)
         models = {column: run.new_model() for column in weights}
         for column, one in weights.items():
             one.fill(models[column], names[column], run.recipe.model)
-        readouts = {REFERENCE: Logprobs(fused=recipe.fused_head)} | {main: _readout(run, entropy, teacher_top_k)}
         report = ScoreReport(
             iteration=names[main],
             reference_iteration=names.get(REFERENCE),
             skipped=str(data.skipped) if data.skipped.count else "",
         )
-        with rows_file(output) if is_main_rank() else nullcontext() as writer:
-            for samples in batches(data.order, recipe.batch.per_step):
-                step = ScoringStep.plan(samples, run.job.folding, all_tokens=all_tokens, for_main_rank=True)
-                scores = {column: step.score(chunks, readouts[column]) for column, chunks in models.items()}
-                if writer is not None:
-                    report = report.with_step(step, scores[main])
-                    writer.add(
-                        [
-                            _row(sample, {column: of_all[index] for column, of_all in scores.items()}, file_names)
-                            for index, sample in enumerate(samples)
-                        ]
-                    )
+        report = write_scores(
+            output,
+            data.order,
+            models,
+            options.readouts(kind, vocab_size=run.recipe.model.vocab_size, fused_head=recipe.fused_head),
+            report,
+            per_step=recipe.batch.per_step,
+            folding=run.job.folding,
+            names=FieldNames(given=recipe.data.fields),
+            all_tokens=all_tokens,
+        )
         return report, is_main_rank()
 
 
@@ -220,41 +173,9 @@ def _reference(folder: str | Path, model: ModelConfig) -> _Weights:
     return _Weights(folder=folder, is_hf=True)
 
 
-def batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
-    """Yield the samples of one epoch, so many, or of so many groups, at a time."""
-    with order.stream(0) as stream:
-        for start in range(0, order.per_epoch, size):
-            yield stream.take(min(size, order.per_epoch - start))
-
-
 def _existing(folder: str | Path, iteration: int | str | None) -> int | str:
     if iteration is None and (Path(folder) / "metadata.json").is_file():
         raise RecipeError(f"{folder} is a checkpoint itself; name the folder that it is in, whose last one is taken")
     if iteration is None:
         raise RecipeError(f"{folder} holds no checkpoint; train first, or name the folder of a run that did")
     return iteration
-
-
-def _teacher_column(objective: ObjectiveConfig, size: int | None, k: int) -> str:
-    if objective.has_scalar_head:
-        raise RecipeError(f"--teacher-top-k wants a vocabulary, and objective.name={objective.name} has none")
-    if k < 1 or (size is not None and k > size):
-        raise RecipeError(f"--teacher-top-k {k}: it must be from 1 to the vocabulary's {size or 'size'}")
-    return TEACHER
-
-
-def _readout(run: Resolved, entropy: bool, teacher_top_k: int | None) -> Scorer[Any]:
-    """Return what the recipe's model is asked."""
-    if run.job.objective.has_scalar_head:
-        return Values()
-    if teacher_top_k is not None:
-        return TopLogprobs(k=teacher_top_k, vocab_size=run.recipe.model.vocab_size)
-    return Logprobs(entropy=entropy, fused=run.job.fused_head)
-
-
-def _row(sample: Sample, scores: dict[str, SampleScores], names: FieldNames) -> dict[str, Any]:
-    row = row_of(sample, names)
-    row.pop(_ENTROPY, None)  # of another scoring
-    for column, one in scores.items():
-        row |= {names.theirs(name): value for name, value in one.columns(column).items()}
-    return row

@@ -1,0 +1,201 @@
+"""Samples written back with their scores, whoever describes the job: a recipe, or Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.data.write import row_of, rows_file
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.score import Scorer, ScoringStep
+from mcore_prefix_tree.mcore.ranks import is_main_rank
+from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs, Values
+from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.sample import Sample
+
+# Columns of the file, which training reads, beside those that objectives name.
+REFERENCE, TEACHER = "ref_logprobs", "teacher"
+_ENTROPY = "entropy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreReport:
+    """Summary of what was written.
+
+    Attributes:
+        iteration: of the checkpoint, or ``release``; the policy's, the critic's, the reward model's or the teacher's.
+        reference_iteration: of the reference's.
+        skipped: bad samples, in words; empty without any.
+        samples: lines of the file.
+        tokens: scored, of all samples.
+        logical_tokens: of the samples.
+        physical_tokens: computed by each model, without padding.
+    """
+
+    iteration: int | str
+    reference_iteration: int | str | None
+    skipped: str
+    samples: int = 0
+    tokens: int = 0
+    logical_tokens: int = 0
+    physical_tokens: int = 0
+
+    def with_step(self, step: ScoringStep, scores: Sequence[SampleScores]) -> ScoreReport:
+        """After some more samples."""
+        return replace(
+            self,
+            samples=self.samples + len(step.samples),
+            tokens=self.tokens + sum(int(one.scored.sum()) for one in scores),
+            logical_tokens=self.logical_tokens + sum(map(len, step.samples)),
+            physical_tokens=self.physical_tokens + step.physical_tokens,
+        )
+
+    def lines(self, output: str) -> list[str]:
+        """Return what a user is told.
+
+        Args:
+            output: the file.
+        """
+        by = self.iteration if isinstance(self.iteration, str) else f"iteration {self.iteration}"
+        if self.reference_iteration is not None:
+            by += f" and the reference's {self.reference_iteration}"
+        written = (
+            f"{output}: {self.samples:,} samples, {self.tokens:,} scored tokens by {by}; "
+            f"{self.logical_tokens:,} tokens folded into {self.physical_tokens:,}"
+        )
+        return [written, f"not scored: {self.skipped}"] if self.skipped else [written]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """What a scoring is asked for.
+
+    Attributes:
+        reference: folder of a second model's weights, which gives ``ref_logprobs``.
+        all_tokens: score all tokens, not only those with a non-zero loss mask.
+        entropy: write it too.
+        teacher_top_k: the model is a teacher, of whose predictions so many likeliest tokens are written.
+        prefix: of the options' names, for messages.
+    """
+
+    reference: str | Path | None = None
+    all_tokens: bool = False
+    entropy: bool = True
+    teacher_top_k: int | None = None
+    prefix: str = "--"
+
+    def column(self, objective: type[Objective]) -> str:
+        """Return the column of what a model that an objective trains is asked."""
+        return objective.scored_as if self.teacher_top_k is None else TEACHER
+
+    def check(self, objective: type[Objective], *, setting: str, vocab_size: int | None) -> None:
+        """Check that the model can be asked for this.
+
+        Args:
+            objective: that trains the model.
+            setting: that names the objective, for messages.
+            vocab_size: before padding, None where it is not known yet.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        k = self.teacher_top_k
+        if k is not None and objective.has_scalar_head:
+            raise ValueError(f"{self.prefix}teacher-top-k wants a vocabulary, and {setting} has none")
+        if k is not None and (k < 1 or (vocab_size is not None and k > vocab_size)):
+            raise ValueError(
+                f"{self.prefix}teacher-top-k {k}: it must be from 1 to the vocabulary's {vocab_size or 'size'}"
+            )
+        if self.reference is not None and (objective.has_scalar_head or k is not None):
+            raise ValueError(
+                f"{self.prefix}reference gives ref_logprobs beside those of a policy, but this model gives "
+                f"{self.column(objective)} alone; score the reference in a run of its own"
+            )
+
+    def readouts(
+        self, objective: type[Objective], *, vocab_size: int | None, fused_head: bool
+    ) -> dict[str, Scorer[Any]]:
+        """Return by column what each model is asked, the objective's own first.
+
+        Args:
+            objective: that trains the model.
+            vocab_size: before padding.
+            fused_head: of the models.
+        """
+        main: Scorer[Any] = Logprobs(entropy=self.entropy, fused=fused_head)
+        if objective.has_scalar_head:
+            main = Values()
+        elif self.teacher_top_k is not None:
+            main = TopLogprobs(k=self.teacher_top_k, vocab_size=vocab_size)
+        reference = {} if self.reference is None else {REFERENCE: Logprobs(fused=fused_head)}
+        return {self.column(objective): main, **reference}
+
+
+def write_scores(
+    output: str | Path,
+    order: SampleOrder,
+    models: Mapping[str, Sequence[Any]],
+    readouts: Mapping[str, Scorer[Any]],
+    report: ScoreReport,
+    *,
+    per_step: int,
+    folding: Folding,
+    names: FieldNames,
+    all_tokens: bool,
+) -> ScoreReport:
+    """Score one epoch and write its samples with their scores, in the data's order; all ranks together.
+
+    The file appears once it is complete.
+
+    Args:
+        output: of the main rank, which writes.
+        order: of the samples.
+        models: this rank's chunks, by the column that they give.
+        readouts: what each is asked; the first is reported.
+        report: to add to.
+        per_step: samples, or groups, that are planned together.
+        folding: of the job.
+        names: what the file calls our fields.
+        all_tokens: score all tokens, not only those with a non-zero loss mask.
+
+    Returns:
+        The report, of what was written, on the main rank.
+
+    Raises:
+        ScoreError: a score is NaN or infinite; nothing is written.
+        SampleError, OSError: see :func:`rows_file`.
+    """
+    main = next(iter(readouts))
+    with rows_file(output) if is_main_rank() else nullcontext() as writer:
+        for samples in batches(order, per_step):
+            step = ScoringStep.plan(samples, folding, all_tokens=all_tokens, for_main_rank=True)
+            scores = {column: step.score(models[column], readout) for column, readout in readouts.items()}
+            if writer is not None:
+                report = report.with_step(step, scores[main])
+                writer.add(
+                    [
+                        _row(sample, {column: of_all[index] for column, of_all in scores.items()}, names)
+                        for index, sample in enumerate(samples)
+                    ]
+                )
+    return report
+
+
+def batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
+    """Yield the samples of one epoch, so many, or of so many groups, at a time."""
+    with order.stream(0) as stream:
+        for start in range(0, order.per_epoch, size):
+            yield stream.take(min(size, order.per_epoch - start))
+
+
+def _row(sample: Sample, scores: dict[str, SampleScores], names: FieldNames) -> dict[str, Any]:
+    row = row_of(sample, names)
+    row.pop(_ENTROPY, None)  # of another scoring
+    for column, one in scores.items():
+        row |= {names.theirs(name): value for name, value in one.columns(column).items()}
+    return row

@@ -1,0 +1,101 @@
+"""``--prefix-tree-score``: what a checkpoint of Megatron-LM says of every sample, written as ``score`` writes it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.training import get_tokenizer, print_rank_0
+from megatron.training.checkpointing import load_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.mcore.engine.score_file import REFERENCE, ScoreReport, write_scores
+from mcore_prefix_tree.mcore.megatron_lm.adapter import build_chunks, start
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, objective_kind, score_options
+from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
+from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, folding_of, job_of
+from mcore_prefix_tree.mcore.megatron_lm.loaded import checkpoint_of
+from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
+from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
+from mcore_prefix_tree.mcore.megatron_lm.providers import ReadingProgress, source_of
+
+_REFERENCE_ARGUMENT = "prefix_tree_score_reference"
+
+
+def run_score(*, args_defaults: Mapping[str, Any]) -> None:
+    """Score the data of the command line and write it; all ranks together.
+
+    Args:
+        args_defaults: as of Megatron's ``pretrain``.
+
+    Raises:
+        ArgumentError: a checkpoint does not fit the model.
+        SampleError, ScoreError, OSError: see :func:`write_scores`.
+    """
+    args = start(args_defaults=args_defaults)
+    config_in_provider(args)
+    # The weights alone: there is no optimizer, and nothing goes on.
+    args.finetune = args.no_load_optim = args.no_load_rng = True
+    options, kind = score_options(args), objective_kind(args)
+    names = FieldNames(given=args.prefix_tree_fields, keeps_others=True)
+    # Whatever the objective reads of a sample: it may need these very scores.
+    source = source_of(args, args.prefix_tree_data_path, "file", None, names=names)
+    order, skipped = source.read(progress=ReadingProgress())
+    job = job_of(args, folding_of(args, device=device_of_this_rank()), objective_of(args), order)
+    models = {options.column(kind): _filled(args, "load")}
+    if options.reference is not None:
+        models[REFERENCE] = _filled(args, _REFERENCE_ARGUMENT)
+    report = write_scores(
+        args.prefix_tree_score,
+        order,
+        models,
+        options.readouts(
+            kind, vocab_size=args.vocab_size or get_tokenizer().vocab_size, fused_head=args.prefix_tree_fused_head
+        ),
+        ScoreReport(
+            iteration=_named(args, "load") or args.prefix_tree_hf,
+            reference_iteration=_named(args, _REFERENCE_ARGUMENT),
+            skipped=str(skipped) if skipped.count else "",
+        ),
+        per_step=args.global_batch_size,
+        folding=job.folding,
+        names=FieldNames(given=args.prefix_tree_fields),
+        all_tokens=options.all_tokens,
+    )
+    print_rank_0("\n".join(report.lines(args.prefix_tree_score)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _filled(args: argparse.Namespace, load_arg: str) -> list[Any]:
+    """Return this rank's model chunks with the weights that an argument names."""
+    chunks = build_chunks(tree_model_provider)
+    folder = getattr(args, load_arg)
+    if folder is None:  # the model provider has filled them from --prefix-tree-hf
+        return chunks
+    try:
+        load_checkpoint(chunks, None, None, load_arg=load_arg)
+    except (CheckpointingException, CheckpointException, RuntimeError) as error:
+        raise ArgumentError(
+            f"--{load_arg.replace('_', '-')} {folder} does not fit the model that the arguments describe: "
+            f"{_first_line(error)}; give the arguments that it was trained with"
+        ) from error
+    return chunks
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # its own text is the tracebacks of all ranks
+        error = next((failure for failure, _ in error.failures.values()), RuntimeError("another rank failed"))
+    return str(error).strip().partition("\n")[0][:300]
+
+
+def _named(args: argparse.Namespace, load_arg: str) -> int | str | None:
+    """Return the iteration of the checkpoint that an argument names, or ``release``; all ranks together."""
+    source = checkpoint_of(args, load_arg)
+    if source is None:
+        return None
+    return int(source.name.removeprefix("iter_")) if source.name.startswith("iter_") else source.name
