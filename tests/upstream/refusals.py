@@ -36,7 +36,7 @@ def main(cases: Path, answers: Path) -> None:
 
     from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 
-    door = partial(parse_args, partial(add_prefix_tree_args, args_defaults={}))
+    door = partial(parse_args, partial(add_prefix_tree_args, args_defaults={}, scores=True))
     for words in json.loads(cases.read_text()):
         variables = dict(word.split("=") for word in words if re.match("[A-Z_]+=", word))
         sys.argv = ["pretrain_gpt", *(word for word in words if word.partition("=")[0] not in variables)]

@@ -21,6 +21,7 @@ MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall"
 BIASED = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 LATENT = "without --group-query-attention --no-rope-fusion -- --multi-latent-attention"
 
+EXISTING = Path(__file__).parents[2] / "recipes" / "data" / "quickstart_rollouts.jsonl"
 INTERLEAVED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 
 # Arguments, and how what is said of them begins after "prefix-tree training does not support ".
@@ -117,6 +118,27 @@ OTHER = [
         "--prefix-tree-order folded --prefix-tree-streaming",
         "--prefix-tree-order folded sorts all samples in memory; leave --prefix-tree-streaming out, or use ",
     ),
+    (
+        "--prefix-tree-objective critic --ckpt-format torch",
+        "prefix-tree training does not support --ckpt-format torch with --prefix-tree-objective critic: only torch",
+    ),
+    ("--prefix-tree-score s.jsonl", "--prefix-tree-score needs --load, the folder of the checkpoints to score with"),
+    ("--prefix-tree-score s.jsonl --load /dev/shm", "--load /dev/shm holds no checkpoint; name the folder of a run "),
+    ("--prefix-tree-score s.txt", "--prefix-tree-score s.txt: give a name that ends in .jsonl, .json, "),
+    (f"--prefix-tree-score {EXISTING}", f"--prefix-tree-score {EXISTING}: exists; remove it, or name another file"),
+    (
+        f"--prefix-tree-score {EXISTING} --prefix-tree-data-path {EXISTING}",
+        f"--prefix-tree-score {EXISTING}: is read by this command, which would replace it; name another file",
+    ),
+    (
+        "--prefix-tree-score s.jsonl --save s --prefix-tree-new-data",
+        "--prefix-tree-score does not take --save: nothing is saved; leave it out; nor --prefix-tree-new-data: not",
+    ),
+    (
+        "--prefix-tree-score s.jsonl --prefix-tree-objective critic --prefix-tree-score-teacher-top-k 2",
+        "--prefix-tree-score-teacher-top-k wants a vocabulary, and --prefix-tree-objective critic has none",
+    ),
+    ("--prefix-tree-score-all-tokens", "--prefix-tree-score-... options need --prefix-tree-score FILE"),
     ("--prefix-tree-length-buckets 8", "--prefix-tree-length-buckets: the largest, 8, cannot hold a micro-batch"),
 ]
 ACCEPTED = [

@@ -56,7 +56,7 @@ class ScoreReport:
         )
 
     def lines(self, output: str) -> list[str]:
-        """Return what a user is told.
+        """Return the report in lines of text.
 
         Args:
             output: the file.
@@ -73,7 +73,7 @@ class ScoreReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
-    """What a scoring is asked for.
+    """Options of a scoring.
 
     Attributes:
         reference: folder of a second model's weights, which gives ``ref_logprobs``.

@@ -24,9 +24,8 @@ from megatron import training
 from megatron.core.enums import ModelType
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import get_args, pretrain
+from megatron.training import training as loop
 from megatron.training.arguments import parse_args
-from megatron.training.initialize import initialize_megatron
-from megatron.training.training import get_model
 
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
@@ -106,7 +105,7 @@ def start(*, args_defaults: Mapping[str, Any]) -> argparse.Namespace:
 
         parse_and_validate_args(**parsing)
         parsing = {}
-    initialize_megatron(**parsing)
+    loop.initialize_megatron(**parsing)
     args: argparse.Namespace = get_args()
     return args
 
@@ -117,7 +116,7 @@ def build_chunks(model_provider: Callable[..., Any]) -> list[Any]:
     Args:
         model_provider: Megatron's.
     """
-    chunks: list[Any] = get_model(model_provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
+    chunks: list[Any] = loop.get_model(model_provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
     return chunks
 
 

@@ -1,4 +1,4 @@
-"""What the arguments of ``--prefix-tree`` refuse, and what they say of the objective."""
+"""Checks of the arguments of ``--prefix-tree``, and the objective and the scoring that they describe."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ _AT_ODDS: tuple[tuple[Callable[[argparse.Namespace], bool], str], ...] = (
     ),
     (
         lambda args: has_scalar_head(args) and getattr(args, "ckpt_format", "torch_dist") != "torch_dist",
-        "--ckpt-format {ckpt_format} with --prefix-tree-objective {prefix_tree_objective}: a scalar head is told from "
-        "a vocabulary's in torch_dist alone; use --ckpt-format torch_dist",
+        "--ckpt-format {ckpt_format} with --prefix-tree-objective {prefix_tree_objective}: only torch_dist tells "
+        "a scalar head from a vocabulary's; use --ckpt-format torch_dist",
     ),
     (
         lambda args: args.deterministic_mode and not args.prefix_tree_deterministic_attention,
@@ -236,16 +236,7 @@ def check_score(args: argparse.Namespace) -> None:
     found = [f"{_option(name)}: {why}" for names, why in _ONLY_TRAINING for name in names.split() if given.get(name)]
     if found:
         raise ArgumentError("--prefix-tree-score does not take " + "; nor ".join(found))
-    if args.global_batch_size is None:
-        raise ArgumentError("--prefix-tree-score needs --global-batch-size, the samples that are planned together")
-    if args.load is None and args.prefix_tree_hf is None:
-        raise ArgumentError("--prefix-tree-score needs --load, the folder of the checkpoints to score with")
-    for option, folder in (("--load", args.load), (f"{options.prefix}reference", options.reference)):
-        if folder is not None and not Path(folder, TRACKER).is_file():
-            raise ArgumentError(f"{option} {folder} holds no checkpoint; name the folder of a run that saved one")
     setting = NAMES.objective.format(args.prefix_tree_objective)
-    if args.load is None and has_scalar_head(args) and not HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head:
-        raise ArgumentError(f"--prefix-tree-hf {args.prefix_tree_hf} has no scalar head to score with; give --load")
     try:
         options.check(objective_kind(args), setting=setting, vocab_size=args.vocab_size)
         check_rows_output(file, args.prefix_tree_data_path)
@@ -254,6 +245,15 @@ def check_score(args: argparse.Namespace) -> None:
         raise ArgumentError(text if text.startswith(options.prefix) else f"--prefix-tree-score {text}") from None
     if Path(file).exists():
         raise ArgumentError(f"--prefix-tree-score {file}: exists; remove it, or name another file")
+    if args.global_batch_size is None:
+        raise ArgumentError("--prefix-tree-score needs --global-batch-size, the samples that are planned together")
+    if args.load is None and args.prefix_tree_hf is None:
+        raise ArgumentError("--prefix-tree-score needs --load, the folder of the checkpoints to score with")
+    for option, folder in (("--load", args.load), (f"{options.prefix}reference", options.reference)):
+        if folder is not None and not Path(folder, TRACKER).is_file():
+            raise ArgumentError(f"{option} {folder} holds no checkpoint; name the folder of a run that saved one")
+    if args.load is None and has_scalar_head(args) and not HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head:
+        raise ArgumentError(f"--prefix-tree-hf {args.prefix_tree_hf} has no scalar head to score with; give --load")
 
 
 def score_options(args: argparse.Namespace) -> ScoreOptions:
