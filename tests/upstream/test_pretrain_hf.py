@@ -69,6 +69,34 @@ def test_loop_trains_as_a_recipe_does(family: str, ranks: int, layout: str, tmp_
 
 
 @needs_bridge
+@pytest.mark.ci
+def test_scalar_head_of_a_folder_trains_and_scores(tmp_path: Path) -> None:
+    """As the same recipe, and as transformers' own model."""
+    from bridge_models import auto_bridge
+
+    auto_bridge()
+    from test_hf_scalar_heads import saved_classifier, worst_reward, write_job
+    from train_jobs import command
+
+    recipe, source, log = write_job(tmp_path), tmp_path / "source", tmp_path / "log.jsonl"
+    model = saved_classifier(source)
+    options = ("data.order=file", "optimizer.lr=1e-3", "optimizer.lr_decay_style=constant", "verify.enabled=false")
+    further = (f"train_iters={STEPS}", "optimizer.weight_decay=0.01", f"log.metrics={log}")
+    done = command("train", recipe, "--hf", str(source), *options, *further)
+    assert done.exit_code == 0, done.output
+    expected = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+    data = f"--prefix-tree-hf {source} --prefix-tree-data-path {tmp_path / 'data.jsonl'} --prefix-tree-objective"
+    run = trained(BRIDGE, CPU, JOB, "--micro-batch-size 8", f"{data} reward_model", TP2, ranks=2)
+    assert f"the weights start from {source}\n" in run.output
+    assert [run.losses[step] for step in range(1, STEPS + 1)] == pytest.approx(expected, rel=1e-5)
+    scores = tmp_path / "scores.jsonl"
+    trained(BRIDGE, CPU, JOB, f"{data} reward_model --prefix-tree-score {scores}", TP2, ranks=2)
+    assert worst_reward(scores, model) <= 1e-5
+    refused = megatron(BRIDGE, CPU, JOB, "--micro-batch-size 8", f"{data} sft")
+    assert "ends in a scalar head, and --prefix-tree-objective sft needs a vocabulary" in refused.output
+
+
+@needs_bridge
 @pytest.mark.parametrize(
     ("settings", "arguments", "says"),
     [

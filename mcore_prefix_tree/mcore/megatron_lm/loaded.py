@@ -58,7 +58,7 @@ def head_starts_new(args: argparse.Namespace) -> Path | None:
 def _has_scalar_head(source: Path) -> bool:
     if not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
         raise ArgumentError(
-            f"{source} is not of --ckpt-format torch_dist, which alone tells a scalar head from a vocabulary's; convert "
-            "it with --ckpt-convert-format torch_dist"
+            f"{source} is not of --ckpt-format torch_dist, which alone tells a scalar head from a vocabulary's; "
+            "convert it with --ckpt-convert-format torch_dist"
         )
     return CHECKPOINT_KEY in dist_checkpointing.load_tensors_metadata(str(source))
