@@ -2,13 +2,15 @@
 
 The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
 stand in for, with the parameters that it passes and the attributes that it reads. They are checked by signature and
-source alone, when the folder that relies on them is imported: :data:`SEAM` by ``mcore_prefix_tree.mcore``,
-:data:`ENGINE`, :data:`INSIDE`, :data:`MODELS` and :data:`TRAINER` by the folders of these names, :data:`MEGATRON_LM`
-before ``pretrain`` of a checkout is called. ``mcore-prefix-tree verify`` without a recipe checks all and prints them.
+source alone, when the folder that relies on them is imported: :data:`SEAM` and :data:`HYBRID` by
+``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`INSIDE`, :data:`MODELS` and :data:`TRAINER` by the folders of these
+names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called. ``mcore-prefix-tree verify`` without a recipe
+checks all and prints them.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import warnings
 from collections.abc import Iterable
@@ -43,6 +45,7 @@ SEAM = (
         keywords="packed_seq_params",
     ),
     # TreeSelfAttentionMixin, TreeLatentAttentionMixin and TreeCoreAttentionMixin, which stand before these classes.
+    Uses(f"{_ATTENTION}:Attention", attributes="attn_mask_type core_attention"),
     Uses(f"{_ATTENTION}:SelfAttention", keywords="config submodules layer_number"),
     Uses(f"{_ATTENTION}:SelfAttention.forward", "hidden_states attention_mask", "rotary_pos_emb packed_seq_params"),
     Uses(f"{_LATENT}:MultiLatentAttention", attributes="config rotary_pos_emb"),
@@ -137,6 +140,19 @@ SEAM = (
     Uses("megatron.core.transformer.utils:is_layer_window_attention", "window_size window_attn_skip_freq layer_number"),
 )
 
+_HYBRID = "megatron.core.models.hybrid"
+
+# Only where there is a HybridModel: since megatron-core 0.18.
+HYBRID = (
+    Uses(f"{_HYBRID}.hybrid_block:HybridStackSubmodules", keywords="attention_layer mlp_layer moe_layer mamba_layer"),
+    # TreeStackMixin, which stands before HybridStack.
+    Uses(f"{_HYBRID}.hybrid_block:HybridStack", "config submodules pre_process layer_type_list"),
+    Uses(
+        f"{_HYBRID}.hybrid_model:HybridModel.forward",
+        keywords="input_ids position_ids attention_mask labels packed_seq_params runtime_gather_output",
+    ),
+)
+
 # Only where TransformerEngine is installed.
 TRANSFORMER_ENGINE = (
     Uses(
@@ -171,7 +187,6 @@ ENGINE = (
 )
 
 INSIDE = (
-    Uses(f"{_ATTENTION}:Attention", attributes="attn_mask_type core_attention"),
     Uses(
         "megatron.core.models.gpt:GPTModel.forward",
         "input_ids position_ids attention_mask",
@@ -288,8 +303,13 @@ MEGATRON_LM = (
     ),
 )
 
-# By the rooms that rely on them.
+# By the rooms that rely on them; HYBRID where has_hybrid_model().
 TABLES = {"seam": SEAM, "engine": ENGINE, "inside": INSIDE, "models": MODELS, "trainer": TRAINER}
+
+
+def has_hybrid_model() -> bool:
+    """Say whether this megatron-core has HybridModel; releases before 0.18 have none."""
+    return importlib.util.find_spec(_HYBRID) is not None
 
 
 def check(table: Iterable[Uses]) -> None:
@@ -312,6 +332,8 @@ def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
         megatron_lm: look into the Megatron-LM that can be imported, too.
     """
     tables = dict(TABLES)
+    if has_hybrid_model():
+        tables["hybrid"] = HYBRID
     if import_upstream("megatron.core.extensions.transformer_engine").HAVE_TE:
         tables["TransformerEngine"] = TRANSFORMER_ENGINE
     if megatron_lm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -25,6 +26,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from harness.weights import fill
 from harness.worlds import Layout
 from mcore_prefix_tree.cpu.specs import cpu_spec
+
+# It came with megatron-core 0.18.
+HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 
 Spec: TypeAlias = "ModuleSpec | TransformerBlockSubmodules"
 SpecFor: TypeAlias = Callable[[TransformerConfig, int | None], Spec]
@@ -86,7 +90,8 @@ def build_chunks(
     share_embeddings: bool = False,
     seed: int = 0,
     groups: Any = None,
-) -> list[GPTModel]:
+    pattern: str | None = None,
+) -> list[Any]:
     """Build this rank's model chunks (several under virtual pipelining), with the weights that belong to ``seed``.
 
     Args:
@@ -99,6 +104,7 @@ def build_chunks(
         share_embeddings: tie the output layer to the word embeddings.
         seed: of the weights, which are the same in every layout: see :mod:`harness.weights`.
         groups: of the model's ranks; those of ``parallel_state`` by default.
+        pattern: of a ``HybridModel``'s layers, which is built in place of a ``GPTModel``.
     """
     last_pp_rank = config.pipeline_model_parallel_size - 1
     pp_rank = parallel_state.get_pipeline_model_parallel_rank() if last_pp_rank else 0
@@ -107,24 +113,29 @@ def build_chunks(
     chunks = []
     for stage in stages:
         chosen = spec
+        stage_settings: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "max_sequence_length": max_sequence_length,
+            "pre_process": pp_rank == 0 and stage in (None, 0),
+            "post_process": pp_rank == last_pp_rank and (stage is None or stage == stages[-1]),
+            "position_embedding_type": "rope",
+            "share_embeddings_and_output_weights": share_embeddings,
+            "vp_stage": stage,
+            "pg_collection": groups,
+        }
+        if pattern is not None:
+            from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+            hybrid = HybridModel(config, spec, hybrid_layer_pattern=pattern, **stage_settings)
+            chunks.append(hybrid.to(config.params_dtype))
+            continue
         if chosen is None:
             chosen = get_gpt_layer_local_spec(
                 normalization=config.normalization, multi_latent_attention=config.multi_latent_attention
             )
         if not isinstance(chosen, ModuleSpec | TransformerBlockSubmodules):
             chosen = chosen(config, stage)
-        chunk = GPTModel(
-            config,
-            cpu_spec(chosen, config, stage),
-            vocab_size=vocab_size,
-            max_sequence_length=max_sequence_length,
-            pre_process=pp_rank == 0 and stage in (None, 0),
-            post_process=pp_rank == last_pp_rank and (stage is None or stage == stages[-1]),
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=share_embeddings,
-            vp_stage=stage,
-            pg_collection=groups,
-        )
+        chunk = GPTModel(config, cpu_spec(chosen, config, stage), **stage_settings)
         # The norms of PyTorch start in the default dtype, whatever params_dtype says.
         chunks.append(chunk.to(config.params_dtype))
     fill(chunks, seed=seed)

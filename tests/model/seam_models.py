@@ -68,10 +68,15 @@ def local_spec(config: TransformerConfig, **options: Any) -> Any:
 
 
 def build(config: TransformerConfig, spec: Any, **model: Any) -> GPTModel:
-    """Every parameter gets some noise, so that no norm is one, no bias is zero and no gradient is right by accident."""
+    """With noise, so that no norm is one, no bias is zero and no gradient is right by accident."""
     torch.manual_seed(0)  # which experts get tokens is up to the draw
     settings = {"vocab_size": VOCAB, "max_sequence_length": 64, "position_embedding_type": "rope"} | model
-    built = GPTModel(config, spec, **settings).to(config.params_dtype)
+    return noisy(GPTModel(config, spec, **settings))
+
+
+def noisy(model: Any) -> Any:
+    """A model of the dtype of its configuration, with some noise in every parameter."""
+    built = model.to(model.config.params_dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in built.parameters():

@@ -22,6 +22,7 @@ from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, missing_of
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 FOLDER = Path(compat.__file__).parent
 INSTALLED = [uses for table in compat.TABLES.values() for uses in table]
+INSTALLED += compat.HYBRID if compat.has_hybrid_model() else ()
 WITH_PARAMETERS = [uses for uses in INSTALLED if uses.positional or uses.keywords]
 WITH_ATTRIBUTES = [uses for uses in INSTALLED if uses.attributes]
 
@@ -227,7 +228,7 @@ def imported_from_core(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("rooms", "tables"),
     [
-        (["seam", "readout"], [compat.SEAM, compat.TRANSFORMER_ENGINE]),
+        (["seam", "readout"], [compat.SEAM, compat.HYBRID, compat.TRANSFORMER_ENGINE]),
         (["engine"], [compat.SEAM, compat.ENGINE]),
         (["inside"], [compat.SEAM, compat.INSIDE]),
         (["models"], [compat.SEAM, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MODELS]),

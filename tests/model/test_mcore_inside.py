@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.models import HAS_OUTPUT_PROCESSOR
 from hypothesis import given
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -26,7 +27,6 @@ from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
 from mcore_prefix_tree.mcore.inside import FoldCheckError, RowLogprobs
 from mcore_prefix_tree.mcore.inside import rows as rows_module
-from mcore_prefix_tree.mcore.seam.output_layer import HAS_OUTPUT_PROCESSOR
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 

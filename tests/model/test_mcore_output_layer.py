@@ -24,7 +24,7 @@ from mcore_prefix_tree.mcore import with_edge_head
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
 from mcore_prefix_tree.mcore.readout import EdgeLoss, Hidden, Logprobs, Readout, TopLogprobs, WeightedSum, readout_of
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.seam.output_layer import HAS_OUTPUT_PROCESSOR, HeadRequest, request_arguments
+from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
 from mcore_prefix_tree.objectives import LossOutput, make_objective, sft_loss
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
@@ -387,15 +387,11 @@ def test_deferred_weight_gradients_are_refused() -> None:
 
 
 def test_a_model_with_scaled_logits() -> None:
-    """muP, where megatron-core has it; where the model scales what any head answers, the fused one is refused."""
+    """muP, where megatron-core has it: the model multiplies whatever any head answers, and the answer allows for it."""
     config = tiny_config()
     if not hasattr(config, "use_mup"):
         pytest.skip("this megatron-core has no muP")
     stock, tree = twins(tiny_config(use_mup=True, mup_base_hidden_size=8))
-    if not HAS_OUTPUT_PROCESSOR:
-        with pytest.raises(NotImplementedError, match="the fused head does not support use_mup=True with this"):
-            with_edge_head(tree)
-        return
     expected = alone(stock, SAMPLES)
     for readout in SFT:
         loss = supervised(with_edge_head(tree), batch_of(), readout)
@@ -404,8 +400,15 @@ def test_a_model_with_scaled_logits() -> None:
         assert_same_gradients(gradients(tree), expected["grads"], 1e-12)
 
 
-def test_the_request_travels_in_one_keyword_or_two() -> None:
+def test_hidden_states_are_not_scaled_like_logits() -> None:
+    """muP again: the model multiplies whatever its output layer returns."""
+    if not hasattr(tiny_config(), "use_mup"):
+        pytest.skip("this megatron-core has no muP")
+    stock, tree = twins(tiny_config(use_mup=True, mup_base_hidden_size=8))
     batch = batch_of()
-    request = HeadRequest(edges=batch.edges, temperature=None, head_chunk_rows=None, answer=lambda rows, *_: rows)
-    assert request in request_arguments(request).values()
-    assert len(batch.edges.token) < VOCAB * len(SAMPLES)
+    found = Hidden().read(tree_forward(with_edge_head(tree), batch, Hidden()), batch)
+    logits = found @ tree.output_layer.weight.T * tree.config.mup_output_mult
+    ids = torch.tensor(SAMPLES[0].tokens.tolist()).unsqueeze(0)
+    alone = stock(ids, torch.arange(len(SAMPLES[0])).unsqueeze(0), None)[0, 0]
+    row = int((batch.edges.row == batch.layout.sample_tokens(0)[0]).nonzero())
+    assert worst(logits[row], alone) < 1e-12

@@ -58,6 +58,7 @@ class Job:
     native: bool = False
     way: str = "logits"  # or "logprobs", "weighted sum"
     config: tuple[tuple[str, Any], ...] = ()
+    pattern: str | None = None  # of a HybridModel
 
 
 def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any], int]:
@@ -72,7 +73,13 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     spec = stock_spec if job.native else tree_spec
-    chunks = build_chunks(config, spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)
+    chunks = build_chunks(
+        config,
+        spec if job.pattern is None else hybrid_spec(follows=True),
+        vocab_size=VOCAB,
+        share_embeddings=job.share_embeddings,
+        pattern=job.pattern,
+    )
     if job.way != "logits":
         chunks = [with_edge_head(chunk) for chunk in chunks]
     trainer = Trainer.of(chunks, distributed_optimizer=job.distributed_optimizer, adam_eps=ADAM_EPS)
@@ -140,6 +147,14 @@ def stock_spec(config: Any, vp_stage: int | None) -> Any:
     return cpu_spec(block, config, vp_stage)
 
 
+def hybrid_spec(*, follows: bool) -> Any:
+    """A hybrid stack of local layers, stock or tree-capable."""
+    from mcore_prefix_tree.cpu.hybrid import hybrid_stack
+    from mcore_prefix_tree.mcore import with_prefix_tree
+
+    return with_prefix_tree(hybrid_stack) if follows else hybrid_stack
+
+
 def step_loss(reported: Sequence[dict[str, torch.Tensor]]) -> float:
     """Mean over the scored tokens of all ranks."""
     from megatron.core import parallel_state
@@ -164,7 +179,13 @@ def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tupl
     from harness.weights import local_parts
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
-    chunks = build_chunks(config, stock_spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)
+    chunks = build_chunks(
+        config,
+        stock_spec if job.pattern is None else hybrid_spec(follows=False),
+        vocab_size=VOCAB,
+        share_embeddings=job.share_embeddings,
+        pattern=None if job.pattern is None else job.pattern.replace("|", ""),
+    )
     trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
     for _ in range(job.steps):
         trainer.step(_stock_step, samples, seq_length=1)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from folded_jobs import Job, branching_samples, unfolded_gradients
+from harness.models import HAS_OUTPUT_PROCESSOR
 from harness.weights import assemble
 from harness.worlds import Layout, WorkerError, world
 from inside_jobs import InsideJob, inside_gradients, rows_without_a_vocabulary
@@ -17,7 +18,6 @@ from megatron.core.transformer import multi_latent_attention
 from test_folded_layouts import FP32_INSIDE, FP64, LATENT, MOE, check
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.mcore.seam.output_layer import HAS_OUTPUT_PROCESSOR
 
 SAMPLES = branching_samples()
 # Rows that share nothing; the second micro-batch has one row.

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
@@ -28,8 +27,7 @@ from mcore_prefix_tree.mcore.inside.answers import RowLogprobs, expand, expand_h
 from mcore_prefix_tree.mcore.inside.check import check_comparable, compare
 from mcore_prefix_tree.mcore.inside.report import FoldReport, work_of
 from mcore_prefix_tree.mcore.inside.rows import FoldedRows, PackedRows, RowsPackedSeqParams, read_rows
-from mcore_prefix_tree.mcore.seam.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin
-from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
+from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.provider import provided_spec
@@ -237,7 +235,7 @@ def _left_alone(model: Any, rows: PackedRows, call: dict[str, Any]) -> dict[str,
     call = call | {name: moved(call[name], rows.device) for name in names if name in call}
     if isinstance(call.get("output_processor"), RowLogprobs):
         logprobs = call.pop("output_processor")
-        call |= _requested(model, logprobs, rows) if model.post_process else {}
+        call |= {"labels": None} | _requested(model, logprobs, rows) if model.post_process else {}
     return call
 
 
@@ -283,26 +281,7 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, GPTModel):
         raise TypeError(f"fold_inside takes a GPTModel or a provider of one, not a {type(model).__name__}")
     check_model(model)
-    for name, module in model.named_modules():
-        if not isinstance(module, Attention):
-            continue
-        follows = isinstance(module, TreeSelfAttentionMixin | TreeLatentAttentionMixin)
-        if not follows:
-            raise NotImplementedError(
-                f"{name} is a {type(module).__name__}, which does not follow a tree; build the model from "
-                "with_prefix_tree(spec)"
-            )
-        core = getattr(module, "core_attention", None)
-        if not isinstance(core, TreeCoreAttentionMixin):
-            raise NotImplementedError(
-                f"{name}.core_attention is a {type(core).__name__} that does not follow a tree; Megatron-Bridge puts "
-                "it there under attention_backend=local: set another attention_backend"
-            )
-        if "causal" not in module.attn_mask_type.name:
-            raise NotImplementedError(
-                f"{name} has attn_mask_type={module.attn_mask_type.name}: a token of a tree sees the tokens before it "
-                "and no others; use a causal layer spec"
-            )
+    check_attention(model)
     if model.config.pipeline_model_parallel_size > 1 and not model.config.variable_seq_lengths:
         raise NotImplementedError(
             "variable_seq_lengths=False: pipeline stages send each other folded micro-batches of many sizes; set "

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
@@ -26,7 +26,11 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer, Tr
 
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.seam.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL, LAYERS, NEEDS_NEWER, check_pattern
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
+
+if HAS_HYBRID_MODEL:
+    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
 
@@ -36,14 +40,16 @@ def with_prefix_tree(spec: Spec) -> Spec:
 
     Args:
         spec: a ``ModuleSpec`` of a transformer layer or block, or ``TransformerBlockSubmodules``; local,
-            TransformerEngine, MoE, multi-latent attention or heterogeneous. It is not modified.
+            TransformerEngine, MoE, multi-latent attention or heterogeneous; or the ``ModuleSpec`` of a
+            ``HybridStack``, ``hybrid_stack_spec``. It is not modified.
 
     Returns:
         A spec of the same kind. Models built from it have the state-dict keys of models built from ``spec``.
 
     Raises:
         NotImplementedError: for layers whose tokens mix in other ways than self-attention (cross-attention, Mamba,
-            multi-token prediction); names the module.
+            multi-token prediction); names the module. A hybrid stack refuses its layers when it is built, by their
+            letter: see :func:`check_pattern`.
         TypeError: if ``spec`` is not such a spec.
     """
     if isinstance(spec, TransformerBlockSubmodules):
@@ -57,14 +63,89 @@ def with_prefix_tree(spec: Spec) -> Spec:
         raise TypeError(f"with_prefix_tree takes a ModuleSpec or TransformerBlockSubmodules, not {type(spec).__name__}")
     if isinstance(spec.submodules, TransformerBlockSubmodules):
         return dataclasses.replace(spec, submodules=with_prefix_tree(spec.submodules))
+    if is_hybrid_stack(spec):
+        module = tree_class(TreeStackMixin, get_module(spec))
+        return dataclasses.replace(spec, module=module, submodules=_hybrid_layers(spec.submodules))
     return _layer(spec)
+
+
+def is_hybrid_stack(spec: Any) -> bool:
+    """Return whether a spec is one of a ``HybridStack``."""
+    return HAS_HYBRID_MODEL and isinstance(getattr(spec, "submodules", None), HybridStackSubmodules)
+
+
+def _hybrid_layers(submodules: Any) -> Any:
+    """Return ``HybridStackSubmodules`` whose layers follow the tree, but for those that the stack refuses to build."""
+    found = {
+        layer.submodule: getattr(submodules, layer.submodule)
+        for layer in LAYERS.values()
+        if layer.refused is None and hasattr(submodules, layer.submodule)
+    }
+    layers = {name: _layer(spec) for name, spec in found.items() if get_module(spec) is not IdentityOp}
+    return dataclasses.replace(submodules, **layers)
+
+
+class TreeStackMixin:
+    """A stack of hybrid layers that refuses, before it builds any, those that cannot follow a tree."""
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any,
+        pre_process: bool = True,
+        layer_type_list: list[str] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Initialise the base class.
+
+        Raises:
+            NotImplementedError: names the letter of a layer that cannot follow a tree.
+        """
+        check_pattern("".join(layer_type_list or ()))
+        super().__init__(config, submodules, pre_process, layer_type_list, *args, **kwargs)  # type: ignore[call-arg]
+        check_attention(self)
+
+    def _fuse_mla_down_proj(self, submodules: Any) -> Any:
+        # Upstream names the fused attention here, whatever the spec had.
+        return _hybrid_layers(super()._fuse_mla_down_proj(submodules))  # type: ignore[misc]
+
+
+def check_attention(model: Any) -> None:
+    """Refuse a model, or a part of one, with an attention that does not follow a tree.
+
+    Raises:
+        NotImplementedError: names the module and its class.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, Attention):
+            continue
+        follows = isinstance(module, TreeSelfAttentionMixin | TreeLatentAttentionMixin)
+        if not follows:
+            raise NotImplementedError(
+                f"{name} is a {type(module).__name__}, which does not follow a tree; build the model from "
+                "with_prefix_tree(spec)"
+            )
+        core = getattr(module, "core_attention", None)
+        if not isinstance(core, TreeCoreAttentionMixin):
+            raise NotImplementedError(
+                f"{name}.core_attention is a {type(core).__name__} that does not follow a tree; Megatron-Bridge puts "
+                "it there under attention_backend=local: set another attention_backend"
+            )
+        if "causal" not in module.attn_mask_type.name:
+            raise NotImplementedError(
+                f"{name} has attn_mask_type={module.attn_mask_type.name}: a token of a tree sees the tokens before it "
+                "and no others; use a causal layer spec"
+            )
 
 
 def _layer(spec: ModuleSpec) -> ModuleSpec:
     module = get_module(spec)
     if not (isinstance(module, type) and issubclass(module, TransformerLayer)):
+        newer = "" if HAS_HYBRID_MODEL else f"; {NEEDS_NEWER}"
         raise NotImplementedError(
-            f"prefix-tree training does not support layers of class {_name(module)}: only self-attention knows the tree"
+            f"prefix-tree training does not support layers of class {_name(module)}: only self-attention knows the "
+            f"tree{newer}"
         )
     cross = spec.submodules.cross_attention
     if get_module(cross) is not IdentityOp:

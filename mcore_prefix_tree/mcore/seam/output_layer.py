@@ -1,21 +1,19 @@
 """The output layer that answers readouts from hidden states, where it is asked to, instead of returning logits.
 
-A ``GPTModel`` builds its ``ColumnParallelLinear`` itself, so :func:`with_edge_head` turns the instance into one of a
-subclass, as ``torch.nn.utils.parametrize`` and ``fully_shard`` do: parameters, hooks and state-dict keys stay. The
-request reaches it as data: through ``output_processor`` (megatron-core 0.18 and later) or, before that, through
-``runtime_gather_output``, which ``GPTModel.forward`` hands to its output layer and to nothing else. Going through the
-layer's ``__call__`` matters: DDP waits for gathered parameters in its forward pre-hooks.
+``GPTModel`` and ``HybridModel`` build their ``ColumnParallelLinear`` themselves, so :func:`with_edge_head` turns the
+instance into one of a subclass, as ``torch.nn.utils.parametrize`` and ``fully_shard`` do: parameters, hooks and
+state-dict keys stay. The request reaches it as data through ``runtime_gather_output``, which the forward of both models
+hands to the output layer and to nothing else. (``output_processor`` is newer, and of ``GPTModel`` alone.) Going through
+the layer's ``__call__`` matters: DDP waits for gathered parameters in its forward pre-hooks.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
@@ -24,8 +22,6 @@ from megatron.core.tensor_parallel import (
 
 from mcore_prefix_tree.logprob import Edges, Head
 from mcore_prefix_tree.mcore.seam.attention import tree_class
-
-HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -55,7 +51,7 @@ def with_edge_head(model: Model) -> Model:
     """Let a model's output layer score edges where it is asked to; otherwise it stays what it was.
 
     Args:
-        model: a bare ``GPTModel`` or any of its pipeline stages, before DDP. It is changed in place.
+        model: a bare ``GPTModel`` or ``HybridModel`` or any of its pipeline stages, before DDP; changed in place.
 
     Returns:
         The same model.
@@ -86,8 +82,6 @@ def _why_not(layer: Any) -> str | None:
     # Since core_v0.20, Megatron-LM's --output-logit-dtype.
     if getattr(layer, "output_dtype", None) not in (None, layer.config.params_dtype):
         return f"an output layer with output_dtype={layer.output_dtype}, another than that of the weights"
-    if _multiplier(layer.config) != 1 and not HAS_OUTPUT_PROCESSOR:
-        return "use_mup=True with this megatron-core, which would scale what the layer answers as if it were logits"
     if layer.config.defer_embedding_wgrad_compute:
         return "defer_embedding_wgrad_compute=True, for which stock Megatron keeps the gradient of the logits"
     return None
@@ -114,7 +108,7 @@ class EdgeHeadMixin:
 def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, request: HeadRequest) -> torch.Tensor:
     if weight is None:
         weight = layer.weight
-    assert weight is not None, "GPTModel gives the weight that it shares with the embedding"
+    assert weight is not None, "the model gives the weight that it shares with the embedding"
     edges = request.edges
     rows: torch.Tensor
     if layer.sequence_parallel:
@@ -126,7 +120,11 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
         if layer.tp_group.size() > 1:
             rows = copy_to_tensor_model_parallel_region(rows, group=layer.tp_group)
     head = _head(layer, weight, edges, request.temperature, head_chunk_rows=request.head_chunk_rows)
-    return request.answer(rows, weight, head)[:, None]
+    answer = request.answer(rows, weight, head)[:, None]
+    if head.multiplier != 1:
+        # The model multiplies by this whatever its output layer returns, and the head has done so with the logits.
+        answer = answer.to(torch.promote_types(answer.dtype, torch.float32)) / head.multiplier
+    return answer
 
 
 def _head(
@@ -149,7 +147,7 @@ def _head(
 
 
 def output_weight_and_head(model: Any, edges: Edges, temperature: torch.Tensor | None) -> tuple[torch.Tensor, Head]:
-    """Return what the last stage of a ``GPTModel`` makes logits of hidden states with: ``[V / tp, h]``, and the rest.
+    """Return what the last stage of a model makes logits of hidden states with: ``[V / tp, h]``, and the rest.
 
     Args:
         model: bare, with an edge head.
@@ -193,22 +191,6 @@ class _MainGrad:
         return torch.zeros_like(self._weight)
 
 
-def edge_head_processor(
-    *,
-    hidden_states: torch.Tensor,
-    output_layer: Any,
-    output_weight: torch.Tensor | None,
-    context: HeadRequest,
-    **_: Any,
-) -> torch.Tensor:
-    """The ``output_processor`` of ``GPTModel.forward``: what the layer answers, batch first as logits are."""
-    scores, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=context)
-    answered: torch.Tensor = scores.transpose(0, 1)
-    return answered
-
-
 def request_arguments(request: HeadRequest) -> dict[str, Any]:
-    """Keywords of ``GPTModel.forward`` that carry a request to the output layer."""
-    if HAS_OUTPUT_PROCESSOR:
-        return {"output_processor": edge_head_processor, "output_processor_context": request}
+    """Keywords of the model's forward that carry a request to the output layer."""
     return {"runtime_gather_output": request}

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from megatron.core.utils import get_model_config
 
+from mcore_prefix_tree.mcore.seam.hybrid import check_pattern
+
 _FLAGS = {
     "cache_mla_latents": "it is for inference alone",  # a field of MLATransformerConfig
     "fused_single_qkv_rope": "that kernel takes no packed_seq_params",
@@ -143,15 +145,17 @@ def check_config(config: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse models whose positions folding cannot give.
+    """Refuse models whose positions or layers folding cannot give.
 
     Args:
-        model: a ``GPTModel``, without its DDP and mixed-precision wrappers.
+        model: a ``GPTModel`` or ``HybridModel``, without its DDP and mixed-precision wrappers.
 
     Raises:
-        NotImplementedError: as :func:`check_config`, and for ``position_embedding_type='mrope'``.
+        NotImplementedError: as :func:`check_config` and :func:`check_pattern`, on every pipeline stage, and for
+            ``position_embedding_type='mrope'``.
     """
     check_config(model.config)
+    check_pattern(getattr(model, "hybrid_layer_pattern", None) or "")
     if model.position_embedding_type == "mrope":
         raise NotImplementedError(
             "prefix-tree training does not support position_embedding_type='mrope': its positions are "

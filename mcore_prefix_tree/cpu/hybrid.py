@@ -1,0 +1,74 @@
+"""A hybrid stack of megatron-core's local layers: upstream's own ``hybrid_stack_spec`` is TransformerEngine's.
+
+``--spec mcore_prefix_tree.cpu.hybrid hybrid_stack`` names it to Megatron-LM. It needs megatron-core 0.18 or later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.post_training.modelopt.hybrid.model_specs import get_hybrid_stack_modelopt_spec
+from megatron.core.post_training.modelopt.layers import Norm as TransformerEngineNorm
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from mcore_prefix_tree.cpu.attention import LatentDotProductAttention
+from mcore_prefix_tree.cpu.norms import Norm
+from mcore_prefix_tree.cpu.specs import exchanged
+
+_LATENT_PROJECTIONS = [f"linear_{name}_proj" for name in ("q", "q_down", "q_up", "kv_down", "kv_up")]
+
+
+class LocalHybridStack(HybridStack):  # type: ignore[misc]
+    """``HybridStack`` with a final norm of PyTorch; upstream's is TransformerEngine's, whatever the spec names."""
+
+    def __init__(
+        self, config: Any, *args: Any, post_layer_norm: bool = True, post_process: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, post_layer_norm=False, post_process=post_process, **kwargs)
+        self.post_layer_norm = post_layer_norm
+        if post_process and post_layer_norm:
+            self.final_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+def _local_layers() -> Any:
+    """Return upstream's own local layers for ModelOpt, with PyTorch's norms, and multi-latent attention beside them."""
+    layers = exchanged(
+        get_hybrid_stack_modelopt_spec(local_core_attention=True).submodules, {TransformerEngineNorm: Norm}
+    )
+    layers = dataclasses.replace(layers, mlp_layer=dataclasses.replace(layers.mlp_layer, module=MLPLayer))
+    if "mla_layer" not in {field.name for field in dataclasses.fields(HybridStackSubmodules)}:
+        return layers  # it came with megatron-core 0.19
+    attention = layers.attention_layer
+    own = attention.submodules.self_attention
+    return dataclasses.replace(
+        layers,
+        mla_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=dataclasses.replace(
+                attention.submodules,
+                self_attention=ModuleSpec(
+                    module=MLASelfAttention,
+                    params=own.params,
+                    submodules=MLASelfAttentionSubmodules(
+                        **dict.fromkeys(_LATENT_PROJECTIONS, own.submodules.linear_qkv),
+                        core_attention=exchanged(
+                            own.submodules.core_attention, {DotProductAttention: LatentDotProductAttention}
+                        ),
+                        linear_proj=own.submodules.linear_proj,
+                        q_layernorm=IdentityOp,
+                        kv_layernorm=IdentityOp,
+                    ),
+                ),
+            ),
+        ),
+    )
+
+
+hybrid_stack = ModuleSpec(module=LocalHybridStack, submodules=_local_layers())

@@ -1,0 +1,81 @@
+"""Layers of hybrid models: the one table of what a letter of the pattern is, and which of them follow a tree.
+
+A ``HybridStack`` (megatron-core 0.18 and later) builds one kind of layer for each letter of its pattern, and hands all
+of them the ``packed_seq_params`` of the micro-batch, as a ``TransformerBlock`` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mcore_prefix_tree.mcore import compat
+
+# Older versions of megatron-core have a MambaModel, whose pattern always has Mamba layers.
+HAS_HYBRID_MODEL = compat.has_hybrid_model()
+NEEDS_NEWER = "hybrid models need HybridModel, which came with megatron-core 0.18"
+
+if HAS_HYBRID_MODEL:
+    compat.check(compat.HYBRID)
+
+_PIPE, _MTP = "|", "/"
+_STATE = "its state would run from one sample of a tree into the next"
+
+
+@dataclass(frozen=True)
+class HybridLayer:
+    """Kind of layer that a letter of a pattern stands for.
+
+    Attributes:
+        name: of such a layer, in messages.
+        submodule: field of ``HybridStackSubmodules`` with its spec.
+        part: what it computes, as FLOPs are counted.
+        refused: why it cannot follow a tree; None where it can.
+    """
+
+    name: str
+    submodule: str
+    part: Literal["attention", "mlp", "experts", "state"]
+    refused: str | None = None
+
+
+LAYERS = {
+    "*": HybridLayer("attention", "attention_layer", "attention"),
+    "+": HybridLayer("multi-latent attention", "mla_layer", "attention"),
+    "-": HybridLayer("MLP", "mlp_layer", "mlp"),
+    "E": HybridLayer("experts", "moe_layer", "experts"),
+    "M": HybridLayer("Mamba", "mamba_layer", "state", _STATE),
+    "G": HybridLayer("Gated DeltaNet", "gdn_layer", "state", _STATE),
+    "D": HybridLayer("DeepSeek sparse attention", "dsa_layer", "attention", "it chooses keys along the flat layout"),
+}
+
+
+def layers_of(pattern: str) -> str:
+    """Return the letters of a pattern's layers, without boundaries of pipeline stages and multi-token prediction."""
+    return pattern.partition(_MTP)[0].replace(_PIPE, "")
+
+
+def check_pattern(pattern: str) -> None:
+    """Refuse a layer pattern that names what cannot follow a tree.
+
+    Args:
+        pattern: of Megatron-Core's ``HybridModel``, such as ``*-*-|*E*E``.
+
+    Raises:
+        NotImplementedError: one sentence for every letter at fault, with its name.
+    """
+    found = []
+    for letter in dict.fromkeys(layers_of(pattern)):
+        layer = LAYERS.get(letter)
+        if layer is None:
+            found.append(f"{letter} (a layer that this package does not know)")
+        elif layer.refused is not None:
+            found.append(f"{letter} ({layer.name}: {layer.refused})")
+    if pattern.partition(_MTP)[2].strip(_MTP):
+        found.append(f"{_MTP} (multi-token prediction: it rolls labels along the flat layout, which crosses branches)")
+    if found:
+        follow = ", ".join(f"{letter} ({layer.name})" for letter, layer in LAYERS.items() if layer.refused is None)
+        raise NotImplementedError(
+            f"prefix-tree training does not support {' nor '.join(found)} in the hybrid layer pattern {pattern!r}; "
+            f"use {follow}"
+        )

@@ -1,0 +1,225 @@
+"""Hybrid models: folded is unfolded, through the fused head too, and layers that cannot follow a tree are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from harness.marks import quick
+from oracles import worst
+from seam_models import VOCAB, noisy, tiny_config
+from test_mcore_output_layer import SAMPLES, WARM, alone, assert_same_gradients, batch_of, supervised
+from test_mcore_output_layer import gradients as taken
+from test_mcore_seam import FP32_INSIDE, LATENT, LATENT_YARN, MOE, YARN, assert_equal, folded, folded_batch, unfolded
+
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum
+from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL, LAYERS, check_pattern
+from mcore_prefix_tree.mcore.seam.validation import check_model
+
+if not HAS_HYBRID_MODEL:
+    pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)
+
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from mcore_prefix_tree.cpu.hybrid import hybrid_stack
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_on_the_cpu():
+    with cpu_emulation(force=True), single_process():
+        yield
+
+
+def hybrid(config: Any, pattern: str, spec: Any = hybrid_stack, **model: Any) -> Any:
+    torch.manual_seed(0)
+    settings = {"vocab_size": VOCAB, "max_sequence_length": 64, "position_embedding_type": "rope"} | model
+    return noisy(HybridModel(config, spec, hybrid_layer_pattern=pattern, **settings))
+
+
+def twins(config: Any, pattern: str, **model: Any) -> tuple[Any, Any]:
+    """A stock model and one whose layers follow a tree, with the same weights."""
+    stock = hybrid(config, pattern, **model)
+    tree = hybrid(config, pattern, with_prefix_tree(hybrid_stack), **model)
+    tree.load_state_dict(stock.state_dict(), strict=True)
+    return stock, tree
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+WITH_BIASES = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,
+}
+
+# name: (pattern, fields of the config, arguments of HybridModel)
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "attention, MLP": ("*-*-", {}, {}),
+    "experts": ("*E*E", MOE, {}),
+    "experts beside MLPs, biases of experts": ("*-*E", MOE | WITH_BIASES, {}),
+    "latent attention": ("+-+-", LATENT, {}),
+    "latent attention, yarn, experts": ("+-+E", LATENT_YARN | MOE, {}),
+    "attention twice, ends in attention": ("-**", {}, {}),
+    "no positions": ("*-*-", {}, {"position_embedding_type": "none"}),
+    "learned positions, tied": (
+        "*-",
+        {},
+        {"position_embedding_type": "learned_absolute", "share_embeddings_and_output_weights": True},
+    ),
+    "yarn": ("*-", YARN, {"position_embedding_type": "yarn"}),
+    "full recompute": ("*-*-", FULL, {}),
+    "full recompute, experts": ("*E*E", FULL | MOE, {}),
+    "selective recompute": ("*-*-", SELECTIVE, {}),
+}
+QUICK = ("attention, MLP", "experts", "latent attention, yarn, experts", "full recompute")
+
+
+@pytest.mark.parametrize("name", quick(*QUICK, of=VARIANTS))
+def test_folded_is_unfolded(name: str) -> None:
+    pattern, settings, model = VARIANTS[name]
+    stock, tree = twins(tiny_config(num_layers=len(pattern), **settings), pattern, **model)
+    assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=FP32_INSIDE if "E" in pattern else 1e-12)
+
+
+@pytest.mark.ci
+def test_windows_are_of_the_layers_that_have_them() -> None:
+    """Layers are numbered over the whole pattern, also those without attention."""
+    config = tiny_config(num_layers=4, window_size=(3, 0), window_attn_skip_freq=[1, 0, 0, 1])
+    stock, tree = twins(config, "*-*-")
+    assert [layer.self_attention.core_attention.tree_window for layer in tree.decoder.layers[::2]] == [4, None]
+    assert_equal(folded(tree, folded_batch("reference")), unfolded(stock), limit=1e-12)
+
+
+@pytest.mark.parametrize("readout", [WeightedSum(), Logprobs(entropy=True)], ids=str)
+@pytest.mark.parametrize("tied", quick(True, of=[False, True]), ids=["tied", "untied"])
+def test_fused_head_takes_no_output_processor(readout: Any, tied: bool) -> None:
+    stock, tree = twins(tiny_config(num_layers=4), "*-*-", share_embeddings_and_output_weights=tied)
+    expected = alone(stock, WARM)
+    loss = supervised(with_edge_head(tree), batch_of(WARM, only_supervised=True), readout)
+    loss.backward()
+    assert worst(loss.detach(), expected["loss"]) < 1e-12
+    assert_same_gradients(taken(tree), expected["grads"], 1e-12)
+
+
+def test_fused_head_makes_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tree = twins(tiny_config(num_layers=2), "*-")
+    model, batch = with_edge_head(tree), batch_of()
+    seen = []
+    monkeypatch.setattr(model, "_scale_logits", lambda answer: seen.append(tuple(answer.shape)) or answer)
+    tree_forward(model, batch, WeightedSum())
+    (shape,) = seen
+    assert shape[-1] < VOCAB
+
+
+def test_a_model_without_a_tree_is_upstreams() -> None:
+    stock, tree = twins(tiny_config(num_layers=4), "*-*-")
+    ids = torch.tensor(SAMPLES[0].tokens.tolist()).unsqueeze(0)
+    positions = torch.arange(ids.shape[1]).unsqueeze(0)
+    assert torch.equal(tree(ids, positions, None), stock(ids, positions, None))
+    assert list(tree.state_dict()) == list(stock.state_dict())
+
+
+def test_the_table_knows_every_letter_and_layer_of_upstream() -> None:
+    assert set(LAYERS) >= Symbols.VALID_LAYERS
+    submodules = {field.name for field in dataclasses.fields(HybridStackSubmodules)}
+    assert {LAYERS[letter].submodule for letter in Symbols.VALID_LAYERS} == submodules - {"mtp_block_spec"}
+
+
+REFUSED = {
+    "M*-": r"M \(Mamba: its state would run from one sample of a tree into the next\) in .* 'M\*-'; use \* \(attention",
+    "G-|*-": r"G \(Gated DeltaNet: its state",
+    "D-": r"D \(DeepSeek sparse attention: it chooses keys along the flat layout\)",
+    "*-/*-/*-": r"/ \(multi-token prediction: ",
+    "MG*": r"M \(Mamba: .*\) nor G \(Gated DeltaNet: ",
+    "*X": r"X \(a layer that this package does not know\)",
+}
+
+
+@pytest.mark.parametrize("pattern", REFUSED)
+def test_other_layers_are_refused_by_name(pattern: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"^prefix-tree training does not support {REFUSED[pattern]}") as said:
+        check_pattern(pattern)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("pattern", ["*-*-", "*E|*E", "+-+E", "*-/", "", "-"])
+def test_layers_that_follow_a_tree_are_accepted(pattern: str) -> None:
+    check_pattern(pattern)
+
+
+def test_a_stack_refuses_before_it_builds_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TransformerLayer, "__init__", lambda *_, **__: pytest.fail("built a layer"))
+    with pytest.raises(NotImplementedError, match=r"support M \(Mamba"):
+        hybrid(tiny_config(num_layers=3), "-M*", with_prefix_tree(hybrid_stack))
+
+
+def test_a_model_is_refused_on_every_pipeline_stage() -> None:
+    """By its whole pattern, whatever layers this stage has."""
+    _, tree = twins(tiny_config(num_layers=2), "*-")
+    check_model(tree)
+    tree.hybrid_layer_pattern = "*-|M-"
+    with pytest.raises(NotImplementedError, match=r"support M \(Mamba"):
+        check_model(tree)
+
+
+def test_upstreams_own_spec_is_taken() -> None:
+    """That of TransformerEngine; state-space layers stay as they are. Without it upstream's attention is a mock."""
+    layers = hybrid_stack_spec.submodules
+    with_core = {name: with_local_core(getattr(layers, name)) for name in ("attention_layer", "mla_layer")}
+    spec = dataclasses.replace(hybrid_stack_spec, submodules=dataclasses.replace(layers, **with_core))
+    tree = with_prefix_tree(spec)
+    assert issubclass(tree.module, HybridStack)
+    assert tree.module.__name__ == "HybridStack"
+    for name in ("mamba_layer", "gdn_layer", "dsa_layer", "mlp_layer", "moe_layer"):
+        assert getattr(tree.submodules, name) == getattr(layers, name)
+    for name in with_core:
+        attention = getattr(tree.submodules, name).submodules.self_attention
+        assert attention.module is not getattr(layers, name).submodules.self_attention.module
+        assert issubclass(attention.submodules.core_attention, DotProductAttention)
+        assert attention.submodules.core_attention is not DotProductAttention
+    assert with_prefix_tree(tree) == tree
+
+
+def with_local_core(layer: Any) -> Any:
+    attention = layer.submodules.self_attention
+    core = dataclasses.replace(attention.submodules, core_attention=DotProductAttention)
+    submodules = dataclasses.replace(layer.submodules, self_attention=dataclasses.replace(attention, submodules=core))
+    return dataclasses.replace(layer, submodules=submodules)
+
+
+def test_fused_latent_projections_follow_the_tree() -> None:
+    """HybridStack names their class itself, after it was given its spec."""
+    if not hasattr(HybridStack, "_fuse_mla_down_proj"):
+        pytest.skip("this megatron-core has no such projections")
+    tree = with_prefix_tree(hybrid_stack)
+    fused = tree.module._fuse_mla_down_proj(tree.module.__new__(tree.module), tree.submodules)
+    module = fused.mla_layer.submodules.self_attention.module
+    assert issubclass(module, multi_latent_attention.FusedMLASelfAttention)
+    assert module is not multi_latent_attention.FusedMLASelfAttention
+
+
+def test_an_attention_that_does_not_follow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should upstream's stack build another class than its spec names."""
+    stray = hybrid_stack.submodules.attention_layer
+    original = HybridStack.__init__
+
+    def init(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, dataclasses.replace(submodules, attention_layer=stray), *args, **kwargs)
+
+    monkeypatch.setattr(HybridStack, "__init__", init)
+    with pytest.raises(NotImplementedError, match=r"self_attention is a SelfAttention, which does not follow a tree"):
+        hybrid(tiny_config(num_layers=2), "*-", with_prefix_tree(hybrid_stack))

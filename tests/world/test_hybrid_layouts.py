@@ -1,0 +1,50 @@
+"""A folded step of a hybrid model equals each sample alone through the stock HybridModel, in every parallel layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from folded_jobs import Job
+from harness.worlds import Layout
+from test_folded_layouts import FP32_INSIDE, FP64, LATENT, LONGEST, MOE, check, folded, oracle
+
+from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL
+
+if not HAS_HYBRID_MODEL:
+    pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)
+
+RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+DENSE = Job(pattern="*-*-", way="weighted sum")
+TP2_SP, PP2 = Layout(tp=2, sequence_parallel=True), Layout(pp=2)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "job"),
+    [
+        pytest.param(2, TP2_SP, DENSE, id="tp2-sp"),
+        # Stages of other lengths, of which one begins with an MLP; the embedding's weight is the head's.
+        pytest.param(2, PP2, replace(DENSE, pattern="*-*|-", share_embeddings=True), id="pp2-tied"),
+        pytest.param(2, Layout(tp=2), replace(DENSE, config=RECOMPUTE), id="tp2-recompute", marks=pytest.mark.ci),
+        pytest.param(2, PP2, replace(DENSE, pattern="*-|*-", config=RECOMPUTE), id="pp2-recompute"),
+        pytest.param(2, PP2, replace(DENSE, way="logits"), id="pp2-cut-evenly-logits", marks=pytest.mark.ci),
+        pytest.param(2, Layout(pp=2, vpp=2), replace(DENSE, pattern="*|-|*|-"), id="pp2-vpp2", marks=pytest.mark.ci),
+        pytest.param(2, Layout(), DENSE, id="dp2", marks=pytest.mark.ci),
+        pytest.param(2, TP2_SP, replace(DENSE, pattern="*E*E", config=MOE), id="experts-tp2-sp"),
+        pytest.param(2, PP2, replace(DENSE, pattern="*E|*E", config=MOE), id="experts-pp2", marks=pytest.mark.ci),
+        pytest.param(
+            2, Layout(ep=2), replace(DENSE, pattern="*E*E", config=MOE), id="experts-ep2", marks=pytest.mark.ci
+        ),
+        pytest.param(2, PP2, replace(DENSE, pattern="+-|+-", config=LATENT), id="latent-pp2"),
+        pytest.param(
+            4,
+            Layout(tp=2, pp=2, sequence_parallel=True),
+            replace(DENSE, pattern="*-|*-"),
+            id="tp2-sp-pp2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_layout(size: int, layout: Layout, job: Job) -> None:
+    job = replace(job, max_tokens=LONGEST + 10)
+    check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.config == MOE else FP64)
