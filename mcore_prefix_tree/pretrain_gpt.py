@@ -1,7 +1,7 @@
 """Megatron-LM's ``pretrain_gpt.py`` with one more flag: ``python -m mcore_prefix_tree.pretrain_gpt --help``.
 
 Under ``torchrun``, Slurm or ``mpirun``, with every argument of ``pretrain_gpt.py``. Without ``--prefix-tree`` that
-script itself is run.
+script itself is run. ``pretrain_hybrid`` beside it is the same for ``pretrain_hybrid.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import runpy
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,10 +23,15 @@ from mcore_prefix_tree.launchers import adopt_ranks
 from mcore_prefix_tree.output import lost_output, outlive_output
 
 VARIABLE = "MEGATRON_LM_PATH"
+HYBRID = "pretrain_hybrid.py"
+_PATTERNS = {"--hybrid-layer-pattern", "--hybrid-override-pattern"}
 
 
-def main() -> None:
+def main(script: str = "pretrain_gpt.py") -> None:
     """Run with the command line's arguments.
+
+    Args:
+        script: of Megatron-LM, that runs without ``--prefix-tree`` and whose model is trained with it.
 
     Raises:
         SystemExit: with status 2 for arguments that cannot be used.
@@ -37,6 +43,10 @@ def main() -> None:
     folded = bool({"--prefix-tree", "-h", "--help"} & set(rest))
     with lost_output(), readable_errors(is_of_this_package):
         root = use_megatron_lm(known.megatron_lm_path)
+        if script == HYBRID:
+            _check_hybrid(root)
+        if folded:
+            _check_kind(script, rest)
         dry_run = "--prefix-tree-dry-run" in rest
         if folded and not dry_run:
             adopt_ranks(os.environ)
@@ -56,7 +66,7 @@ def main() -> None:
             launch.run(root)
             return
         check_unused(rest)
-    sys.argv = [str(root / "pretrain_gpt.py"), *rest]
+    sys.argv = [str(root / script), *rest]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
@@ -96,6 +106,32 @@ def use_megatron_lm(path: str | None) -> Path:
     assert "megatron.core" not in sys.modules, "imported before the checkout was on the path"
     sys.path.insert(0, str(root))
     return root
+
+
+def _check_hybrid(root: Path) -> None:
+    if not (root / HYBRID).is_file():
+        raise ValueError(f"{root} has no {HYBRID}, which came with core_v0.18; check out core_v0.19.0")
+
+
+def _check_kind(script: str, arguments: Sequence[str]) -> None:
+    """Refuse the pattern of a hybrid model's layers to ``pretrain_gpt.py``, which ignores it, and ask it of the other.
+
+    Raises:
+        ValueError: names the argument and the entry.
+    """
+    names = {argument.partition("=")[0] for argument in arguments}
+    if names & {"-h", "--help"}:
+        return
+    given = names & _PATTERNS
+    if script != HYBRID and given:
+        raise ValueError(
+            f"{given.pop()} is of {HYBRID}, and {script} ignores it: start the job with "
+            "-m mcore_prefix_tree.pretrain_hybrid"
+        )
+    if script == HYBRID and not given and "--use-checkpoint-args" not in names:
+        raise ValueError(
+            f"{HYBRID} needs --hybrid-layer-pattern, such as '*-*-'; -m mcore_prefix_tree.pretrain_gpt trains a GPT"
+        )
 
 
 def _check_python(root: Path) -> None:

@@ -145,6 +145,7 @@ _HYBRID = "megatron.core.models.hybrid"
 # Only where there is a HybridModel: since megatron-core 0.18.
 HYBRID = (
     Uses(f"{_HYBRID}.hybrid_block:HybridStackSubmodules", keywords="attention_layer mlp_layer moe_layer mamba_layer"),
+    Uses(f"{_HYBRID}.hybrid_layer_specs:hybrid_stack_spec"),
     # TreeStackMixin, which stands before HybridStack.
     Uses(f"{_HYBRID}.hybrid_block:HybridStack", "config submodules pre_process layer_type_list"),
     Uses(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import and_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -217,6 +218,7 @@ class ModelWork:
         swiglu: bool = True,
         fused_head: bool = False,
         settings: Mapping[str, Any] | None = None,
+        parts: Sequence[str] | None = None,
     ) -> ModelWork:
         """Count a GPT's weights, each of which a token multiplies once.
 
@@ -228,6 +230,8 @@ class ModelWork:
             fused_head: see above.
             settings: further ones by the names of Megatron's ``TransformerConfig``, of which multi-latent attention,
                 experts, ``attention_output_gate`` and sliding windows count.
+            parts: "attention", "mlp" or "experts" of each layer of a hybrid model; by default a layer has attention and
+                one of the others.
         """
         settings = settings or {}
         latent, experts = LatentAttention.from_settings(settings), Experts.from_settings(settings)
@@ -241,17 +245,21 @@ class ModelWork:
             query, value = latent.qk_head_dim + latent.qk_pos_emb_head_dim, latent.v_head_dim
             attention = latent.weights(hidden_size, num_attention_heads)
         matrices = 3 if swiglu else 2
-        weights, dense = num_layers * attention, num_layers
-        if experts is not None:
-            sparse = sum(layers_with_experts(num_layers, experts.moe_layer_freq))
+        attends = [parts is None or parts[layer] == "attention" for layer in range(num_layers)]
+        if parts is not None:
+            sparse, dense = parts.count("experts"), parts.count("mlp")
+        else:
+            sparse = 0 if experts is None else sum(layers_with_experts(num_layers, experts.moe_layer_freq))
+            dense = num_layers - sparse
+        weights = sum(attends) * attention + dense * matrices * hidden_size * ffn_hidden_size
+        if sparse:
+            assert experts is not None, "Megatron asks for their number"
             weights += sparse * experts.weights(hidden_size, ffn_hidden_size, matrices)
-            dense -= sparse
-        weights += dense * matrices * hidden_size * ffn_hidden_size
-        windowed = sum(layers_with_window(num_layers, settings))
+        windowed = sum(map(and_, attends, layers_with_window(num_layers, settings)))
         return cls(
             token=2.0 * weights,
             pair=pair_flops(num_attention_heads, query, value),
-            layers=num_layers - windowed,
+            layers=sum(attends) - windowed,
             window_layers=windowed,
             window=settings["window_size"][0] + 1 if windowed else None,  # upstream does not count the query itself
             position=2.0 * hidden_size * vocab_size,

@@ -233,7 +233,7 @@ def imported_from_core(file: Path) -> set[str]:
         (["inside"], [compat.SEAM, compat.INSIDE]),
         (["models"], [compat.SEAM, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MODELS]),
         (["trainer"], [compat.SEAM, compat.ENGINE, compat.MODELS, compat.TRAINER]),
-        (["megatron_lm"], [compat.SEAM, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MEGATRON_LM]),
+        (["megatron_lm"], [compat.SEAM, compat.HYBRID, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MEGATRON_LM]),
     ],
     ids=["seam", "engine", "inside", "models", "trainer", "megatron_lm"],
 )

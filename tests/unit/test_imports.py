@@ -54,6 +54,7 @@ ALLOWED = {
         "errors", "launchers", "output", "sample", "data", "layout", "plan", "metadata", "attention", "logprob",
         "objectives", "mcore",
     },
+    "pretrain_hybrid": {"pretrain_gpt"},
     "__init__": {"sample", "layout", "metadata"},
 }  # fmt: skip
 ALLOWED["cli"] = set(ALLOWED) - {"__init__"}

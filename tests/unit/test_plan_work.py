@@ -88,6 +88,15 @@ def test_a_recipe_s_model():
         assert work == ModelWork.from_dimensions(**DENSE | {"vocab_size": 1})
 
 
+def test_flops_of_a_hybrid_model_by_hand():
+    """Attention, MLP, attention with a window, experts: each layer has one part, and pairs are those of attention."""
+    settings = {"num_experts": 4, "moe_router_topk": 1, "window_size": (4, 0), "window_attn_skip_freq": [0, 1, 1, 1]}
+    parts = ["attention", "mlp", "attention", "experts"]
+    work = ModelWork.from_dimensions(**DENSE | {"num_layers": 4}, settings=settings, parts=parts)
+    assert work.token == 2 * (2 * 4 * 64 + 3 * 128 + (8 * 4 + 3 * 128))
+    assert (work.layers, work.window_layers, work.window) == (1, 1, 5)
+
+
 @pytest.mark.parametrize("skip", [None, 1, 2, 3, [1, 0, 0, 1, 1, 0, 1]])
 def test_the_layers_with_a_window_are_megatron_s(skip):
     settings = {"window_size": (4, 0), "window_attn_skip_freq": skip}

@@ -1,4 +1,4 @@
-"""Compare ``tree_gpt`` with the model that the checkout's own builder makes of the same command line.
+"""Compare ``tree_model`` with the model that the checkout's own builder makes of the same command line.
 
 ``python built_models.py CASES ANSWERS``: two files of JSON, a list of lists of words, and for each the differences. The
 last answer is what the builder reads of the arguments and no case changes.
@@ -36,7 +36,7 @@ def main(cases: Path, answers: Path) -> None:
 
     from mcore_prefix_tree.mcore.megatron_lm.checks import checked_config
     from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
-    from mcore_prefix_tree.mcore.megatron_lm.model import tree_gpt
+    from mcore_prefix_tree.mcore.megatron_lm.model import tree_model
 
     build, source = stock_builder()
     read = {name for pair in re.findall(r"""\bargs\.(\w+)|getattr\(args, ['"](\w+)""", source) for name in pair if name}
@@ -51,7 +51,7 @@ def main(cases: Path, answers: Path) -> None:
             config = checked_config(args)
             for name in read:
                 seen[name].add(repr(getattr(args, name, None)))
-            tree = tree_gpt(args, config, pre_process=True, post_process=True, pg_collection=None)
+            tree = tree_model(args, config, pre_process=True, post_process=True, pg_collection=None)
             set_args(args)  # gpt_builder of core_v0.16.1 asks for them again
             told.append(list(differences(tree, build(args, core_transformer_config_from_args(args)))))
     told.append(sorted(name for name, values in seen.items() if len(values) == 1))
@@ -59,7 +59,7 @@ def main(cases: Path, answers: Path) -> None:
 
 
 def stock_builder() -> tuple[Callable[[Any, Any], Any], str]:
-    """How pretrain_gpt.py of the checkout builds its model, and the code that reads the arguments for it."""
+    """How the checkout's scripts build their models, and the code that reads the arguments for it."""
     try:
         from megatron.training.argument_utils import gpt_config_from_args
     except ImportError:
@@ -67,11 +67,14 @@ def stock_builder() -> tuple[Callable[[Any, Any], Any], str]:
 
         return lambda args, config: gpt_builder(args, True, True, config=config), inspect.getsource(gpt_builder)
 
+    from megatron.training.argument_utils import hybrid_config_from_args
+
     def build(args: Any, config: Any) -> Any:
-        model_config = gpt_config_from_args(args, config)
+        config_from_args = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+        model_config = config_from_args(args, config)
         return model_config.get_builder_cls()(model_config).build_model(None, pre_process=True, post_process=True)
 
-    return build, inspect.getsource(gpt_config_from_args)
+    return build, inspect.getsource(gpt_config_from_args) + inspect.getsource(hybrid_config_from_args)
 
 
 def differences(tree: torch.nn.Module, stock: torch.nn.Module) -> Iterator[str]:

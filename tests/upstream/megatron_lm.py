@@ -206,6 +206,23 @@ class Stock:
         return CPU, MODEL, TRAIN, FOLDED, self.data, f"--save {tmp_path}"
 
 
+def each_sample_alone(model: str, root: Path) -> Stock:
+    """Twenty iterations of a stock model, a sample at a time, with checkpoints after the first and at the end.
+
+    Args:
+        model: its arguments.
+        root: an empty folder, for data and checkpoints.
+    """
+    write_samples(root / "samples.jsonl")
+    data = f"--prefix-tree-data-path {root / 'samples.jsonl'} --prefix-tree-order file"
+    common = (CPU, model, TRAIN, UNFOLDED, data, f"--save {root / 'saved'}")
+    first = trained(STOCK, *common, f"--exit-interval {FIRST}")
+    rest = trained(STOCK, *common, f"--load {root / 'saved'}")
+    losses = first.losses | rest.losses
+    assert sorted(losses) == list(range(1, ITERATIONS + 1))
+    return Stock(data, root / "saved", losses, first.iterations | rest.iterations)
+
+
 def write_samples(path: Path, count: int = 200, scale: int = 1) -> None:
     """Trees that branch twice, with duplicates, strict prefixes and samples of one token.
 

@@ -130,19 +130,24 @@ def stock_model(*args: Any, **kwargs: Any) -> Any:
 
 
 def main() -> None:
-    """As the checkout's own pretrain_gpt.py calls it; core_v0.19 parses first, and builds from a ``ModelConfig``."""
+    """As the checkout's own scripts call it; core_v0.19 parses first, and builds from a ``ModelConfig``."""
     model, kind = stock_model, ModelType.encoder_or_decoder
     if "cfg_container" not in inspect.signature(pretrain).parameters:
         pretrain(datasets_provider, model, kind, forward_step, extra_args_provider=add_argument_group)
         return
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        hybrid_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
     from megatron.training.arguments import parse_and_validate_args
 
     args = parse_and_validate_args(extra_args_provider=add_argument_group)
     if args.prefix_tree_objective in SCALAR_ORACLES:
         pretrain(pretrain_cfg_container_from_args(args), datasets_provider, kind, forward_step, model_provider=model)
     else:
-        container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        config_from_args = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+        container = pretrain_cfg_container_from_args(args, config_from_args(args))
         pretrain(container, datasets_provider, kind, forward_step)
 
 

@@ -15,7 +15,8 @@ require_checkout(trains=False)
 
 SCRIPT = Path(__file__).with_name("built_models.py")
 COMMON = f"{CPU} {MODEL} {TRAIN} {FOLDED} --prefix-tree-data-path /dev/null"
-TIED = COMMON.replace("--untie-embeddings-and-output-weights ", "")
+UNTIED = "--untie-embeddings-and-output-weights "
+TIED = COMMON.replace(UNTIED, "")
 CASES = {
     "as it is": COMMON,
     "tied": f"{TIED} --normalization LayerNorm --qk-layernorm --padded-vocab-size 256 --max-position-embeddings 96",
@@ -26,7 +27,25 @@ CASES = {
     "--make-vocab-size-divisible-by 64",
     "spec": f"{COMMON} --spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local",
 }
-NEWER = {"logits of another type": ("--output-logit-dtype", f"{COMMON} --output-logit-dtype bf16 --bf16")}
+OPTION = "hybrid-layer-pattern"
+LAYERS = "--spec mcore_prefix_tree.cpu.hybrid hybrid_stack --hybrid-layer-pattern"
+HYBRID = COMMON.replace("--num-layers 4", f"{LAYERS} *-*-")
+# Of scripts of a newer Megatron-LM, by the option that they came with.
+NEWER = {
+    "logits of another type": ("--output-logit-dtype", f"{COMMON} --output-logit-dtype bf16 --bf16"),
+    "hybrid": (OPTION, HYBRID),
+    "hybrid, tied": (
+        OPTION,
+        f"{HYBRID.replace(UNTIED, '')} --padded-vocab-size 256 --max-position-embeddings 96 --rotary-percent 0.5 "
+        "--rotary-base 500",
+    ),
+    "hybrid, experts": (
+        OPTION,
+        f"{HYBRID.replace('*-*-', '*E-*E')} --num-experts 4 --moe-token-dispatcher-type alltoall",
+    ),
+    "hybrid, interpolated rope": (OPTION, f"{HYBRID} --rotary-seq-len-interpolation-factor 2"),
+    "hybrid, learned positions": (OPTION, f"{HYBRID} --position-embedding-type learned_absolute"),
+}
 # What a builder reads and these cases do not change: read where there is no --padded-vocab-size, refused with
 # --prefix-tree, without layers of a CPU, or of multi-token prediction, which is refused.
 UNCHANGED = {

@@ -18,6 +18,9 @@ and with core_v0.19, whose scripts parse the arguments themselves, the second an
 Megatron-LM ``args_defaults`` gives them to it too, with ``functools.partial``. An ``extra_args_provider`` that adds
 arguments of its own returns the parser that it returns. Without ``--prefix-tree`` the script's own three are called.
 
-``python -m mcore_prefix_tree.pretrain_gpt`` is the entry for those who have no script of their own. What is in this
-package and imports ``megatron.training`` needs Megatron-LM on the path.
+With a pattern of layers (``--hybrid-layer-pattern``) the model is a ``HybridModel``, and ``hybrid_config_from_args``
+takes the place of ``gpt_config_from_args``.
+
+``python -m mcore_prefix_tree.pretrain_gpt``, or ``pretrain_hybrid``, is the entry for those who have no script of their
+own. What is in this package and imports ``megatron.training`` needs Megatron-LM on the path.
 """

@@ -1,9 +1,10 @@
-"""Megatron-LM's ``pretrain`` and its GPT builder, in the forms that they have had, behind one call each.
+"""Megatron-LM's ``pretrain`` and its model builders, in the forms that they have had, behind one call each.
 
 Up to core_v0.17 ``pretrain`` parses the command line itself, with what ``extra_args_provider`` adds. Since core_v0.18
 its caller parses, and hands over what the arguments say as a ``PretrainConfigContainer``; that a model comes from a
-provider function rather than from a ``ModelConfig`` is still taken. A ``ModelConfig`` takes a function of the layers;
-before there was one, ``gpt_builder`` takes layers as ``--spec``.
+provider function rather than from a ``ModelConfig`` is still taken. A ``ModelConfig`` takes the layers; before there
+was one, builders take them as ``--spec``. What upstream does for each kind of model has the same names: ``gpt_builder``
+and ``hybrid_builder``, ``gpt_config_from_args`` and ``hybrid_config_from_args``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megatron.training.arguments import parse_args
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
+from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
 
 _SHARED = {"train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"}
 _PARSES = {"args_defaults", "extra_args_provider"}
@@ -143,7 +145,7 @@ def _parsed_here(parsing: Mapping[str, Any]) -> Any:
         return pretrain_cfg_container_from_args(args)
 
 
-def build_gpt(
+def build_model(
     args: argparse.Namespace,
     config: Any,
     exchange: Callable[[Any], Any],
@@ -153,12 +155,15 @@ def build_gpt(
     vp_stage: int | None,
     pg_collection: Any,
 ) -> Any:
-    """Build a pipeline stage's ``GPTModel`` as the checkout's ``pretrain_gpt.py`` does, from other layers.
+    """Build a pipeline stage's model as the checkout's script does, from other layers.
+
+    A ``HybridModel`` where the arguments have a pattern of its layers, as ``pretrain_hybrid.py``; else a ``GPTModel``,
+    as ``pretrain_gpt.py``.
 
     Args:
         args: validated; all that say something of a model reach the checkout's own builder.
         config: ``TransformerConfig`` of the model.
-        exchange: from the layer or block spec that the arguments select to the one to build.
+        exchange: from the layer, block or stack spec that the arguments select to the one to build.
         pre_process: whether the stage has the embedding.
         post_process: whether the stage has the output layer.
         vp_stage: index of the model chunk within this stage, under virtual pipelining.
@@ -169,16 +174,27 @@ def build_gpt(
     """
     stage = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
     if importlib.util.find_spec("megatron.training.models") is not None:
-        return _built_from_model_config(args, config, exchange, **stage, pg_collection=pg_collection)
+        make = _gpt_config if hybrid_pattern(args) is None else _hybrid_config
+        model_config = make(args, config, exchange)
+        return model_config.get_builder_cls()(model_config).build_model(**stage, pg_collection=pg_collection)
     with _importable(exchange(_selected_spec(args, config, vp_stage))) as spec:
         args = argparse.Namespace(**vars(args) | {"spec": spec})
-        return _gpt_builder()(args, **stage, config=config, pg_collection=pg_collection)
+        kind = "gpt" if hybrid_pattern(args) is None else "hybrid"
+        return _builder(kind)(args, **stage, config=config, pg_collection=pg_collection)
 
 
-def _built_from_model_config(
-    args: argparse.Namespace, config: Any, exchange: Callable[[Any], Any], **stage: Any
-) -> Any:
-    """Build from Megatron's ``GPTModelConfig``, whose ``transformer_layer_spec`` may be a function."""
+def _hybrid_config(args: argparse.Namespace, config: Any, exchange: Callable[[Any], Any]) -> Any:
+    """Return Megatron's ``HybridModelConfig``; without ``--spec`` its builder takes the layers of TransformerEngine."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.training.argument_utils import hybrid_config_from_args
+
+    model_config = hybrid_config_from_args(args, config)
+    model_config.hybrid_stack_spec = exchange(model_config.hybrid_stack_spec or hybrid_stack_spec)
+    return model_config
+
+
+def _gpt_config(args: argparse.Namespace, config: Any, exchange: Callable[[Any], Any]) -> Any:
+    """Return Megatron's ``GPTModelConfig``, whose ``transformer_layer_spec`` may be a function."""
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import default_layer_spec
 
@@ -189,29 +205,29 @@ def _built_from_model_config(
         return exchange(default_layer_spec(model_config, vp_stage) if given is None else given)
 
     model_config.transformer_layer_spec = layers
-    return model_config.get_builder_cls()(model_config).build_model(**stage)
+    return model_config
 
 
-def _gpt_builder() -> Callable[..., Any]:
-    """Return the ``gpt_builder`` that lies beside ``megatron`` in a checkout."""
-    file = checkout() / "gpt_builders.py"
+def _builder(kind: str) -> Callable[..., Any]:
+    """Return the ``gpt_builder`` or ``hybrid_builder`` that lies beside ``megatron`` in a checkout."""
+    file = checkout() / f"{kind}_builders.py"
     if not file.is_file():
         raise ArgumentError(
-            f"{file} is missing, with which Megatron-LM {compat.installed_version()} builds its GPT: put a whole "
+            f"{file} is missing, with which Megatron-LM {compat.installed_version()} builds its model: put a whole "
             "checkout of Megatron-LM on PYTHONPATH"
         )
-    spec = importlib.util.spec_from_file_location("gpt_builders", file)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None, "a file of Python"
     assert spec.loader is not None, "a file of Python"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    builder: Callable[..., Any] = module.gpt_builder
+    builder: Callable[..., Any] = getattr(module, f"{kind}_builder")
     return builder
 
 
 @contextmanager
 def _importable(layers: Any) -> Iterator[tuple[str, str]]:
-    """Lend a spec a name to import it by: ``gpt_builder`` takes one as ``--spec`` and in no other way."""
+    """Lend a spec a name to import it by: builders take one as ``--spec`` and in no other way."""
     module: Any = ModuleType(_LAYERS)
     module.layers = layers
     sys.modules[_LAYERS] = module
@@ -222,12 +238,16 @@ def _importable(layers: Any) -> Iterator[tuple[str, str]]:
 
 
 def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
-    """Return the layers that ``gpt_builder`` takes by itself; it cannot be asked for them alone."""
+    """Return the layers that the builder takes by itself; it cannot be asked for them alone."""
     from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec
 
     use_te = args.transformer_impl == "transformer_engine"
     if args.spec is not None:
         return import_module(args.spec)
+    if hybrid_pattern(args) is not None:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+        return hybrid_stack_spec  # this builder has no layers by itself: those that its ModelConfig takes later
     if args.heterogeneous_layers_config_path is not None:
         from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 

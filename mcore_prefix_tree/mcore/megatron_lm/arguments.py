@@ -9,6 +9,7 @@ from pathlib import Path
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.write import check_rows_output
 from mcore_prefix_tree.mcore.engine.score_file import ScoreOptions
+from mcore_prefix_tree.mcore.megatron_lm.pattern import check_layers
 from mcore_prefix_tree.mcore.models.checkpoint import TRACKER
 from mcore_prefix_tree.objectives import OBJECTIVES, Objective
 from mcore_prefix_tree.recipe import ObjectiveConfig
@@ -60,13 +61,16 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("record_memory_history", "pretrain_gpt.py's own model provider starts it"),
     ("inprocess_restart", "not proven yet; restart with --load"),
     ("moe_use_upcycling", "convert the checkpoint with pretrain_gpt.py first"),
+    (
+        "is_hybrid_model hybrid_attention_ratio hybrid_mlp_ratio",
+        "name the layers with --hybrid-layer-pattern of core_v0.19's pretrain_hybrid.py",
+    ),
     ("fp16", "not proven equal yet; use --bf16"),
     ("ddp_average_in_collective", "a step's divisor is known only after it; leave it out"),
     # Since core_v0.18 or core_v0.19.
     ("dataloader_inter_document_masking", "it belongs to Megatron's own data; leave it out"),
     ("logits_load_dir", "it brings its own loss"),
     ("logits_save_dir", "it would save the logits of unique tokens as those of samples"),
-    ("hybrid_layer_pattern", "only self-attention knows the tree"),
     ("use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp", "not proven equal yet; leave it out"),
 )
 # Values of arguments that cannot be used, and why.
@@ -152,7 +156,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 
     Raises:
         ArgumentError: one sentence for every argument at fault.
-        ValueError: there is no such attention back-end.
+        NotImplementedError: a layer of a hybrid model cannot follow a tree; see :func:`check_layers`.
+        ValueError: there is no such attention back-end, or a hybrid model that cannot be built.
     """
     given = vars(args)
     found = [f"{_option(name)}: {why}" for names, why in _UNSUPPORTED for name in names.split() if given.get(name)]
@@ -160,6 +165,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     found += [sentence.format_map(given) for holds, sentence in _AT_ODDS if holds(args)]
     if found:
         raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
+    check_layers(args)
     for name in ("prefix_tree_data_path", "prefix_tree_max_tokens"):
         if given[name] is None:
             raise ArgumentError(f"--prefix-tree needs {_option(name)}")

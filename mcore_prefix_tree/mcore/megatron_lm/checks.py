@@ -43,6 +43,7 @@ from mcore_prefix_tree.mcore.megatron_lm.hf import check_same_model
 from mcore_prefix_tree.mcore.megatron_lm.job import check_backend, device_of_this_rank, folding_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
+from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.sizes import check_sizes, megatrons_calculator
 from mcore_prefix_tree.mcore.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.seam.validation import check_config
@@ -157,7 +158,7 @@ def check_installed(args: argparse.Namespace) -> None:
     """Check that this machine has what the arguments ask for.
 
     Raises:
-        ArgumentError: Apex is missing, or TransformerEngine's attention, or both optimizers.
+        ArgumentError: Apex is missing, or TransformerEngine's layers, or both optimizers.
     """
     # Upstream's vocabulary layer asks the same, on the last pipeline stage alone and when all models are built.
     if args.gradient_accumulation_fusion and not getattr(tensor_parallel_layers, "_grad_accum_fusion_available", True):
@@ -165,6 +166,11 @@ def check_installed(args: argparse.Namespace) -> None:
             "--no-gradient-accumulation-fusion is missing: Megatron-LM's default needs NVIDIA Apex, whose extension "
             "fused_weight_gradient_mlp_cuda is not installed; give the flag, or build https://github.com/NVIDIA/apex "
             "with its CUDA extensions"
+        )
+    if hybrid_pattern(args) is not None and args.spec is None and not HAVE_TE:
+        raise ArgumentError(
+            "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers are TransformerEngine's, which "
+            "is not installed; install it, or name layers, such as --spec mcore_prefix_tree.cpu.hybrid hybrid_stack"
         )
     saves_optimizer = args.save is not None and not args.no_save_optim
     if args.use_distributed_optimizer and saves_optimizer and not HAVE_APEX_OR_TE:

@@ -17,6 +17,7 @@ from mcore_prefix_tree.mcore.megatron_lm.dealing import check_fits, check_steps
 from mcore_prefix_tree.mcore.megatron_lm.job import folding_of, work_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
+from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
 from mcore_prefix_tree.mcore.megatron_lm.sizes import evaluation_size, megatrons_calculator, size_at
 from mcore_prefix_tree.plan import Bound, ForestPlan
@@ -30,7 +31,7 @@ def dry_run(args: argparse.Namespace) -> str:
 
     Memory is an estimate for the most loaded rank: Megatron's own of weights, gradients and optimizer, and that of
     :func:`activation_bytes`, which knows experts and recomputation, of a step whose micro-batches are all as long as
-    the longest.
+    the longest. There is none of hybrid models.
 
     Args:
         args: validated, with what :func:`checked_config` changes in them.
@@ -75,6 +76,9 @@ def dry_run(args: argparse.Namespace) -> str:
             f"  {plan.idle_ranks} of {size.dp_size} data-parallel ranks have no work: use fewer ranks, or raise "
             "--global-batch-size"
         )
+    if hybrid_pattern(args) is not None:
+        lines.append("a rank's memory: no estimate, because Megatron-LM has none of a hybrid model's weights")
+        return "\n".join(lines)
     cases = {"longest micro-batch": longest, "at --prefix-tree-max-tokens": folding.max_tokens}
     kept = "activations" if args.num_experts is None else "activations with balanced routing"
     lines += [

@@ -10,12 +10,13 @@ from megatron.training import get_args, print_rank_0
 
 from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
-from mcore_prefix_tree.mcore.megatron_lm.adapter import build_gpt
+from mcore_prefix_tree.mcore.megatron_lm.adapter import build_model
 from mcore_prefix_tree.mcore.megatron_lm.arguments import has_scalar_head
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.hf import load_weights
 from mcore_prefix_tree.mcore.megatron_lm.loaded import head_starts_new
-from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
+from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
+from mcore_prefix_tree.mcore.seam.layer_specs import is_hybrid_stack, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.scalar_head import start_new_head, with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
@@ -29,15 +30,15 @@ def tree_model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Return the GPT that the arguments describe, tree-capable; its state-dict keys are those of the stock model.
+    """Return the model that the arguments describe, tree-capable; its state-dict keys are those of the stock model.
 
     Raises:
         SystemExit: 2, with one sentence, for what folding cannot do, before anything is built.
     """
     args = get_args()
     checked = config_in_provider(args)
-    print_rank_0("building GPT model, tree-capable ...")
-    model = tree_gpt(
+    print_rank_0(f"building {'GPT' if hybrid_pattern(args) is None else 'hybrid'} model, tree-capable ...")
+    model = tree_model(
         args,
         config or checked,
         pre_process=pre_process,
@@ -50,7 +51,7 @@ def tree_model_provider(
     return model
 
 
-def tree_gpt(args: argparse.Namespace, config: Any, *, vp_stage: int | None = None, **stage: Any) -> Any:
+def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = None, **stage: Any) -> Any:
     """Return a model of these arguments and of this ``TransformerConfig``.
 
     Args:
@@ -61,14 +62,15 @@ def tree_gpt(args: argparse.Namespace, config: Any, *, vp_stage: int | None = No
     """
 
     def exchange(spec: Any) -> Any:
-        if args.transformer_impl != "transformer_engine" and not torch.cuda.is_available():
+        on_cpu = args.transformer_impl != "transformer_engine" and not torch.cuda.is_available()
+        if on_cpu and not is_hybrid_stack(spec):
             # The emulation is for trying things out, also what upstream's own layers lack on a CPU.
             spec = cpu_spec(spec, config, vp_stage)
         return with_prefix_tree(spec)
 
     if has_scalar_head(args):  # its embedding is read from a tied checkpoint all the same
         args = argparse.Namespace(**vars(args) | {"untie_embeddings_and_output_weights": True})
-    model = build_gpt(args, config, exchange, vp_stage=vp_stage, **stage)
+    model = build_model(args, config, exchange, vp_stage=vp_stage, **stage)
     check_model(model)
     return with_head(args, model)
 
@@ -78,7 +80,7 @@ def with_head(args: argparse.Namespace, model: Any) -> Any:
 
     Args:
         args: validated.
-        model: bare ``GPTModel`` of the stage, changed in place.
+        model: bare model of the stage, changed in place.
 
     Raises:
         ArgumentError: see :func:`head_starts_new`.

@@ -1,0 +1,201 @@
+"""Megatron-LM's ``pretrain_hybrid.py``, folded: equal to the stock HybridModel on the same samples, one by one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megatron_lm import (
+    BATCH,
+    CPU,
+    ENTRY,
+    FIRST,
+    FOLDED,
+    ITERATIONS,
+    LOSS,
+    MODEL,
+    STOCK,
+    TRAIN,
+    UNFOLDED,
+    VARIABLE,
+    Run,
+    Stock,
+    assert_same_tensors,
+    each_sample_alone,
+    only_checkpoint,
+    require_checkout,
+    trained,
+)
+from test_pretrain_objectives import words, write_rollouts
+
+require_checkout()
+
+ROOT = Path(os.environ[VARIABLE])
+HYBRID = ("-m", "mcore_prefix_tree.pretrain_hybrid")
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-load-balancing-type none"
+HAS_SCRIPT = (ROOT / "pretrain_hybrid.py").is_file()
+needs_script = pytest.mark.skipif(not HAS_SCRIPT, reason="pretrain_hybrid.py came with core_v0.18")
+
+
+def model(pattern: str) -> str:
+    layers = f"--hybrid-layer-pattern {pattern} --spec mcore_prefix_tree.cpu.hybrid hybrid_stack"
+    return MODEL.replace("--num-layers 4", layers)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    """Attention and MLPs."""
+    return each_sample_alone(model("*-*-"), tmp_path_factory.mktemp("hybrid"))
+
+
+def check(run: Run, stock: Stock, folder: Path) -> None:
+    assert sorted(run.losses) == list(range(FIRST + 1, ITERATIONS + 1))
+    for iteration, loss in run.losses.items():
+        assert loss == pytest.approx(stock.losses[iteration], rel=LOSS), iteration
+        assert run.iterations[iteration]["fold ratio"] > 1.3
+    assert_same_tensors(folder, stock.folder, ITERATIONS)
+
+
+@needs_script
+@pytest.mark.parametrize(
+    ("ranks", "pattern", "layout"),
+    [
+        pytest.param(2, "*-*-", "--tensor-model-parallel-size 2 --recompute-granularity selective", id="tp2-selective"),
+        pytest.param(2, "*-*|-", "--pipeline-model-parallel-size 2", id="pp2"),
+        pytest.param(
+            2, "*-*-", "--tensor-model-parallel-size 2 --sequence-parallel", id="tp2-sp", marks=pytest.mark.slow
+        ),
+        pytest.param(2, "*-|*-", "--pipeline-model-parallel-size 2", id="pp2-even", marks=pytest.mark.slow),
+        pytest.param(2, "*|-|*|-", "--pipeline-model-parallel-size 2", id="pp2-vpp2", marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            "*-*-",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            id="dp2-full-recompute",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_resumed_from_the_stock_run_in_another_layout(
+    hybrid: Stock, tmp_path: Path, ranks: int, pattern: str, layout: str
+) -> None:
+    base = only_checkpoint(hybrid.folder, FIRST, tmp_path / "base")
+    folders = f"--load {base} --save {tmp_path / 'saved'}"
+    run = trained(HYBRID, CPU, model(pattern), TRAIN, FOLDED, hybrid.data, folders, layout, ranks=ranks)
+    check(run, hybrid, tmp_path / "saved")
+
+
+@needs_script
+@pytest.mark.parametrize("pattern", ["*E*E", pytest.param("+-+E", marks=pytest.mark.slow)])
+def test_experts_and_latent_attention(hybrid: Stock, tmp_path: Path, pattern: str) -> None:
+    layers = f"{model(pattern)} {EXPERTS}"
+    if "+" in pattern:
+        layers = layers.replace("--group-query-attention --num-query-groups 2", "")
+        layers += " --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
+    dispatched = "--moe-token-dispatcher-type alltoall"
+    alone = (CPU, layers, TRAIN, UNFOLDED, hybrid.data, f"--save {tmp_path / 'alone'}", dispatched)
+    losses = trained(STOCK, *alone, "--exit-interval 1").losses
+    losses |= trained(STOCK, *alone, f"--load {tmp_path / 'alone'} --exit-interval 5").losses
+    start = only_checkpoint(tmp_path / "alone", 1, tmp_path / "start")
+    folders = f"--load {start} --save {tmp_path / 'saved'} --exit-interval 5"
+    run = trained(HYBRID, CPU, layers, TRAIN, FOLDED, hybrid.data, folders, dispatched)
+    assert sorted(run.losses) == [2, 3, 4, 5]
+    for iteration, loss in run.losses.items():
+        assert loss == pytest.approx(losses[iteration], rel=LOSS), iteration
+    assert_same_tensors(tmp_path / "saved", tmp_path / "alone", 5)
+
+
+@needs_script
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", pytest.param("", marks=pytest.mark.slow)])
+def test_an_objective(tmp_path: Path, layout: str) -> None:
+    write_rollouts(tmp_path / "rollouts.jsonl")
+    data, layers = words(tmp_path / "rollouts.jsonl", "grpo"), model("*-*-")
+    whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
+    alone = (CPU, layers, TRAIN, whole, data, f"--save {tmp_path / 'alone'}")
+    trained(STOCK, *alone, f"--exit-interval {FIRST}")
+    stock = trained(STOCK, *alone, f"--load {tmp_path / 'alone'}")
+    base = only_checkpoint(tmp_path / "alone", FIRST, tmp_path / "base")
+    folders = f"--load {base} --save {tmp_path / 'saved'}"
+    run = trained(HYBRID, CPU, layers, TRAIN, FOLDED, data, folders, layout, ranks=2)
+    assert sorted(run.iterations) == sorted(stock.iterations) == list(range(FIRST + 1, ITERATIONS + 1))
+    for iteration, figures in run.iterations.items():
+        expected = stock.iterations[iteration]
+        if "lm loss" in expected:
+            assert figures["lm loss"] == pytest.approx(expected["lm loss"], rel=LOSS, abs=1e-7), iteration
+    assert_same_tensors(tmp_path / "saved", tmp_path / "alone", ITERATIONS)
+
+
+@needs_script
+def test_dry_run(hybrid: Stock) -> None:
+    run = trained(HYBRID, CPU, model("*-*-"), TRAIN, FOLDED, hybrid.data, "--prefix-tree-dry-run")
+    assert "first step: bound " in run.output
+    assert "a rank's memory: no estimate, because Megatron-LM has none of a hybrid model's weights" in run.output
+
+
+@needs_script
+@pytest.mark.slow
+def test_without_the_flag_it_is_megatrons_own_script(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os, runpy, sys\n"
+        f"root = os.environ['{VARIABLE}']\n"
+        "sys.path.insert(0, root)\n"
+        "from mcore_prefix_tree.cpu.emulation import enable_training\n"
+        "enable_training()\n"
+        "runpy.run_path(os.path.join(root, 'pretrain_hybrid.py'), run_name='__main__')\n"
+    )
+    mock = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 8 --exit-interval 3"
+    ours, own = (trained(program, CPU, model("*-*-"), TRAIN, mock) for program in (HYBRID, (str(script),)))
+    assert len(own.losses) == 3
+    assert ours.losses == own.losses
+    assert "prefix_tree_" not in ours.output
+
+
+PATTERN = "--spec mcore_prefix_tree.cpu.hybrid hybrid_stack --hybrid-layer-pattern"
+NEW = [
+    (HYBRID, f"{PATTERN} M-*-", "prefix-tree training does not support M (Mamba: its state would run from one sample"),
+    (HYBRID, f"{PATTERN} *-/*-", "prefix-tree training does not support / (multi-token prediction: "),
+    (HYBRID, f"{PATTERN} *E", "--hybrid-layer-pattern *E has layers of experts, E, but no --num-experts"),
+    (HYBRID, "--num-layers 4", "pretrain_hybrid.py needs --hybrid-layer-pattern, such as '*-*-'; -m mcore_prefix_tree"),
+    (
+        ENTRY,
+        f"{PATTERN} *-*-",
+        "--hybrid-layer-pattern is of pretrain_hybrid.py, and pretrain_gpt.py ignores it: start",
+    ),
+    (HYBRID, "--hybrid-layer-pattern *-", "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers"),
+    (
+        HYBRID,
+        f"{PATTERN} *-*- --context-parallel-size 2",
+        "prefix-tree training does not support context_parallel_size",
+    ),
+]
+OLD = [
+    (HYBRID, "--num-layers 4", "has no pretrain_hybrid.py, which came with core_v0.18; check out core_v0.19.0"),
+    (ENTRY, "--hybrid-override-pattern M-*-", "--hybrid-override-pattern is of pretrain_hybrid.py"),
+    (
+        ENTRY,
+        "--num-layers 4 --is-hybrid-model",
+        "--is-hybrid-model: name the layers with --hybrid-layer-pattern of core_",
+    ),
+]
+
+
+@pytest.mark.parametrize(("entry", "arguments", "sentence"), NEW if HAS_SCRIPT else OLD)
+def test_what_is_refused_gets_one_sentence(entry: tuple[str, ...], arguments: str, sentence: str) -> None:
+    rest = MODEL.replace("--num-layers 4", arguments)
+    command = f"{CPU} {rest} {TRAIN} {FOLDED} --prefix-tree-data-path /dev/null --prefix-tree-dry-run"
+    if "without --spec" in sentence:
+        command = command.replace(" --prefix-tree-dry-run", "")
+    done = subprocess.run(
+        [sys.executable, *entry, *command.split()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+    )
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert sentence in line
+    assert done.returncode == 2
