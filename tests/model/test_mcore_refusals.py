@@ -27,6 +27,7 @@ from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forwa
 from mcore_prefix_tree.mcore.readout import WeightedSum
 from mcore_prefix_tree.mcore.seam import layer_specs
 from mcore_prefix_tree.mcore.seam.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.latent_attention import check_rotary_keys
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.packed_seq_params import tree_params_of
@@ -389,6 +390,14 @@ def test_layers_that_are_no_transformer_layers_are_refused():
     blocks = TransformerBlockSubmodules(layer_specs=[get_gpt_layer_local_spec(), ModuleSpec(module=IdentityOp)])
     with pytest.raises(NotImplementedError, match="layers of class IdentityOp"):
         with_prefix_tree(blocks)
+
+
+@pytest.mark.skipif(HAS_HYBRID_MODEL, reason="this megatron-core has HybridModel")
+def test_a_mamba_stack_says_what_hybrid_models_need():
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+    with pytest.raises(NotImplementedError, match=r"layers of class MambaStack.*with megatron-core 0\.18"):
+        with_prefix_tree(mamba_stack_spec)
 
 
 @pytest.mark.parametrize("spec", [None, SelfAttention, "gpt_layer_local"])

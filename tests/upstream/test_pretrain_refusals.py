@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from megatron_lm import CPU, FOLDED, MODEL, TRAIN, require_checkout, search_path
+from megatron_lm import CPU, FOLDED, MODEL, TRAIN, VARIABLE, require_checkout, search_path
 
 require_checkout(trains=False)
 
@@ -23,6 +23,11 @@ LATENT = "without --group-query-attention --no-rope-fusion -- --multi-latent-att
 
 EXISTING = Path(__file__).parents[2] / "recipes" / "data" / "quickstart_rollouts.jsonl"
 INTERLEAVED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+
+
+def has_hybrid_model() -> bool:
+    return Path(os.environ[VARIABLE], "megatron", "core", "models", "hybrid").is_dir()
+
 
 # Arguments, and how what is said of them begins after "prefix-tree training does not support ".
 SPINE = [
@@ -139,6 +144,12 @@ OTHER = [
         "--prefix-tree-score-teacher-top-k wants a vocabulary, and --prefix-tree-objective critic has none",
     ),
     ("--prefix-tree-score-all-tokens", "--prefix-tree-score-... options need --prefix-tree-score FILE"),
+    (
+        "--hybrid-override-pattern *-M",
+        "prefix-tree training does not support M (Mamba: its state would run from one sample of a tree into the next)"
+        if has_hybrid_model()
+        else "--hybrid-override-pattern: hybrid models need HybridModel, which came with megatron-core 0.18; check out",
+    ),
     ("--prefix-tree-length-buckets 8", "--prefix-tree-length-buckets: the largest, 8, cannot hold a micro-batch"),
 ]
 ACCEPTED = [

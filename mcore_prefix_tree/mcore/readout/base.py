@@ -55,7 +55,7 @@ class Readout(Protocol[T_co]):
     """One thing that the last pipeline stage can be asked for; without state, the same for all micro-batches."""
 
     def arguments(self, layer: Any, batch: MicroBatch) -> dict[str, Any]:
-        """Return the keywords of ``GPTModel.forward`` that ask for it.
+        """Return the keywords of the model's forward that ask for it.
 
         Args:
             layer: the output layer.

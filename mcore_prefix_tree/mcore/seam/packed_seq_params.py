@@ -46,7 +46,7 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     def from_metadata(
         cls, metadata: TreeMetadata, *, attention_backend: str = "path", deterministic_attention: bool = True
     ) -> TreePackedSeqParams:
-        """The parameters to pass as ``packed_seq_params`` to ``GPTModel.forward``.
+        """The parameters to pass as ``packed_seq_params`` to the model's forward.
 
         Raises:
             ValueError: if there is no such back-end.
