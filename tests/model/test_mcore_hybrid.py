@@ -91,6 +91,8 @@ QUICK = ("attention, MLP", "experts", "latent attention, yarn, experts", "full r
 @pytest.mark.parametrize("name", quick(*QUICK, of=VARIANTS))
 def test_folded_is_unfolded(name: str) -> None:
     pattern, settings, model = VARIANTS[name]
+    if not set(pattern) <= Symbols.VALID_LAYERS:
+        pytest.skip("latent attention in a pattern came with megatron-core 0.19")
     stock, tree = twins(tiny_config(num_layers=len(pattern), **settings), pattern, **model)
     assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=FP32_INSIDE if "E" in pattern else 1e-12)
 
@@ -179,7 +181,8 @@ def test_a_model_is_refused_on_every_pipeline_stage() -> None:
 def test_upstreams_own_spec_is_taken() -> None:
     """That of TransformerEngine; state-space layers stay as they are. Without it upstream's attention is a mock."""
     layers = hybrid_stack_spec.submodules
-    with_core = {name: with_local_core(getattr(layers, name)) for name in ("attention_layer", "mla_layer")}
+    names = [name for name in ("attention_layer", "mla_layer") if hasattr(layers, name)]
+    with_core = {name: with_local_core(getattr(layers, name)) for name in names}
     spec = dataclasses.replace(hybrid_stack_spec, submodules=dataclasses.replace(layers, **with_core))
     tree = with_prefix_tree(spec)
     assert issubclass(tree.module, HybridStack)

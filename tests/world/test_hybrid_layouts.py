@@ -14,6 +14,8 @@ from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL
 if not HAS_HYBRID_MODEL:
     pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)
 
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+
 RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 DENSE = Job(pattern="*-*-", way="weighted sum")
 TP2_SP, PP2 = Layout(tp=2, sequence_parallel=True), Layout(pp=2)
@@ -46,5 +48,8 @@ TP2_SP, PP2 = Layout(tp=2, sequence_parallel=True), Layout(pp=2)
     ],
 )
 def test_every_layout(size: int, layout: Layout, job: Job) -> None:
+    assert job.pattern is not None
+    if not set(job.pattern) <= Symbols.VALID_LAYERS | {Symbols.PIPE}:
+        pytest.skip("latent attention in a pattern came with megatron-core 0.19")
     job = replace(job, max_tokens=LONGEST + 10)
     check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.config == MOE else FP64)
