@@ -15,6 +15,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,15 +24,16 @@ from mcore_prefix_tree.launchers import adopt_ranks
 from mcore_prefix_tree.output import lost_output, outlive_output
 
 VARIABLE = "MEGATRON_LM_PATH"
-HYBRID = "pretrain_hybrid.py"
+GPT, HYBRID = "pretrain_gpt.py", "pretrain_hybrid.py"
 _PATTERNS = {"--hybrid-layer-pattern", "--hybrid-override-pattern"}
 
 
-def main(script: str = "pretrain_gpt.py") -> None:
+def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -> None:
     """Run with the command line's arguments.
 
     Args:
         script: of Megatron-LM, that runs without ``--prefix-tree`` and whose model is trained with it.
+        room: whose ``launch`` trains under the flag.
 
     Raises:
         SystemExit: with status 2 for arguments that cannot be used.
@@ -55,15 +57,15 @@ def main(script: str = "pretrain_gpt.py") -> None:
                 # Which optional packages are missing one rank of a machine says; a dry run does without them.
                 warnings.simplefilter("ignore")
             # Only now is it known which megatron there is to import.
-            from mcore_prefix_tree.mcore.megatron_lm import launch
             from mcore_prefix_tree.mcore.megatron_lm.arguments import check_unused
-        launch.emulate_without_gpu(dry_run=dry_run)
+            from mcore_prefix_tree.mcore.megatron_lm.launch import emulate_without_gpu
+        emulate_without_gpu(dry_run=dry_run)
         if folded:
             # Megatron's inference, imported with its training, has Ctrl-C print every rank's stack.
             faulthandler.unregister(signal.SIGINT)
             if not dry_run:
                 outlive_output()
-            launch.run(root)
+            import_module(f"{room}.launch").run(root)
             return
         check_unused(rest)
     sys.argv = [str(root / script), *rest]
@@ -123,7 +125,7 @@ def _check_kind(script: str, arguments: Sequence[str]) -> None:
     if names & {"-h", "--help"}:
         return
     given = names & _PATTERNS
-    if script != HYBRID and given:
+    if script == GPT and given:
         raise ValueError(
             f"{given.pop()} is of {HYBRID}, and {script} ignores it: start the job with "
             "-m mcore_prefix_tree.pretrain_hybrid"

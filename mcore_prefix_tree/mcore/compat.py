@@ -4,8 +4,8 @@ The tables name every class and function of megatron-core that this package call
 stand in for, with the parameters that it passes and the attributes that it reads. They are checked by signature and
 source alone, when the folder that relies on them is imported: :data:`SEAM` and :data:`HYBRID` by
 ``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`INSIDE`, :data:`MODELS` and :data:`TRAINER` by the folders of these
-names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called. ``mcore-prefix-tree verify`` without a recipe
-checks all and prints them.
+names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called, and :data:`MEGATRON_LM_RL` when its
+``train_rl.py`` is imported. ``mcore-prefix-tree verify`` without a recipe checks all and prints them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.util
 import re
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, import_upstream, missing_of
@@ -304,6 +305,22 @@ MEGATRON_LM = (
     ),
 )
 
+# Its train_rl.py; mcore/megatron_lm/rl/script.py knows what the script itself has.
+MEGATRON_LM_RL = (
+    Uses(
+        "megatron.rl.rl_utils:calculate_grpo_loss",
+        keywords="current_logprobs old_logprobs ref_logprobs advantages clamp_eps_lower clamp_eps_upper kl_beta "
+        "entropy_weight inference_logprobs is_truncation_coef",
+    ),
+    Uses("megatron.rl.rl_utils:get_rl_runtime_state"),
+    Uses("megatron.rl.rl_utils:RLRuntimeState.increment_sequences", "count"),
+    Uses("megatron.rl.rl_utils:load_packed_data_by_index", "bin_idx packing_context logprobs_is_correction"),
+    # What reads LabelLogprobs.
+    Uses("megatron.rl.rl_utils:selective_log_softmax", "logits index"),
+    Uses("megatron.inference.utils:add_inference_args", "parser"),
+    Uses("megatron.core.num_microbatches_calculator:get_num_microbatches"),
+)
+
 # By the rooms that rely on them; HYBRID where has_hybrid_model().
 TABLES = {"seam": SEAM, "engine": ENGINE, "inside": INSIDE, "models": MODELS, "trainer": TRAINER}
 
@@ -339,6 +356,9 @@ def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
         tables["TransformerEngine"] = TRANSFORMER_ENGINE
     if megatron_lm:
         tables["Megatron-LM"] = MEGATRON_LM
+        with suppress(ImportError):  # train_rl.py came with core_v0.19, and imports what other scripts do without
+            import_upstream("megatron.rl.rl_utils")
+            tables["train_rl.py"] = MEGATRON_LM_RL
     return {room: [one for uses in table for one in missing_of(uses)] for room, table in tables.items()}
 
 

@@ -55,6 +55,7 @@ ALLOWED = {
         "objectives", "mcore",
     },
     "pretrain_hybrid": {"pretrain_gpt"},
+    "train_rl": {"pretrain_gpt"},
     "__init__": {"sample", "layout", "metadata"},
 }  # fmt: skip
 ALLOWED["cli"] = set(ALLOWED) - {"__init__"}
@@ -73,6 +74,7 @@ for above, room in (("seam", "readout"), ("readout", "engine"), ("engine", "mode
 IN_MCORE["inside"] = IN_MCORE["engine"] | {"engine"}
 for room in ("trainer", "megatron_lm"):
     IN_MCORE[room] = IN_MCORE["models"] | {"models"}
+IN_MCORE["megatron_lm"] |= {"inside"}
 IN_MCORE["__init__"] = {"compat", "seam", "inside"}
 
 MAY_IMPORT_MEGATRON = {"mcore", "cpu", "pretrain_gpt"}

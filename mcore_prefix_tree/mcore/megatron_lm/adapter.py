@@ -62,21 +62,23 @@ def check_megatron_lm() -> None:
 
 
 def run_pretrain(
-    datasets_provider: Callable[..., Any],
+    datasets_provider: Callable[..., Any] | None,
     model_provider: Callable[..., Any],
     forward_step: Callable[..., Any],
     *,
     args_defaults: Mapping[str, Any],
+    add_arguments: Callable[..., Any] = add_prefix_tree_args,
 ) -> None:
     """Train, with the arguments of the command line and of ``--prefix-tree``.
 
     Args:
-        datasets_provider: Megatron's ``train_valid_test_dataset_provider``.
+        datasets_provider: Megatron's ``train_valid_test_dataset_provider``; its RL loop takes None.
         model_provider: Megatron's.
         forward_step: Megatron's ``forward_step_func``.
         args_defaults: for arguments that the command line leaves out.
+        add_arguments: Megatron's ``extra_args_provider``, which is given ``args_defaults`` too.
     """
-    parsing = _parsing(args_defaults)
+    parsing = _parsing(args_defaults, add_arguments)
     settings = parsing
     if _parses_first():
         settings = {_CONTAINER: _parsed_here(parsing)}
@@ -101,7 +103,7 @@ def start(*, args_defaults: Mapping[str, Any]) -> argparse.Namespace:
     Returns:
         The arguments, validated.
     """
-    parsing = _parsing(args_defaults, scores=True)
+    parsing = _parsing(args_defaults, partial(add_prefix_tree_args, scores=True))
     if _parses_first():
         from megatron.training.arguments import parse_and_validate_args
 
@@ -122,10 +124,10 @@ def build_chunks(model_provider: Callable[..., Any]) -> list[Any]:
     return chunks
 
 
-def _parsing(args_defaults: Mapping[str, Any], *, scores: bool = False) -> dict[str, Any]:
+def _parsing(args_defaults: Mapping[str, Any], add_arguments: Callable[..., Any]) -> dict[str, Any]:
     return {
         "args_defaults": dict(args_defaults),
-        "extra_args_provider": partial(add_prefix_tree_args, args_defaults=args_defaults, scores=scores),
+        "extra_args_provider": partial(add_arguments, args_defaults=args_defaults),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from mcore_prefix_tree.attention.api import check_setting
@@ -28,6 +28,9 @@ NAMES = SettingNames(
     no_fused_head="--prefix-tree-no-fused-head",
 )
 
+# Whether arguments contradict each other, and the sentence that says so.
+Rule = tuple[Callable[[argparse.Namespace], bool], str]
+
 
 class ArgumentError(ValueError):
     """Arguments that cannot be used with ``--prefix-tree``. The message names them."""
@@ -50,7 +53,7 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("phase_transition_iterations", "samples are counted from the start of the run"),
     ("use_legacy_models", "only megatron-core's layers know the tree"),
     ("yaml_cfg", "give the arguments on the command line"),
-    ("perform_rl_step", "it brings its own data and objective"),
+    ("perform_rl_step", "it brings its own data and objective; use -m mcore_prefix_tree.train_rl"),
     ("use_torch_fsdp2 use_megatron_fsdp", "not proven equal yet; use --use-distributed-optimizer"),
     ("experimental_attention_variant", "only self-attention knows the tree"),
     ("check_for_spiky_loss", "it compares sums, and micro-batches differ in tokens"),
@@ -93,11 +96,7 @@ _WRONG_GRADIENT = (
 _SHARDS = "tensor-parallel-num-weight-shards above the tensor-parallel size: not proven equal yet; leave it out"
 
 # What cannot be used together.
-_AT_ODDS: tuple[tuple[Callable[[argparse.Namespace], bool], str], ...] = (
-    (
-        lambda args: args.dataloader_type != "external",
-        "--dataloader-type {dataloader_type}: folded micro-batches come from outside; leave it out",
-    ),
+_AT_ODDS: tuple[Rule, ...] = (
     (
         lambda args: _splits_latents(args) and args.transformer_impl == "local",
         f"--transformer-impl local{_WRONG_GRADIENT}",
@@ -137,6 +136,13 @@ _AT_ODDS: tuple[tuple[Callable[[argparse.Namespace], bool], str], ...] = (
         lambda args: args.deterministic_mode and not args.prefix_tree_deterministic_attention,
         "--prefix-tree-no-deterministic-attention with --deterministic-mode: leave one of them out",
     ),
+)
+# The same, of steps that are made of files.
+_AT_ODDS_OF_FILES: tuple[Rule, ...] = (
+    (
+        lambda args: args.dataloader_type != "external",
+        "--dataloader-type {dataloader_type}: folded micro-batches come from outside; leave it out",
+    ),
     (
         lambda args: not args.calculate_per_token_loss,
         "a step without --calculate-per-token-loss: micro-batches hold different numbers of scored tokens",
@@ -146,6 +152,30 @@ _AT_ODDS: tuple[tuple[Callable[[argparse.Namespace], bool], str], ...] = (
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: Collection[str] = ()) -> None:
+    """Refuse what folding cannot do under any door of Megatron-LM's.
+
+    Args:
+        args: as of :func:`check_arguments`.
+        at_odds: what cannot be used together besides, each with its sentence.
+        allowed: arguments that this door takes, by name.
+
+    Raises:
+        ArgumentError: one sentence for every argument at fault.
+    """
+    given = vars(args)
+    found = [
+        f"{_option(name)}: {why}"
+        for names, why in _UNSUPPORTED
+        for name in names.split()
+        if given.get(name) and name not in allowed
+    ]
+    found += [f"{_option(name)} {value}: {why}" for name, value, why in _UNSUPPORTED_VALUES if given.get(name) == value]
+    found += [sentence.format_map(given) for holds, sentence in (*_AT_ODDS, *at_odds) if holds(args)]
+    if found:
+        raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -159,12 +189,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         NotImplementedError: a layer of a hybrid model cannot follow a tree; see :func:`check_layers`.
         ValueError: there is no such attention back-end, or a hybrid model that cannot be built.
     """
+    refuse(args, at_odds=_AT_ODDS_OF_FILES)
     given = vars(args)
-    found = [f"{_option(name)}: {why}" for names, why in _UNSUPPORTED for name in names.split() if given.get(name)]
-    found += [f"{_option(name)} {value}: {why}" for name, value, why in _UNSUPPORTED_VALUES if given.get(name) == value]
-    found += [sentence.format_map(given) for holds, sentence in _AT_ODDS if holds(args)]
-    if found:
-        raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
     check_layers(args)
     for name in ("prefix_tree_data_path", "prefix_tree_max_tokens"):
         if given[name] is None:
@@ -210,8 +236,11 @@ def _check_objective(args: argparse.Namespace) -> None:
 
 
 def has_scalar_head(args: argparse.Namespace) -> bool:
-    """Return whether the model of the objective gives a value of each token instead of a distribution."""
-    return objective_kind(args).has_scalar_head
+    """Return whether the model of the objective gives a value of each token instead of a distribution.
+
+    Megatron-LM's RL loop brings its own objective, which reads log-probabilities.
+    """
+    return "prefix_tree_objective" in args and objective_kind(args).has_scalar_head
 
 
 # What a job that trains nothing would leave undone, and why.

@@ -73,9 +73,7 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
         args.micro_batch_size = 1  # Megatron wants one, and nothing takes it
     resolve_paths([*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())])
     if not args.prefix_tree_dry_run:
-        _check_launch(args)
-        check_installed(args)
-        build_helpers_for_this_python()
+        check_machine(args)
     _set_vocabulary(args, args_defaults)
     if args.use_checkpoint_args:
         # Megatron reads the model's arguments from the checkpoint later; the model provider checks them then.
@@ -83,7 +81,7 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
             raise ArgumentError("--prefix-tree-dry-run does not read --use-checkpoint-args; give the model's arguments")
         return None
     # First, because what folding cannot do may also need, for Megatron's validation, what is not installed.
-    check_config(_as_config(args))
+    check_config(as_config(args))
     validated = _complete(args)
     try:
         _validate(validated, args_defaults or {})
@@ -190,7 +188,19 @@ def check_installed(args: argparse.Namespace) -> None:
         )
 
 
-def _check_launch(args: argparse.Namespace) -> None:
+def check_machine(args: argparse.Namespace) -> None:
+    """Check that the job can start here, and have Megatron-LM compile for this Python.
+
+    Raises:
+        ArgumentError: it was not started by a launcher; or see :func:`check_installed`.
+        ValueError: there are fewer GPUs than ranks.
+    """
+    _check_launch()
+    check_installed(args)
+    build_helpers_for_this_python()
+
+
+def _check_launch() -> None:
     if "MASTER_ADDR" not in os.environ:
         raise ArgumentError(
             "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets where its ranks meet"
@@ -265,7 +275,7 @@ def _check_warm_up(args: argparse.Namespace) -> None:
         )
 
 
-def _as_config(args: argparse.Namespace) -> argparse.Namespace:
+def as_config(args: argparse.Namespace) -> argparse.Namespace:
     """Return what the arguments set of a ``TransformerConfig``, before Megatron's validation."""
     unset = {
         field.name: None if field.default is dataclasses.MISSING else field.default

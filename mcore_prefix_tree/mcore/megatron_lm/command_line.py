@@ -27,20 +27,35 @@ def add_prefix_tree_args(
     Returns:
         The parser to parse with in place of ``parser``. It has the same arguments, and checks the job.
     """
-    return _CheckedParser(add_argument_group(parser), args_defaults, scores=scores)
+    return _CheckedJob(add_argument_group(parser), args_defaults, scores=scores)
 
 
-class _CheckedParser(argparse.ArgumentParser):
-    """Megatron-LM's parser; ends the process with one sentence if the job cannot run, and after a dry run."""
+class CheckedParser(argparse.ArgumentParser):
+    """Megatron-LM's parser; ends the process with one sentence if the job cannot run.
 
-    def __init__(
-        self, parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None, *, scores: bool
-    ) -> None:
+    Args:
+        parser: Megatron-LM's, with the arguments of ``--prefix-tree``.
+    """
+
+    script = "pretrain_gpt.py"
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
         super().__init__(
             prog=parser.prog, description=parser.description, parents=[parser], add_help=False, allow_abbrev=False
         )
-        self._args_defaults = args_defaults
-        self._scores = scores
+
+    def check(self, parsed: argparse.Namespace, words: Sequence[str]) -> None:
+        """Check a job of ``--prefix-tree``.
+
+        Args:
+            parsed: what Megatron-LM will validate.
+            words: of the command line.
+        """
+        raise NotImplementedError
+
+    def add_own(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add the arguments of ``--prefix-tree`` and return the parser."""
+        raise NotImplementedError
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -50,36 +65,14 @@ class _CheckedParser(argparse.ArgumentParser):
         Raises:
             SystemExit: 2 for a job that cannot run, 0 after a dry run and for ``--help``.
         """
+        words = sys.argv[1:] if args is None else args
         with readable_errors(is_of_this_package):
             parsed = super().parse_args(args, namespace)
-            if parsed.prefix_tree and parsed.prefix_tree_score is not None and not self._scores:
-                raise ArgumentError(
-                    "--prefix-tree-score: this script trains; start it with python -m mcore_prefix_tree.pretrain_gpt"
-                )
-            if parsed.prefix_tree and parsed.prefix_tree_hf is not None:
-                from mcore_prefix_tree.mcore.megatron_lm.hf import set_arguments
-
-                set_arguments(parsed, self._given(sys.argv[1:] if args is None else args))
             if parsed.prefix_tree:
-                # What these import has to find Megatron-LM, which this module does without.
-                from mcore_prefix_tree.mcore.megatron_lm.checks import check_command_line
-
-                validated = check_command_line(parsed, self._args_defaults)
-                if parsed.prefix_tree_dry_run:
-                    assert validated is not None, "a dry run that cannot be validated is refused"
-                    from mcore_prefix_tree.mcore.megatron_lm.dry_run import dry_run
-
-                    if validated.rank == 0:
-                        print(dry_run(validated))
-                    raise SystemExit(0)
+                self.check(parsed, words)
             else:
-                check_unused(sys.argv[1:] if args is None else args)
+                check_unused(words)
         return parsed
-
-    def _given(self, words: Sequence[str]) -> set[str]:
-        """Return the names of the arguments on a command line."""
-        options = {word.partition("=")[0] for word in words}
-        return {action.dest for action in self._actions if options & set(action.option_strings)}
 
     def error(self, message: str) -> NoReturn:
         """Refuse, under ``--prefix-tree`` without the usage of hundreds of lines."""
@@ -92,6 +85,46 @@ class _CheckedParser(argparse.ArgumentParser):
         try:
             return super().format_help()
         except ValueError as error:  # core_v0.19.0 has a help text that holds "10%)"
-            usage = "%(prog)s <arguments of pretrain_gpt.py> --prefix-tree ..."
-            ours = add_argument_group(argparse.ArgumentParser(usage=usage, add_help=False)).format_help()
+            usage = f"%(prog)s <arguments of {self.script}> --prefix-tree ..."
+            ours = self.add_own(argparse.ArgumentParser(usage=usage, add_help=False)).format_help()
             return f"{ours}\nMegatron-LM {compat.installed_version()} cannot show its own arguments: {error}\n"
+
+
+class _CheckedJob(CheckedParser):
+    """The parser of jobs that read files; a dry run ends here."""
+
+    def __init__(
+        self, parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None, *, scores: bool
+    ) -> None:
+        super().__init__(parser)
+        self._args_defaults = args_defaults
+        self._scores = scores
+
+    def add_own(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_argument_group(parser)
+
+    def check(self, parsed: argparse.Namespace, words: Sequence[str]) -> None:
+        if parsed.prefix_tree_score is not None and not self._scores:
+            raise ArgumentError(
+                "--prefix-tree-score: this script trains; start it with python -m mcore_prefix_tree.pretrain_gpt"
+            )
+        # What these import has to find Megatron-LM, which this module does without.
+        if parsed.prefix_tree_hf is not None:
+            from mcore_prefix_tree.mcore.megatron_lm.hf import set_arguments
+
+            set_arguments(parsed, self._given(words))
+        from mcore_prefix_tree.mcore.megatron_lm.checks import check_command_line
+
+        validated = check_command_line(parsed, self._args_defaults)
+        if parsed.prefix_tree_dry_run:
+            assert validated is not None, "a dry run that cannot be validated is refused"
+            from mcore_prefix_tree.mcore.megatron_lm.dry_run import dry_run
+
+            if validated.rank == 0:
+                print(dry_run(validated))
+            raise SystemExit(0)
+
+    def _given(self, words: Sequence[str]) -> set[str]:
+        """Return the names of the arguments on a command line."""
+        options = {word.partition("=")[0] for word in words}
+        return {action.dest for action in self._actions if options & set(action.option_strings)}

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from mcore_prefix_tree.data.fields import check_names
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.mcore.megatron_lm.folding_arguments import add_folding_arguments, whole_number
 from mcore_prefix_tree.objectives import OBJECTIVES
 
 
@@ -51,12 +50,6 @@ def _field_names(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return found
-
-
-def _whole_number(text: str) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > MOST:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of at most {MOST}")
-    return int(text)
 
 
 def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -152,7 +145,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--prefix-tree-teacher-tensor-model-parallel-size",
-        type=_whole_number,
+        type=whole_number,
         metavar="N",
         help="Ranks that a teacher is cut over: 1, which leaves it whole on each, or a multiple of "
         "--tensor-model-parallel-size. Default: that. On a pipeline the last stage has all layers of a teacher.",
@@ -187,52 +180,11 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--prefix-tree-max-tokens",
-        type=_whole_number,
+        type=whole_number,
         metavar="N",
         help="Most physical tokens (after folding, before padding) of a micro-batch. Bounds its memory.",
     )
-    group.add_argument(
-        "--prefix-tree-share",
-        choices=["all", "prompt"],
-        default="all",
-        help="all: every common prefix. prompt: what samples have in common before their first scored token. Either is "
-        "exact. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--prefix-tree-min-shared-tokens",
-        type=_whole_number,
-        default=0,
-        metavar="N",
-        help="Common prefixes of fewer tokens are not shared. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--prefix-tree-length-buckets",
-        type=_whole_number,
-        nargs="+",
-        metavar="N",
-        help="The only sizes that micro-batches are padded to, the largest at least --prefix-tree-max-tokens. Default: "
-        "as little padding as the parallel layout allows.",
-    )
-    group.add_argument(
-        "--prefix-tree-attention-backend",
-        default="auto",
-        metavar="NAME",
-        help="Attention along the tree: one of the back-ends, or auto, the fastest measured on a tree like that of the "
-        "first step. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--prefix-tree-no-deterministic-attention",
-        action="store_false",
-        dest="prefix_tree_deterministic_attention",
-        help="Let back-ends take a faster backward that adds up in any order, and admit those that have no other. "
-        "Otherwise attention gives the same bits twice, with --deterministic-mode or without.",
-    )
-    group.add_argument(
-        "--prefix-tree-no-fused-head",
-        action="store_false",
-        dest="prefix_tree_fused_head",
-        help="Keep the logits of all tokens. Otherwise the tokens that are scored are projected a chunk at a time.",
-    )
+    add_folding_arguments(group)
     group.add_argument(
         "--prefix-tree-dry-run",
         action="store_true",
@@ -270,7 +222,7 @@ def _add_score_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--prefix-tree-score-teacher-top-k",
-        type=_whole_number,
+        type=whole_number,
         metavar="K",
         help="Write the K likeliest tokens instead, to distil from.",
     )

@@ -1,0 +1,57 @@
+"""The checks of a folded ``train_rl.py``: of its command line, and of the validated arguments of its model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron.training.arguments import core_transformer_config_from_args
+
+from mcore_prefix_tree.mcore.megatron_lm.adapter import check_megatron_lm
+from mcore_prefix_tree.mcore.megatron_lm.checks import as_config, check_machine
+from mcore_prefix_tree.mcore.megatron_lm.job import check_backend
+from mcore_prefix_tree.mcore.megatron_lm.rl.arguments import check_rl_arguments
+from mcore_prefix_tree.mcore.megatron_lm.rl.script import load_script
+from mcore_prefix_tree.mcore.seam.validation import check_config
+
+
+def check_command_line(args: argparse.Namespace) -> None:
+    """Check a job before Megatron-LM starts anything.
+
+    Args:
+        args: as parsed.
+
+    Raises:
+        ArgumentError: the arguments cannot be used together, or not on this machine or with this checkout.
+        MegatronCoreError: something that the package relies on has moved.
+        NotImplementedError: folding cannot do the model exactly.
+        ValueError: there is no such attention back-end, or there are fewer GPUs than ranks.
+    """
+    check_megatron_lm()
+    check_rl_arguments(args)
+    check_config(as_config(args))
+    check_machine(args)
+    load_script()
+
+
+def checked_config(args: argparse.Namespace) -> Any:
+    """Return Megatron's ``TransformerConfig`` of a job whose arguments it has validated.
+
+    Args:
+        args: validated. Gains what folding needs.
+
+    Raises:
+        ArgumentError, NotImplementedError, ValueError: see :func:`check_command_line`.
+    """
+    check_rl_arguments(args)
+    # What a micro-batch of the loop holds without folding. So a step always fits, and needs no more memory.
+    args.prefix_tree_max_tokens = args.micro_batch_size * args.seq_length
+    # Micro-batches differ in length. Megatron's validation switches this off.
+    args.variable_seq_lengths = True
+    if args.num_experts is None:
+        # Upstream refuses allgather, its default, with variable lengths even where no expert is dispatched to.
+        args.moe_token_dispatcher_type = "alltoall"
+    config = core_transformer_config_from_args(args)
+    check_config(config)
+    check_backend(args, config)
+    return config

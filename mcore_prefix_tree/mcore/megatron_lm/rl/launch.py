@@ -1,0 +1,27 @@
+"""Start a folded job of ``train_rl.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_prefix_tree.errors import naming_memory
+from mcore_prefix_tree.mcore.megatron_lm.adapter import run_pretrain
+from mcore_prefix_tree.mcore.megatron_lm.launch import say_which_megatron_core
+from mcore_prefix_tree.mcore.megatron_lm.rl.arguments import add_rl_arguments
+from mcore_prefix_tree.mcore.megatron_lm.rl.forward_step import FoldedForwardStep
+from mcore_prefix_tree.mcore.megatron_lm.rl.model import rl_model_provider
+
+
+def run(root: Path) -> None:
+    """Train by Megatron-LM's ``pretrain``, which parses the command line and so checks the job.
+
+    Args:
+        root: of the checkout.
+
+    Raises:
+        SystemExit: 2, with one sentence, for a job that cannot run.
+    """
+    say_which_megatron_core(root)
+    with naming_memory(lambda: "the job does not fit; lower --micro-batch-size or --seq-length"):
+        # The loop brings its own data.
+        run_pretrain(None, rl_model_provider, FoldedForwardStep(), args_defaults={}, add_arguments=add_rl_arguments)

@@ -1,0 +1,138 @@
+"""``train_rl.py`` with ``--prefix-tree``: equal to the loop's own forward step on each trajectory alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+from megatron_lm import CPU, LOSS, MODEL, VARIABLE, Run, assert_same_tensors, megatron, require_checkout, trained
+
+require_checkout()
+if not (Path(os.environ[VARIABLE]) / "megatron" / "rl" / "rl_utils.py").is_file():
+    pytest.skip("this checkout has no loop for reinforcement learning", allow_module_level=True)
+for package in ("wandb", "openai", "fastapi", "uvicorn", "httpx"):
+    pytest.importorskip(package, reason=f"megatron.rl imports {package}")
+event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+HERE = Path(__file__).parent
+STOCK_RL, DOOR = (str(HERE / "rl_stock.py"),), (str(HERE / "rl_door.py"),)
+ITERATIONS, COLLECTION = 8, 4  # rollouts are made anew after each COLLECTION
+TRAIN = (
+    f"--train-iters {ITERATIONS} --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1 --adam-eps 1e-3 "
+    "--log-interval 1 --eval-interval 1000 --eval-iters 0 --save-interval 1000 --ckpt-format torch_dist "
+    "--tokenizer-type NullTokenizer"
+)
+# Four prompts of six rollouts have 32 turns, of which a step takes 16. All terms of the loss are on, and bind.
+LOOP = (
+    "--perform-rl-step --grpo-prompts-per-step 4 --grpo-group-size 6 --global-batch-size 12 --grpo-iterations 2 "
+    "--grpo-clamp-eps-lower 0.1 --grpo-clamp-eps-upper 0.2 --grpo-kl-beta 0.05 --grpo-entropy-term-weight 0.01 "
+    "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 1.2 --inference-max-seq-length 64"
+)
+PER_TOKEN = "--calculate-per-token-loss"
+PACKED = f"--rl-use-sequence-packing {PER_TOKEN}"
+# How each run's loss is normalised, and its layout: ranks, and arguments of the folded run alone.
+MODES = {"rows": PER_TOKEN, "mean-of-micro-batches": "", "bins": PACKED}
+LAYOUTS = {
+    "one": (1, ""),
+    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "dp2": (2, ""),
+}
+# Of micro-batches of several trajectories the stock attention knows nothing, so where they matter both have one.
+FOLDED = {
+    "rows": "--micro-batch-size 2",
+    "mean-of-micro-batches": "--micro-batch-size 1",
+    "bins": "--micro-batch-size 1",
+}
+QUICK = {("rows", "tp2-sp"), ("rows", "pp2"), ("bins", "dp2")}
+EVERY = [
+    pytest.param(mode, layout, id=f"{mode}-{layout}", marks=[] if (mode, layout) in QUICK else pytest.mark.slow)
+    for mode in MODES
+    for layout in LAYOUTS
+]
+LOGGED = {"lm loss", "rl/kl_term", "rl/pi_over_pi_old", "rl/entropy_term"}
+
+
+def figures(folder: Path) -> dict[str, dict[int, float]]:
+    """What a run wrote for TensorBoard, by name and iteration."""
+    events = event_accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights to start from: a pipeline's stages draw others than one process."""
+    folder = tmp_path_factory.mktemp("base")
+    start = TRAIN.replace(f"--train-iters {ITERATIONS}", f"--train-iters {COLLECTION}")
+    trained(STOCK_RL, CPU, MODEL, start, LOOP, PER_TOKEN, "--micro-batch-size 1", f"--save {folder}")
+    return folder
+
+
+def loop(program: tuple[str, ...], base: Path, folder: Path, *arguments: str, ranks: int = 1) -> Run:
+    start = (
+        f"--load {base} --finetune --no-load-optim --no-load-rng --save {folder} --tensorboard-dir {folder / 'logs'}"
+    )
+    return trained(program, CPU, MODEL, TRAIN, LOOP, start, *arguments, ranks=ranks)
+
+
+@pytest.fixture(scope="session")
+def alone(base: Path, tmp_path_factory: pytest.TempPathFactory) -> functools._lru_cache_wrapper[Path]:
+    """Run the checkout's own steps once for all layouts; bins, and what is averaged over, depend on the ranks."""
+
+    @functools.cache
+    def run(mode: str, ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp("alone")
+        loop(STOCK_RL, base, folder, MODES[mode], "--micro-batch-size 1", ranks=ranks)
+        return folder
+
+    return run
+
+
+@pytest.mark.parametrize(("mode", "layout"), EVERY)
+def test_rollouts_train_folded_as_each_trajectory_alone(
+    alone: functools._lru_cache_wrapper[Path], base: Path, tmp_path: Path, mode: str, layout: str
+) -> None:
+    ranks, arguments = LAYOUTS[layout]
+    wanted = alone(mode, ranks if layout == "dp2" and mode == "bins" else 1)
+    run = loop(DOOR, base, tmp_path, MODES[mode], FOLDED[mode], arguments, "--prefix-tree", ranks=ranks)
+    found, expected = figures(tmp_path / "logs"), figures(wanted / "logs")
+    assert found.keys() - expected.keys() <= {"fold ratio", "fold ratio vs samples"}
+    for name in sorted({name for name in expected if name.startswith("rl/")} | LOGGED | {"grad-norm", "mean_reward"}):
+        assert found[name].keys() == expected[name].keys(), name
+        assert len(found[name]) == ITERATIONS, name
+        for iteration, value in expected[name].items():
+            # Terms of both signs and of size 1 add up to the loss, so its rounding is theirs.
+            assert found[name][iteration] == pytest.approx(value, rel=LOSS, abs=LOSS), (name, iteration)
+    assert max(expected["rl/kl_term"].values()) > 1e-3
+    assert max(expected["rl/truncated_from_below"].values()) > 0.01
+    assert max(found["fold ratio"].values()) > 1.3
+    assert "fold ratio" in run.output
+    assert_same_tensors(tmp_path, wanted, ITERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--context-parallel-size 2", "--context-parallel-size 2: a tree is not split"),
+        pytest.param(
+            "--rl-training-cuda-graphs --cuda-graph-impl local", "--rl-training-cuda-graphs", marks=pytest.mark.slow
+        ),
+        pytest.param("--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline stages", marks=pytest.mark.slow),
+        pytest.param("--fp16", "--fp16: not proven", marks=pytest.mark.slow),
+    ],
+)
+def test_what_cannot_be_folded_gets_one_sentence(arguments: str, says: str) -> None:
+    run = megatron(DOOR, CPU, MODEL, TRAIN, LOOP, PER_TOKEN, "--micro-batch-size 1 --prefix-tree", arguments)
+    (error,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert says in error
+    assert "mcore_prefix_tree/mcore" not in run.output, "no traceback of ours"
+
+
+@pytest.mark.slow
+def test_files_belong_to_the_other_door() -> None:
+    without = LOOP.replace("--perform-rl-step", "")
+    run = megatron(DOOR, CPU, MODEL, TRAIN, without, "--micro-batch-size 1 --prefix-tree")
+    assert "error: --prefix-tree needs --perform-rl-step here" in run.output
