@@ -89,9 +89,17 @@ def add_rl_arguments(
 
     Returns:
         The parser to parse with in place of ``parser``. It has the same arguments, and checks the job.
-    """
-    from megatron.inference.utils import add_inference_args
 
+    Raises:
+        ArgumentError: the checkout is older.
+    """
+    try:
+        from megatron.inference.utils import add_inference_args
+    except ImportError as error:
+        raise ArgumentError(
+            f"this checkout of Megatron-LM lacks the train_rl.py of core_v0.19.0, which --prefix-tree trains: {error}; "
+            "check that out"
+        ) from error
     return _CheckedLoop(add_rl_argument_group(add_inference_args(parser)))
 
 
