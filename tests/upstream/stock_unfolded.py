@@ -34,7 +34,6 @@ from mcore_prefix_tree.objectives import make_objective
 if not torch.cuda.is_available():
     enable_training()
 
-from gpt_builders import gpt_builder
 from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
 from model_provider import model_provider
@@ -125,7 +124,11 @@ def objective_step(args: Any, samples: Any, model: Any) -> Any:
 
 def stock_model(*args: Any, **kwargs: Any) -> Any:
     """Build the stock model; that of a critic ends in a scalar head."""
-    model = model_provider(gpt_builder, *args, **kwargs)
+    if getattr(get_args(), "hybrid_layer_pattern", None) is None:
+        from gpt_builders import gpt_builder as builder
+    else:
+        from hybrid_builders import hybrid_builder as builder
+    model = model_provider(builder, *args, **kwargs)
     return with_scalar_head(model) if get_args().prefix_tree_objective in SCALAR_ORACLES else model
 
 

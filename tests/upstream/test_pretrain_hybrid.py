@@ -109,10 +109,17 @@ def test_experts_and_latent_attention(hybrid: Stock, tmp_path: Path, pattern: st
 
 
 @needs_script
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", pytest.param("", marks=pytest.mark.slow)])
-def test_an_objective(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("objective", "layout"),
+    [
+        ("grpo", "--tensor-model-parallel-size 2"),
+        pytest.param("grpo", "", marks=pytest.mark.slow),
+        pytest.param("critic", "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.ci),
+    ],
+)
+def test_an_objective(tmp_path: Path, objective: str, layout: str) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl")
-    data, layers = words(tmp_path / "rollouts.jsonl", "grpo"), model("*-*-")
+    data, layers = words(tmp_path / "rollouts.jsonl", objective), model("*-*-")
     whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
     alone = (CPU, layers, TRAIN, whole, data, f"--save {tmp_path / 'alone'}")
     trained(STOCK, *alone, f"--exit-interval {FIRST}")
