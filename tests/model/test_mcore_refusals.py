@@ -77,6 +77,7 @@ SETTINGS = [
     {"cuda_graph_impl": "local"},
     {"tp_comm_overlap": True},
     {"overlap_moe_expert_parallel_comm": True},
+    {"enable_mhc_connections": True},
 ]
 MOE_SETTINGS = [
     {"moe_router_load_balancing_type": "sinkhorn"},
@@ -97,7 +98,7 @@ MOE_SETTINGS = [
 # Fields that older releases of megatron-core lack.
 NEWER = {
     *("moe_router_force_biased", "moe_expert_rank_capacity_factor"),
-    *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"),
+    *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype", "enable_mhc_connections"),
 }
 # One of MLATransformerConfig alone.
 LATENT = {"cache_mla_latents"}

@@ -63,6 +63,7 @@ NEWER = [
     (f"{MOE} --moe-router-load-balancing-type quantile_balancing", "moe_router_load_balancing_type='quantile_bal"),
     (f"{MOE} --moe-router-force-biased 0.1", "moe_router_force_load_balancing or moe_router_force_biased"),
     (f"{MOE} --moe-expert-rank-capacity-factor 1.5", "moe_expert_rank_capacity_factor"),
+    ("--enable-mhc-connections", "enable_mhc_connections=True"),
     (f"{MOE} --moe-dispatch-fwd-dtype mxfp8", "moe_dispatch_fwd_dtype='mxfp8'"),
     (f"{MOE} --moe-combine-bwd-dtype mxfp8", "moe_combine_bwd_dtype='mxfp8'"),
 ]

@@ -240,7 +240,11 @@ def _importable(layers: Any) -> Iterator[tuple[str, str]]:
 
 
 def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
-    """Return the layers that the builder takes by itself; it cannot be asked for them alone."""
+    """Return the layers that the builder takes by itself; it cannot be asked for them alone.
+
+    Raises:
+        ArgumentError: the builder leaves something out that its arguments ask for.
+    """
     from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec
 
     use_te = args.transformer_impl == "transformer_engine"
@@ -254,4 +258,9 @@ def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) 
         from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 
         return get_gpt_heterogeneous_layer_spec(config, use_te)
+    if config.qk_l2_norm and not use_te and config.num_moe_experts is None:
+        raise ArgumentError(
+            "--qk-l2-norm with --transformer-impl local: this Megatron-LM builds a model without experts as if it were "
+            "not given; leave it out, or use --transformer-impl transformer_engine"
+        )
     return stock_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)

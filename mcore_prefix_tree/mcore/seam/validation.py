@@ -14,6 +14,7 @@ _FLAGS = {
     "fused_single_qkv_rope": "that kernel takes no packed_seq_params",
     "tp_comm_overlap": "its buffers have one sequence length, micro-batches do not",
     "overlap_moe_expert_parallel_comm": "its schedule plan does not go through the layer's forward",
+    "enable_mhc_connections": "not proven exact under folding yet",  # since 0.20
 }
 
 
