@@ -32,7 +32,7 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 
 from mcore_prefix_tree.cpu.attention import PackedAttention
 from mcore_prefix_tree.cpu.specs import exchanged
-from mcore_prefix_tree.mcore.megatron_lm.adapter import build_gpt
+from mcore_prefix_tree.mcore.megatron_lm.adapter import build_model
 
 
 def without_output_dtype(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -48,7 +48,7 @@ def model_provider(
     pg_collection: Any = None,
 ) -> Any:
     args = get_args()
-    model = build_gpt(
+    model = build_model(
         args,
         config or core_transformer_config_from_args(args),
         partial(exchanged, classes={DotProductAttention: PackedAttention}),
