@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "lib"))
+
+import source_patches
+
 ROOT = Path(__file__).parents[2]
 # By the name of a test: the version, None for the installed one.
 MEGATRON = {"installed": None, "0.19.0": "0.19.0", "0.19.2": "0.19.2"}
@@ -27,6 +31,14 @@ def patches(command: str, *arguments: object) -> subprocess.CompletedProcess[str
         cwd="/",
         env=os.environ | {"PYTHON": sys.executable},
     )
+
+
+def require_series(megatron_lm: Path) -> None:
+    """Skip where no patches are for a checkout's or a package's version."""
+    try:
+        source_patches.series_for(source_patches.Target.megatron_lm(megatron_lm), source_patches.read_manifest())
+    except source_patches.PatchError as error:
+        pytest.skip(str(error))
 
 
 def wheel(name: str, version: str, cache: pytest.Cache) -> Path:

@@ -23,7 +23,7 @@ from megatron_lm import (
     trained,
     write_samples,
 )
-from sources import ROOT, content, patches
+from sources import ROOT, content, patches, require_series
 
 require_checkout()
 
@@ -60,6 +60,7 @@ def script(folder: Path, root: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    require_series(CHECKOUT)
     root = tmp_path_factory.mktemp("checkout")
     shutil.copytree(CHECKOUT / "megatron", root / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     for path in CHECKOUT.glob("*.py"):

@@ -16,11 +16,7 @@ from pathlib import Path
 
 import pytest
 from harness.marks import quick
-from sources import MEGATRON, ROOT, TRANSFORMER_ENGINE, content, megatron_core, patches, wheel
-
-sys.path.insert(0, str(ROOT / "scripts" / "lib"))
-
-import source_patches
+from sources import MEGATRON, ROOT, TRANSFORMER_ENGINE, content, megatron_core, patches, source_patches, wheel
 
 PATCHES = ROOT / "patches"
 SERIES = source_patches.read_manifest()
