@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sources import MEGATRON, ROOT, megatron_core, patches, require_series
+from sources import MEGATRON, ROOT, copied, megatron_core, patches, require_series
 
 pytestmark = pytest.mark.ci
 HERE = Path(__file__).parent
@@ -30,13 +30,21 @@ class Copies:
     patched: Path
 
 
-@pytest.fixture(scope="module", params=["installed", pytest.param("0.19.2", marks=pytest.mark.slow)])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("0.19.2", "checkout")]
+
+
+@pytest.fixture(scope="module", params=["installed", *SLOW])
 def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Copies:
-    version = MEGATRON[request.param]
-    if version is not None:
-        pytest.importorskip("triton", reason="megatron-core 0.19 imports triton")
-    cache = request.config.cache
-    both = [megatron_core(version, tmp_path_factory.mktemp(name), cache) for name in ("released", "patched")]
+    folders = [tmp_path_factory.mktemp(name) for name in ("released", "patched")]
+    if request.param == "checkout":
+        if "MEGATRON_LM_PATH" not in os.environ:
+            pytest.skip("MEGATRON_LM_PATH is not set")
+        both = [copied(Path(os.environ["MEGATRON_LM_PATH"]), "megatron", folder) for folder in folders]
+    else:
+        version = MEGATRON[request.param]
+        if version is not None:
+            pytest.importorskip("triton", reason="megatron-core 0.19 imports triton")
+        both = [megatron_core(version, folder, request.config.cache) for folder in folders]
     require_series(both[1])
     result = patches("apply", "--megatron-lm", both[1])
     assert result.returncode == 0, result.stderr
@@ -66,7 +74,6 @@ def pytest_on(core: Path, *arguments: str) -> None:
     assert "skipped" not in output.splitlines()[-1], output
 
 
-@pytest.mark.slow
 def test_stock_specs_train_folded(copies: Copies) -> None:
     pytest_on(copies.patched, str(HERE / "native_seam.py"))
 
