@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from built_models import differences, stock_builder
+from in_double import AllInDouble, error_of, with_any_weights
 from megatron_lm import CPU, FOLDED, TRAIN
-from torch.overrides import TorchFunctionMode
 
 from mcore_prefix_tree.cpu.emulation import enable_training
 from mcore_prefix_tree.cpu.launcher import single_process
@@ -265,30 +265,6 @@ def read_of(source: str) -> set[str]:
     return {name for pair in pairs for name in pair if name}
 
 
-class AllInDouble(TorchFunctionMode):
-    """Computes in fp64 what upstream computes in fp32 whatever the model's type, such as routers and gates.
-
-    Two inputs that differ in the last bit of fp64 can round to different numbers of fp32.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, with fp64 where it was asked for fp32."""
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        if function is torch.Tensor.float and args[0].is_floating_point():
-            function = torch.Tensor.double
-        if function is torch.Tensor.to:
-            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        return function(*args, **kwargs)
-
-
-def with_any_weights(model: torch.nn.Module) -> None:
-    """Give a model weights at which no gradient is small."""
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(std=0.2)
-
-
 Found = tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]
 
 
@@ -336,7 +312,7 @@ def inexact(actual: Found, expected: Found, limit: float) -> Iterator[str]:
         if (found is None) != (gradient is None):
             yield f"gradient of {name}: {found is not None}, not {gradient is not None}"
         elif gradient is not None and found is not None:
-            error = float((found - gradient).abs().max() / gradient.abs().max().clamp_min(1e-3))
+            error = error_of(found, gradient)
             if not error < limit:
                 yield f"gradient of {name}: {error:.1e}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from pathlib import Path
 
@@ -52,6 +53,16 @@ EVERY = [
     for mode in MODES
     for layout in LAYOUTS
 ]
+EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
+# Rollouts of rl_steps.py, and the arguments of their step.
+STEPS = {
+    "rows": ("shared", f"--micro-batch-size 2 {PER_TOKEN}"),
+    "mean-of-micro-batches": ("shared", "--micro-batch-size 1"),
+    "bins": ("shared", f"--micro-batch-size 1 {PACKED}"),
+    # The planner finds no room in so few, and folds each as it is.
+    "full-bins": ("unshared", f"--micro-batch-size 1 {PACKED}"),
+    "experts": ("shared", f"--micro-batch-size 2 {PER_TOKEN} {EXPERTS}"),
+}
 LOGGED = {"lm loss", "rl/kl_term", "rl/pi_over_pi_old", "rl/entropy_term"}
 
 
@@ -113,6 +124,23 @@ def test_rollouts_train_folded_as_each_trajectory_alone(
     assert_same_tensors(tmp_path, wanted, ITERATIONS)
 
 
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_in_double_precision(case: str, tmp_path: Path) -> None:
+    """Losses, all that is logged, every gradient and what get_logprobs answers."""
+    rollouts, arguments = STEPS[case]
+    loop = LOOP.replace("--grpo-iterations 2", "")
+    run = megatron(
+        (str(HERE / "rl_steps.py"), str(tmp_path / "answers"), rollouts),
+        *(CPU, MODEL, TRAIN, loop, "--rerun-mode disabled --prefix-tree", arguments),
+    )
+    assert run.status == 0, run.output[-4000:]
+    found = json.loads((tmp_path / "answers").read_text())
+    assert {name: error for name, error in found["errors"].items() if not error < 1e-12} == {}
+    assert {"log-probabilities", "gradient of embedding.word_embeddings.weight"} | LOGGED <= found["errors"].keys()
+    assert min(found["terms"][f"rl/{term}"] for term in ("kl_term", "truncated_from_above", "truncated_from_below")) > 0
+    assert found["fold ratio"] == pytest.approx(1) if rollouts == "unshared" else found["fold ratio"] > 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -122,6 +150,7 @@ def test_rollouts_train_folded_as_each_trajectory_alone(
         ),
         pytest.param("--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline stages", marks=pytest.mark.slow),
         pytest.param("--fp16", "--fp16: not proven", marks=pytest.mark.slow),
+        pytest.param("--hybrid-layer-pattern *-*-*-*-", "hybrid models under train_rl.py", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_be_folded_gets_one_sentence(arguments: str, says: str) -> None:

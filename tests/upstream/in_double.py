@@ -1,0 +1,37 @@
+"""Models of Megatron-LM in fp64, where two ways to compute the same are told apart from a mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class AllInDouble(TorchFunctionMode):
+    """Computes in fp64 what upstream computes in fp32 whatever the model's type, such as routers, gates and losses.
+
+    Two inputs that differ in the last bit of fp64 can round to different numbers of fp32.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, with fp64 where it was asked for fp32."""
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        if function is torch.Tensor.float and args[0].is_floating_point():
+            function = torch.Tensor.double
+        if function is torch.Tensor.to:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        return function(*args, **kwargs)
+
+
+def with_any_weights(model: torch.nn.Module) -> None:
+    """Give a model weights at which no gradient is small."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.2)
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest entry."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-3))
