@@ -93,7 +93,7 @@ def use_megatron_lm(path: str | None) -> Path:
         if found is None or not (found / "pretrain_gpt.py").is_file():
             raise ValueError(
                 "there is no Megatron-LM: the megatron-core wheel lacks parts of it; clone "
-                "https://github.com/NVIDIA/Megatron-LM at core_v0.16.1 or core_v0.19.0 and name it with "
+                "https://github.com/NVIDIA/Megatron-LM at core_v0.16.1, core_v0.19.0 or main and name it with "
                 "--megatron-lm-path DIR"
             )
         root = found

@@ -71,7 +71,7 @@ def add_rl_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument(
         "--megatron-lm-path",
         metavar="DIR",
-        help="Checkout of Megatron-LM, core_v0.19.0; its own megatron.core is used. Default: the environment's "
+        help="Checkout of Megatron-LM, core_v0.19.0 or main; its own megatron.core is used. Default: the environment's "
         "MEGATRON_LM_PATH, else the megatron.training that Python finds.",
     )
     add_folding_arguments(group)
