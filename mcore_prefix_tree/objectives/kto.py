@@ -64,8 +64,8 @@ class KTO(Objective):
         if self.looks_at_steps and not any(sample.signals.mismatched for sample in samples):
             raise SampleError(
                 f"step {iteration}, which {samples[0].source} is in, has no mismatched sample, and kto with "
-                "reference_point=mismatched needs one in every step; raise batch.global_batch_size, mix them in and "
-                "keep the files' order with data.order=file, or set objective.options.reference_point=zero"
+                "reference_point=mismatched needs one in every step; take larger steps, mix them into the "
+                "files and keep their order, or set the option reference_point=zero"
             )
 
     def targets(self, samples: Sequence[Sample]) -> Targets:

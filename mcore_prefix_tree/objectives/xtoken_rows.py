@@ -42,7 +42,7 @@ def refuse_temperatures(samples: Sequence[Sample]) -> None:
     if warm is not None:
         raise SampleError(
             f"{warm.source}: was drawn at temperature {warm.temperature}, and xtoken compares both models at "
-            "objective.options.temperature; drop the field 'temperature' from the data"
+            "its option temperature; drop the field 'temperature' from the data"
         )
 
 

@@ -308,8 +308,8 @@ def test_a_sample_without_what_the_objective_reads(tmp_path: Path) -> None:
             {},
             "old_logprobs",
             "and this objective without on_policy=true needs it; `mcore-prefix-tree score` with the checkpoints that "
-            "the samples were drawn from writes it, or set objective.options.on_policy=true if each step's samples are "
-            "of the weights it starts with",
+            "the samples were drawn from writes it, or set the option on_policy=true if each step's samples are of the "
+            "weights it starts with",
         ),
         (
             "grpo",
@@ -322,19 +322,19 @@ def test_a_sample_without_what_the_objective_reads(tmp_path: Path) -> None:
             "critic",
             {},
             "values",
-            "and a critic needs it; `mcore-prefix-tree score` with the recipe of a critic writes it",
+            "and a critic needs it; `mcore-prefix-tree score` of a critic writes it",
         ),
         (
             "grpo",
             {},
             "reward",
-            "needs it; `mcore-prefix-tree score` with the recipe of a reward model writes one",
+            "needs it; `mcore-prefix-tree score` of a reward model writes one",
         ),
         (
             "distill",
             {},
             "teacher",
-            "needs it; `mcore-prefix-tree score --teacher-top-k K` with the recipe of the teacher writes it",
+            "needs it; `mcore-prefix-tree score --teacher-top-k K` of the teacher writes it",
         ),
         ("kto", {}, "label", "and kto needs it"),
         ("grpo", {"tis_cap": 2.0}, "rollout_logprobs", "and tis_cap=2.0 needs it"),

@@ -183,6 +183,17 @@ def test_mistakes_get_one_sentence(rollouts: Path, arguments: str, says: str) ->
     assert "mcore_prefix_tree/mcore" not in run.output, "no traceback of ours"
 
 
+def test_a_missing_field_is_told_with_the_argument_that_writes_it(rollouts: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    for row in rows:
+        del row["old_logprobs"]
+    (tmp_path / "bare.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, words(tmp_path / "bare.jsonl", "grpo"))
+    (error,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert "bare.jsonl:1: field 'old_logprobs' is missing" in error
+    assert "`--prefix-tree-score FILE` with the checkpoints that the samples were drawn from writes it" in error
+
+
 @pytest.mark.slow
 def test_renamed_fields_and_groups_that_lie_apart_train_alike(rollouts: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in rollouts.read_text().splitlines()]

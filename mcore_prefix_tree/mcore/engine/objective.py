@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,27 +13,58 @@ from mcore_prefix_tree.objectives.scored import MissingSignalError
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import Signals
 
-# The command that adds a field which a sample lacks.
-_SCORES = {
-    "old_logprobs": "`mcore-prefix-tree score` with the checkpoints that the samples were drawn from writes it",
-    "ref_logprobs": "`mcore-prefix-tree score --reference FOLDER` writes it",
-    "values": "`mcore-prefix-tree score` with the recipe of a critic writes it",
-    "reward": "`mcore-prefix-tree score` with the recipe of a reward model writes one",
-    "teacher": "`mcore-prefix-tree score --teacher-top-k K` with the recipe of the teacher writes it",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreCommand:
+    """Words for what writes the fields that samples may lack, for messages.
+
+    Attributes:
+        name: of the command, or the argument.
+        reference: with what it scores a reference model.
+        teacher: with what it writes a teacher's likeliest tokens.
+    """
+
+    name: str
+    reference: str
+    teacher: str
+
+    def writing(self, field: str) -> list[str]:
+        """Return what writes a field, if anything does."""
+        ways = {
+            "old_logprobs": f"`{self.name}` with the checkpoints that the samples were drawn from writes it",
+            "ref_logprobs": f"`{self.reference}` writes it",
+            "values": f"`{self.name}` of a critic writes it",
+            "reward": f"`{self.name}` of a reward model writes one",
+            "teacher": f"`{self.teacher}` of the teacher writes it",
+        }
+        return [ways[field]] if field in ways else []
 
 
-def check_samples(objective: Objective, samples: Sequence[Sample]) -> None:
+RECIPE_SCORES = ScoreCommand(
+    name="mcore-prefix-tree score",
+    reference="mcore-prefix-tree score --reference FOLDER",
+    teacher="mcore-prefix-tree score --teacher-top-k K",
+)
+
+
+def check_samples(objective: Objective, samples: Sequence[Sample], *, scored_by: ScoreCommand = RECIPE_SCORES) -> None:
     """Check before the first step that the objective can train on whole groups, rollouts or pairs.
 
+    Args:
+        objective: of the job.
+        samples: whole groups, rollouts or pairs.
+        scored_by: what adds missing fields at the user's door.
+
     Raises:
-        SampleError: a sample lacks what the objective reads, or contradicts the others of its group. Names the command
-            that adds what is missing, where one does.
+        SampleError: a sample lacks what the objective reads, or contradicts the others of its group. Names what adds
+            what is missing, where something does.
     """
     try:
         objective.check(samples)
     except MissingSignalError as error:
-        ways_out = [ways[error.field] for ways in (_SCORES, objective.remedies) if error.field in ways]
+        ways_out = scored_by.writing(error.field)
+        if error.field in objective.remedies:
+            ways_out.append(objective.remedies[error.field])
         if not ways_out:
             raise
         raise SampleError(f"{error}; {', or '.join(ways_out)}") from None

@@ -19,7 +19,7 @@ from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.objective import check_samples
+from mcore_prefix_tree.mcore.engine.objective import ScoreCommand, check_samples
 from mcore_prefix_tree.mcore.engine.teacher import Teacher
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
@@ -41,6 +41,11 @@ _STEP = StepSetting(
     name="--global-batch-size",
     any_sizes="`mcore-prefix-tree train` with batch.groups_per_step takes {by}s of any sizes",
 )
+_SCORES = ScoreCommand(
+    name="--prefix-tree-score FILE",
+    reference="--prefix-tree-score FILE --prefix-tree-score-reference DIR",
+    teacher="--prefix-tree-score FILE --prefix-tree-score-teacher-top-k K",
+)
 
 
 def read_order(
@@ -54,7 +59,7 @@ def read_order(
         ValueError: there are fewer samples than a step of whole groups takes.
     """
     names = FieldNames(given=args.prefix_tree_fields, may_lack=validates)
-    check = None if objective.is_weighted_sum else partial(check_samples, objective)
+    check = None if objective.is_weighted_sum else partial(check_samples, objective, scored_by=_SCORES)
     samples, skipped = source_of(args, paths, order, objective, names=names).read(
         check=check, progress=ReadingProgress()
     )
