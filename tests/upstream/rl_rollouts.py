@@ -1,7 +1,8 @@
 """Rollouts for Megatron-LM's RL loop in place of those that its inference engine samples, which needs a GPU.
 
 Groups of a prompt, whose trajectories branch again after a first turn; some rollouts have two turns, the second of
-which repeats the first. Rewards, lengths and the engine's log-probabilities are drawn anew for each iteration.
+which repeats the first, with and without the token that ended it. Rewards, lengths and the engine's log-probabilities
+are drawn anew for each iteration.
 """
 
 from __future__ import annotations
@@ -67,6 +68,20 @@ def made_rollouts(model: Any, inference_model: Any, optimizer: Any, prompts: int
     def logprobs(count: int) -> list[float]:
         return np.minimum(-math.log(vocab) + 0.3 * rng.standard_normal(count), 0).tolist()
 
+    # Newer loops want of each turn the engine's record of its request, and answer the records beside the groups.
+    with_records = "completion_ids" in TokenRollout.model_fields
+    records: dict[str, Any] = {}
+
+    def about(turns: int) -> dict[str, Any]:
+        if not with_records:
+            epochs = [[(0, 0)] for _ in range(turns)]
+            return {"policy_epoch": epochs, "kv_cache_epoch": epochs, "num_evictions": [0] * turns}
+        from megatron.core.inference.inference_request import FinishedRequestRecord
+
+        names = [str(len(records) + turn) for turn in range(turns)]
+        records.update((name, FinishedRequestRecord([(0, 0)], [(0, 0)], 0)) for name in names)
+        return {"completion_ids": names}
+
     groups = []
     for _ in range(prompts):
         prompt, turns = tokens(6, 16), [tokens(2, 8) for _ in range(2)]
@@ -78,10 +93,9 @@ def made_rollouts(model: Any, inference_model: Any, optimizer: Any, prompts: int
             mask = [[False] * len(prompt) + [True] * (len(trajectory[0]) - len(prompt))]
             if member % 3 == 2:  # another turn, with its history
                 question, reply = tokens(1, 4), [*tokens(1, 8), end]
-                history = trajectory[0][:-1] + question
+                history = trajectory[0][: len(trajectory[0]) - member // 3] + question
                 trajectory.append(history + reply)
                 mask.append([False] * len(history) + [True] * len(reply))
-            epochs = [[(0, 0)] for _ in trajectory]
             group.append(
                 TokenRollout(
                     trajectory=trajectory,
@@ -90,10 +104,8 @@ def made_rollouts(model: Any, inference_model: Any, optimizer: Any, prompts: int
                     logprobs=[logprobs(sum(one)) for one in mask],
                     env_id="made",
                     problem_id=str(len(groups)),
-                    policy_epoch=epochs,
-                    kv_cache_epoch=epochs,
-                    num_evictions=[0] * len(trajectory),
+                    **about(len(trajectory)),
                 )
             )
         groups.append(group)
-    return groups
+    return (groups, records) if with_records else groups
