@@ -19,7 +19,7 @@ event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.ev
 
 HERE = Path(__file__).parent
 STOCK_RL, DOOR = (str(HERE / "rl_stock.py"),), (str(HERE / "rl_door.py"),)
-ITERATIONS, COLLECTION = 8, 4  # rollouts are made anew after each COLLECTION
+ITERATIONS, COLLECTION = 20, 4  # rollouts are made anew after each COLLECTION
 TRAIN = (
     f"--train-iters {ITERATIONS} --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1 --adam-eps 1e-3 "
     "--log-interval 1 --eval-interval 1000 --eval-iters 0 --save-interval 1000 --ckpt-format torch_dist "
