@@ -177,5 +177,6 @@ def test_the_training_loop_of_a_wheel_is_no_checkout(tmp_path: Path, monkeypatch
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
     origin = checkout(tmp_path, ">=3.10") / "megatron" / "training" / "__init__.py"
     monkeypatch.setattr("mcore_prefix_tree.pretrain_gpt.find_spec", lambda name: SimpleNamespace(origin=str(origin)))
-    with pytest.raises(ValueError, match=r"core_v0\.16\.1 or core_v0\.19\.0 and name it with --megatron-lm-path DIR"):
+    clones = r"core_v0\.16\.1, core_v0\.19\.0 or main and name it with --megatron-lm-path DIR"
+    with pytest.raises(ValueError, match=clones):
         use_megatron_lm(None)
