@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import select
 import signal
@@ -23,6 +24,16 @@ _is_ending = threading.Lock()
 def heeded() -> list[int]:
     """Return the ending signals that this process does not ignore; ``nohup`` has it ignore SIGHUP."""
     return [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def end_without_stacks() -> None:
+    """Keep ending signals from printing the stack of every rank, which Megatron's inference asks for on import.
+
+    ``megatron.training`` imports it. torchrun sends SIGTERM to the other ranks when one has refused the job in a
+    sentence.
+    """
+    for number in ENDING_SIGNALS:
+        faulthandler.unregister(number)
 
 
 @contextmanager

@@ -7,11 +7,9 @@ script itself is run. ``pretrain_hybrid`` beside it is the same for ``pretrain_h
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import re
 import runpy
-import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from mcore_prefix_tree.ending import end_without_stacks
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.launchers import adopt_ranks
 from mcore_prefix_tree.output import lost_output, outlive_output
@@ -61,8 +60,7 @@ def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -
             from mcore_prefix_tree.mcore.megatron_lm.launch import emulate_without_gpu
         emulate_without_gpu(dry_run=dry_run)
         if folded:
-            # Megatron's inference, imported with its training, has Ctrl-C print every rank's stack.
-            faulthandler.unregister(signal.SIGINT)
+            end_without_stacks()
             if not dry_run:
                 outlive_output()
             import_module(f"{room}.launch").run(root)
@@ -105,7 +103,8 @@ def use_megatron_lm(path: str | None) -> Path:
                 "megatron/training"
             )
     _check_python(root)
-    assert "megatron.core" not in sys.modules, "imported before the checkout was on the path"
+    imported = getattr(sys.modules.get("megatron.core"), "__file__", None)
+    assert imported is None or Path(imported).is_relative_to(root), f"{imported} was imported before {root} was named"
     sys.path.insert(0, str(root))
     return root
 

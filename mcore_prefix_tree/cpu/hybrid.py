@@ -38,10 +38,13 @@ class LocalHybridStack(HybridStack):  # type: ignore[misc]
 
 
 def _local_layers() -> Any:
-    """Return upstream's own local layers for ModelOpt, with PyTorch's norms, and multi-latent attention beside them."""
-    layers = exchanged(
-        get_hybrid_stack_modelopt_spec(local_core_attention=True).submodules, {TransformerEngineNorm: Norm}
-    )
+    """Return upstream's own local layers for ModelOpt, with PyTorch's norms, and multi-latent attention beside them.
+
+    Checkpoints have the keys of TransformerEngine's layers, whose projections hold the norms before them. So they move
+    between both stacks, and a GPT's can be loaded.
+    """
+    local = get_hybrid_stack_modelopt_spec(local_core_attention=True, remap_te_layernorm=True)
+    layers = exchanged(local.submodules, {TransformerEngineNorm: Norm})
     layers = dataclasses.replace(layers, mlp_layer=dataclasses.replace(layers.mlp_layer, module=MLPLayer))
     if "mla_layer" not in {field.name for field in dataclasses.fields(HybridStackSubmodules)}:
         return layers  # it came with megatron-core 0.19
@@ -53,6 +56,7 @@ def _local_layers() -> Any:
             module=TransformerLayer,
             submodules=dataclasses.replace(
                 attention.submodules,
+                sharded_state_dict_keys_map={},  # TransformerEngine's projects latents behind a norm of its own, too
                 self_attention=ModuleSpec(
                     module=MLASelfAttention,
                     params=own.params,

@@ -23,7 +23,9 @@ INSTALLED = {
     "scripts/docs": ["-r", "requirements-torch.txt", "-r", "requirements-docs.txt"],
     "scripts/test": ["-r", "requirements-torch.txt", "-r", "requirements-test.txt"],
     "scripts/gpu_check": ["-r", "requirements-torch.txt", "-r", "requirements-gpu.txt"],
-    "tests/upstream": ["-r", "requirements-torch.txt", "-r", "requirements-megatron-lm.txt"],
+    "tests/upstream": [
+        *("-r", "requirements-torch.txt", "-r", "requirements-test.txt", "-r", "requirements-megatron-lm.txt"),
+    ],
     "tests/peers": ["--no-deps", "-r", "requirements-peers.txt"],
     "Megatron-Bridge, with Python 3.12": ["--no-deps", "-r", "requirements-bridge.txt"],
 }

@@ -51,7 +51,7 @@ ALLOWED = {
     "integrations": {"sample", "trie", "layout", "metadata", "attention", "logprob", "upload", "plan", "mcore"},
     "bench": {"versions", "recipe", "mcore"},
     "pretrain_gpt": {
-        "errors", "launchers", "output", "sample", "data", "layout", "plan", "metadata", "attention", "logprob",
+        "ending", "errors", "launchers", "output", "sample", "data", "layout", "plan", "metadata", "attention", "logprob",
         "objectives", "mcore",
     },
     "pretrain_hybrid": {"pretrain_gpt"},

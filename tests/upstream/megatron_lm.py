@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -10,12 +11,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from harness.forked_ranks import launch
 
 VARIABLE = "MEGATRON_LM_PATH"
 VOCAB = 128
@@ -24,8 +27,11 @@ BATCH = 16
 # Losses are logged with seven digits.
 LOSS, WEIGHTS = 2e-6, 1e-5
 FIRST = 1  # the iteration whose checkpoint of the stock run others start from
-ENTRY = ("-m", "mcore_prefix_tree.pretrain_gpt")
-STOCK = (str(Path(__file__).with_name("stock_unfolded.py")),)
+HERE = Path(__file__).parent
+ENTRY, HYBRID = (("-m", f"mcore_prefix_tree.{name}") for name in ("pretrain_gpt", "pretrain_hybrid"))
+STOCK, STOCK_RL, RL = ((str(HERE / name),) for name in ("stock_unfolded.py", "rl_stock.py", "rl_door.py"))
+# What the programs of this package and of this folder import. Others may have a Megatron-LM of their own.
+IMPORTS = ("mcore_prefix_tree.mcore.megatron_lm.launch", "transformers", "triton", "torch._dynamo", "torch._inductor")
 
 CPU = (
     "--transformer-impl local --no-rope-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion "
@@ -80,13 +86,20 @@ class Run:
         return losses
 
 
-def require_checkout(*, trains: bool = True) -> None:
-    """Skip the calling module where there is no checkout, or not what it imports or, to train, compiles with."""
+def require_checkout(*, trains: bool = True, imports: Sequence[str] = ()) -> None:
+    """Skip the calling module where there is no checkout.
+
+    Args:
+        trains: it starts Megatron-LM, which compiles its helpers.
+        imports: packages of ``requirements-megatron-lm.txt`` that it needs besides. Whoever names a checkout wants its
+            tests to run, so a missing package is a failure.
+    """
     if VARIABLE not in os.environ:
         pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-    pytest.importorskip("triton", reason="megatron.training imports triton")
-    if trains:
-        pytest.importorskip("pybind11", reason="megatron.training compiles with pybind11")
+    needed = ["triton", *(["pybind11"] if trains else ()), *imports]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.fail(f"{', '.join(missing)} missing; pip install -r requirements-megatron-lm.txt", pytrace=False)
 
 
 def search_path() -> str:
@@ -94,8 +107,24 @@ def search_path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), sysconfig.get_config_var("BINDIR"), os.environ["PATH"]])
 
 
-def megatron(program: tuple[str, ...], *arguments: str, ranks: int = 1, timeout_s: float = 400) -> Run:
-    """Run a program with Megatron's arguments under torchrun; words of the arguments are split at blanks."""
+def megatron(
+    program: tuple[str, ...], *arguments: str, ranks: int = 1, timeout_s: float = 400, fork: bool = True
+) -> Run:
+    """Run a program with Megatron's arguments, as torchrun starts it; words of the arguments are split at blanks.
+
+    Args:
+        program: to run. On a CPU the ranks of this package's and this folder's are forked, torchrun starts others.
+        arguments: of the program.
+        ranks: processes.
+        timeout_s: for all of it.
+        fork: False has torchrun start any program.
+    """
+    known = program[:2] in (ENTRY, HYBRID) or Path(program[0]).parent == HERE
+    if fork and known and not torch.cuda.is_available():
+        status, output, _ = _forked(
+            [*program, *_words(arguments)], ranks=ranks, timeout_s=timeout_s, alone_is_rank=True
+        )
+        return Run(output, status)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     result = subprocess.run(
         [*launcher, *program, *_words(arguments)],
@@ -106,6 +135,22 @@ def megatron(program: tuple[str, ...], *arguments: str, ranks: int = 1, timeout_
         env=_environment(),
     )
     return Run(result.stdout, result.returncode)
+
+
+def _forked(
+    command: list[str], *, ranks: int = 1, timeout_s: float, alone_is_rank: bool = False
+) -> tuple[int, str, str]:
+    """Run a command line on ranks that find Megatron-LM and this package imported."""
+    return launch(
+        ranks,
+        command,
+        environment=_environment(),
+        timeout_s=timeout_s,
+        imports=IMPORTS,
+        path=(os.environ[VARIABLE], str(HERE)),
+        alone_is_rank=alone_is_rank,
+        one_stream=True,
+    )
 
 
 def under_open_mpi(program: tuple[str, ...], *arguments: str, ranks: int, timeout_s: float = 400) -> list[Run]:
@@ -139,36 +184,28 @@ def _words(arguments: tuple[str, ...]) -> list[str]:
 
 def _environment() -> dict[str, str]:
     # For --spec: modules of this folder.
-    modules = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    modules = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PATH": search_path(), "PYTHONPATH": modules}
     return os.environ | settings
 
 
-def trained(program: tuple[str, ...], *arguments: str, ranks: int = 1) -> Run:
-    """A run that has to end well."""
-    run = megatron(program, *arguments, ranks=ranks)
+def trained(program: tuple[str, ...], *arguments: str, ranks: int = 1, fork: bool = True) -> Run:
+    """A run that has to end well; see :func:`megatron`."""
+    run = megatron(program, *arguments, ranks=ranks, fork=fork)
     assert run.status == 0, run.output[-8000:]
     return run
 
 
 def saved_tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
     """Whole tensors of a checkpoint, whatever parallel layout wrote it, read by the checkout's own megatron.core."""
-    script = (
-        "import os, sys, torch\n"
-        f"sys.path.insert(0, os.environ['{VARIABLE}'])\n"
-        "from megatron.core import dist_checkpointing\n"
-        "from mcore_prefix_tree.cpu.launcher import single_process\n"
-        "with single_process():\n"
-        "    loaded = dist_checkpointing.load_plain_tensors(sys.argv[1])\n"
-        "torch.save({name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}, sys.argv[2])\n"
-    )
     with tempfile.NamedTemporaryFile() as file:
-        source = str(folder / f"iter_{iteration:07d}")
-        # On the CPU, also where there is a GPU.
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run(
-            [sys.executable, "-c", script, source, file.name], check=True, capture_output=True, env=environment
-        )
+        command = [str(HERE / "saved_tensors.py"), str(folder / f"iter_{iteration:07d}"), file.name]
+        if torch.cuda.is_available():
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # on the CPU, too
+            subprocess.run([sys.executable, *command], check=True, capture_output=True, env=environment)
+        else:
+            status, output, _ = _forked(command, timeout_s=200)
+            assert status == 0, output
         loaded: dict[str, torch.Tensor] = torch.load(file.name)
     return loaded
 

@@ -37,11 +37,15 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            module.get_environment_rollouts = made_rollouts
-            module.rl_inference_interface_shutdown = lambda: None
+            _exchange(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _exchange(rl_utils: Any) -> None:
+    rl_utils.get_environment_rollouts = made_rollouts
+    rl_utils.rl_inference_interface_shutdown = lambda: None
 
 
 def exchange_rollouts() -> None:
@@ -50,7 +54,10 @@ def exchange_rollouts() -> None:
     It keeps both with ``Tensor.cpu``, which copies from a GPU, but not where the model is on the CPU already.
     """
     torch.Tensor.cpu = _copied  # type: ignore[method-assign, assignment]
-    sys.meta_path.insert(0, _AfterImport())
+    if "megatron.rl.rl_utils" in sys.modules:  # as in forked ranks
+        _exchange(sys.modules["megatron.rl.rl_utils"])
+    else:
+        sys.meta_path.insert(0, _AfterImport())
 
 
 def made_rollouts(model: Any, inference_model: Any, optimizer: Any, prompts: int, members: int) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -45,7 +48,7 @@ def wheel(name: str, version: str, cache: pytest.Cache) -> Path:
     """A wheel's content, unpacked once; skips where pip cannot download it. Both projects' are small."""
     folder = cache.mkdir("wheels") / f"{name}-{version}"
     if not folder.is_dir():
-        download = cache.mkdir("wheels") / f"{name}-{version}.download"
+        download = Path(tempfile.mkdtemp(dir=folder.parent))  # other workers may want the same
         # The Python files are the same in every wheel of a version: any one will do.
         options = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_28_x86_64"]
         command = [sys.executable, "-m", "pip", "download", *options, "--platform=any", "--dest", str(download)]
@@ -57,9 +60,18 @@ def wheel(name: str, version: str, cache: pytest.Cache) -> Path:
         unpacked = download / "unpacked"
         with zipfile.ZipFile(archive) as content:
             content.extractall(unpacked)
-        unpacked.rename(folder)
+        with contextlib.suppress(OSError):  # another worker was first
+            unpacked.rename(folder)
         shutil.rmtree(download)
     return folder
+
+
+def installed_core() -> str | None:
+    """Return the version of the megatron-core that pip installed; None beside a checkout alone."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def copied(folder: Path, package: str, into: Path) -> Path:

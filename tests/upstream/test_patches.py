@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import os
 import re
 import shutil
@@ -16,7 +15,17 @@ from pathlib import Path
 
 import pytest
 from harness.marks import quick
-from sources import MEGATRON, ROOT, TRANSFORMER_ENGINE, content, megatron_core, patches, source_patches, wheel
+from sources import (
+    MEGATRON,
+    ROOT,
+    TRANSFORMER_ENGINE,
+    content,
+    installed_core,
+    megatron_core,
+    patches,
+    source_patches,
+    wheel,
+)
 
 PATCHES = ROOT / "patches"
 SERIES = source_patches.read_manifest()
@@ -34,7 +43,7 @@ CREATED = {"megatron/core/tree_metadata.py", "megatron/core/transformer/tree_att
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     option, version = request.param
     if option == "--megatron-lm":
-        if version == "installed" and not importlib.metadata.version("megatron-core").startswith("0.19."):
+        if version == "installed" and not (installed_core() or "").startswith("0.19."):
             version = "0.19.2"
         return option, megatron_core(MEGATRON[version], tmp_path, request.config.cache)
     source = wheel("transformer-engine", version, request.config.cache)
@@ -46,8 +55,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 @pytest.fixture
 def core(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of megatron-core 0.19.2: the installed one, where it is that."""
-    installed = importlib.metadata.version("megatron-core") == "0.19.2"
-    return megatron_core(None if installed else "0.19.2", tmp_path, request.config.cache)
+    return megatron_core(None if installed_core() == "0.19.2" else "0.19.2", tmp_path, request.config.cache)
 
 
 def test_apply_again_and_revert(target: tuple[str, Path]) -> None:

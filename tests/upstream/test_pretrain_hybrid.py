@@ -14,6 +14,7 @@ from megatron_lm import (
     ENTRY,
     FIRST,
     FOLDED,
+    HYBRID,
     ITERATIONS,
     LOSS,
     MODEL,
@@ -34,10 +35,11 @@ from test_pretrain_objectives import words, write_rollouts
 require_checkout()
 
 ROOT = Path(os.environ[VARIABLE])
-HYBRID = ("-m", "mcore_prefix_tree.pretrain_hybrid")
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-load-balancing-type none"
 HAS_SCRIPT = (ROOT / "pretrain_hybrid.py").is_file()
 needs_script = pytest.mark.skipif(not HAS_SCRIPT, reason="pretrain_hybrid.py came with core_v0.18")
+READS_GPTS = (ROOT / "megatron" / "core" / "dist_checkpointing" / "gpt_checkpoint_interop.py").is_file()
+reads_gpts = pytest.mark.skipif(not READS_GPTS, reason="HybridModel loads a GPT's checkpoint since core_v0.19")
 
 
 def model(pattern: str) -> str:
@@ -86,6 +88,27 @@ def test_resumed_from_the_stock_run_in_another_layout(
     folders = f"--load {base} --save {tmp_path / 'saved'}"
     run = trained(HYBRID, CPU, model(pattern), TRAIN, FOLDED, hybrid.data, folders, layout, ranks=ranks)
     check(run, hybrid, tmp_path / "saved")
+
+
+@reads_gpts
+def test_checkpoint_of_a_gpt_continues_as_a_hybrid_model(stock: Stock, base: Path, tmp_path: Path) -> None:
+    """Weights and optimizer: the losses stay those of the GPT, each sample alone."""
+    layout = f"--load {base} --save {tmp_path} --tensor-model-parallel-size 2"
+    run = trained(HYBRID, CPU, model("*-*-*-*-"), TRAIN, FOLDED, stock.data, layout, ranks=2)
+    assert sorted(run.losses) == list(range(FIRST + 1, ITERATIONS + 1))
+    for iteration, loss in run.losses.items():
+        assert loss == pytest.approx(stock.losses[iteration], rel=LOSS), iteration
+
+
+@reads_gpts
+@pytest.mark.ci
+def test_critic_starts_from_a_gpt_in_either_model(base: Path, tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "rollouts.jsonl")
+    given = f"{words(tmp_path / 'rollouts.jsonl', 'critic')} --pretrained-checkpoint {base} --exit-interval 3"
+    programs = {ENTRY: MODEL, HYBRID: model("*-*-*-*-")}
+    gpt, hybrid = (trained(program, CPU, kind, TRAIN, FOLDED, given) for program, kind in programs.items())
+    assert sorted(hybrid.losses) == [1, 2, 3]
+    assert hybrid.losses == pytest.approx(gpt.losses, rel=LOSS)
 
 
 @needs_script

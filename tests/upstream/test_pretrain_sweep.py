@@ -99,7 +99,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         cwd=folder,
         stdout=subprocess.DEVNULL,
         env=os.environ
-        | {"OMP_NUM_THREADS": "1", "PATH": search_path(), "MASTER_ADDR": "localhost", "NCCL_ALGO": "Ring"},
+        | {"OMP_NUM_THREADS": "1", "PATH": search_path(), "MASTER_ADDR": "localhost", "NCCL_ALGO": "Ring"}
+        | {"PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH")]))},
     )
     cases: list[dict[str, str]] = json.loads((folder / "answers").read_text())
     return cases

@@ -50,7 +50,7 @@ def test_both_get_the_figures_of_the_log_line(
     *arguments, save = stock.args(tmp_path / "saved")
     assert save.startswith("--save")
     folder = f"--wandb-save-dir {tmp_path} --load {base} --exit-interval 5"
-    run = trained(ENTRY, *arguments, writers, folder)
+    run = trained(ENTRY, *arguments, writers, folder, fork=False)
     assert "fake wandb: trees one" in run.output
 
     board = event_accumulator.EventAccumulator(str(tmp_path / "board")).Reload()

@@ -8,17 +8,26 @@ import os
 from pathlib import Path
 
 import pytest
-from megatron_lm import CPU, LOSS, MODEL, VARIABLE, Run, assert_same_tensors, megatron, require_checkout, trained
+from megatron_lm import (
+    CPU,
+    HERE,
+    LOSS,
+    MODEL,
+    RL,
+    STOCK_RL,
+    VARIABLE,
+    Run,
+    assert_same_tensors,
+    megatron,
+    require_checkout,
+    trained,
+)
 
-require_checkout()
+require_checkout(imports=("wandb", "openai", "fastapi", "uvicorn", "httpx"))
 if not (Path(os.environ[VARIABLE]) / "megatron" / "rl" / "rl_utils.py").is_file():
     pytest.skip("this checkout has no loop for reinforcement learning", allow_module_level=True)
-for package in ("wandb", "openai", "fastapi", "uvicorn", "httpx"):
-    pytest.importorskip(package, reason=f"megatron.rl imports {package}")
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
-HERE = Path(__file__).parent
-STOCK_RL, DOOR = (str(HERE / "rl_stock.py"),), (str(HERE / "rl_door.py"),)
 ITERATIONS, COLLECTION = 20, 4  # rollouts are made anew after each COLLECTION
 TRAIN = (
     f"--train-iters {ITERATIONS} --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1 --adam-eps 1e-3 "
@@ -108,7 +117,7 @@ def test_rollouts_train_folded_as_each_trajectory_alone(
 ) -> None:
     ranks, arguments = LAYOUTS[layout]
     wanted = alone(mode, ranks if layout == "dp2" else 1)  # the loop deals other trajectories to a step then
-    run = loop(DOOR, base, tmp_path, MODES[mode], FOLDED[mode], arguments, "--prefix-tree", ranks=ranks)
+    run = loop(RL, base, tmp_path, MODES[mode], FOLDED[mode], arguments, "--prefix-tree", ranks=ranks)
     found, expected = figures(tmp_path / "logs"), figures(wanted / "logs")
     assert found.keys() - expected.keys() <= {"fold ratio", "fold ratio vs samples"}
     for name in sorted({name for name in expected if name.startswith("rl/")} | LOGGED | {"grad-norm", "mean_reward"}):
@@ -154,7 +163,7 @@ def test_a_step_in_double_precision(case: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_folded_gets_one_sentence(arguments: str, says: str) -> None:
-    run = megatron(DOOR, CPU, MODEL, TRAIN, LOOP, PER_TOKEN, "--micro-batch-size 1 --prefix-tree", arguments)
+    run = megatron(RL, CPU, MODEL, TRAIN, LOOP, PER_TOKEN, "--micro-batch-size 1 --prefix-tree", arguments)
     (error,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert says in error
     assert "mcore_prefix_tree/mcore" not in run.output, "no traceback of ours"
@@ -163,5 +172,5 @@ def test_what_cannot_be_folded_gets_one_sentence(arguments: str, says: str) -> N
 @pytest.mark.slow
 def test_files_belong_to_the_other_door() -> None:
     without = LOOP.replace("--perform-rl-step", "")
-    run = megatron(DOOR, CPU, MODEL, TRAIN, without, "--micro-batch-size 1 --prefix-tree")
+    run = megatron(RL, CPU, MODEL, TRAIN, without, "--micro-batch-size 1 --prefix-tree")
     assert "error: --prefix-tree needs --perform-rl-step here" in run.output

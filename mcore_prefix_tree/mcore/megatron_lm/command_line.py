@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from mcore_prefix_tree.ending import end_without_stacks
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, check_unused
@@ -69,6 +70,7 @@ class CheckedParser(argparse.ArgumentParser):
         with readable_errors(is_of_this_package):
             parsed = super().parse_args(args, namespace)
             if parsed.prefix_tree:
+                end_without_stacks()  # a site's own script has no other place
                 self.check(parsed, words)
             else:
                 check_unused(words)

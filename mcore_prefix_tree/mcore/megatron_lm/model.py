@@ -93,4 +93,6 @@ def with_head(args: argparse.Namespace, model: Any) -> Any:
     if source is not None:
         print_rank_0(f"> the weights start from {source}, with a new scalar head")
         start_new_head(model)
+        # A HybridModel would take the optimizer of a GPT even with --finetune, and that has nothing for this head.
+        get_args().no_load_optim = True
     return model
