@@ -230,10 +230,7 @@ def nearest(target: Target, every: Sequence[Series]) -> Series:
     known = [series for series in every if series.project == target.project]
 
     def misfits(series: Series) -> int:
-        try:
-            return sum(len(file.problems.get(False, ())) for file in examine(target, series))
-        except PatchError:
-            return sum(len(patch.hunks(name)) for patch in series.patches for name in patch.files)
+        return sum(len(file.problems.get(False, ())) for file in examine(target, series))
 
     return min(reversed(known), key=misfits)
 
@@ -273,12 +270,12 @@ def examine(target: Target, series: Series) -> list[FileState]:
     """How every file that a series changes stands to it.
 
     Raises:
-        PatchError: there is no git, or a file is missing.
+        PatchError: there is no git.
     """
     if shutil.which("git") is None:
         raise PatchError("git is not installed: its git apply applies the patches; install git")
     names = sorted({name for patch in series.patches for name in patch.files if _belongs(target, patch, name)})
-    return [_examine_file(target, series, name, [p for p in series.patches if name in p.files]) for name in names]
+    return [_examine_file(target, name, [p for p in series.patches if name in p.files]) for name in names]
 
 
 # What is installed. Whatever else a patch changes, a wheel lacks.
@@ -296,10 +293,17 @@ def left_out(target: Target, series: Series) -> list[str]:
     return sorted({name for patch in series.patches for name in patch.files if not _belongs(target, patch, name)})
 
 
-def _examine_file(target: Target, series: Series, name: str, patches: list[Patch]) -> FileState:
+def _examine_file(target: Target, name: str, patches: list[Patch]) -> FileState:
     path = target.root / name
     if not path.is_file() and not patches[0].creates(name):
-        raise PatchError(f"{path} is missing, which {patches[0].path.name} changes: this is not {series.title}")
+        missing = tuple(
+            f"{name}, hunk {number} of {len(hunks)} ({hunk.header}) of {patch.path.name}: the file is missing"
+            for patch in patches
+            for hunks in (patch.hunks(name),)
+            for number, hunk in enumerate(hunks, 1)
+        )
+        problems = {False: missing, True: missing}
+        return FileState(path=path, name=name, state=State.OTHER, before=None, after=None, problems=problems)
     before = path.read_bytes() if path.is_file() else None
     # Reverting first: lines that were added are not found in a file that lacks them.
     reverted = _git_apply(name, before, patches[::-1], reverse=True) if before is not None else _Result(None, (), ("",))

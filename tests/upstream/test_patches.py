@@ -149,6 +149,21 @@ def test_a_line_that_differs_is_named_and_nothing_changes(core: Path) -> None:
         assert content(core) == original
 
 
+def test_missing_file_is_named_beside_all_others(core: Path) -> None:
+    name = "megatron/core/models/hybrid/hybrid_model.py"
+    (core / name).unlink()
+    original = content(core)
+    result = patches("check", "--megatron-lm", core)
+    assert result.returncode == 2
+    assert f"  {name}: does not fit\n" in result.stdout
+    assert "  megatron/core/models/gpt/gpt_model.py: not applied\n" in result.stdout
+    hunks = [line for line in result.stdout.splitlines() if line.endswith(": the file is missing")]
+    assert len(hunks) == 4
+    assert hunks[0].startswith(f"  {name}, hunk 1 of 4 (@@ ")
+    assert patches("apply", "--megatron-lm", core).returncode == 2
+    assert content(core) == original
+
+
 def test_versions_without_patches_are_compared_with_the_nearest(core: Path) -> None:
     info = core / "megatron/core/package_info.py"
     info.write_text(re.sub(r"^MINOR = .*", "MINOR = 99", info.read_text(), flags=re.MULTILINE))
