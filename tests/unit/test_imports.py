@@ -51,8 +51,8 @@ ALLOWED = {
     "integrations": {"sample", "trie", "layout", "metadata", "attention", "logprob", "upload", "plan", "mcore"},
     "bench": {"versions", "recipe", "mcore"},
     "pretrain_gpt": {
-        "ending", "errors", "launchers", "output", "sample", "data", "layout", "plan", "metadata", "attention", "logprob",
-        "objectives", "mcore",
+        "ending", "errors", "launchers", "output", "sample", "data", "layout", "plan", "metadata", "attention",
+        "logprob", "objectives", "mcore",
     },
     "pretrain_hybrid": {"pretrain_gpt"},
     "train_rl": {"pretrain_gpt"},
