@@ -113,8 +113,7 @@ def _check_ranks(environment: Mapping[str, str]) -> None:
         socket.getaddrinfo(environment["MASTER_ADDR"], number["MASTER_PORT"])
     except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"MASTER_ADDR={environment['MASTER_ADDR']} is no machine that this one knows ({error}); name the machine "
-            "of the first rank"
+            f"MASTER_ADDR={environment['MASTER_ADDR']} cannot be resolved ({error}); name the machine of the first rank"
         ) from None
 
 

@@ -189,7 +189,7 @@ def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64]:
         raise ValueError(f"{name} has dtype {array.dtype}; expected integers")
     if array.dtype.kind == "f" and (wrong := np.argwhere((array != np.trunc(array)) | np.isinf(array))).size:
         at = tuple(wrong[0].tolist())
-        raise ValueError(f"{name}{list(at)} = {array[at]} is no integer")
+        raise ValueError(f"{name}{list(at)} = {array[at]} is not an integer")
     return array.astype(np.int64, copy=False)
 
 

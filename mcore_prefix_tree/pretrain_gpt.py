@@ -90,7 +90,7 @@ def use_megatron_lm(path: str | None) -> Path:
         # Newer wheels have megatron.training, but not what it compiles when it starts.
         if found is None or not (found / "pretrain_gpt.py").is_file():
             raise ValueError(
-                "there is no Megatron-LM: the megatron-core wheel lacks parts of it; clone "
+                "Megatron-LM is missing: the megatron-core wheel lacks parts of it; clone "
                 "https://github.com/NVIDIA/Megatron-LM at core_v0.16.1, core_v0.19.0 or main and name it with "
                 "--megatron-lm-path DIR"
             )
@@ -99,7 +99,7 @@ def use_megatron_lm(path: str | None) -> Path:
         root = Path(given).resolve()
         if not (root / "megatron" / "training" / "training.py").is_file():
             raise ValueError(
-                f"{'--megatron-lm-path' if path else VARIABLE}: {root} is no checkout of Megatron-LM, it has no "
+                f"{'--megatron-lm-path' if path else VARIABLE}: {root} is not a checkout of Megatron-LM: it has no "
                 "megatron/training"
             )
     _check_python(root)
@@ -126,7 +126,7 @@ def _check_kind(script: str, arguments: Sequence[str]) -> None:
     given = names & _PATTERNS
     if script == GPT and given:
         raise ValueError(
-            f"{given.pop()} is of {HYBRID}, and {script} ignores it: start the job with "
+            f"{given.pop()} is an argument of {HYBRID}, which {script} ignores: start the job with "
             "-m mcore_prefix_tree.pretrain_hybrid"
         )
     if script == HYBRID and not given and "--use-checkpoint-args" not in names:

@@ -370,7 +370,7 @@ def _text(value: object, field: str, expected: str = "a string") -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ChatError(
-            f"field '{field}' has half of a surrogate pair at character {error.start}, which is no text; remove it"
+            f"field '{field}' has half of a surrogate pair at character {error.start}, which is not text; remove it"
         ) from None
     return value
 

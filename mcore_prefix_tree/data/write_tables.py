@@ -64,7 +64,7 @@ class TableSpool:
                 if kind != _kind_of(value):
                     raise SampleError(
                         f"{_source_of(row)}: field '{name}' is {_kind_of(value)} and that of {first} is {kind}, but a "
-                        "column of a table is of one kind; write JSON Lines (a name that ends in .jsonl)"
+                        "column of a table holds one kind; write JSON Lines (a name that ends in .jsonl)"
                     )
         try:
             return _array(values)

@@ -168,7 +168,7 @@ def fold(
     if trie is None:
         trie = build_trie(samples)
     elif len(trie.order) != len(samples):
-        raise ValueError(f"the trie is of {len(trie.order)} samples, but there are {len(samples)}")
+        raise ValueError(f"the trie has {len(trie.order)} samples, but {len(samples)} are given")
     if pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1")
     physical = trie.num_tokens

@@ -66,7 +66,7 @@ def missing_of(uses: Uses) -> Iterator[str]:
     if uses.positional or uses.keywords:
         yield from (f"{shown}({problem})" for problem in _unusable(target, uses))
     if uses.attributes and not isinstance(target, type):
-        yield f"{shown} (which is no class)"
+        yield f"{shown} (which is not a class)"
     elif uses.attributes:
         there = attributes_of(target)
         yield from (f"{shown}.{name}" for name in uses.attributes.split() if there is not None and name not in there)

@@ -123,7 +123,7 @@ class Rewards:
             elif not np.array_equal(values[found], reward):
                 other = scored.samples[first_sample[found]].source
                 raise SampleError(
-                    f"{sample.source}: field 'reward' differs from that of {other}, which is of the same rollout "
+                    f"{sample.source}: field 'reward' differs from that of {other}, which belongs to the same rollout "
                     f"{signals.rollout!r}; all samples of a rollout carry the same"
                 )
             rollout_of_sample[index] = found

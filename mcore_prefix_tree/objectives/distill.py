@@ -115,7 +115,7 @@ class Distillation(Objective):
                 teacher = scored.required(index, "teacher", "teacher=top_k")
                 if teacher.tokens is not None:
                     raise SampleError(
-                        f"{samples[index].source}: field 'teacher' is of a teacher with another tokenizer; set "
+                        f"{samples[index].source}: field 'teacher' comes from a teacher with another tokenizer; set "
                         "objective.name=xtoken"
                     )
                 sizes.setdefault(teacher.token_ids.shape[1], index)

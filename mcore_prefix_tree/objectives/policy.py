@@ -130,7 +130,7 @@ class PolicyGradient(Objective):
     watches_entropy: ClassVar[bool] = True
     improves_policy: ClassVar[bool] = True
     remedies: ClassVar[Mapping[str, str]] = {
-        "old_logprobs": "set the option on_policy=true if each step's samples are of the weights it starts with"
+        "old_logprobs": "set the option on_policy=true if a step's samples were drawn with the weights it starts from"
     }
 
     def __post_init__(self) -> None:

@@ -137,7 +137,7 @@ class CrossTokenizer(_OfChunks):
                 ("tail", self.mode in ("gold", "h_kl"), "mode=gold or h_kl"),
                 ("theta", self.mode == "alm", "mode=alm"),
                 ("projection", reads.projection, "mode=p_kl, gold, h_kl or partition_kl"),
-                ("rendering", asks, "teacher=full, because exported rows are of the student's text"),
+                ("rendering", asks, "teacher=full, because exported rows belong to the student's text"),
                 ("teachers", asks, "teacher=full, because the data have the rows of one teacher"),
                 ("kd_weight", fixed, "scaling=fixed"),
                 ("ce_weight", fixed, "scaling=fixed"),

@@ -69,7 +69,9 @@ def check_teachers_named(
             f"{names.options}.teacher=full, and xtoken, ask a second model; leave it out"
         )
     if given.teacher_tensor_model_parallel_size and not objective.asks_model:
-        raise RecipeError(f"{names.teacher_tensor_parallel} is of teachers that are asked in every step; leave it out")
+        raise RecipeError(
+            f"{names.teacher_tensor_parallel} applies only to teachers that are asked in every step; leave it out"
+        )
     if len(teachers) > 1 and not across:
         raise RecipeError(f"{names.teacher} names {len(teachers)} recipes, but distill has one teacher")
 

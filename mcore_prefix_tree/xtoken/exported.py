@@ -53,8 +53,8 @@ def rows_of(pair: Pair, table: TokenBytes) -> Teacher | None:
     if len(differ) or len(own) != len(teacher.tokens):
         at = int(differ[0]) if len(differ) else size
         raise SampleError(
-            f"{source}: field 'teacher' is of another text: it differs from the sample's in the teacher's tokens first "
-            f"at token {at}; export the rows of these samples"
+            f"{source}: field 'teacher' was exported for another text: it differs from the sample's in the teacher's "
+            f"tokens first at token {at}; export the rows of these samples"
         )
     scored = pair.teacher.loss_mask != 0
     scored[:1] = False

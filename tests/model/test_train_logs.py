@@ -130,7 +130,8 @@ def test_a_file_of_something_else_is_left_alone(job: Path, tmp_path: Path, conte
     result = command("train", job, f"log.metrics={file}", "train_iters=2")
     assert result.exit_code == 2
     assert result.stderr == (
-        f"error: log.metrics={file}: line {number} is no step of a run, and the file would be added to; name another\n"
+        f"error: log.metrics={file}: line {number} is not a step of a run, and the run would append to the file; name "
+        "another\n"
     )
     assert file.read_text() == content
     assert "step 1" not in result.stdout

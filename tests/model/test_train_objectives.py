@@ -308,8 +308,8 @@ def test_a_sample_without_what_the_objective_reads(tmp_path: Path) -> None:
             {},
             "old_logprobs",
             "and this objective without on_policy=true needs it; `mcore-prefix-tree score` with the checkpoints that "
-            "the samples were drawn from writes it, or set the option on_policy=true if each step's samples are of the "
-            "weights it starts with",
+            "the samples were drawn from writes it, or set the option on_policy=true if a step's samples were drawn "
+            "with the weights it starts from",
         ),
         (
             "grpo",

@@ -94,9 +94,11 @@ def test_wrong_rows_are_refused_before_a_step(folder, lines, whole, tmp_path):  
         2, tokenizer="0" * 64
     )
     other = rows[3]["teacher"]
-    assert "changed.jsonl:2: field 'teacher' is of another text" in refused(1, **other)
+    assert "changed.jsonl:2: field 'teacher' was exported for another text" in refused(1, **other)
     short = {name: other[name][:-1] for name in ("tokens", "token_ids", "logprobs", "realised")}
-    assert "changed.jsonl:4: field 'teacher' is of another text: it differs from the sample's" in refused(3, **short)
+    assert "changed.jsonl:4: field 'teacher' was exported for another text: it differs from the sample's" in refused(
+        3, **short
+    )
     blank = [None] * len(other["tokens"])
     assert "changed.jsonl:4: field 'teacher' has no row for the teacher's token" in refused(3, realised=blank)
     assert "changed.jsonl:4: field 'teacher.realised' must have a number for each" in refused(3, realised=[None])
@@ -130,7 +132,7 @@ def test_settings_that_exported_rows_leave_without_effect_are_refused(folder, li
     assert "teacher=top_k reads the rows of one teacher, but there are 2" in refused(twice, *files)
     assert "fused_head=false" in refused("fused_head=false")
     distill = ("objective.name=distill", "objective.options={}", "objective.teacher_recipe=null")
-    with pytest.raises(SampleError, match="is of a teacher with another tokenizer; set"):
+    with pytest.raises(SampleError, match="comes from a teacher with another tokenizer; set"):
         train(folder / "student.yaml", *FLOAT64, f"data.path={lines}", *distill)
 
 

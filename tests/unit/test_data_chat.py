@@ -75,7 +75,7 @@ BAD = {
     ),
     "surrogate": (
         json.loads(r'[{"role": "user", "content": "ab\ud83d"}]'),
-        "field 'messages[0].content' has half of a surrogate pair at character 2, which is no text; remove it",
+        "field 'messages[0].content' has half of a surrogate pair at character 2, which is not text; remove it",
     ),
     "silent assistant": (
         [assistant(content="")],
@@ -113,7 +113,7 @@ BAD = {
     ),
     "call arguments that decode to no text": (
         [assistant(tool_calls=[call(arguments='{"a": "\\ud800"}')])],
-        "field 'messages[0].tool_calls[0].arguments' has half of a surrogate pair at character 7, which is no text; "
+        "field 'messages[0].tool_calls[0].arguments' has half of a surrogate pair at character 7, which is not text; "
         "remove it",
     ),
     **{

@@ -84,7 +84,7 @@ def test_where_they_meet_has_to_be_said(said: dict[str, str], sentence: str) -> 
         (TORCHRUN | {"MASTER_PORT": "http"}, r"^MASTER_PORT=http is not a number"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, r"^MASTER_PORT=70000 is not a port"),
         (TORCHRUN | {"MASTER_ADDR": ""}, r"^RANK=0 is set without MASTER_ADDR; "),
-        (TORCHRUN | {"MASTER_ADDR": "no such machine"}, r"^MASTER_ADDR=no such machine is no machine that this one"),
+        (TORCHRUN | {"MASTER_ADDR": "no such machine"}, r"^MASTER_ADDR=no such machine cannot be resolved"),
         ({"RANK": "0"}, r"^RANK=0 is set without WORLD_SIZE; "),
         ({"WORLD_SIZE": "2"}, r"^WORLD_SIZE=2 is set without RANK; "),
         (OPEN_MPI | MEET | {"OMPI_COMM_WORLD_RANK": "x"}, r"^RANK=x is not a number"),

@@ -165,10 +165,10 @@ def test_a_checkout_for_a_newer_python_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"--megatron-lm-path: .* is no checkout of Megatron-LM"):
+    with pytest.raises(ValueError, match=r"--megatron-lm-path: .* is not a checkout of Megatron-LM"):
         use_megatron_lm(str(tmp_path))
     monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"MEGATRON_LM_PATH: .* is no checkout of Megatron-LM"):
+    with pytest.raises(ValueError, match=r"MEGATRON_LM_PATH: .* is not a checkout of Megatron-LM"):
         use_megatron_lm(None)
 
 

@@ -193,7 +193,7 @@ NEW = [
     (
         ENTRY,
         f"{PATTERN} *-*-",
-        "--hybrid-layer-pattern is of pretrain_hybrid.py, and pretrain_gpt.py ignores it: start",
+        "--hybrid-layer-pattern is an argument of pretrain_hybrid.py, which pretrain_gpt.py ignores: start",
     ),
     (HYBRID, "--hybrid-layer-pattern *-", "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers"),
     (
@@ -204,7 +204,7 @@ NEW = [
 ]
 OLD = [
     (HYBRID, "--num-layers 4", "has no pretrain_hybrid.py, which came with core_v0.18; check out core_v0.19.0"),
-    (ENTRY, "--hybrid-override-pattern M-*-", "--hybrid-override-pattern is of pretrain_hybrid.py"),
+    (ENTRY, "--hybrid-override-pattern M-*-", "--hybrid-override-pattern is an argument of pretrain_hybrid.py"),
     (
         ENTRY,
         "--num-layers 4 --is-hybrid-model",

@@ -182,7 +182,11 @@ def test_rows_that_the_teacher_exported(
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("dp2-shared", marks=pytest.mark.ci), pytest.param("pp2", marks=pytest.mark.slow)]
+    "layout",
+    [
+        pytest.param("dp2-shared", marks=pytest.mark.ci),
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2", "pp2", "tp2-sp-pp2")),
+    ],
 )
 def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: str) -> None:
     """One process reads rows of the whole vocabulary; the ranks ask the model."""

@@ -227,7 +227,7 @@ def _is_wanted(line: bytes, done: int, where: str) -> bool:
     except (ValueError, KeyError, RecursionError):
         iteration = None
     if type(iteration) is not int or iteration < 0:
-        raise ValueError(f"{where} is no step of a run, and the file would be added to; name another")
+        raise ValueError(f"{where} is not a step of a run, and the run would append to the file; name another")
     # What a run that starts finds is another run's, also of before the first step.
     return done > 0 and iteration <= done
 

@@ -318,7 +318,7 @@ class Trainer:
 
     def _how_data_differ(self, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         if name == CHECKSUMS:
-            return f"is of other samples than data.path={self._recipe.data.path} gives, though of as many"
+            return f"holds other samples than data.path={self._recipe.data.path} gives, though as many"
         return f"was written with {name}={before[name]}, this run has {name}={now[name]}"
 
     def _save(self, iteration: int, reporter: Reporter) -> None:
