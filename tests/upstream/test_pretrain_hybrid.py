@@ -210,6 +210,11 @@ OLD = [
         "--num-layers 4 --is-hybrid-model",
         "--is-hybrid-model: name the layers with --hybrid-layer-pattern of core_",
     ),
+    (
+        ("-m", "mcore_prefix_tree.train_rl"),
+        "--perform-rl-step",
+        "the train_rl.py of this checkout is older than that of core_v0.19.0",
+    ),
 ]
 
 

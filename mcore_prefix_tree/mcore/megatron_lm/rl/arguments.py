@@ -97,8 +97,8 @@ def add_rl_arguments(
         from megatron.inference.utils import add_inference_args
     except ImportError as error:
         raise ArgumentError(
-            f"this checkout of Megatron-LM lacks the train_rl.py of core_v0.19.0, which --prefix-tree trains: {error}; "
-            "check that out"
+            "the train_rl.py of this checkout is older than that of core_v0.19.0, which --prefix-tree trains: "
+            f"{error}; check out core_v0.19.0"
         ) from error
     return _CheckedLoop(add_rl_argument_group(add_inference_args(parser)))
 

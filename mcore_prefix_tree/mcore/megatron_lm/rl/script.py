@@ -58,7 +58,7 @@ def load_script() -> Script:
     if parameters != [*_LOSS, "output_tensor"]:
         raise ArgumentError(
             f"loss_func of {file} takes {', '.join(parameters)}, not the {', '.join(_LOSS)} and output_tensor of "
-            "core_v0.19.0; check that out"
+            "core_v0.19.0; check out core_v0.19.0"
         )
     rl = importlib.import_module("megatron.rl.rl_utils")
     return Script(
