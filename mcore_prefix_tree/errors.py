@@ -34,7 +34,7 @@ _ASKED_FOR = re.compile(r"(?:tried|Tried|Unable) to allocate ([0-9.]+) (\w+)")
 
 
 class OutOfMemoryError(MemoryError):
-    """Memory ran out. The message says in doing what, and which setting needs less."""
+    """Memory ran out. The message names the work that needed it, and the setting that needs less."""
 
 
 @contextmanager

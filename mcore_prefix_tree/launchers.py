@@ -39,7 +39,7 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
     A launcher of one process counts as none.
 
     Args:
-        environment: of the process; changed in place.
+        environment: environment variables of the process; changed in place.
 
     Raises:
         ValueError: the variables contradict each other or are incomplete, or ``MASTER_ADDR``, which only whoever starts
@@ -90,7 +90,7 @@ def _check_ranks(environment: Mapping[str, str]) -> None:
     """Check the variables; with wrong ones torch and Megatron would wait for ever or fail without a sentence.
 
     Raises:
-        ValueError: names the variable.
+        ValueError: a variable is wrong; names it.
     """
     for name in (SIZE, "MASTER_ADDR", "MASTER_PORT"):
         if not environment.get(name):
@@ -120,14 +120,14 @@ def _check_ranks(environment: Mapping[str, str]) -> None:
 def check_gpus(environment: Mapping[str, str], seen: int) -> None:
     """Reject ranks that cannot each have the GPU of their ``LOCAL_RANK``, which is the one that Megatron-LM takes.
 
-    All ranks of a machine are rejected, if its launcher tells how many there are: one that stays would wait for ever.
+    All ranks of a machine are rejected, if its launcher reports how many there are: one that stays would wait for ever.
 
     Args:
-        environment: of the process, as :func:`adopt_ranks` leaves it.
-        seen: GPUs that the process can use.
+        environment: environment variables of the process, as :func:`adopt_ranks` leaves it.
+        seen: number of GPUs that the process can use.
 
     Raises:
-        ValueError: there are fewer than ranks on this machine.
+        ValueError: this machine has fewer GPUs than ranks.
     """
     ranks = max(int(environment.get(LOCAL_SIZE, "1")), int(environment.get(LOCAL_RANK, "0")) + 1)
     if ranks > seen:

@@ -48,10 +48,10 @@ class TreeMetadata:
         cu_node_lens: int32 NumPy ``[N + 1]``, flat borders of the nodes, in depth-first pre-order.
         node_parent: int32 NumPy ``[N]``, -1 for a root. A parent comes before its children.
         node_depth: int32 NumPy ``[N]``, position of each node's first token on its path.
-        padded_size: P, tokens in the micro-batch; those past ``cu_node_lens[-1]`` are padding.
+        padded_size: P, number of tokens in the micro-batch; those past ``cu_node_lens[-1]`` are padding.
         tree_position_ids: int32 tensor ``[P]``, depth of each token on its own path; 0 for padding.
         subtree_end: int32 tensor ``[P]``, exclusive flat end of the subtree under the token's node.
-        host_position_ids, host_subtree_end: the same two as NumPy arrays, so that plans are made without asking the
+        host_position_ids, host_subtree_end: NumPy arrays of the same two, so that plans are made without asking the
             device.
         max_path_len: length of the longest path; the rotary table has to reach it.
         cache: plans derived by attention back-ends, shared by all layers, recompute and every forward of a step.
@@ -101,10 +101,10 @@ class TreeMetadata:
             cu_node_lens: ``[N + 1]`` flat borders of the nodes, from 0, never decreasing (a node may be empty).
             node_parent: ``[N]`` parent of each node, -1 for a root.
             padded_size: size with padding; the nodes' end by default.
-            device: where the token tensors go.
+            device: device of the token tensors.
 
         Raises:
-            ValueError: if the arrays do not describe a forest in depth-first pre-order; names the array and the node.
+            ValueError: the arrays do not describe a forest in depth-first pre-order; names the array and the node.
         """
         borders = _integers(cu_node_lens, "cu_node_lens")
         parent = _integers(node_parent, "node_parent")

@@ -1,7 +1,7 @@
 """Megatron-LM's ``pretrain_gpt.py`` with one more flag: ``python -m mcore_prefix_tree.pretrain_gpt --help``.
 
-Under ``torchrun``, Slurm or ``mpirun``, with every argument of ``pretrain_gpt.py``. Without ``--prefix-tree`` that
-script itself is run. ``pretrain_hybrid`` beside it is the same for ``pretrain_hybrid.py``.
+It runs under ``torchrun``, Slurm or ``mpirun``, with every argument of ``pretrain_gpt.py``. Without ``--prefix-tree``
+it runs that script itself. ``pretrain_hybrid`` beside it is the same for ``pretrain_hybrid.py``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -
     """Run with the command line's arguments.
 
     Args:
-        script: of Megatron-LM, that runs without ``--prefix-tree`` and whose model is trained with it.
-        room: whose ``launch`` trains under the flag.
+        script: name of Megatron-LM's script, which runs without ``--prefix-tree``; with it, its model is trained.
+        room: package whose ``launch`` trains under the flag.
 
     Raises:
-        SystemExit: with status 2 for arguments that cannot be used.
+        SystemExit: status 2, for arguments that cannot be used.
     """
     # Megatron's parser is in the checkout, and this argument says where that is.
     early = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
@@ -71,14 +71,14 @@ def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -
 
 
 def use_megatron_lm(path: str | None) -> Path:
-    """Put a checkout of Megatron-LM first on ``sys.path`` and say where it is.
+    """Put a checkout of Megatron-LM first on ``sys.path`` and return its folder.
 
-    First, because ``megatron.training`` and ``megatron.core`` have to be of one version, as when the checkout's own
-    ``pretrain_gpt.py`` runs; and because ``megatron.training`` compiles the data helpers of ``megatron.core`` with a
-    Makefile that the wheel lacks.
+    It comes first, because ``megatron.training`` and ``megatron.core`` have to be of one version, as when the
+    checkout's own ``pretrain_gpt.py`` runs; and because ``megatron.training`` compiles the data helpers of
+    ``megatron.core`` with a Makefile that the wheel lacks.
 
     Args:
-        path: of the checkout; None takes ``MEGATRON_LM_PATH``, or else whatever ``megatron.training`` can be imported.
+        path: path of the checkout; None takes ``MEGATRON_LM_PATH``, or else the importable ``megatron.training``.
 
     Raises:
         ValueError: there is no Megatron-LM there, or it is for a newer Python.
@@ -118,7 +118,7 @@ def _check_kind(script: str, arguments: Sequence[str]) -> None:
     """Refuse the pattern of a hybrid model's layers to ``pretrain_gpt.py``, which ignores it, and ask it of the other.
 
     Raises:
-        ValueError: names the argument and the entry.
+        ValueError: the script is the wrong one; the message names the argument and the entry.
     """
     names = {argument.partition("=")[0] for argument in arguments}
     if names & {"-h", "--help"}:

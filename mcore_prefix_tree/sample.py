@@ -22,11 +22,11 @@ __all__ = ["INT32_MAX", "MIN_TEMPERATURE", "Sample", "SampleError", "Signals", "
 
 @dataclass(frozen=True, kw_only=True)
 class Tempered:
-    """A merge key that says at which temperature samples were drawn: their logits are divided by it.
+    """A merge key that holds the temperature at which samples were drawn: their logits are divided by it.
 
     Attributes:
-        temperature: finite, and at least ``MIN_TEMPERATURE``.
-        key: what else has to be equal for two samples to share.
+        temperature: finite number, at least ``MIN_TEMPERATURE``.
+        key: further value that has to be equal for two samples to share.
     """
 
     temperature: float
@@ -44,17 +44,18 @@ class Sample:
         tokens: int32 ``[n]``, n >= 1, token ids >= 0.
         loss_mask: float32 ``[n]``, finite and >= 0. ``loss_mask[t]`` weighs the loss of predicting ``tokens[t]`` from
             ``tokens[:t]``; 0 leaves it unscored. ``loss_mask[0]`` has no effect: nothing predicts the first token.
-        merge_key: what has to be equal, besides the tokens, for two samples to share (adapter or policy version, ...);
-            a value whose ``repr`` is the same in every process. A :class:`Tempered` one also sets the temperature.
-        source: where the sample came from (``file:line``, ``file:line turn 3``), for messages.
-        signals: what objectives other than supervised training read: rewards, log-probabilities, preferences, ...
+        merge_key: value that has to be equal, besides the tokens, for two samples to share (adapter or policy version,
+            ...); its ``repr`` is the same in every process. A :class:`Tempered` one also sets the temperature.
+        source: place where the sample came from (``file:line``, ``file:line turn 3``), for messages.
+        signals: signals that objectives other than supervised training read: rewards, log-probabilities, preferences,
+            ...
         renderings: the same conversation in the tokens of other models, each in its own chat format; empty unless
             readers were asked for it.
         carried: fields of its record that nothing here reads, as the file has them, for a writer; empty unless readers
             were asked for them.
 
     Raises:
-        SampleError: on construction, if a field is malformed; names ``source`` and the field.
+        SampleError: a field is malformed, on construction; names ``source`` and the field.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -109,7 +110,7 @@ class Sample:
 
     @property
     def temperature(self) -> float:
-        """Return what the logits of its predictions are divided by."""
+        """Return the divisor of the logits of its predictions."""
         return self.merge_key.temperature if isinstance(self.merge_key, Tempered) else 1.0
 
 

@@ -28,7 +28,7 @@ _LOGPROB_TOLERANCE = 1e-3
 
 
 class SampleError(ValueError):
-    """A sample that cannot be trained on. The message names where it came from and the field at fault."""
+    """A sample that cannot be trained on. The message names its source and the field at fault."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,9 +40,9 @@ class Teacher:
 
     Attributes:
         token_ids: int32 ``[n, k]``, different ids of the teacher's vocabulary in each row.
-        logprobs: float32 ``[n, k]`` in nats, or float64 beside ``tokens``; row t is of the distribution that
+        logprobs: float32 ``[n, k]`` in nats, or float64 beside ``tokens``; row t belongs to the distribution that
             ``tokens[t]`` is predicted from. What a row lacks to a probability of 1 is the rest of the vocabulary.
-        tokens: int32 ``[m]``, the teacher's own; None where these are the sample's.
+        tokens: int32 ``[m]``, the teacher's own token ids; None where these are the sample's.
         realised: float32 or float64 ``[m]``, the log-probability of each of ``tokens``; NaN where there is no row.
         tokenizer: SHA-256 of the teacher's tokenizer (``TokenBytes.hash``).
     """
@@ -63,18 +63,19 @@ class Signals:
         group: id of the prompt; rollouts of one group are compared with each other.
         rollout: id of the rollout within its group, where several samples (its turns) are parts of one; they carry the
             same ``reward`` and it counts once.
-        turn: which turn of its rollout the sample is, from 0.
+        turn: index of the sample's turn in its rollout, from 0.
         advantage: one number, or float64 ``[n]``.
         old_logprobs: ``[n]`` in nats, under the policy that the ratio is taken against.
         ref_logprobs: ``[n]``, under the reference policy.
         rollout_logprobs: ``[n]``, as the engine that sampled the tokens reported them.
         values: ``[n]``, the critic's estimate of the state that ``tokens[t]`` is chosen in.
-        returns: ``[n]``, what the critic should have said there.
+        returns: ``[n]``, the critic's target there.
         pair: id of a preference pair; one sample of it is chosen and one is not.
-        chosen: which of the two this one is.
+        chosen: whether this sample is the chosen one of the two.
         label: whether the completion is desirable (KTO).
-        mismatched: the completion belongs to another prompt; only measures the divergence from the reference (KTO).
-        teacher: to distil from.
+        mismatched: whether the completion belongs to another prompt; it then only measures the divergence from the
+            reference (KTO).
+        teacher: teacher to distil from.
     """
 
     reward: float | Numbers | None = None
@@ -94,7 +95,7 @@ class Signals:
     teacher: Teacher | None = None
 
     def unit(self, by: GroupedBy) -> Hashable:
-        """Return what is equal for all samples of one pair, rollout or group; None for a sample that names none.
+        """Return the key that all samples of one pair, rollout or group share; None for a sample that names none.
 
         A rollout's id is its own within its group only, so a rollout is known by both ids.
         """
@@ -115,7 +116,7 @@ def check_signals(signals: Signals, loss_mask: npt.NDArray[np.float32], source: 
     float64.
 
     Raises:
-        SampleError: names ``source`` and the field.
+        SampleError: a field is malformed; names ``source`` and the field.
     """
     scored = loss_mask != 0
     scored[:1] = False

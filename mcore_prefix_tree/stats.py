@@ -52,7 +52,7 @@ def _subtree_ends(layout: FlatLayout) -> Int64Array:
 
 
 def samples_through(layout: FlatLayout) -> Int64Array:
-    """``[N]``: how many samples have each node on their path."""
+    """``[N]``: number of samples that have each node on their path."""
     ending = np.bincount(layout.sample_node, minlength=layout.num_nodes)
     before = np.concatenate([[0], np.cumsum(ending)])
     through: Int64Array = before[_subtree_ends(layout)] - before[:-1]
@@ -108,11 +108,11 @@ class Chains:
     """The nodes of a layout grouped into segments, numbered in depth-first pre-order, for drawing.
 
     Attributes:
-        first_node: int64 ``[G]``, where each begins; it ends where the next begins.
-        children: for each, the segments below it.
-        samples: int64 ``[G]``, samples through its first node.
-        physical_tokens: int64 ``[G]``, of the segment and everything below it.
-        segment_of_node: int64 ``[N]``.
+        first_node: int64 ``[G]``, node at which each segment begins; it ends where the next begins.
+        children: segments below each segment.
+        samples: int64 ``[G]``, number of samples through its first node.
+        physical_tokens: int64 ``[G]``, number of tokens of the segment and everything below it.
+        segment_of_node: int64 ``[N]``, segment of each node.
     """
 
     first_node: Int64Array

@@ -1,4 +1,4 @@
-"""From the host's arrays to the tensors of a device."""
+"""Upload of the host's arrays to the tensors of a device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def upload(array: npt.NDArray[Any] | torch.Tensor, device: torch.device | str) -
     takes its place in the stream. Torch's host allocator keeps pinned memory until the copy has been made.
 
     Args:
-        array: of any shape and any dtype that torch has; on the CPU the tensor shares its memory, if it is contiguous.
-            A tensor that is on the device is returned as it is.
-        device: of the tensor.
+        array: array of any shape and any dtype that torch has; on the CPU the tensor shares its memory, if it is
+            contiguous. A tensor that is on the device is returned as it is.
+        device: device of the tensor.
 
     Raises:
-        ValueError: there is no such device here.
+        ValueError: this machine has no such device.
     """
     tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
     target = torch.device(device)
@@ -42,8 +42,8 @@ def upload(array: npt.NDArray[Any] | torch.Tensor, device: torch.device | str) -
 def moved(value: T, device: torch.device | str) -> T:
     """Return ``value`` with the tensors in its dataclasses, mappings and tuples on the device.
 
-    Whatever holds no tensor that has to move is returned as it is, not copied. Lists are long and of the host: they are
-    not looked into.
+    Whatever holds no tensor that has to move is returned as it is, not copied. Lists are long and of the host, and are
+    not searched.
     """
     if isinstance(value, torch.Tensor):
         return cast("T", upload(value, device))

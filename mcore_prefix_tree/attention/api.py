@@ -1,7 +1,7 @@
-"""The one entrance to tree attention: validates, asks the back-end that the caller names, and hands over to it.
+"""The one entrance to tree attention: it validates a call, asks the named back-end and hands the call over to it.
 
 A back-end is a module with the functions of :class:`Backend`, and none imports another. It must be importable on any
-machine: what it needs beside torch is imported inside its functions.
+machine: its functions import what it needs beside torch.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Backend(Protocol):
         """Attend as :func:`tree_attention`; the arguments are known to fit together, and the case is not refused."""
 
     def refusal(self, case: Case) -> str | None:
-        """Name the argument that is not supported, and say why; None if the case is."""
+        """Name the argument that is not supported, and say why; None if the case is supported."""
 
     def check(self, case: Case) -> None:
-        """Compare with the reference on this machine, once for each kind of case; nothing where torch's own code runs.
+        """Compare with the reference on this machine, once per kind of case; do nothing where torch's own code runs.
 
         Raises:
             ParityError: the kernels are wrong on this machine, or do not run.
         """
 
     def plan(self, metadata: TreeMetadata, case: Case) -> object:
-        """Return what :meth:`attention` reads of the tree for such a call, made on first use and kept in its cache.
+        """Return the tree data that :meth:`attention` reads in such a call, made on first use and kept in its cache.
 
         A planning thread calls it on host metadata, so that no layer has to wait for it; its tensors are then moved
         with :meth:`TreeMetadata.with_plans_on`.
@@ -68,7 +68,7 @@ _LOADED: dict[str, Backend] = {}
 
 
 def check_backend(name: str) -> None:
-    """Raise ValueError, naming the ones there are, if ``name`` is not a back-end."""
+    """Raise ValueError, which names the known back-ends, if ``name`` is not one."""
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} does not exist; choose one of {', '.join(sorted(BACKENDS))}")
 
@@ -80,7 +80,7 @@ def check_setting(name: str) -> None:
 
 
 def load_backend(name: str) -> Backend:
-    """The module of a back-end; ValueError as :func:`check_backend`."""
+    """Return the module of a back-end; raises ValueError as :func:`check_backend` does."""
     check_backend(name)
     if name not in _LOADED:
         _LOADED[name] = cast(Backend, import_module(BACKENDS[name]))
@@ -88,7 +88,7 @@ def load_backend(name: str) -> Backend:
 
 
 def supporting(case: Case) -> list[str]:
-    """The back-ends that do not refuse a case, in the order of :data:`BACKENDS`."""
+    """Return the back-ends that do not refuse a case, in the order of :data:`BACKENDS`."""
     return [name for name in BACKENDS if load_backend(name).refusal(case) is None]
 
 
@@ -96,9 +96,9 @@ def check_case(name: str, case: Case, *, any_order: str = "deterministic=False")
     """Raise ValueError if a back-end refuses a case: names the argument at fault and the way out.
 
     Args:
-        name: of the back-end.
-        case: of the call.
-        any_order: what the caller's user sets to give up the same bits twice, for the message.
+        name: name of the back-end.
+        case: call to judge.
+        any_order: setting with which the caller's user gives up the same bits twice, for the message.
     """
     reason = load_backend(name).refusal(case)
     if reason is None:
@@ -130,12 +130,12 @@ def tree_attention(
         query: ``[P, H, D]``, P the padded size of the micro-batch.
         key: ``[P, K, D]``; K divides H, each key head serves H / K consecutive query heads.
         value: ``[P, K, W]``.
-        metadata: of the micro-batch.
+        metadata: tree of the micro-batch.
         softmax_scale: factor on the scores before the softmax.
         backend: a key of :data:`BACKENDS`.
-        window: keys that a query sees, by position; see :class:`AttentionOptions`.
+        window: number of keys that a query sees, by position; see :class:`AttentionOptions`.
         sinks: ``[H]``; see :class:`AttentionOptions`.
-        deterministic: same bits twice; see :class:`AttentionOptions`.
+        deterministic: whether to give the same bits twice; see :class:`AttentionOptions`.
 
     Returns:
         ``[P, H, W]``, in the query's dtype.

@@ -35,10 +35,10 @@ class TreeShape:
     """Figures of a forest that the speed of a back-end depends on.
 
     Attributes:
-        tokens: physical.
-        segments: runs of tokens without branching, empty ones left out.
-        pairs: visible ones.
-        depth: most branches with anything beside their first child, one below the other; 0 without sharing.
+        tokens: number of physical tokens.
+        segments: number of runs of tokens without branching, empty ones left out.
+        pairs: number of visible pairs.
+        depth: largest number of nested branches with anything beside their first child; 0 without sharing.
     """
 
     tokens: int
@@ -61,7 +61,7 @@ class TreeShape:
         )
 
     def distance(self, other: TreeShape) -> float:
-        """Between shapes: of tokens a segment, of keys a token and of depth, in powers of two."""
+        """Return the distance between two shapes in tokens per segment, keys per token and depth, in powers of two."""
         ratios = (
             self.tokens / self.segments / (other.tokens / other.segments),
             self.pairs / self.tokens / (other.pairs / other.tokens),
@@ -71,7 +71,7 @@ class TreeShape:
 
 
 class Choice(NamedTuple):
-    """A back-end, by its name, and why, for a log."""
+    """Name of a back-end and the reason for choosing it, for a log."""
 
     backend: str
     reason: str
@@ -81,12 +81,12 @@ def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> C
     """Choose the back-end for a run, among those that train it, so that validation runs the same one.
 
     Args:
-        case: of its calls.
-        shape: of its first step, the same on every rank.
-        device_name: of its GPU, as torch names it; the measurements of other GPUs do not count.
+        case: description of the run's calls.
+        shape: tree shape of the run's first step, the same on every rank.
+        device_name: name of the run's GPU, as torch names it; the measurements of other GPUs do not count.
 
     Raises:
-        ValueError: no back-end supports the case; says why each one does not.
+        ValueError: no back-end supports the case; the message says why each one does not.
     """
     trains = replace(case, needs_grad=True)
     refusals = {name: load_backend(name).refusal(trains) for name in PREFERENCE[case.device.type]}

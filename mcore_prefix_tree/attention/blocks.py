@@ -164,7 +164,7 @@ def _grouped(row: Int64Array, kind: Int64Array, block: Int64Array, rows: int) ->
 
 
 def _ranges(start: npt.NDArray[np.integer], end: npt.NDArray[np.integer]) -> Int64Array:
-    """``start[0], ..., end[0] - 1, start[1], ...``."""
+    """Concatenate the ranges: ``start[0], ..., end[0] - 1, start[1], ...``."""
     counts = (end - start).astype(np.int64)
     ranges: Int64Array = np.arange(counts.sum()) + np.repeat(start - (np.cumsum(counts) - counts), counts)
     return ranges

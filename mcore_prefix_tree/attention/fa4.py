@@ -3,7 +3,7 @@
 Its block-sparse kernels visit the tiles that the lists name, full ones without a mask. The lists have to be made for
 the sizes of its own tiles, which :func:`tiles_of` repeats from ``flash_attn/cute/interface.py`` (4.0.0b36); other sizes
 are refused there, by an exception. It is compared with the reference before its first use, because its block-sparse
-backward has been wrong without saying so (flash-attention issue 2623).
+backward has been silently wrong (flash-attention issue 2623).
 
 On Hopper its block-sparse backward adds dQ up in any order. On Blackwell it takes the order as a list.
 
@@ -48,10 +48,10 @@ class TilePair(NamedTuple):
 
 
 def tiles_of(capability: tuple[int, int], head_dim: int, value_dim: int) -> TilePair:
-    """The tiles of its block-sparse kernels.
+    """Return the tiles of its block-sparse kernels.
 
     Args:
-        capability: of a Hopper or Blackwell GPU.
+        capability: compute capability of a Hopper or Blackwell GPU.
         head_dim: D.
         value_dim: W.
     """
@@ -72,9 +72,9 @@ class Mask:
     """Tensors of the tree that the kernels read.
 
     Attributes:
-        forward: for each block of queries its blocks of keys, as the package's ``BlockSparseTensorsTorch``.
-        backward: for each block of keys its blocks of queries.
-        tensors: int32, what the mask reads: the end of each token's subtree, and with a window its position.
+        forward: blocks of keys for each block of queries, as the package's ``BlockSparseTensorsTorch``.
+        backward: blocks of queries for each block of keys.
+        tensors: int32 tensors that the mask reads: the end of each token's subtree, and with a window its position.
         ordered: whether the backward adds dQ up in the order that its lists give.
     """
 
@@ -157,7 +157,7 @@ def _visible(window: int | None) -> Any:
 
 
 def arguments(mask: Mask, options: AttentionOptions) -> dict[str, Any]:
-    """Arguments of its forward and backward beside the tensors and the lists."""
+    """Return the arguments of its forward and backward beside the tensors and the lists."""
     given: dict[str, Any] = {
         "softmax_scale": options.softmax_scale,
         "mask_mod": _visible(options.window),

@@ -35,10 +35,10 @@ def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **argumen
 
 @cache
 def _compiled(*configuration: object) -> Any:
-    """FlexAttention compiled for one configuration: what of a call is a constant to the compiler.
+    """FlexAttention compiled for one configuration: the parts of a call that are constants to the compiler.
 
-    torch keeps what it compiled with the code object of a function, and stops after eight versions of one. A model with
-    a teacher of other head dims, or layers with other windows, would reach that: so each configuration has a copy.
+    torch keeps compiled code with the code object of a function, and stops after eight versions of one. A model with a
+    teacher of other head dims, or layers with other windows, would reach that: so each configuration has a copy.
     """
     own = FunctionType(_flex.__code__.replace(co_name="flex_attention"), _flex.__globals__)
     # Without fullgraph, torch would give up compiling after a number of shapes and attend to every pair, quietly.

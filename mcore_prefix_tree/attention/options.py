@@ -16,7 +16,7 @@ class AttentionOptions:
 
     Attributes:
         softmax_scale: factor on the scores.
-        window: a query sees this many keys, itself included, counted in positions on its own path.
+        window: number of keys that a query sees, itself included, counted in positions on its own path.
         sinks: floating ``[H]``, a learned logit per head that joins the softmax's denominator and has no value. It is
             not scaled, and it receives a gradient.
         deterministic: whether forward and backward must give the same bits twice.
@@ -33,15 +33,15 @@ class Case:
     """One call as a back-end's ``refusal`` sees it: no token counts, so that a run is refused before its first step.
 
     Attributes:
-        device: where the tensors are.
+        device: device of the tensors.
         capability: compute capability of a CUDA device, such as ``(9, 0)``; None elsewhere.
-        dtype: of query, key and value.
+        dtype: dtype of query, key and value.
         heads: H.
         kv_heads: K.
-        head_dim: D, of query and key.
+        head_dim: D, size of a head of query and key.
         value_dim: W.
         needs_grad: whether backward will be asked for.
-        options: of the call.
+        options: options of the call.
     """
 
     device: torch.device

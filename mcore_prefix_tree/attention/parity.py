@@ -1,7 +1,7 @@
 """Check that a GPU's kernel computes tree attention on this machine, once before it is trusted.
 
 A forest of a thousand tokens, with borders before, on and behind those of tiles, goes forward, and backward where the
-caller trains, through the kernel and through the reference in fp64. What is compared is the worst row of a head, not a
+caller trains, through the kernel and through the reference in fp64. The comparison takes the worst row of a head, not a
 norm over all of them: one wrong token must not drown in a thousand right ones. Weights are kept even, so that no pair
 is too light to be missed.
 """
@@ -59,7 +59,7 @@ def check_parity(name: str, attention: Attention, case: Case) -> None:
     """Compare on first use of a (dtype, group of heads, head dims, options, with backward or not); later ones return.
 
     It reads numbers back, so nothing is compared while torch.compile traces or a CUDA graph is captured; the next call
-    outside of these makes up for it. What was checked is remembered by ``attention``, a module-level function.
+    outside of these makes up for it. ``attention``, a module-level function, keeps a record of what was checked.
 
     Raises:
         ParityError: the kernel is wrong.
@@ -113,7 +113,7 @@ def _check(name: str, attention: Attention, question: _Question) -> None:
 
 
 def limit_of(what: str, dtype: torch.dtype) -> float:
-    """The largest error of a row that is rounding, for one of the names of :func:`worst_rows`."""
+    """Return the largest error of a row that is still rounding, for one of the names of :func:`worst_rows`."""
     return (EPSILONS_OF_SCORES if what in _OF_SCORES else EPSILONS) * torch.finfo(dtype).eps
 
 
@@ -165,7 +165,7 @@ def _results(
     metadata: TreeMetadata,
     grad_out: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """out, and if ``grad_out`` is given dQ, dK, dV (and d sinks)."""
+    """Return out, and if ``grad_out`` is given dQ, dK, dV (and d sinks)."""
     if grad_out is None:
         # As the caller asks: a kernel may have no backward in this mode.
         with torch.no_grad():

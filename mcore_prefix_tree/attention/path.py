@@ -66,7 +66,7 @@ def _build_plan(metadata: TreeMetadata) -> _PathPlan:
 class _Block(NamedTuple):
     """A run of queries of one segment: rows ``start:end``, which see the first ``keys`` positions of the path.
 
-    ``is_whole`` root: causal by itself, without a bias.
+    ``is_whole``: whether the block is a whole root, which is causal by itself, without a bias.
     """
 
     start: int
@@ -171,7 +171,7 @@ class _PathAttention(torch.autograd.Function):
         bias = _causal_bias(plan, query)
 
         def close(segment: _Segment) -> None:
-            """Its subtree is done: take the segment's gradient out of the buffers and leave zeros for its sibling."""
+            """Take the gradient of a finished segment out of the buffers and leave zeros for its sibling."""
             start, end, depth = segment
             rows = slice(depth, depth + end - start)
             grad_key[start:end] = path_grad_key[rows]
@@ -238,7 +238,7 @@ def check(case: Case) -> None:
 
 
 def refusal(case: Case) -> str | None:
-    """SDPA has no sinks, and its blocks here reach back to the root of the path."""
+    """Refuse sinks, which SDPA lacks, and windows: the blocks here reach back to the root of the path."""
     options = case.options
     if options.sinks is not None:
         return "sinks (SDPA has none)"

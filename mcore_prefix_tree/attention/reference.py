@@ -56,5 +56,5 @@ def check(case: Case) -> None:
 
 
 def refusal(case: Case) -> str | None:
-    """Nothing is refused: this is what all others are measured against."""
+    """Refuse nothing: all others are measured against this."""
     return None

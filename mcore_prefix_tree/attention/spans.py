@@ -30,9 +30,9 @@ class Spans:
 
     Attributes:
         runs: int64 ``[R + 1]``, borders of the runs, which follow each other from 0 to T.
-        queries: int64 ``[B, 2]``, what is below a branch and outside its run. Two of these are nested or disjoint.
+        queries: int64 ``[B, 2]``, tokens below a branch and outside its run. Two of these are nested or disjoint.
         keys: int64 ``[B, 2]``, the branch itself. These are disjoint.
-        depth: int64 ``[B]``, in how many other spans of queries a branch's lies.
+        depth: int64 ``[B]``, number of other spans of queries that a branch's lies in.
     """
 
     runs: Int64Array
@@ -42,7 +42,7 @@ class Spans:
 
 
 def cut_into_spans(metadata: TreeMetadata) -> Spans:
-    """The spans of a micro-batch."""
+    """Return the spans of a micro-batch."""
     cu_lens = metadata.segments.cu_lens.astype(np.int64)
     exists = (np.diff(cu_lens) > 0) & (cu_lens[1:] <= metadata.num_tokens)
     start, end = cu_lens[:-1][exists], cu_lens[1:][exists]
@@ -63,7 +63,7 @@ def cut_into_spans(metadata: TreeMetadata) -> Spans:
 
 
 def _nesting(start: Int64Array, end: Int64Array) -> Int64Array:
-    """In how many of the earlier subtrees ``start:end`` each one lies. They are in pre-order: nested or disjoint."""
+    """Count the earlier subtrees ``start:end`` that each one lies in. They are in pre-order: nested or disjoint."""
     depth = np.empty(len(start), dtype=np.int64)
     open_ends: list[int] = []
     for index, (first, last) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):

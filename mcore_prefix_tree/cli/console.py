@@ -35,8 +35,8 @@ class ConsoleReporter:
     """Reports a run to a console; see ``mcore_prefix_tree.mcore.trainer.trainer.Reporter``.
 
     Args:
-        console: where it prints.
-        keeps: keep what is reported of steps, in ``steps`` and ``evaluations``.
+        console: console to print to.
+        keeps: whether to keep the reports of steps, in ``steps`` and ``evaluations``.
     """
 
     def __init__(self, console: Console, *, keeps: bool = False) -> None:

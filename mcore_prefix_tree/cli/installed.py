@@ -14,13 +14,13 @@ def show_installed(megatron_lm_path: str | None, *, as_json: bool) -> bool:
     Args:
         megatron_lm_path: checkout of Megatron-LM to check beside its own megatron-core; None checks the megatron-core
             that is installed, alone.
-        as_json: print one JSON object instead.
+        as_json: whether to print one JSON object instead.
 
     Returns:
         Whether nothing is missing.
 
     Raises:
-        ValueError: there is no Megatron-LM at that path, or its ``pretrain()`` has a form that is not known.
+        ValueError: the path holds no Megatron-LM, or its ``pretrain()`` has an unknown form.
         ImportError: the seam, without which there is nothing else to check, lacks something.
     """
     quiet_upstream()

@@ -316,7 +316,7 @@ class Samples:
         """The order in which training takes the samples; None if nothing says how large a step is.
 
         Raises:
-            SampleError, RecipeError: what training with the recipe refuses of groups and their number.
+            SampleError, RecipeError: training with the recipe refuses the groups or their number.
         """
         options = self.options
         if options.recipe is not None:

@@ -28,7 +28,7 @@ def grid(headings: Sequence[str], *, left: Sequence[int] = (0,)) -> Table:
     """Return a table without lines, whose cells stay on one line; text that does not fit ends in an ellipsis.
 
     Args:
-        headings: of the columns.
+        headings: headings of the columns.
         left: columns that begin on the left; numbers end on the right.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")

@@ -1,4 +1,4 @@
-"""Attention of a CPU that Megatron-Core itself does not have: heads of two sizes, and packed rows.
+"""Attention that Megatron-Core lacks on a CPU: heads of two sizes, and packed rows.
 
 ``MultiLatentAttention`` gives its core attention the sizes of queries and of values. ``DotProductAttention`` computes
 with any sizes, but has no arguments for them and assumes the size of its output. Nor does it take packed rows, which
@@ -30,7 +30,7 @@ class PackedAttention(torch.nn.Module):
     It takes the place of ``TEDotProductAttention`` in Megatron-Core's local layers.
 
     Raises:
-        NotImplementedError: on construction, for dropout, a sliding window or another softmax than the usual one.
+        NotImplementedError: dropout, a sliding window or an unusual softmax is configured; raised on construction.
     """
 
     def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
@@ -50,7 +50,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return ``[T, heads * size]`` of ``[T, heads, size]``; ``[n, b, heads * size]`` of rows that are not packed.
+        """Return ``[T, heads * size]`` for ``[T, heads, size]``; ``[n, b, heads * size]`` for rows that are not packed.
 
         Padding in a row's slot is computed like its tokens, after them.
         """

@@ -118,7 +118,7 @@ def _is_not_about_rng(record: logging.LogRecord) -> bool:
 
 
 def _replacements() -> list[tuple[object, str, object]]:
-    """Return ``(owner, attribute, replacement)`` for everything, with the reason for each."""
+    """Return ``(owner, attribute, replacement)`` for everything replaced, with the reason for each."""
     stream = _Stream()
     return [
         *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
@@ -217,7 +217,7 @@ def cpu_emulation(*, force: bool = False) -> Iterator[None]:
     Entering it again inside itself is allowed and does nothing.
 
     Args:
-        force: emulate even though this machine has a GPU.
+        force: whether to emulate even though this machine has a GPU.
 
     Raises:
         RuntimeError: there is a GPU and ``force`` is false.

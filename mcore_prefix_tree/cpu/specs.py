@@ -30,7 +30,7 @@ def exchanged(spec: S, classes: Mapping[type, type]) -> S:
     Args:
         spec: a ``ModuleSpec``, a dataclass of submodules, a ``functools.partial`` over one, as newer megatron-core
             has for an MLP, or a list of them, at any depth. It is not changed.
-        classes: the class that takes the place of each.
+        classes: replacement of each class.
     """
     result: Any = spec
     if isinstance(result, type):

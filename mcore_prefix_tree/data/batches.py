@@ -33,10 +33,10 @@ class _Epoch(NamedTuple):
     """Pieces that an epoch draws, in order.
 
     Attributes:
-        number: from 0.
-        lines: of which each piece is.
-        first: samples of the line before the piece.
-        ends: what is consumed at the end of each piece, in samples or lines.
+        number: number of the epoch, from 0.
+        lines: index of each piece's line.
+        first: number of samples that its line has before each piece.
+        ends: amount consumed at the end of each piece, in samples or lines.
     """
 
     number: int
@@ -51,21 +51,21 @@ class SampleOrder:
     The samples of one line stay together, because they share their prefix.
 
     Args:
-        groups: the samples of each line, at least one sample in all: a list of lists, or streamed groups.
+        groups: samples of each line, at least one sample in all: a list of lists, or streamed groups.
         seed: seed of the order.
         order: ``shuffled`` draws the lines in a new order each epoch. ``folded`` deals neighbours in the trie to the
             same step, see :mod:`mcore_prefix_tree.data.folded`; it needs ``step`` and holds the samples in memory.
             ``file`` keeps the order of the files in every epoch.
-        by_line: count what is consumed in lines and not in samples, so that a batch takes whole lines, however many
-            samples each has.
-        step: samples, or lines, of a step.
-        whole_steps: steps take whole lines and no line twice: an epoch ends with its last whole step. Counted in
-            samples, all lines have as many, a divisor of ``step``. Needs ``step``.
-        step_name: setting of ``step`` in samples, for messages.
+        by_line: whether consumption is counted in lines and not in samples, so that a batch takes whole lines, however
+            many samples each has.
+        step: number of samples, or lines, of a step.
+        whole_steps: whether steps take whole lines and no line twice: an epoch ends with its last whole step. If steps
+            count samples, all lines have the same number of them, a divisor of ``step``. Needs ``step``.
+        step_name: name of the setting of ``step`` in samples, for messages.
 
     Attributes:
         per_epoch: number of samples, or lines, that an epoch draws.
-        left_out: number that it does not draw.
+        left_out: number of samples, or lines, that it does not draw.
 
     Raises:
         ValueError: there are no samples, or not enough for one step; or ``folded`` samples are streamed.
@@ -214,8 +214,8 @@ class SampleStream:
 
     Args:
         order: order of the samples.
-        consumed: samples, or lines, before the first one.
-        num_workers: processes; 0 reads a line when it is asked for.
+        consumed: number of samples, or lines, before the first one.
+        num_workers: number of worker processes; 0 reads a line when it is asked for.
     """
 
     def __init__(self, order: SampleOrder, consumed: int, *, num_workers: int = 0) -> None:

@@ -43,8 +43,8 @@ class ToolCall:
     """One call the assistant made.
 
     Attributes:
-        id: pairs the call with the ``tool`` message that answers it.
-        name: the function called.
+        id: id that pairs the call with the ``tool`` message that answers it.
+        name: name of the function called.
         arguments: JSON text (or whatever text the model produced in its place).
     """
 
@@ -66,7 +66,7 @@ class Tool:
 
     @property
     def function(self) -> dict[str, Any]:
-        """``name``, and what else the record says: mostly ``description`` and ``parameters``, a JSON schema."""
+        """``name`` and the record's other fields: mostly ``description`` and ``parameters``, a JSON schema."""
         function: dict[str, Any] = self.definition["function"]
         return function
 
@@ -82,10 +82,10 @@ class ChatMessage:
 
     Attributes:
         role: one of ``ROLES``.
-        content: the text; empty for an assistant message that only calls tools.
-        tool_calls: the calls of an assistant message.
-        tool_call_id: of a ``tool`` message: the call it answers.
-        name: of a ``tool`` message: the function that answered, if the data names it.
+        content: text of the message; empty for an assistant message that only calls tools.
+        tool_calls: calls of an assistant message.
+        tool_call_id: id of the call that a ``tool`` message answers.
+        name: name of the function that answered, for a ``tool`` message, if the data names it.
     """
 
     role: str
@@ -102,7 +102,7 @@ class EncodedTurn:
     Attributes:
         tokens: int32 ``[n]``. ``tokens[:start]`` is what the model was given; ``tokens[start:]`` is what it generated:
             its text, its tool calls and the end-of-turn token.
-        start: index of the first generated token, ``0 < start < n``; of text without a prompt 0.
+        start: index of the first generated token, ``0 < start < n``; 0 for text without a prompt.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -118,7 +118,7 @@ class ChatTokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Exclusive upper bound of the token ids."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens, control tokens included, for people to read."""
@@ -150,7 +150,7 @@ class ChatTokenizer(Protocol):
         """Return how each token is spelled.
 
         Raises:
-            ValueError: the tokenizer does not tell the bytes of its tokens.
+            ValueError: the tokenizer does not expose the bytes of its tokens.
         """
 
 
@@ -178,10 +178,10 @@ def parse_messages(value: object, names: Sequence[str] | None = None) -> list[Ch
 
     Args:
         value: list of messages.
-        names: of each in its record, for errors; ``messages[0]`` and so on by default.
+        names: name of each message in its record, for errors; ``messages[0]`` and so on by default.
 
     Raises:
-        ChatError: names the field, such as ``messages[3].tool_calls[0].name``.
+        ChatError: a message is malformed; names the field, such as ``messages[3].tool_calls[0].name``.
     """
     if not isinstance(value, list) or not value:
         raise ChatError("field 'messages' must be a list of at least one chat message")
@@ -225,7 +225,7 @@ def _message(entry: object, field: str, calls_seen: int) -> ChatMessage:
 
 
 def _content(value: object, field: str) -> str:
-    """Return the text of a message, whose parts, if it has some, chat templates write one behind the other."""
+    """Return the text of a message; its parts, if it has some, are joined as chat templates write them."""
     if not isinstance(value, list):
         return _text(value, field)
     texts = []
@@ -242,12 +242,12 @@ def parse_tools(value: object) -> list[Tool]:
     """Check the ``tools`` of a record: the functions that the model could call.
 
     They are kept as they are, since chat formats write them out for the model to read: OpenAI's shape ``{"type",
-    "function": {"name", ...}}`` with all its keys, nulls included. Two things are made alike: a function without that
+    "function": {"name", ...}}`` with all its keys, nulls included. Two forms are unified: a function without that
     shell, ``{"name", ...}``, gets it, and a JSON schema in ``parameters`` that is JSON text becomes the object, as the
     list itself does. Each value is at most ``MAX_DEPTH`` levels deep.
 
     Raises:
-        ChatError: names the field, such as ``tools[3].name``.
+        ChatError: a tool is malformed; names the field, such as ``tools[3].name``.
     """
     if value is None:
         return []

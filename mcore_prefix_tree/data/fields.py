@@ -15,9 +15,10 @@ class FieldNames:
     """The file's names of our fields, and what happens to its other fields.
 
     Attributes:
-        given: the file's name by ours; None for a field of ours that the file means otherwise and that is not read.
-        keeps_others: samples carry the fields that are not read; see ``Sample.carried``.
-        may_lack: no error if no record has a name of ``given``.
+        given: the file's name of each field, by our name; None for one that the file uses otherwise and that is not
+            read.
+        keeps_others: whether samples carry the fields that are not read; see ``Sample.carried``.
+        may_lack: whether all records may lack a name of ``given``.
 
     Raises:
         ValueError: a name is not one of ours, or two fields have the same name in the file.
@@ -50,7 +51,7 @@ class FieldNames:
         """Raise SampleError if no record had a name that was given.
 
         Args:
-            seen: names of the file's fields, of all records.
+            seen: names of the file's fields that any record has.
             paths: files that were read.
         """
         for mine, theirs in self.given.items():

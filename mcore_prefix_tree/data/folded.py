@@ -41,12 +41,12 @@ def deal_runs(sizes: Int64Array, *, step: int, head: int, start: int, rng: np.ra
     """Cut a circle of lines into runs and put the whole runs in random order.
 
     Args:
-        sizes: of each line on the circle: its samples, or 1 where steps count lines.
+        sizes: size of each line on the circle: its number of samples, or 1 where steps count lines.
         step: size of a run.
         head: size of the first run, which completes the last step of the epoch before; 0 for none. It stays first, and
             what is left after the last whole run stays last.
-        start: where on the circle the first run begins.
-        rng: of the order of the runs.
+        start: position on the circle where the first run begins.
+        rng: random generator for the order of the runs.
 
     Returns:
         int64 ``[P, 3]``, the pieces in the order drawn; see :data:`Piece`.

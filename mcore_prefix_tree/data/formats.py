@@ -29,8 +29,8 @@ class TokenIds:
     """Tokens, not checked yet.
 
     Attributes:
-        ids: of the sample.
-        loss_mask: one weight for each; None scores all.
+        ids: token ids of the sample.
+        loss_mask: weight of each token; None scores all.
     """
 
     ids: Any
@@ -42,9 +42,9 @@ class Conversation:
     """Messages, not checked yet.
 
     Attributes:
-        messages: of the whole conversation.
-        names: of each message in the record, for errors.
-        tools: that the model could call.
+        messages: messages of the whole conversation.
+        names: name of each message in the record, for errors.
+        tools: tools that the model could call.
         prompt: number of messages at the start whose turns are not scored.
     """
 
@@ -60,8 +60,8 @@ class Text:
 
     Attributes:
         prompt: text that is not scored.
-        completion: text behind it.
-        rival: the continuation that it is compared with: both are scored from the same token on.
+        completion: text behind the prompt.
+        rival: continuation that the completion is compared with: both are scored from the same token on.
     """
 
     prompt: str
@@ -74,9 +74,9 @@ class Example:
     """One example of a record: a sample, or with turns expanded several.
 
     Attributes:
-        content: what is encoded.
-        signals: by name, beside those that the record has for all its examples.
-        part: its name within the record; "" if it is the whole of it.
+        content: content to encode.
+        signals: signals of the example by name, beside those that the record has for all its examples.
+        part: name of the example within the record; "" if it is the whole record.
     """
 
     content: TokenIds | Conversation | Text
@@ -101,7 +101,7 @@ class Format:
     Attributes:
         others: fields that it reads beside its mark.
         refused: fields that would change what is trained on, and why or what to do instead.
-        examples: returns the examples of a record, given its place; raises ChatError.
+        examples: function that returns the examples of a record, given its place; raises ChatError.
     """
 
     others: tuple[str, ...]
@@ -306,12 +306,12 @@ def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     """Return the one mark that a record has.
 
     Args:
-        row: its fields.
-        source: its place.
-        names: of fields in the file, by ours, for the message.
+        row: fields of the record.
+        source: place of the record.
+        names: the file's names of fields, by our names, for the message.
 
     Raises:
-        SampleError: it has none of them, or several.
+        SampleError: the record has no mark, or several.
     """
     found = [mark for mark in FORMATS if mark in row]
     if len(found) == 1:

@@ -19,7 +19,7 @@ class StepSetting:
     """Words for the setting that counts the samples of a step, for messages.
 
     Attributes:
-        name: of the setting.
+        name: name of the setting.
         any_sizes: way out for units of different sizes; a format string that takes ``by``.
     """
 
@@ -44,13 +44,14 @@ def whole_groups(
     """Join the lines of each group, rollout or pair, in the order of the first of each.
 
     Args:
-        lines: the samples of each line; a line without any is left out.
-        by: what is joined. A sample without ``rollout`` is a rollout by itself; a sample without ``group`` or ``pair``
-            is an error.
-        step: samples per step, over all ranks, if steps count samples: then all groups must have the same size, and a
-            step takes a whole number of them, so that no order cuts one. None if steps count groups, of any sizes.
-        setting: what needs the field, for messages.
-        step_setting: what sets ``step``, for messages.
+        lines: samples of each line; a line without any is left out.
+        by: kind of unit that is joined. A sample without ``rollout`` is a rollout by itself; a sample without ``group``
+            or ``pair`` is an error.
+        step: number of samples per step, over all ranks, if steps count samples: then all groups must have the same
+            size, and a step takes a whole number of them, so that no order cuts one. None if steps count groups, of any
+            sizes.
+        setting: setting that needs the field, for messages.
+        step_setting: setting that determines ``step``, for messages.
 
     Raises:
         SampleError: a sample lacks the field; lines of a group that lie apart have other prompts; a step would cut a
@@ -83,14 +84,14 @@ def streamed_whole_groups(
     setting: str,
     step_setting: StepSetting = RECIPE_STEP,
 ) -> StreamedGroups:
-    """Return the groups, rollouts or pairs of files that memory does not hold; otherwise as :func:`whole_groups`.
+    """Return the groups, rollouts or pairs of files larger than memory; otherwise as :func:`whole_groups`.
 
     Args:
-        stream: makes :class:`StreamedGroups` of the files with a ``key``.
+        stream: function that makes :class:`StreamedGroups` of the files with a ``key``.
         by: see :func:`whole_groups`, like the rest.
-        step: samples per step.
-        setting: name for messages.
-        step_setting: name for messages.
+        step: number of samples per step.
+        setting: name of the setting, for messages.
+        step_setting: name of the step's setting, for messages.
     """
     groups = stream(key=partial(_key, by=by, setting=setting), check_apart=partial(_check_apart, by=by))
     _check_sizes(groups, groups.sizes, by, step, step_setting)

@@ -44,7 +44,7 @@ class HuggingFaceChatTokenizer:
     given) and the history with the message (what it must continue to). Whitespace that the template writes behind the
     end-of-turn token is not part of the turn, because the model does not generate it.
 
-    A template that reads the clock or draws at random is rejected: a line would be other tokens on another rank, on
+    A template that reads the clock or draws at random is rejected: a line would have other tokens on another rank, on
     another day and when it is read again. ``chat_template_kwargs`` can set the date.
     """
 
@@ -75,7 +75,7 @@ class HuggingFaceChatTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Exclusive upper bound of the token ids."""
         return len(self._tokenizer)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -353,7 +353,7 @@ def _convert(message: ChatMessage) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Templates write arguments with ``tojson``, so they want the object; text that is none stays text."""
+    """Return arguments as the object that templates write with ``tojson``; text that is no object stays text."""
     try:
         parsed = json.loads(text)
     except ValueError:

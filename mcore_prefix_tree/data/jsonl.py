@@ -63,8 +63,8 @@ class Line:
 
     Attributes:
         source: ``file:number``, from 1.
-        raw: its bytes.
-        is_first: of its file.
+        raw: bytes of the line.
+        is_first: whether it is the first line of its file.
     """
 
     source: str
@@ -206,7 +206,7 @@ class LineIndex:
             raise SampleError(f"{path}: cannot be read: {_reason(error)}") from error
 
     def __len__(self) -> int:
-        """Lines."""
+        """Number of lines."""
         return len(self._offsets) - 1
 
     @property

@@ -68,7 +68,7 @@ class MistralChatTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Exclusive upper bound of the token ids."""
         return self._vocab_size
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -132,7 +132,7 @@ class MistralChatTokenizer:
     def _encoded_together(
         self, messages: Sequence[ChatMessage], turn_ends: Sequence[int], told: bool
     ) -> list[list[int]]:
-        """The turns, by where they end, whose histories are beginnings of that of the last of them."""
+        """Return the ends of the turns in groups; the history of a group's last turn begins with the others'."""
         if self._history_is_stable and not told:
             return [list(turn_ends)]
         together: dict[tuple[int, bool], list[int]] = {}

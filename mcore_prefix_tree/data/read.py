@@ -56,26 +56,27 @@ def iter_sample_groups(
     those with an entry for each token go with ``tokens``). Other keys and columns are ignored, blank lines are skipped,
     and a null in a row is a field that it does not have.
 
-    Of a conversation, the tokens that the assistant generated have mask 1 (text, tool calls, end of turn), all others
-    0. What follows the last assistant turn is left out: nothing scored depends on it. Records with ``tokens`` always
-    are one sample.
+    In a conversation, the tokens that the assistant generated have mask 1 (text, tool calls, end of turn), all others
+    0. What follows the last assistant turn is left out: nothing scored depends on it. A record with ``tokens`` is
+    always one sample.
 
     Args:
-        paths: one or several of: a file (``.gz`` is unpacked), a glob (sorted), ``-`` for JSON Lines on standard input.
-        options: how records become samples.
+        paths: one or several paths: a file (``.gz`` is unpacked), a glob (sorted), ``-`` for JSON Lines on standard
+            input.
+        options: settings that the samples of a record depend on.
         on_error: ``"raise"`` ends at the first bad record. ``"skip"`` leaves out what cannot be used and nothing else:
             a record that cannot be read or encoded, or a single turn of one that is too long.
-        skipped: counts what was left out; without it, a warning at the end reports it.
+        skipped: counter of what was left out; without it, a warning at the end reports it.
 
     Yields:
         lists of at least one sample; ``source`` is ``path:line`` (from 1) or ``path row number`` (from 0), and
         ``... turn k`` (from 0) if expanded.
 
     Raises:
-        SampleError: for bad data; one sentence with file, line or row, field and the way out. Also under ``"skip"``, if
-            a file cannot be read or nothing is left.
+        SampleError: bad data; one sentence with file, line or row, field and the way out. Also under ``"skip"``, if a
+            file cannot be read or nothing is left.
         ImportError: a table needs pyarrow.
-        ValueError: for another ``on_error``.
+        ValueError: ``on_error`` has another value.
     """
     check_on_error(on_error)
     left_out = Skipped()

@@ -27,13 +27,14 @@ class LineOptions:
     """Settings that a record's samples depend on.
 
     Attributes:
-        tokenizer: encodes ``messages``; data that is all ``tokens`` needs none.
-        expand_turns: make a sample of every assistant turn, with its whole history as prefix and only that turn scored,
-            instead of one sample a conversation with every turn scored. They are the turns of one rollout: its reward
-            counts once.
-        vocab_size: the model's; token ids have to be below it.
+        tokenizer: tokenizer that encodes ``messages``; data that is all ``tokens`` needs none.
+        expand_turns: whether to make a sample of every assistant turn, with its whole history as prefix and only that
+            turn scored, instead of one sample a conversation with every turn scored. They are the turns of one rollout:
+            its reward counts once.
+        vocab_size: vocabulary size of the model; token ids have to be below it.
         limits: largest number of tokens of a sample, by the name of the setting (``batch.max_tokens``).
-        renderings: encode ``messages`` too, each in its own chat format, for other models; see ``Sample.renderings``.
+        renderings: tokenizers that encode ``messages`` too, each in its own chat format, for other models; see
+            ``Sample.renderings``.
         names: the file's names of our fields.
     """
 
@@ -70,12 +71,12 @@ def samples_of_record(
 
     Args:
         record: a line or a row.
-        options: how it becomes samples.
-        skipped: counts bad data.
-        seen: takes the names of ``options.names`` that the record has.
+        options: settings that its samples depend on.
+        skipped: counter of bad data.
+        seen: set that takes the names of ``options.names`` that the record has.
 
     Raises:
-        SampleError: for bad data, without ``skipped``, which otherwise counts it.
+        SampleError: bad data, without ``skipped``, which otherwise counts it.
     """
     kind: Kind = "unreadable"
     try:

@@ -34,8 +34,8 @@ class Ranks:
     """Ranks that read the same data and share the work of counting them.
 
     Attributes:
-        gather: returns the value of each rank, on every rank.
-        on_main: runs an action on the main rank, and returns its result on every rank.
+        gather: function that returns the value of each rank, on every rank.
+        on_main: function that runs an action on the main rank and returns its result on every rank.
     """
 
     rank: int = 0
@@ -64,7 +64,7 @@ def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str],
     files see :func:`check_same_files`; samples that one rank reads for all need no check.
 
     Raises:
-        SampleError: on every rank, if one holds other samples than the first; names ranks, machines and files.
+        SampleError: one rank holds other samples than the first; raised on every rank; names ranks, machines and files.
     """
     if ranks.size == 1:
         return
@@ -80,7 +80,7 @@ def check_same_files(records: int, paths: Sequence[str], read: Callable[[int], S
     Args:
         records: number of records.
         paths: the files.
-        read: returns the samples of a record; a record for which it raises SampleError counts as empty.
+        read: function that returns the samples of a record; a record for which it raises SampleError counts as empty.
         ranks: ranks of the job.
     """
     if ranks.size == 1:
@@ -95,9 +95,9 @@ def checksum(groups: Sequence[Sequence[Sample]], sizes: npt.NDArray[np.int64], *
     """Return a checksum by which a later run recognises samples and their order, even if their signals have changed.
 
     Args:
-        groups: the samples of each record.
-        sizes: number of samples of each.
-        all_of_them: read all groups; otherwise four groups, and the sizes of all.
+        groups: samples of each record.
+        sizes: number of samples of each record.
+        all_of_them: whether to read all groups; otherwise four groups, and the sizes of all.
     """
     some = groups if all_of_them else [groups[index] for index in _some_of(len(groups))]
     return _crc_of(chain.from_iterable(some), crc32(np.ascontiguousarray(sizes, dtype=np.int64).data), signals=False)
@@ -237,11 +237,11 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return what keeps a job's data from going on where a checkpoint's stopped.
 
     Args:
-        before: what decides the order of the samples, as the checkpoint says; :data:`CHECKSUMS` of them last.
-        now: the same of this job.
+        before: values that decide the order of the samples, as the checkpoint has them; :data:`CHECKSUMS` last.
+        now: the same values of this job.
 
     Returns:
-        The first name whose value is another one; :data:`CHECKSUMS` where as many other samples are read; or None.
+        First name whose value differs; :data:`CHECKSUMS` where as many other samples are read; or None.
     """
     for name, value in now.items():
         if is_other(before[name], value) if name == CHECKSUMS else before[name] != value:
@@ -250,5 +250,5 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def are_new_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether a job that says its data are new begins them: not where it is started again on the same."""
+    """Return whether a job that declares its data new begins them, and is not started again on the same data."""
     return difference(before, now) is not None or is_other(before[CHECKSUMS], now[CHECKSUMS]) is None

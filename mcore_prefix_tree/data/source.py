@@ -31,19 +31,19 @@ class Source:
 
     Attributes:
         paths: files and globs.
-        options: how lines become samples.
-        seed: of the order.
-        order: of the samples.
-        step: samples of a step, or its units where ``counts_units``.
-        grouped_by: what a step takes whole; None for samples by themselves.
-        counts_units: a step counts these units, whatever their sizes.
-        whole_steps: an epoch leaves out the units that do not fill a step.
-        on_error: what becomes of bad lines.
-        is_streamed: samples are read when a step needs them.
+        options: settings that the samples of a line depend on.
+        seed: seed of the order.
+        order: order in which steps take the samples.
+        step: number of samples of a step, or of its units where ``counts_units``.
+        grouped_by: kind of unit that a step takes whole; None for samples by themselves.
+        counts_units: whether a step counts these units, whatever their sizes.
+        whole_steps: whether an epoch leaves out the units that do not fill a step.
+        on_error: handling of bad lines.
+        is_streamed: whether samples are read when a step needs them.
         objective: setting that names the objective, for messages.
         streaming: setting that streams, for messages.
-        step_setting: what sets ``step``, for messages.
-        ranks: that read it.
+        step_setting: setting that determines ``step``, for messages.
+        ranks: ranks that read the samples.
     """
 
     paths: Sequence[str]
@@ -72,15 +72,15 @@ class Source:
         Standard input reaches one process only: the main rank reads it for all.
 
         Args:
-            check: of whole groups, before the first step, that no sample lacks what the objective reads.
-            progress: of streamed samples; called with the bytes read and the bytes in all.
+            check: check of whole groups, before the first step, that no sample lacks what the objective reads.
+            progress: function for streamed samples, called with the bytes read and the bytes in all.
 
         Returns:
             The samples in order, and the bad ones that were left out.
 
         Raises:
             SampleError: bad data; names file, line and field. Or ranks that read different data; names them.
-            ValueError: there are fewer samples than a step of whole units takes.
+            ValueError: the data has fewer samples than a step of whole units takes.
         """
         skipped = Skipped()
         groups: Sequence[Sequence[Sample]]
@@ -144,10 +144,10 @@ class Source:
         Args:
             paths: files and globs.
             by: units that stay whole; None for lines.
-            check: as of :meth:`read`.
+            check: check of whole groups, as for :meth:`read`.
 
         Raises:
-            SampleError: see :meth:`read`; or there are no samples.
+            SampleError: see :meth:`read`; or the files have no samples.
         """
         groups, skipped = replace(self, options=self.options.lenient())._whole(paths, by, None)
         _check_all(groups, check)

@@ -77,26 +77,28 @@ class StreamedGroups(Sequence[list[Sample]]):
     read from any number of processes.
 
     Args:
-        paths: as in :func:`mcore_prefix_tree.data.iter_sample_groups`, without packed files and standard input.
-        options: how records become samples.
-        on_error: as in ``iter_sample_groups``.
-        skipped: counts what is left out, the same on every rank.
+        paths: paths of the files, as for :func:`mcore_prefix_tree.data.iter_sample_groups`, without packed files and
+            standard input.
+        options: settings that the samples of a record depend on.
+        on_error: handling of bad records, as in ``iter_sample_groups``.
+        skipped: counter of what is left out, the same on every rank.
         ranks: ranks that share the first pass.
-        progress: called with the bytes done and all bytes of this rank's part.
-        key: returns a string, a number or a tuple of them for a sample, the same for all of one record; None for a
-            record that is a group by itself. It may raise SampleError.
-        check: called with the samples of each record, or group; it may raise SampleError, whose text is ``fault`` then.
-        check_apart: called with the samples of each group that has others between its records; it may raise
+        progress: function called with the bytes done and all bytes of this rank's part.
+        key: function that returns a string, a number or a tuple of them for a sample, the same for all of one record;
+            None for a record that is a group by itself. It may raise SampleError.
+        check: function called with the samples of each record, or group; it may raise SampleError, whose text is
+            ``fault`` then.
+        check_apart: function called with the samples of each group that has others between its records; it may raise
             SampleError.
 
     Attributes:
         sizes: int32 ``[len(self)]``, number of samples of each record, or group.
-        fault: the first error that ``check`` raised, or "".
+        fault: first error that ``check`` raised, or "".
 
     Raises:
         SampleError: bad data, the first in the order of the files, on every rank; or other files on some rank, see
             :func:`mcore_prefix_tree.data.same.check_same_files`.
-        ValueError: for another ``on_error``.
+        ValueError: ``on_error`` has another value.
     """
 
     def __init__(
@@ -153,9 +155,9 @@ class StreamedGroups(Sequence[list[Sample]]):
 
         Args:
             everyone: findings of each rank.
-            borders: the first record of each rank, and the end.
+            borders: first record of each rank, and the end.
             group_of: group of each record that has samples.
-            is_apart: bool ``[G]``, groups with others between their records.
+            is_apart: bool ``[G]``, whether a group has others between its records.
         """
         filled = np.flatnonzero(self._record_sizes)
         first, end = np.searchsorted(filled, borders[:-1]), np.searchsorted(filled, borders[1:])
@@ -173,7 +175,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         """Join the records of each group, in the order of the first of each.
 
         Returns:
-            The group of each record that has samples, and for each group whether others lie between its records.
+            Group of each record that has samples, and for each group whether others lie between its records.
         """
         records = np.flatnonzero(self._record_sizes)
         of_record = digests[records]
@@ -251,9 +253,9 @@ class _Found:
         digests: uint64 ``[N, 2]``, digest of each record's key.
         left_out: bad samples.
         seen: names of ``options.names`` that the records have.
-        failure: the error that ended the pass, or "".
-        fault: the first error of ``check`` among neighbouring records of this rank with the same key, or "".
-        fault_at: the first of these records.
+        failure: error that ended the pass, or "".
+        fault: first error of ``check`` among neighbouring records of this rank with the same key, or "".
+        fault_at: first of these records.
     """
 
     sizes: npt.NDArray[np.int32]

@@ -42,8 +42,8 @@ class Row:
 
     Attributes:
         source: ``file row number``, from 0.
-        columns: of some rows, by name.
-        at: which of them.
+        columns: columns of some rows, by name.
+        at: index of the row among these rows.
     """
 
     source: str
@@ -98,7 +98,7 @@ def _list_of(values: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the keys that some row of the file has and this one has not: the entries of a column are alike."""
+    """Drop the keys that some row of the file has and this one lacks: all entries of a column have the same keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -133,7 +133,7 @@ def read_rows(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Row]:
 
 
 class RecentChunks:
-    """The chunks that were used last, up to so many bytes; of one process, and empty in another."""
+    """The chunks that were used last, up to so many bytes, in one process; a copy in another starts empty."""
 
     def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -144,7 +144,7 @@ class RecentChunks:
         return RecentChunks, (self.max_bytes,)
 
     def get(self, path: str, chunk: int, load: Callable[[], tuple[Columns, int]]) -> Columns:
-        """The columns of a chunk, from ``load``, which also says their bytes, where they are not here."""
+        """Return the columns of a chunk; where they are not here, ``load`` returns them and their bytes."""
         key = path, chunk
         if key in self._chunks:
             self._chunks[key] = self._chunks.pop(key)  # now the last to go
@@ -176,7 +176,7 @@ class RowIndex:
             raise SampleError(f"{path}: cannot be read: {error}") from error
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return int(self._first_row[-1])
 
     def offset(self, number: int) -> int:
@@ -333,7 +333,7 @@ class _ArrowFile:
         return batch, _unpacked(batch, self._mapped)
 
     def close(self) -> None:
-        """Nothing: the last array that looks into the file unmaps it."""
+        """Do nothing: the last array that looks into the file unmaps it."""
 
 
 class _ArrowStream:
@@ -360,11 +360,11 @@ class _ArrowStream:
         return pa.Table.from_batches(batches), sum(_unpacked(batch, self._mapped) for batch in batches)
 
     def close(self) -> None:
-        """Nothing, as of a file."""
+        """Do nothing, as for a file."""
 
 
 def _leaves(kind: Any) -> list[Any]:
-    """The types that a column's values are of inside all lists and structs; each is a column of Parquet's own."""
+    """Return the types of a column's values inside all lists and structs; each is a column of Parquet's own."""
     if isinstance(kind, pa.BaseExtensionType):
         return _leaves(kind.storage_type)
     if types.is_struct(kind):
@@ -377,7 +377,7 @@ def _leaves(kind: Any) -> list[Any]:
 
 
 def _width(kind: Any) -> int:
-    """Bits of a value; 0 of text, whose values differ."""
+    """Bits of a value; 0 for text, whose values differ."""
     try:
         return int(kind.bit_width)
     except ValueError:

@@ -19,14 +19,14 @@ class Vocabulary:
     """The tokens of a tokenizer, as its files write them.
 
     Attributes:
-        pieces: one for each token id; None where the tokenizer has no token of this id.
-        spelling: how the pieces are written.
+        pieces: piece of each token id; None where the tokenizer has no token of this id.
+        spelling: way in which the pieces are written.
         special: ids of control tokens, which stand for no text.
         verbatim: ids whose piece is its own text, whatever the spelling (added tokens).
-        dummy_space: where the tokenizer puts a space that is not in the text.
+        dummy_space: places where the tokenizer puts a space that is not in the text.
         bos: id of the token that begins a text; None without one.
         eos: id of the token that ends a turn; None without one.
-        merges: pairs of pieces that byte-pair encoding joins, in its order, where the pieces do not tell it.
+        merges: pairs of pieces that byte-pair encoding joins, in its order, where the pieces do not determine it.
     """
 
     pieces: Sequence[str | bytes | None]

@@ -35,11 +35,11 @@ class RowWriter(Protocol):
     """
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write some more.
+        """Write more rows.
 
         Raises:
-            SampleError: of a table, a value of another kind than others of its column; names its ``source``.
-            OSError: there is no room left.
+            SampleError: a value of a table is of another kind than others of its column; names its ``source``.
+            OSError: no room is left.
         """
 
 
@@ -49,8 +49,8 @@ def row_of(sample: Sample, names: FieldNames = OUR_NAMES) -> dict[str, Any]:
     ``source`` is for people and is not read back; one that the data had already is kept.
 
     Args:
-        sample: to be written.
-        names: what the file calls our fields.
+        sample: sample to write.
+        names: the file's names of our fields.
     """
     key = sample.merge_key
     row: dict[str, Any] = {"tokens": sample.tokens, "loss_mask": sample.loss_mask}
@@ -70,13 +70,13 @@ def check_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
     """Check that a file could be written, before there is anything to write.
 
     Args:
-        path: of the file.
-        inputs: what the command reads: paths, globs, ``-``. One that does not exist is ignored.
+        path: path of the file.
+        inputs: inputs that the command reads: paths, globs, ``-``. One that does not exist is ignored.
 
     Raises:
-        ValueError: its folder does not exist or cannot be written to, it is a folder itself, or a device, or the
+        ValueError: the file's folder does not exist or cannot be written to, the path is a folder or a device, or the
             command reads it.
-        ImportError: it is a table by its name, and there is no pyarrow.
+        ImportError: the name is that of a table, and pyarrow is missing.
     """
     folder = Path(path).absolute().parent
     if not folder.is_dir():
@@ -159,7 +159,7 @@ class _JsonLines:
         self._stream = stream
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A line each; JSON has no NaN and no infinity, so null stands for them."""
+        """Write a line for each; JSON has no NaN and no infinity, so null stands for them."""
         for row in rows:
             texts = [f"{json.dumps(name)}: {_json(name, value, row)}" for name, value in row.items()]
             self._stream.write(f"{{{', '.join(texts)}}}\n")

@@ -31,7 +31,7 @@ class FoldedRollouts:
         input_ids: tokens of the nodes, node after node.
         labels: token that each position predicts, or the ignored index; the loss must not shift them.
         position_ids: position of each token in its own rollout.
-        node_lengths: tokens of each node.
+        node_lengths: number of tokens of each node.
         sample_paths: nodes of each completion from the root, in the caller's order of completions.
     """
 
@@ -53,7 +53,7 @@ def fold_shared_prefix_rollouts(
         ignore_idx: label of positions that are not supervised.
 
     Raises:
-        ValueError: there is no completion, or one is empty.
+        ValueError: no completion is given, or one is empty.
     """
     layout, labels = _fold([(prompt_ids, completions)], ignore_idx)
     paths = []
@@ -83,7 +83,7 @@ def prefix_tree_collate_fn(batch: Sequence[dict[str, Any]]) -> dict[str, Any]:
         as ``shift_labels`` too.
 
     Raises:
-        ValueError: there is no group, or a group has no completion or an empty one.
+        ValueError: no group is given, or a group has no completion or an empty one.
     """
     layout, labels = _fold([(group["prompt_ids"], group["completions"]) for group in batch], IGNORED)
     return {

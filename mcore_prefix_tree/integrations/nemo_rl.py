@@ -25,7 +25,7 @@ def _check(config: Any) -> None:
     """Refuse a policy's configuration that does not pack rows, or asks for what folding does not support.
 
     Raises:
-        NotImplementedError: names the setting.
+        NotImplementedError: a setting is not supported; names it.
     """
     megatron = config["megatron_cfg"]
     asked = {

@@ -34,12 +34,13 @@ class PrefixGrouper:
     """Moves tensors between a prompt and its completions apart, and a row for each group.
 
     Args:
-        group_info: for each group the tokens of its prompt and of each completion; None leaves that to :meth:`init`.
-        device: of the masks.
+        group_info: numbers of tokens of the prompt and of each completion, for each group; None leaves that to
+            :meth:`init`.
+        device: device of the masks.
         padding_mode: ``"right"``, ``"left"``, or a mask ``[b, s]`` of the tokens of each row.
 
     Attributes:
-        group_info: a :class:`Group` for each group.
+        group_info: :class:`Group` for each group.
         padding_mask: bool ``[b, s]``, tokens of the rows.
         ungrouped_prefix_mask: bool ``[b, longest prompt]``, padded on the left.
         ungrouped_suffix_mask: bool ``[S, longest completion]``, padded on the right.
@@ -64,7 +65,7 @@ class PrefixGrouper:
         """Set the groups; see the class.
 
         Raises:
-            ValueError: there is no group, a group has no completion, or the mask does not have a group's tokens.
+            ValueError: no group is given, a group has no completion, or the mask does not have a group's tokens.
         """
         if not group_info or min(map(len, group_info)) < 2:
             raise ValueError(f"group_info={group_info} must have a group, and each its prompt and a completion")
@@ -159,9 +160,9 @@ class PrefixGrouper:
         """Return rows ``[b, s, *]`` as prompts and completions, each with its mask.
 
         Args:
-            output: of the model.
-            include_prefix_last: how many last positions of a prompt move to the front of each completion. With 1, a
-                completion has the prediction of its first token too.
+            output: output of the model.
+            include_prefix_last: number of last positions of a prompt that move to the front of each completion. With 1,
+                a completion has the prediction of its first token too.
 
         Raises:
             ValueError: a prompt is shorter than ``include_prefix_last``.
@@ -193,8 +194,8 @@ class PrefixGrouper:
         """Attend by a function of the caller, once for all prompts and once for all completions.
 
         Args:
-            attn_func: called as ``attn_func(q, k, v, mask, *args, **kwargs)``, with a mask ``[rows, keys]`` of tokens.
-                It is causal, and its last query sees all keys, as in flash attention. It returns
+            attn_func: function called as ``attn_func(q, k, v, mask, *args, **kwargs)``, with a mask ``[rows, keys]`` of
+                tokens. It is causal, and its last query sees all keys, as in flash attention. It returns
                 ``[rows, queries, H, D]``.
             q, k, v: ``[b, heads, s, D]``.
 

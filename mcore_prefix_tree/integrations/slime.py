@@ -51,7 +51,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     critic its head afterwards.
 
     Raises:
-        NotImplementedError: slime's arguments ask for what folding does not support; names it.
+        NotImplementedError: slime's arguments set what folding does not support; names it.
     """
     args = get_args()
     replay = ("use_routing_replay", "use_rollout_routing_replay")
@@ -128,13 +128,13 @@ def policy_loss(
     """Return slime's ``policy_loss`` and its metrics, for ``--custom-loss-function-path``.
 
     Args:
-        args: slime's.
-        batch: slime's.
+        args: arguments of slime.
+        batch: batch of slime.
         logprobs: ``[1, T, 2]``, log-probabilities and entropies.
         mean: slime's ``sum_of_sample_mean``.
 
     Raises:
-        NotImplementedError: slime's arguments ask for what only its own loss does; names it.
+        NotImplementedError: slime's arguments set what only its own loss does; names it.
     """
     _refuse(
         {

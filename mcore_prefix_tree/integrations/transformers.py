@@ -56,7 +56,7 @@ def attend(
         value: ``[1, K, P, W]``.
         attention_mask: must be None.
         prefix_tree: metadata of the layout, from :func:`model_inputs`.
-        prefix_tree_backend: a key of :data:`~mcore_prefix_tree.attention.BACKENDS`, or ``"auto"``.
+        prefix_tree_backend: key of :data:`~mcore_prefix_tree.attention.BACKENDS`, or ``"auto"``.
         scaling: factor on the scores, ``D ** -0.5`` by default.
         sliding_window: see :class:`~mcore_prefix_tree.attention.AttentionOptions`.
         s_aux: attention sinks, ``[H]``.
@@ -163,8 +163,8 @@ def model_inputs(model: Any, layout: FlatLayout, *, backend: str = AUTO) -> dict
 
     Args:
         model: causal LM with ``attn_implementation="prefix_tree"``.
-        layout: from :func:`mcore_prefix_tree.fold`.
-        backend: a key of :data:`~mcore_prefix_tree.attention.BACKENDS`, or ``"auto"``.
+        layout: layout that :func:`mcore_prefix_tree.fold` returned.
+        backend: key of :data:`~mcore_prefix_tree.attention.BACKENDS`, or ``"auto"``.
 
     Returns:
         ``input_ids`` and ``position_ids`` ``[1, P]``, and what :func:`attend` reads.

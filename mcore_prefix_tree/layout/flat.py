@@ -41,7 +41,7 @@ class FlatLayout:
         sample_order: int64 ``[S]``, the samples in depth-first order.
         sample_shared: int64 ``[S]``, leading tokens that each sample in that order has in common with the one before.
         num_supervised: logical tokens that have a predictor and a non-zero loss mask.
-        temperature: float64 ``[P]``, what the logits at each token are divided by; None where it is 1 for all.
+        temperature: float64 ``[P]``, divisor of the logits at each token; None where it is 1 for all.
     """
 
     input_ids: Int32Array
@@ -157,13 +157,15 @@ def fold(
 
     Args:
         samples: any number; no samples give a layout of padding alone (a rank without work).
-        trie: of these samples, where it is known or shares less than everything; ``build_trie(samples)`` by default.
-        pad_to_multiple_of: round the size up to a multiple of this (tensor parallel size, under sequence parallelism).
-        padded_size: pad to this size exactly; it must hold all tokens and be such a multiple.
+        trie: trie of these samples, where it is known or shares less than everything; ``build_trie(samples)`` by
+            default.
+        pad_to_multiple_of: number whose multiples the size is rounded up to (tensor parallel size, under sequence
+            parallelism).
+        padded_size: exact size to pad to; it must hold all tokens and be such a multiple.
 
     Raises:
         ValueError: if ``padded_size`` cannot hold the tokens or is not a multiple of ``pad_to_multiple_of``; if
-            ``trie`` is of another number of samples.
+            ``trie`` has another number of samples.
     """
     if trie is None:
         trie = build_trie(samples)
@@ -249,7 +251,7 @@ def _paths(shared: Int64Array, lengths: Int64Array) -> Iterator[Int32Array]:
 def _loss_weights(
     samples: Sequence[Sample], trie: Trie, lengths: Int64Array, padded_size: int
 ) -> tuple[npt.NDArray[np.float64], int]:
-    """The masks of all samples through each token, summed, and how many logical tokens are scored.
+    """Return the masks of all samples through each token, summed, and the number of scored logical tokens.
 
     Sums along the current path, and writes a token's sum once the walk leaves it: memory for one path, not for all.
     """

@@ -11,13 +11,13 @@ class Padding:
     """Sizes that micro-batches are rounded up to.
 
     Attributes:
-        multiple: of the size: the tensor-parallel ranks where they share the sequence, else 1.
-        buckets: the only sizes there are, increasing, where something downstream is compiled or captured once a size.
-            Empty rounds up to ``multiple`` and no further.
+        multiple: number that divides the size: the tensor-parallel ranks where they share the sequence, else 1.
+        buckets: the only sizes, increasing, where something downstream is compiled or captured once a size. Empty
+            rounds up to ``multiple`` and no further.
 
     Raises:
-        ValueError: on construction, if a bucket is not a positive multiple or they do not increase. The caller adds the
-            name of the setting.
+        ValueError: raised on construction, if a bucket is not a positive multiple or they do not increase. The caller
+            adds the name of the setting.
     """
 
     multiple: int = 1
@@ -35,7 +35,7 @@ class Padding:
             raise ValueError(f"{list(self.buckets)} must increase")
 
     def check_holds(self, max_tokens: int) -> None:
-        """See that every micro-batch under a budget finds a size.
+        """Check that every micro-batch under a budget finds a size.
 
         Raises:
             ValueError: the largest bucket is below ``max_tokens``.
@@ -46,7 +46,7 @@ class Padding:
             )
 
     def size(self, tokens: int) -> int:
-        """Tokens with padding; at least one, because a micro-batch of nothing is one of padding.
+        """Return the tokens with padding; at least one, because a micro-batch of nothing is one of padding.
 
         Raises:
             ValueError: ``tokens`` are more than the largest bucket.

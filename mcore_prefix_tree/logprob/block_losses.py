@@ -26,25 +26,25 @@ BlockLoss = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | Non
 def head_block_losses(
     hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, blocks: Sequence[torch.Tensor], loss: BlockLoss
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of a loss that is a sum over blocks of rows, each of which it reads whole.
+    """Return the gradient of a loss that sums over blocks of rows and reads each block whole.
 
-    Memory and use are as of :func:`~mcore_prefix_tree.logprob.head_losses.head_weighted_sum`; ``head_chunk_rows`` has
-    no effect, because the blocks are given.
+    Memory and use are those of :func:`~mcore_prefix_tree.logprob.head_losses.head_weighted_sum`; ``head_chunk_rows``
+    has no effect, because the blocks are given.
 
     Args:
-        hidden, weight, head: as of :func:`~mcore_prefix_tree.logprob.head.head_logprobs`; of the edges the rows alone
+        hidden, weight, head: as in :func:`~mcore_prefix_tree.logprob.head.head_logprobs`; of the edges, only the rows
             are read.
         blocks: int64 ``[A]`` each, different indices of the R rows.
-        loss: is called once a block. The logits are in fp32 or wider and divided by the rows' temperatures; each rank
-            of the group has its columns, and ranks call it together. It may overwrite them. Gradients are enabled if
-            one is asked for.
+        loss: function called once a block. The logits are in fp32 or wider and divided by the rows' temperatures; each
+            rank of the group has its columns, and ranks call it together. It may overwrite them. Gradients are enabled
+            if one is asked for.
 
     Returns:
         A scalar 0 whose gradients are those of the loss, to be added to its value; and the values of all blocks' terms,
         one block after the other, without gradients.
 
     Raises:
-        ValueError: as of :func:`~mcore_prefix_tree.logprob.head_losses.head_weighted_sum`.
+        ValueError: same cases as in :func:`~mcore_prefix_tree.logprob.head_losses.head_weighted_sum`.
     """
     with_grad = forms_gradient(hidden, weight, head)
     found: tuple[torch.Tensor, torch.Tensor] = _HeadBlockLosses.apply(  # type: ignore[no-untyped-call]

@@ -26,13 +26,13 @@ _GPU = (2**28, 2048)
 
 
 def default_chunk_rows(columns: int, device: torch.device) -> int:
-    """C for so many columns of logits on this rank."""
+    """Return C for this many columns of logits on this rank."""
     logits, least_rows = _CPU if device.type == "cpu" else _GPU
     return max(least_rows, logits // columns)
 
 
 def cut(settled_by: npt.NDArray[np.int64], head_chunk_rows: int) -> list[slice]:
-    """R rows into chunks of at most C, so that few rows are scored together with one of a later chunk.
+    """Cut R rows into chunks of at most C, so that few rows are scored together with one of a later chunk.
 
     Such a row is projected twice, one product more than the three of others. A border that spares fewer of them than a
     fourth of the rows by which it makes its chunk smaller is not worth the chunks that follow from it.
@@ -42,8 +42,8 @@ def cut(settled_by: npt.NDArray[np.int64], head_chunk_rows: int) -> list[slice]:
         head_chunk_rows: C.
 
     Returns:
-        Ascending. They depend on the edges alone: rows of a product of another height may have other bits, and a
-        policy's old log-probabilities are to have those of the step that they are compared with.
+        Ascending chunks. They depend on the edges alone: rows of a product of another height may have other bits, and a
+        policy's old log-probabilities have to have those of the step that they are compared with.
     """
     rows = len(settled_by)
     # How many rows before a border are settled behind it.
@@ -65,7 +65,7 @@ def cut(settled_by: npt.NDArray[np.int64], head_chunk_rows: int) -> list[slice]:
 
 
 class WeightGradSink(Protocol):
-    """Takes the weight's gradient in place of autograd, as Megatron's gradient accumulation fusion does."""
+    """Receiver of the weight's gradient in place of autograd, as Megatron's gradient accumulation fusion does."""
 
     def buffer(self) -> torch.Tensor:
         """``[Vl, h]``, fp32 or the weight's dtype, to add to."""
@@ -79,15 +79,15 @@ class Head:
     """Everything that a row's logits are made of, besides hidden states and weight.
 
     Attributes:
-        edges: that are scored.
+        edges: edges to score.
         multiplier: factor on the product of hidden states and weight, as in muP (https://arxiv.org/abs/2203.03466).
-        temperature: ``[P]``, by predictor; None is 1.
+        temperature: ``[P]``, temperature of each predictor; None means 1.
         vocab_start: id of this rank's first column.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
         head_chunk_rows: C; :func:`default_chunk_rows` if None.
-        weight_grad: where the weight's gradient goes; None leaves it to autograd.
-        columns: of this rank's columns, how many stand for tokens; the others, padding, have no probability. None is
-            all.
+        weight_grad: receiver of the weight's gradient; None leaves it to autograd.
+        columns: number of this rank's columns that stand for tokens; the others, padding, have no probability. None
+            means all.
     """
 
     edges: Edges
@@ -101,7 +101,7 @@ class Head:
 
 
 class Chunks:
-    """The logits of ``hidden @ weight.T`` a chunk of rows at a time."""
+    """Logits of ``hidden @ weight.T``, a chunk of rows at a time."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, like: Chunks | None = None) -> None:
         """Take over the memory of ``like``, chunks of other rows that are finished, if it is given."""
@@ -167,11 +167,11 @@ class Grads:
     """Gradients of hidden states and weight, from those of the logits a chunk at a time.
 
     Args:
-        chunks: of the logits.
-        of_hidden: form the gradient of the hidden states.
-        of_weight: form the gradient of the weight.
-        weight_grad: add the weight's to this.
-        gathered: chunks have rows in any order, and may have a row again.
+        chunks: chunks of the logits.
+        of_hidden: whether to form the gradient of the hidden states.
+        of_weight: whether to form the gradient of the weight.
+        weight_grad: tensor to add the weight's gradient to.
+        gathered: whether chunks have rows in any order, and may repeat a row.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Edges:
         predictor: int64 tensor ``[E]``, flat index of the token that predicts.
         token: int64 tensor ``[E]``, flat index of the token that is predicted; None for tokens that need not be in the
             layout, such as a teacher's.
-        token_id: int64 tensor ``[E]``, its id in the vocabulary.
+        token_id: int64 tensor ``[E]``, id of that token in the vocabulary.
         row: int64 tensor ``[R]``, every predictor once, ascending.
         row_of_edge: int64 tensor ``[E]``: ``predictor == row[row_of_edge]``.
         host_row: ``row`` on the host.
@@ -66,7 +66,7 @@ class Edges:
     def from_layout(
         cls, layout: FlatLayout, *, needed: npt.NDArray[np.bool_] | None = None, device: torch.device | str = "cpu"
     ) -> Edges:
-        """The edges of the tokens that something predicts, which are all but the first of each root.
+        """Return the edges of the tokens that something predicts, which are all but the first of each root.
 
         Rows are scored together where a sample goes through both. ``needed``, bool ``[P]`` by predicted token, leaves
         out the others, whose log-probability is 0.
@@ -99,14 +99,15 @@ class Edges:
         padded_size: int,
         device: torch.device | str = "cpu",
     ) -> Edges:
-        """An edge for each of the k tokens that each of R questions asks about, question by question.
+        """Return an edge for each of the k tokens that each of R questions asks about, question by question.
 
         No two rows are scored together.
 
         Args:
-            predictor: int64 ``[R]``, flat indices of what the questions are about, ascending; some may be the same.
+            predictor: int64 ``[R]``, flat indices of the tokens that the questions are about, ascending; some may be
+                the same.
             token_ids: ``[R, k]``.
-            padded_size, device: of the edges.
+            padded_size, device: padded size and device of the edges.
         """
         k = token_ids.shape[1]
         row, first, row_of_question = np.unique(predictor, return_index=True, return_inverse=True)
@@ -128,7 +129,7 @@ class Edges:
 
         Args:
             predictor: int64 ``[K]``, flat indices of the predictors that terms read.
-            term: int64 ``[K]``, which term reads each, from 0.
+            term: int64 ``[K]``, number of the term that reads each, from 0.
         """
         row = np.searchsorted(self.host_row, predictor)
         last = np.zeros(term.max(initial=-1) + 1, dtype=np.int64)
@@ -141,9 +142,10 @@ class Edges:
     def some_rows(
         self, chosen: npt.NDArray[np.bool_], on_device: torch.Tensor
     ) -> tuple[Edges, torch.Tensor, torch.Tensor]:
-        """The edges of some rows, no two of them scored together; and int64, which rows and edges of these they are.
+        """Return the edges of some rows, no two of them scored together, and int64 indices of these rows and edges.
 
-        ``chosen`` is bool ``[R]`` on the host, ``on_device`` the same on the edges' device, which is not asked.
+        ``chosen`` is bool ``[R]`` on the host, ``on_device`` the same on the edges' device, so that the host does not
+        wait for it.
         """
         count = np.diff(self.first_edge)[chosen]
         rows = _places(on_device, len(count))
@@ -167,11 +169,11 @@ class Edges:
         )
 
     def of_rows(self, rows: slice) -> slice:
-        """The edges that ``row[rows]`` predict."""
+        """Return the edges that ``row[rows]`` predict."""
         return slice(int(self.first_edge[rows.start]), int(self.first_edge[rows.stop]))
 
     def of_flat(self, flat: slice) -> slice:
-        """The edges whose predictors have these flat indices."""
+        """Return the edges whose predictors have these flat indices."""
         start, stop = np.searchsorted(self.host_row, (flat.start, flat.stop))
         return self.of_rows(slice(start, stop))
 
@@ -181,7 +183,7 @@ class Edges:
         return (column >= 0) & (column < size), column.clamp(0, size - 1)
 
     def at_tokens(self, per_edge: torch.Tensor) -> torch.Tensor:
-        """A value of each edge ``[E]`` at the flat index of the token that it predicts ``[P]``; 0 elsewhere."""
+        """Return a value of each edge ``[E]`` at the flat index of the token that it predicts ``[P]``; 0 elsewhere."""
         assert self.token is not None, "candidates are not in the layout"
         return per_edge.new_zeros(self.padded_size).index_put((self.token,), per_edge)
 
@@ -190,12 +192,12 @@ class Edges:
         return per_edge if self.token is None else self.at_tokens(per_edge)
 
     def at_rows(self, per_row: torch.Tensor) -> torch.Tensor:
-        """A value of each row ``[R]`` at the flat index of the predictor ``[P]``; 0 elsewhere."""
+        """Return a value of each row ``[R]`` at the flat index of the predictor ``[P]``; 0 elsewhere."""
         return per_row.new_zeros(self.padded_size).index_put((self.row,), per_row)
 
 
 def _places(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Return where a mask is true, ascending, given how often: ``nonzero`` would wait for the device."""
+    """Return the indices where a mask is true, ascending, given their count: ``nonzero`` would wait for the device."""
     return mask.int().argsort(descending=True, stable=True)[:count]
 
 
@@ -296,18 +298,18 @@ def edge_logprobs(
 
     Args:
         logits: ``[P, Vl]``, this rank's columns, in any floating dtype; reductions are in fp32 or better.
-        edges: of the layout that the logits come from.
-        temperature: ``[P]``, what each row of logits is divided by; None is 1.
+        edges: edges of the layout that the logits come from.
+        temperature: ``[P]``, divisor of each row of logits; None means 1.
         vocab_start: id of the first column.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
-        with_entropy: compute it too.
-        in_place: let backward put the gradient where the logits are, which halves the peak. For logits that nobody
+        with_entropy: whether to compute the entropy too.
+        in_place: whether backward puts the gradient where the logits are, which halves the peak. For logits that nobody
             reads afterwards; autograd refuses a second backward.
 
     Returns:
-        ``[P]`` in nats, at each token's own flat index, 0 where nothing predicts the token; of edges to tokens that
-        need not be in the layout ``[E]``. And the entropies ``[P]`` in nats, or None. Equal on all ranks of the group,
-        fp32 or better.
+        Log-probabilities ``[P]`` in nats, at each token's own flat index, 0 where nothing predicts the token; ``[E]``
+        for edges to tokens that need not be in the layout. And the entropies ``[P]`` in nats, or None. Equal on all
+        ranks of the group, fp32 or better.
 
     Raises:
         ValueError: if the logits are not ``[padded_size, Vl]``.

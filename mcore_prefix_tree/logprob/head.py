@@ -1,8 +1,8 @@
 """The vocabulary head fused with the edges' log-probabilities: logits exist for a chunk of rows at a time.
 
-Only predictors that have an edge are projected. What a logit's gradient will be multiplied with is not known before the
-loss is, so backward computes the logits of a chunk again: four products of ``[R, h]`` and ``[Vl, h]`` instead of the
-three of stored logits. :mod:`mcore_prefix_tree.logprob.head_losses` does without the fourth.
+Only predictors that have an edge are projected. The factor of a logit's gradient is not known before the loss is, so
+backward computes the logits of a chunk again: four products of ``[R, h]`` and ``[Vl, h]`` instead of the three of
+stored logits. :mod:`mcore_prefix_tree.logprob.head_losses` does without the fourth.
 
 The gradients of both outputs are in :mod:`mcore_prefix_tree.logprob.edges`; those of hidden states and weight follow
 from ``logits = hidden @ weight.T``.
@@ -25,19 +25,19 @@ from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_backward
 def head_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, with_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of every scored token given its path.
+    """Return the log-probability of every scored token given its path.
 
     Args:
         hidden: ``[R, h]``, the hidden states of ``head.edges.row``, the same on all ranks of the group.
         weight: ``[Vl, h]``, this rank's part of the output weight.
-        head: the rest.
-        with_entropy: compute it too.
+        head: everything else that the logits are made of.
+        with_entropy: whether to compute the entropy too.
 
     Returns:
-        ``[P]`` in nats, fp32 or better, at each token's own flat index, 0 for tokens without an edge, or ``[E]`` of
-        edges to tokens that need not be in the layout; and the entropies
-        ``[P]`` of the predictors, 0 where they have no edge, or None. Both are equal on all ranks of the group. The
-        gradient of ``hidden`` is this rank's part: its sum over the group is the caller's.
+        Log-probabilities ``[P]`` in nats, fp32 or better, at each token's own flat index, 0 for tokens without an edge,
+        or ``[E]`` for edges to tokens that need not be in the layout; and the entropies ``[P]`` of the predictors, 0
+        where they have no edge, or None. Both are equal on all ranks of the group. The gradient of ``hidden`` is this
+        rank's part: the caller sums it over the group.
 
     Raises:
         ValueError: if ``hidden`` does not have a row for every predictor or ``weight`` is not ``[Vl, h]``.

@@ -45,14 +45,15 @@ def head_weighted_sum(
     """``sum_e edge_weight[e] log p(e)``: three products instead of the four of :func:`head_logprobs`.
 
     Forward keeps the gradient of ``weight`` in fp32 until backward; it can be taken once. Without gradients it keeps
-    nothing. ``edge_weight`` is ``[E]``, without gradient; the others as there.
+    nothing. ``edge_weight`` is ``[E]``, without gradient; the others are those of :func:`head_logprobs`.
 
     Returns:
-        Scalar, fp32 or better, equal on all ranks of the group; and what it sums, the log-probabilities ``[P]`` as
-        there, without a gradient.
+        Scalar, fp32 or better, equal on all ranks of the group; and the log-probabilities ``[P]`` that it sums, as in
+        :func:`head_logprobs`, without a gradient.
 
     Raises:
-        ValueError: as there; or for float16, where gradients that are formed before the loss is scaled vanish.
+        ValueError: same cases as in :func:`head_logprobs`; or float16, where gradients that are formed before the loss
+            is scaled vanish.
     """
     edge_weight = edge_weight.to(wide(hidden.dtype))
     gradient, per_edge, _ = _with_gradient(
@@ -70,18 +71,18 @@ def head_edge_loss(
     by_rows: bool = False,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradient of a known loss, in three products where all that a term of it reads is in one chunk.
+    """Return the gradient of a known loss, in three products where one chunk has all that a term reads.
 
-    Memory and use are as of :func:`head_weighted_sum`.
+    Memory and use are those of :func:`head_weighted_sum`.
 
     Args:
-        hidden, weight, head: as of :func:`head_logprobs`.
-        loss: of the log-probabilities ``[E]`` and, ``with_entropy``, the entropies ``[R]``: a sum of terms, each of
-            which reads rows that are scored together, see :class:`Edges`. It is called once a chunk and once more in
-            the end, and not at all without gradients; only what it says of rows whose terms have all they read is
-            taken, and rows that are still to come have a uniform distribution. The same on all ranks of the group.
-        by_rows: each term reads the edges and the entropy of one row.
-        with_entropy: compute it too.
+        hidden, weight, head: as in :func:`head_logprobs`.
+        loss: function of the log-probabilities ``[E]`` and, ``with_entropy``, the entropies ``[R]``: a sum of terms,
+            each of which reads rows that are scored together, see :class:`Edges`. It is called once a chunk and once
+            more at the end, and not at all without gradients. Only its results for rows whose terms have all they read
+            are used; rows that are still to come have a uniform distribution. It is the same on all ranks of the group.
+        by_rows: whether each term reads the edges and the entropy of one row.
+        with_entropy: whether to compute the entropy too.
 
     Returns:
         A scalar 0 whose gradients are those of the loss, to be added to its value; and the log-probabilities ``[E]``
@@ -89,7 +90,7 @@ def head_edge_loss(
         all ranks of the group.
 
     Raises:
-        ValueError: as of :func:`head_weighted_sum`.
+        ValueError: same cases as in :func:`head_weighted_sum`.
     """
 
     def row_grads(logprob: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -107,21 +108,21 @@ def head_edge_loss(
 def head_logit_losses(
     hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, loss: LogitLoss
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of a loss that is a sum over rows, each of which it reads whole.
+    """Return the gradient of a loss that sums over rows and reads each row whole.
 
-    Memory and use are as of :func:`head_weighted_sum`.
+    Memory and use are those of :func:`head_weighted_sum`.
 
     Args:
-        hidden, weight, head: as of :func:`head_logprobs`; of the edges the rows alone are read.
-        loss: is called once a chunk, with and without gradients. The logits are in fp32 or wider and divided by the
-            temperature; each rank of the group has its columns, and ranks call it together.
+        hidden, weight, head: as in :func:`head_logprobs`; of the edges, only the rows are read.
+        loss: function called once a chunk, with and without gradients. The logits are in fp32 or wider and divided by
+            the temperature; each rank of the group has its columns, and ranks call it together.
 
     Returns:
         A scalar 0 whose gradients are those of the loss, to be added to its value; and the values ``[R]``, without
         gradients.
 
     Raises:
-        ValueError: as of :func:`head_weighted_sum`.
+        ValueError: same cases as in :func:`head_weighted_sum`.
     """
     with_grad = forms_gradient(hidden, weight, head)
     found: tuple[torch.Tensor, torch.Tensor] = _HeadLogitLosses.apply(  # type: ignore[no-untyped-call]
@@ -202,9 +203,9 @@ class _Scores:
     """Inputs of a loss of edges, filled in a chunk at a time.
 
     Attributes:
-        logprob: ``[E]``; those of later chunks are as if all tokens were equally likely.
-        entropy: ``[R]`` in the same way, or None if it was not asked for.
-        sums: ``[R]``, of the softmax over all ranks.
+        logprob: ``[E]`` log-probabilities; those of later chunks are as if all tokens were equally likely.
+        entropy: ``[R]`` entropies in the same way, or None if not asked for.
+        sums: ``[R]``, sums of the softmax over all ranks.
     """
 
     def __init__(self, chunks: Chunks, *, with_entropy: bool) -> None:
@@ -253,7 +254,7 @@ def _grad_of_logits_(
         shift: ``[C]``, this rank's maximum minus that of all ranks.
         grad_row: ``[C]``, from :func:`sum_per_row`.
         grad_entropy: ``[C]``, or None where the loss reads no entropy.
-        edges: of the rows.
+        edges: gradients of the rows' edges.
     """
     if grad_entropy is None:
         grad = block.mul_(-(grad_row * shift.exp() / joined.total)[:, None])
@@ -310,7 +311,7 @@ class _Waiting:
     def only_settled(
         self, rows: slice, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradients without those of the rows among these that wait; others are not read."""
+        """Return the gradients without those of the rows among these that wait; others are not read."""
         if not self.rows[rows].any():
             return grad_logprob, grad_entropy
         grad_logprob = grad_logprob.masked_fill(self._rows[self._edges.row_of_edge], 0)
@@ -331,13 +332,13 @@ class _Waiting:
 
 
 def keep(ctx: Any, grads: Grads, head: Head, weight_dtype: torch.dtype) -> None:
-    """Gradients that forward has formed, for backward."""
+    """Keep the gradients that forward has formed for backward."""
     ctx.save_for_backward(grads.hidden, grads.weight)
     ctx.head, ctx.weight_dtype = head, weight_dtype
 
 
 def kept(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Those of hidden states and weight, times the gradient of the loss."""
+    """Return the kept gradients of hidden states and weight, times the gradient of the loss."""
     grad_hidden, grad_weight = ctx.saved_tensors
     head: Head = ctx.head
     if grad_hidden is not None:

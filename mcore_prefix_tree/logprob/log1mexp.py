@@ -1,4 +1,4 @@
-"""The logarithm of what a probability lacks to 1."""
+"""The logarithm of one minus a probability."""
 
 from __future__ import annotations
 

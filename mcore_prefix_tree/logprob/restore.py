@@ -9,7 +9,7 @@ from mcore_prefix_tree.upload import upload
 
 
 def restore(values: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
-    """Each sample's own row of a flat per-token tensor; gradients of shared tokens add up.
+    """Return each sample's own row of a flat per-token tensor; gradients of shared tokens add up.
 
     Args:
         values: ``[P, ...]``.

@@ -82,7 +82,7 @@ def softmax_sums_(block: torch.Tensor, *, shifted: torch.Tensor | None = None) -
 
 
 def over_ranks(sums: RowSums, group: dist.ProcessGroup | None) -> RowSums:
-    """Join what each rank of the group knows of its own columns."""
+    """Join the sums that each rank of the group has of its own columns."""
     if group is None:
         return sums
     maximum = sums.maximum.clone()
@@ -103,7 +103,7 @@ class EdgeGrads:
 
     Attributes:
         row: int64, the row of each edge in the block.
-        column: int64, of its token; anything where that is on another rank.
+        column: int64, column of its token; anything where that is on another rank.
         grad: the gradient; 0 where the token is on another rank.
     """
 
@@ -133,11 +133,11 @@ def softmax_backward_(
 
     Args:
         block: ``[B, Vl]``, logits.
-        sums: of the rows, over all ranks.
+        sums: sums of the rows, over all ranks.
         grad_row: ``[B]``, the sum of the gradients of all edges of a row, on whatever rank their tokens are; None if
             nobody uses the log-probabilities.
-        grad_entropy: ``[B]``, of the rows' entropies; None if nobody uses them.
-        edges: of the block; None as ``grad_row`` is.
+        grad_entropy: ``[B]``, gradients of the rows' entropies; None if nobody uses them.
+        edges: gradients of the block's edges; None where ``grad_row`` is.
     """
     shifted = block.sub_(sums.maximum[:, None])
     if grad_entropy is None:

@@ -23,15 +23,15 @@ def top_logprobs(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k likeliest tokens after some tokens, the likeliest first.
+    """Return the k likeliest tokens after some tokens, the likeliest first.
 
     Args:
         logits: ``[P, Vl]``, this rank's columns, in any floating dtype; reductions are in fp32 or better.
         row: int64 ``[R]``, flat indices.
-        k: at most the whole vocabulary.
-        temperature: ``[P]``, what each row of logits is divided by; None is 1.
-        vocab_size: columns from here on are padding: they take part in the softmax, as in stock Megatron-Core, and are
-            no tokens. None has no padding.
+        k: number of tokens, at most the whole vocabulary.
+        temperature: ``[P]``, divisor of each row of logits; None means 1.
+        vocab_size: first column of padding: from it on, columns take part in the softmax, as in stock Megatron-Core,
+            and are no tokens. None means no padding.
         vocab_start: id of the first column.
         group: tensor-parallel group over which the vocabulary is split evenly, None if it is not.
 

@@ -326,12 +326,12 @@ TABLES = {"seam": SEAM, "engine": ENGINE, "inside": INSIDE, "models": MODELS, "t
 
 
 def has_hybrid_model() -> bool:
-    """Say whether this megatron-core has HybridModel; releases before 0.18 have none."""
+    """Return whether this megatron-core has HybridModel; releases before 0.18 have none."""
     return importlib.util.find_spec(_HYBRID) is not None
 
 
 def check(table: Iterable[Uses]) -> None:
-    """See that the installed megatron-core has everything that a table lists.
+    """Check that the installed megatron-core has everything that a table lists.
 
     Raises:
         MegatronCoreError: one sentence that names what has moved, the installed version and the supported ones.
@@ -344,10 +344,10 @@ def check(table: Iterable[Uses]) -> None:
 
 
 def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
-    """Return what each room relies on and does not find; see :func:`missing_of`.
+    """Return the names that each room relies on and megatron-core lacks; see :func:`missing_of`.
 
     Args:
-        megatron_lm: look into the Megatron-LM that can be imported, too.
+        megatron_lm: whether to check the Megatron-LM that can be imported, too.
     """
     tables = dict(TABLES)
     if has_hybrid_model():
@@ -363,10 +363,10 @@ def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
 
 
 def check_version() -> None:
-    """Refuse what is too old to be worth looking at, warn of what no test has seen.
+    """Refuse a version that is too old, and warn of one that is not tested.
 
     Raises:
-        MegatronCoreError: older than :data:`OLDEST`.
+        MegatronCoreError: the version is older than :data:`OLDEST`.
     """
     version = installed_version()
     release = _release(version)
@@ -396,5 +396,5 @@ def installed_folder() -> Path:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers in front, without what says ``dev`` or names a commit."""
+    """Return the leading numbers of a version, without ``dev`` or the name of a commit."""
     return tuple(int(number) for number in re.match(r"[\d.]*\d", version)[0].split("."))  # type: ignore[index]

@@ -24,7 +24,7 @@ class Uses:
         name: ``module:qualified name``; the parameters of a class are those of its constructor.
         positional: parameters that are passed by position, without ``self``; they have to come first, in this order.
         keywords: parameters that are passed by name.
-        attributes: of a class or its instances, that are read.
+        attributes: attributes of a class or its instances that are read.
     """
 
     name: str
@@ -34,10 +34,10 @@ class Uses:
 
 
 def import_upstream(name: str) -> Any:
-    """A module of megatron-core.
+    """Import a module of megatron-core.
 
     Raises:
-        MegatronCoreError: it needs a package that is not installed; newer ones do not start without triton.
+        MegatronCoreError: the module needs a package that is not installed; newer ones need triton.
     """
     try:
         return importlib.import_module(name)

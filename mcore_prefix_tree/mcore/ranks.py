@@ -1,4 +1,4 @@
-"""The ranks of a job: which one this is, and what they do together."""
+"""The ranks of a job: the place of this one, and what they do together."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def all_ranks() -> Ranks:
 
 
 def on_main_rank(action: Callable[[], T]) -> T:
-    """Let the main rank do something for all; every rank goes on once it is done, with what it gave.
+    """Run an action on the main rank; return its result on every rank once it is done.
 
     Raises:
-        MemoryError, OSError, ValueError: the main rank could not; on every rank.
+        MemoryError, OSError, ValueError: the action failed; raised on every rank.
     """
     outcome: list[Any] = [None, None]
     if is_main_rank():

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 
 def pickle_enums_by_value() -> None:
-    """Register, for the enums of checkpoints, to be pickled as the class called with the value.
+    """Register the enums of checkpoints to be pickled as their class called with the value.
 
-    They are those that the loader admits, and the one of torch's metadata, which each tensor has.
+    They are those that the loader admits, and the one in torch's metadata of each tensor.
     """
     for admitted in (*SAFE_GLOBALS, _MEM_FORMAT_ENCODING):
         if isinstance(admitted, type) and issubclass(admitted, Enum):

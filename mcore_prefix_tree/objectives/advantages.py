@@ -25,11 +25,11 @@ class AdvantageEstimator:
     from them.
 
     Attributes:
-        reads: the field of ``Signals`` that makes it; ``values`` is for GAE, which reads ``reward`` too.
-        baseline: what is taken off a reward: the mean of its ``group``, or of the group's ``others`` without its own
-            rollout's.
-        deviation: whose (unbiased) standard deviation the difference is divided by: its ``group``'s, or that of all
-            rewards of the ``step``.
+        reads: field of ``Signals`` that makes it; ``values`` is for GAE, which reads ``reward`` too.
+        baseline: baseline subtracted from a reward: the mean of its ``group``, or of the group's ``others`` without its
+            own rollout's.
+        deviation: scope of the (unbiased) standard deviation that divides the difference: its ``group``, or all rewards
+            of the ``step``.
     """
 
     reads: Literal["advantage", "reward", "values"] = "reward"
@@ -41,7 +41,7 @@ class AdvantageEstimator:
 
     @property
     def compares(self) -> bool:
-        """Return whether it compares the rollouts of a group with each other."""
+        """Return whether the estimator compares the rollouts of a group with each other."""
         return self.baseline is not None
 
     def grouped_by(self, *, penalised: bool) -> GroupedBy | None:
@@ -80,10 +80,10 @@ class Rewards:
     """The rewards of a step, each counted once however many samples its rollout was cut into.
 
     Attributes:
-        setting: what needs them, for messages.
+        setting: setting that needs them, for messages.
         value: float64 ``[W]``.
-        rollout: int64 ``[W]``, which rollout each belongs to.
-        cu_turns: int64 ``[R + 1]``, rollout r has the rewards ``cu_turns[r]:cu_turns[r + 1]``.
+        rollout: int64 ``[W]``, rollout that each belongs to.
+        cu_turns: int64 ``[R + 1]``; rollout r has the rewards ``cu_turns[r]:cu_turns[r + 1]``.
         group: int64 ``[R]``.
         first_sample: int64 ``[R]``, a sample of each rollout, for messages.
         of_token: int64 ``[K]``, the first reward that a scored token can have earned.
@@ -163,13 +163,13 @@ def reward_advantages(
     (its turns) counts once in the mean and the deviation, and all of them have what it has.
 
     Args:
-        scored: of the step.
-        rewards: of the step.
+        scored: scored tokens of the step.
+        rewards: rewards of the step.
         estimator: one that reads rewards alone.
-        eps: added to the standard deviation.
-        alone: what becomes of a group of a single rollout, which has nothing to be compared with: ``error``, or
-            ``zero`` for advantages of 0, as where all rewards are equal.
-        penalty: float64 ``[K]``, taken off the rewards that the tokens earned.
+        eps: number added to the standard deviation.
+        alone: treatment of a group of a single rollout, which has nothing to be compared with: ``error``, or ``zero``
+            for advantages of 0, as where all rewards are equal.
+        penalty: float64 ``[K]``, subtracted from the rewards that the tokens earned.
 
     Returns:
         float64 ``[K]``.

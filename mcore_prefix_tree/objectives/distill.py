@@ -55,10 +55,10 @@ class TeacherRows(LossRows):
     Attributes:
         predictor: int64 ``[R]``, flat indices, ascending.
         weight: float64 ``[R]``, the weights of all scored tokens that each predicts, added up.
-        multiplicity: float64 ``[R]``, how many those are.
+        multiplicity: float64 ``[R]``, number of those tokens.
         first_sample: int64 ``[R]``, the first sample of the micro-batch that scores one, for messages.
-        logprobs: float32 ``[R, k]``, the teacher's; k is 0 if it is asked for its logits instead.
-        edges: from the predictors to the teacher's tokens, row by row.
+        logprobs: float32 ``[R, k]``, the teacher's log-probabilities; k is 0 if it is asked for its logits instead.
+        edges: edges from the predictors to the teacher's tokens, row by row.
     """
 
     predictor: torch.Tensor
@@ -78,11 +78,11 @@ class Distillation(Objective):
     """A divergence between teacher and student at every scored token; see the formulas above.
 
     Attributes:
-        divergence: see above.
+        divergence: divergence, see above.
         jsd_beta: b of ``jsd``; towards 0 the divergence is b times the forward, towards 1 it is 1 - b times the reverse
             KL.
-        teacher: where the teacher's distributions come from.
-        normalise: what the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+        teacher: source of the teacher's distributions.
+        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
     """
 
     divergence: Divergence = "forward_kl"
@@ -130,7 +130,7 @@ class Distillation(Objective):
     def rows(
         self, targets: Targets, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu"
     ) -> TeacherRows:
-        """The part of one micro-batch; arguments as of :meth:`Targets.rows`."""
+        """Return the part of one micro-batch; arguments as in :meth:`Targets.rows`."""
         from mcore_prefix_tree.logprob import Edges
 
         entries, local, token = targets.located(layout, indices)
@@ -228,7 +228,7 @@ def _unique_rows(predictor: Int64Array, token_ids: np.ndarray, logprobs: np.ndar
 
 
 def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:
-    """``[R, k]`` to ``[R, k + 1]``: the last column is what the others lack to a probability of 1.
+    """``[R, k]`` to ``[R, k + 1]``: the last column is the probability that the others lack to 1.
 
     That is known to the dtype's rounding of 1 and no closer: below it, the rest stays at it and has no gradient.
     """

@@ -17,7 +17,7 @@ from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_sums_
 
 
 def divergence(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_beta: float) -> torch.Tensor:
-    """``[R]`` from log-probabilities ``[R, C]``; differentiable in the student's. For the formulas see ``distill``."""
+    """Return ``[R]`` from log-probabilities ``[R, C]``; differentiable in the student's. Formulas: see ``distill``."""
     return _terms(teacher, student, kind, jsd_beta).sum(dim=1)
 
 
@@ -64,13 +64,13 @@ def divergence_gradient_(
 
     Args:
         student: ``[R, Vl]`` logits, this rank's columns, in fp32 or wider.
-        teacher: gives the teacher's logits, alike, of a slice of at most :data:`ROWS` of these rows.
-        kind: see ``distill``.
-        jsd_beta: of ``jsd``.
+        teacher: function that returns the teacher's logits, alike, for a slice of at most :data:`ROWS` of these rows.
+        kind: kind of divergence, see ``distill``.
+        jsd_beta: b of ``jsd``.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
 
     Returns:
-        ``[R]`` in nats, equal on all ranks of the group.
+        Divergences ``[R]`` in nats, equal on all ranks of the group.
     """
     found = student.new_empty(len(student))
     for block in slices(len(student), ROWS):

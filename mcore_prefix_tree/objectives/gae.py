@@ -41,11 +41,10 @@ def gae(
     """``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t`` (Schulman et al., 2016,
     arXiv:1506.02438, eq. 16).
 
-    Time counts scored tokens only: what the environment says between two turns takes none. After the last token there
-    is nothing.
+    Time counts scored tokens only: the environment's text between two turns takes none. Nothing follows the last token.
 
     Args:
-        scored: of the step.
+        scored: scored tokens of the step.
         reward: float64 ``[K]``.
         value: float64 ``[K]``, the critic's estimate of the state that each token is chosen in.
         gamma: discount.

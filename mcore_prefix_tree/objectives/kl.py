@@ -50,7 +50,7 @@ class KLPenalty:
     """Penalty taken off the rewards: the divergence of the old policy from the reference, before a step runs.
 
     Attributes:
-        of_token: float64 ``[K]``, times its coefficient.
+        of_token: float64 ``[K]``, penalty of each token, times its coefficient.
         metrics: the divergence that people watch, as a sum and its weight.
     """
 
@@ -59,7 +59,7 @@ class KLPenalty:
 
     @classmethod
     def of(cls, scored: ScoredTokens, coef: float, estimator: KLEstimator, setting: str) -> KLPenalty:
-        """Compute those of a step; raises SampleError if a sample lacks ``old_logprobs`` or ``ref_logprobs``."""
+        """Compute the penalty of a step; raises SampleError if a sample lacks ``old_logprobs`` or ``ref_logprobs``."""
         old, ref = (torch.from_numpy(scored.column(f"{name}_logprobs", setting)).double() for name in ("old", "ref"))
         return cls(
             of_token=coef * kl_estimate(old, ref, estimator).numpy(),

@@ -39,10 +39,10 @@ class KTO(Objective):
     reference point of the policy that scored it.
 
     Attributes:
-        beta: see above.
-        desirable_weight: lambda_D.
-        undesirable_weight: lambda_U.
-        reference_point: see above.
+        beta: beta, see above.
+        desirable_weight: lambda_D, weight of desirable completions.
+        undesirable_weight: lambda_U, weight of undesirable completions.
+        reference_point: source of z, see above.
     """
 
     beta: PositiveFloat = 0.1
@@ -111,7 +111,7 @@ class KTO(Objective):
         return max(0.0, total / len(measuring))
 
     def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
-        """The sum over the labelled samples of a micro-batch; ``logprob`` is ``[P]``."""
+        """Return the sum over the labelled samples of a micro-batch; ``logprob`` is ``[P]``."""
         scored = logprob[rows.token]
         dtype = scored.dtype
         relative = scored - rows.columns["ref_logprobs"].to(dtype)

@@ -24,7 +24,7 @@ class LossOutput:
         loss: scalar, the weighted sum; the step divides it by its divisor.
         metrics: additive means, detached.
         bad_sample: int64 scalar tensor, the first sample of the micro-batch for which the model's output is NaN or
-            infinite, or NO_SAMPLE. Read it once a step: that waits for the device. None of a weighted sum, which looks
+            infinite, or NO_SAMPLE. Read it once a step: that waits for the device. None for a weighted sum, which looks
             at no sample by itself.
     """
 
@@ -58,7 +58,7 @@ def first_bad_sample(values: torch.Tensor, sample: torch.Tensor) -> torch.Tensor
 
 
 def not_finite(sample: Sample) -> SampleError:
-    """Return the error to raise for a sample that has a model output which is not finite."""
+    """Return the error to raise for a sample whose model output is not finite."""
     return SampleError(
         f"{sample.source}: the model's output for this sample is NaN or infinite; the weights have diverged, or its "
         "tokens lead outside what the model's dtype can hold"

@@ -1,4 +1,4 @@
-"""The one normaliser: what each scored token weighs, and what the whole step is divided by.
+"""The one normaliser: the weight of each scored token, and the divisor of the whole step.
 
 A step's loss is ``sum over scored tokens of weight * loss / divisor``. The weights are set on the host from the samples
 of the whole step, and the divisor is an integer that every sample adds its own part to. So a micro-batch returns the
@@ -28,8 +28,8 @@ class Normalised:
     """Result of :func:`normalise`.
 
     Attributes:
-        weight: float64 ``[K]``, of each scored token's loss.
-        count: int64 ``[S]``, what each sample adds to the step's divisor.
+        weight: float64 ``[K]``, weight of each scored token's loss.
+        count: int64 ``[S]``, each sample's part of the step's divisor.
     """
 
     weight: Float64Array
@@ -45,7 +45,7 @@ def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> N
     """Weigh the scored tokens of a step.
 
     Args:
-        scored: of the step.
+        scored: scored tokens of the step.
         by: ``token``: the mean over all tokens (verl's ``token-mean``). ``sample``: the mean over samples of the mean
             over each one's tokens (GRPO; ``seq-mean-token-mean``). ``rollout``: the mean over rollouts of the mean over
             all tokens of each, the same whether its turns are one sample or many; a sample without ``rollout`` is one

@@ -17,12 +17,13 @@ class Objective(Protocol):
     """Loss that a recipe's samples are trained with. Subclasses change the defaults.
 
     Attributes:
-        has_scalar_head: the model ends in a scalar head, and the loss reads its values.
-        across_tokenizers: the loss compares chunks of text with second models that have tokenizers of their own.
-        watches_entropy: report the entropy, also where the loss does not read it.
-        improves_policy: training starts from a policy that somebody trained before.
+        has_scalar_head: whether the model ends in a scalar head, whose values the loss reads.
+        across_tokenizers: whether the loss compares chunks of text with second models that have tokenizers of their
+            own.
+        watches_entropy: whether to report the entropy, also where the loss does not read it.
+        improves_policy: whether training starts from a policy that somebody trained before.
         scored_as: field of the samples that ``score`` writes with a model of this objective.
-        remedies: by name, for fields that samples may lack: a way out besides a command that writes them.
+        remedies: for fields that samples may lack, by name, a way out besides a command that writes them.
     """
 
     has_scalar_head: ClassVar[bool] = False
@@ -78,7 +79,7 @@ class Objective(Protocol):
         """Compute on the host what the losses of a step read besides the model's output.
 
         Args:
-            samples: of the whole step, all micro-batches and ranks.
+            samples: samples of the whole step, all micro-batches and ranks.
 
         Raises:
             SampleError: a sample lacks what the loss reads, or contradicts the others of its group.
@@ -95,6 +96,6 @@ class Objective(Protocol):
 
         Args:
             scores: ``[P]`` log-probabilities or values; ``[E]`` log-probabilities where ``rows`` has edges of its own.
-            entropy: ``[P]``, of the distribution that each token predicts; None where it is not computed.
-            rows: from :meth:`rows`.
+            entropy: ``[P]``, entropy of the distribution that each token predicts; None where it is not computed.
+            rows: result of :meth:`rows`.
         """

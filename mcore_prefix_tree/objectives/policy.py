@@ -73,34 +73,35 @@ class PolicyGradient(Objective):
     Attributes:
         advantage: one of :data:`~mcore_prefix_tree.objectives.advantages.ADVANTAGES`: ``given`` by the samples,
             computed from their rewards, or from rewards and values (``gae``).
-        advantage_eps: added to the standard deviation; advantages of equal rewards are 0 without it too.
-        alone: of a group of a single rollout, which a baseline of the group has nothing to compare with: ``error``, or
-            ``zero`` for an advantage of 0.
-        whiten: normalise the advantages over the step's tokens.
+        advantage_eps: number added to the standard deviation; advantages of equal rewards are 0 without it too.
+        alone: treatment of a group of a single rollout, which a baseline of the group has nothing to compare with:
+            ``error``, or ``zero`` for an advantage of 0.
+        whiten: whether to normalise the advantages over the step's tokens.
         gamma: discount, for ``gae``.
         lam: lambda, for ``gae``.
-        surrogate: see above.
-        ratio_level: of a token or of its whole sequence.
-        clip_eps_low: how far below 1 the ratio may count.
-        clip_eps_high: how far above 1.
-        dual_clip: greater than 1; None has none.
-        on_policy: the tokens were sampled from the very weights that this step starts from, and they are used once: the
-            current log-probabilities stand for the old ones, and samples need none.
-        tis_cap: the most that an importance weight may be; None has no such weights.
-        tis_floor: the least.
-        tis_level: of a token or of its whole sequence.
-        tis_mode: what becomes of a weight out of bounds.
-        off_policy_mask: threshold of off-policy sequence masking; None has none. It reads ``rollout_logprobs``; where
-            no engine gave any, write ``old_logprobs`` there.
-        kl_coef: of the divergence from the reference policy.
-        kl_estimator: see :mod:`mcore_prefix_tree.objectives.kl`; None is ``k3`` in the loss and ``k1`` in the reward.
-        kl_in: ``loss`` differentiates it; ``reward`` takes it, between the old and the reference policy, off the
-            rewards.
-        kl_importance: multiply the estimator in the loss by the ratio of the ``token``, or by that of its whole
+        surrogate: surrogate of the ratio, see above.
+        ratio_level: whether the ratio is that of a token or of its whole sequence.
+        clip_eps_low: largest distance below 1 at which the ratio counts.
+        clip_eps_high: largest distance above 1 at which the ratio counts.
+        dual_clip: factor of the bound on the loss where A < 0, see above; greater than 1. None sets no bound.
+        on_policy: whether the tokens were sampled from the very weights that this step starts from and are used once:
+            the current log-probabilities stand for the old ones, and samples need none.
+        tis_cap: largest importance weight; None disables such weights.
+        tis_floor: smallest importance weight.
+        tis_level: whether the importance weight is that of a token or of its whole sequence.
+        tis_mode: treatment of a weight out of bounds.
+        off_policy_mask: threshold of off-policy sequence masking; None disables it. It reads ``rollout_logprobs``;
+            where no engine gave any, write ``old_logprobs`` there.
+        kl_coef: coefficient of the divergence from the reference policy.
+        kl_estimator: estimator of the divergence, see :mod:`mcore_prefix_tree.objectives.kl`; None is ``k3`` in the
+            loss and ``k1`` in the reward.
+        kl_in: place of the divergence: ``loss`` differentiates it; ``reward`` subtracts it, between the old and the
+            reference policy, from the rewards.
+        kl_importance: ratio that multiplies the estimator in the loss: that of the ``token``, or that of its whole
             ``sequence``, exp of the mean of log pi - log old; the ratio is differentiated too, also with on_policy.
-        entropy_coef: of the entropy of the distribution that each token is drawn from.
-        normalise: what the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
-        normalise_length: the constant of ``sample_sum``.
+        entropy_coef: coefficient of the entropy of the distribution that each token is drawn from.
+        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+        normalise_length: constant of ``sample_sum``.
     """
 
     advantage: Advantage = "group_mean_std"
@@ -220,7 +221,7 @@ class PolicyGradient(Objective):
         )
 
     def _needed(self) -> dict[str, str]:
-        """Columns that the loss reads on the device, and which setting makes it."""
+        """Return the columns that the loss reads on the device, each with the setting that needs it."""
         needed = {}
         reads_ratio = self.surrogate != "reinforce" or (self.kl_importance and self.kl_coef)
         if not self.on_policy and (reads_ratio or self.tis_cap is not None):
@@ -250,12 +251,12 @@ class PolicyGradient(Objective):
         return whiten(advantage, eps=self.advantage_eps) if self.whiten else advantage
 
     def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
-        """The weighted sum over a micro-batch.
+        """Return the weighted sum over a micro-batch.
 
         Args:
-            logprob: ``[P]``, of each token at its own flat index.
-            entropy: ``[P]``, of the distribution that each token predicts; only needed with ``entropy_coef``.
-            rows: of the same micro-batch.
+            logprob: ``[P]``, log-probability of each token at its own flat index.
+            entropy: ``[P]``, entropy of the distribution that each token predicts; only needed with ``entropy_coef``.
+            rows: rows of the same micro-batch.
 
         Raises:
             ValueError: the entropy is needed and not given.

@@ -83,13 +83,13 @@ class Preference(Objective):
     """Loss on pairs of completions; see the formulas above.
 
     Attributes:
-        link: what a pair's difference is put into.
-        beta: see above; ORPO's lambda.
+        link: function of a pair's difference.
+        beta: beta, see above; ORPO's lambda.
         gamma: margin of ``sigmoid``.
-        label_smoothing: how likely a pair is the wrong way round, for ``sigmoid``.
-        reference: compare with the reference policy's log-probabilities.
-        average: over the tokens of a completion, instead of their sum.
-        nll_coef: of the negative log-likelihood of the chosen completion, per token.
+        label_smoothing: probability that a pair is the wrong way round, for ``sigmoid``.
+        reference: whether to compare with the reference policy's log-probabilities.
+        average: whether to average over the tokens of a completion, instead of their sum.
+        nll_coef: coefficient of the negative log-likelihood of the chosen completion, per token.
     """
 
     link: Literal["sigmoid", "hinge", "ipo", "odds_ratio"] = "sigmoid"
@@ -114,7 +114,7 @@ class Preference(Objective):
         return pair_targets(samples, "a preference objective", self.reference)
 
     def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
-        """The sum over the pairs of a micro-batch; ``logprob`` is ``[P]``."""
+        """Return the sum over the pairs of a micro-batch; ``logprob`` is ``[P]``."""
         scored = logprob[rows.token]
         weight = rows.weight.to(scored.dtype)
         total_weight = rows.sum_per_sample(weight)

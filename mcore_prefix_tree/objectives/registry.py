@@ -48,9 +48,9 @@ def option_faults(name: str, error: ValidationError, setting: str) -> list[str]:
     """Return a sentence for each option at fault.
 
     Args:
-        name: of the objective.
-        error: of :func:`make_objective`.
-        setting: what gave the options, for messages.
+        name: name of the objective.
+        error: error raised by :func:`make_objective`.
+        setting: setting that gave the options, for messages.
     """
     faults = []
     for fault in error.errors():

@@ -35,7 +35,7 @@ class LossRows:
     """Inputs of a loss of one micro-batch.
 
     Attributes:
-        count: of the micro-batch, towards the step's divisor.
+        count: the micro-batch's part of the step's divisor.
         vocab_size: V of the model, padding included; the forward step fills it in.
     """
 
@@ -54,15 +54,15 @@ class Rows(LossRows):
     Attributes:
         token: int64 tensor ``[K]``, flat index of each.
         predictor: int64 ``[K]``, flat index of the token that predicts it.
-        sample: int64 ``[K]``, which sample of the micro-batch it is of.
-        weight: float64 ``[K]``, of its loss; see :mod:`mcore_prefix_tree.objectives.normalise`.
+        sample: int64 ``[K]``, sample of the micro-batch that it belongs to.
+        weight: float64 ``[K]``, weight of its loss; see :mod:`mcore_prefix_tree.objectives.normalise`.
         lens: float64 ``[S]``, scored tokens of each sample.
         last: int64 ``[S]``, flat index of each sample's last token.
-        columns: ``[K]`` each, what else the objective reads of a token, by name.
-        sample_columns: ``[S]`` each, what it reads of a sample.
+        columns: ``[K]`` each, other values that the objective reads of a token, by name.
+        sample_columns: ``[S]`` each, values that it reads of a sample.
         pairs: int64 ``[Q, 2]``, the chosen and the rejected sample of each pair.
-        read_by_pairs: on the host, for a loss of pairs: int64 ``[K]`` each, a scored token's predictor, and which pair
-            reads it.
+        read_by_pairs: for a loss of pairs, on the host, int64 ``[K]`` each: a scored token's predictor, and the pair
+            that reads it.
     """
 
     token: torch.Tensor
@@ -85,11 +85,11 @@ class Rows(LossRows):
         return len(self.last)
 
     def sum_per_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """``[K]`` to ``[S]``."""
+        """Add up ``[K]`` to ``[S]``."""
         return values.new_zeros(self.num_samples).index_add(0, self.sample, values)
 
     def mean_per_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """``[K]`` to ``[S]``, each token weighed by its loss mask; 0 for a sample without scored tokens."""
+        """Average ``[K]`` to ``[S]``, each token weighed by its loss mask; 0 for a sample without scored tokens."""
         weight = self.weight.to(values.dtype)  # within a sample every normaliser keeps the masks' proportions
         total = self.sum_per_sample(weight)
         return self.sum_per_sample(weight * values) / total.masked_fill(total == 0, 1.0)
@@ -106,7 +106,7 @@ class Targets:
         columns: ``[K]`` each, by name.
         sample_columns: ``[S]`` each, by name.
         pairs: int64 ``[Q, 2]``, indices of samples.
-        metrics: what is known before the step runs, as (sum, weight).
+        metrics: metrics known before the step runs, as (sum, weight).
     """
 
     scored: ScoredTokens
@@ -147,10 +147,10 @@ class Targets:
         )
 
     def located(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Find the K' scored tokens of one micro-batch; arguments as of :meth:`rows`.
+        """Find the K' scored tokens of one micro-batch; arguments as in :meth:`rows`.
 
         Returns:
-            int64 ``[K']`` each: which of the step's scored tokens, its sample's place here, and its flat index.
+            int64 ``[K']`` each: index among the step's scored tokens, its sample's place here, and its flat index.
         """
         assert layout.num_samples == len(indices)
         chosen = np.asarray(indices, dtype=np.int64)
@@ -176,7 +176,7 @@ class Targets:
 
 
 def _pair_of_sample(pairs: Int64Array, samples: int) -> Int64Array:
-    """Return int64 ``[S]``, which pair each sample of a micro-batch belongs to."""
+    """Return int64 ``[S]``, the pair that each sample of a micro-batch belongs to."""
     pair = np.arange(samples)
     pair[pairs[:, 1]] = pairs[:, 0]
     return pair

@@ -38,14 +38,14 @@ class Critic(Objective):
     ``ppo2``, TRL's and verl's ``cliprange_value``.)
 
     Attributes:
-        clip_eps: see above; None does not clip.
-        returns: ``given`` by the samples, or ``gae`` from their rewards and old values.
+        clip_eps: clipping distance, see above; None does not clip.
+        returns: source of the returns: ``given`` by the samples, or ``gae`` from their rewards and old values.
         gamma: discount, for ``gae``.
         lam: lambda, for ``gae``.
-        kl_coef: of the divergence from the reference policy that is taken off the rewards, for ``gae``: that of the
-            policy which this critic advises, where it has ``kl_in=reward``.
-        kl_estimator: likewise; see :mod:`mcore_prefix_tree.objectives.kl`.
-        normalise: what the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+        kl_coef: coefficient of the divergence from the reference policy that is subtracted from the rewards, for
+            ``gae``: that of the policy which this critic advises, where it has ``kl_in=reward``.
+        kl_estimator: estimator of that divergence, likewise; see :mod:`mcore_prefix_tree.objectives.kl`.
+        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
     """
 
     clip_eps: PositiveFloat | None = 0.2
@@ -68,7 +68,7 @@ class Critic(Objective):
         return counted_as_one(self.normalise)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Returns, old values and weights of a step, on the host; raises SampleError for a field that is missing."""
+        """Compute returns, old values and weights of a step, on the host; raises SampleError for a missing field."""
         scored = ScoredTokens.of(samples)
         normalised = normalise(scored, self.normalise)
         columns = {}
@@ -110,7 +110,7 @@ class RewardModel(Objective):
     the scores around 0 (Eisenstein et al., 2023, arXiv:2312.09244, eq. 2). The step's loss is the mean over pairs.
 
     Attributes:
-        center_coef: see above; 0 has no such term.
+        center_coef: coefficient of the second term, see above; 0 leaves it out.
     """
 
     center_coef: NonNegativeFloat = 0.0

@@ -1,4 +1,4 @@
-"""The scored tokens of a step's samples as columns: what the host computes of a step before it runs.
+"""The scored tokens of a step's samples as columns, for what the host computes before a step runs.
 
 Legend: S samples of the step, K scored tokens of all of them, sample after sample.
 """
@@ -24,7 +24,7 @@ class MissingSignalError(SampleError):
     """A sample lacks what its objective reads. The message names the sample, the field and the setting.
 
     Attributes:
-        field: of ``Signals``.
+        field: name of the field of ``Signals``.
     """
 
     def __init__(self, message: str, field: str) -> None:
@@ -33,7 +33,7 @@ class MissingSignalError(SampleError):
 
 
 def rollout_keys(samples: Sequence[Sample]) -> list[Hashable]:
-    """Return what is equal for the samples of one rollout. A sample that names none is a rollout by itself."""
+    """Return keys that are equal for the samples of one rollout. A sample that names none is a rollout by itself."""
     keys = (sample.signals.unit("rollout") for sample in samples)
     return [index if key is None else key for index, key in enumerate(keys)]
 
@@ -43,11 +43,11 @@ class ScoredTokens:
     """Every token with a predictor and a loss mask that is not zero.
 
     Attributes:
-        samples: of the whole step, all micro-batches and ranks.
+        samples: samples of the whole step, all micro-batches and ranks.
         position: int64 ``[K]``, index of each token in its own sample.
-        sample: int64 ``[K]``, which sample it belongs to.
+        sample: int64 ``[K]``, sample that each token belongs to.
         cu_lens: int64 ``[S + 1]``, sample s has the entries ``cu_lens[s]:cu_lens[s + 1]``.
-        mask: float64 ``[K]``, its loss mask.
+        mask: float64 ``[K]``, loss mask of each token.
     """
 
     samples: Sequence[Sample]
@@ -80,7 +80,7 @@ class ScoredTokens:
 
     @cached_property
     def turn(self) -> Int64Array:
-        """int64 ``[K]``, which turn (unbroken run of scored tokens) of its sample a token belongs to."""
+        """int64 ``[K]``, the turn (unbroken run of scored tokens) of its sample that a token belongs to."""
         # Whether a run goes on from one sample into the next makes no difference to its number within either.
         run = np.cumsum(np.diff(self.position, prepend=0) != 1)
         has_tokens = np.flatnonzero(self.lens)
@@ -93,7 +93,7 @@ class ScoredTokens:
         """``[K]``: a field of ``Signals`` that is a number per token, or one for all tokens of the sample.
 
         Raises:
-            MissingSignalError: a sample with scored tokens lacks it; names ``setting``, which needs it.
+            MissingSignalError: a sample with scored tokens lacks it; the message names ``setting``, which needs it.
         """
         parts = []
         for index in np.flatnonzero(self.lens).tolist():

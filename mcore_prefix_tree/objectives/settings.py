@@ -13,7 +13,7 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def one_of(known: Iterable[str]) -> AfterValidator:
-    """Accept only known names, and reject others in the words that pydantic has for a ``Literal``."""
+    """Accept only known names, and reject others in pydantic's words for a ``Literal``."""
     names = tuple(known)
     *but_last, last = map(repr, names)
 
@@ -27,14 +27,14 @@ def one_of(known: Iterable[str]) -> AfterValidator:
 
 
 def refuse_unused(objective: Any, settings: Iterable[tuple[str, bool, str]]) -> None:
-    """Refuse a setting that was made and changes nothing.
+    """Refuse a setting that is set and changes nothing.
 
     Args:
         objective: a pydantic dataclass.
-        settings: the name of each, whether it has an effect beside the others, and which of those would give it one.
+        settings: name of each, whether it has an effect beside the others, and which of those would give it one.
 
     Raises:
-        ValueError: names the first that has no effect and is not what it is by default.
+        ValueError: a setting has no effect and is not at its default; the message names the first.
     """
     fields = type(objective).__pydantic_fields__
     for name, has_effect, without in settings:

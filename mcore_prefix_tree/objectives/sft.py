@@ -26,11 +26,11 @@ def sft_loss(logprob: torch.Tensor, loss_weight: torch.Tensor) -> torch.Tensor:
     ``calculate_per_token_loss`` is set.
 
     Args:
-        logprob: ``[P]``, at each token's own flat index.
+        logprob: ``[P]`` log-probabilities, at each token's own flat index.
         loss_weight: ``[P]``, ``FlatLayout.loss_weight``.
 
     Returns:
-        Scalar, the sum.
+        The sum, a scalar.
     """
     return -torch.dot(logprob, loss_weight.to(logprob.dtype))
 
@@ -40,8 +40,8 @@ class SupervisedFineTuning(Objective):
     """``- sum_t w_t log p_t`` with the loss mask as weight.
 
     Attributes:
-        normalise: what the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
-        normalise_length: the constant of ``sample_sum``.
+        normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
+        normalise_length: constant of ``sample_sum``.
     """
 
     normalise: By = "token"
@@ -72,7 +72,7 @@ class SupervisedFineTuning(Objective):
         return Targets(scored=scored, weight=normalised.weight, count=normalised.count)
 
     def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
-        """The weighted sum over a micro-batch; ``logprob`` and ``entropy`` are ``[P]``."""
+        """Return the weighted sum over a micro-batch; ``logprob`` and ``entropy`` are ``[P]``."""
         scored = logprob[rows.token]
         metrics = {"nll": mean_of(-scored)}
         if entropy is not None:

@@ -68,7 +68,7 @@ def _same(one: TeacherSide, other: TeacherSide) -> bool:
 
 
 class _OfChunks(Objective):
-    """An objective whose terms are of chunks, not of tokens."""
+    """An objective whose terms belong to chunks, not to tokens."""
 
     across_tokenizers: ClassVar[bool] = True
 
@@ -83,29 +83,32 @@ class CrossTokenizer(_OfChunks):
     :meth:`bound` makes the objective that a job trains with.
 
     Attributes:
-        mode: the loss of chunks, see docs/xtoken.md.
-        temperature: that both models' logits are divided by, of ``p_kl``, ``gold`` and ``h_kl``; terms are multiplied
-            by its square.
-        top_k: columns of the teacher's vocabulary that ``p_kl`` compares, those with the largest logits anywhere in the
-            step; None takes all.
-        reverse: the KL of the student's distribution from the teacher's, of ``p_kl``, ``gold`` and ``h_kl``.
-        tail: tokens without a counterpart that ``gold`` and ``h_kl`` compare, at most.
-        theta: tempers the likelihoods of ``alm``.
+        mode: loss of chunks, see docs/xtoken.md.
+        temperature: divisor of both models' logits, for ``p_kl``, ``gold`` and ``h_kl``; terms are multiplied by its
+            square.
+        top_k: number of columns of the teacher's vocabulary that ``p_kl`` compares, those with the largest logits
+            anywhere in the step; None takes all.
+        reverse: whether to take the KL of the student's distribution from the teacher's, for ``p_kl``, ``gold`` and
+            ``h_kl``.
+        tail: largest number of tokens without a counterpart that ``gold`` and ``h_kl`` compare.
+        theta: temperature of the likelihoods of ``alm``.
         projection: file of the projection matrix, for ``p_kl``, ``gold``, ``h_kl`` and ``partition_kl``; one for each
             teacher.
-        teacher: ``full`` asks the teachers' models in every step. ``top_k`` reads the rows that the samples bring
-            (:class:`~mcore_prefix_tree.signals.Teacher`), of one teacher: P-KL compares the tokens that they name, ALM
-            the likelihoods of the tokens, and the other modes need rows of the whole vocabulary.
-        rendering: ``student`` gives the teacher the text that the student reads; ``own`` encodes ``messages`` with the
-            teacher's own chat format, in which the scored text must be the same.
-        aligner: ``bytes`` is exact; ``dynamic`` also aligns text that the two tokenizers write differently.
-        scaling: how KD and CE are added, see above.
-        kd_weight: of KD, where ``scaling`` is fixed.
-        ce_weight: of CE, where ``scaling`` is fixed.
-        teachers: how several teachers are combined. ``weights`` adds their KD with ``teacher_weights``, ``scores`` with
-            the softmax of minus each one's cross-entropy on the step, ``lowest_ce`` takes the one with the lowest, and
-            ``averaged_logits`` averages the logits of teachers with one vocabulary.
-        teacher_weights: one for each teacher; None is 1 each. ``averaged_logits`` divides them by their sum.
+        teacher: source of the teacher's rows. ``full`` asks the teachers' models in every step. ``top_k`` reads the
+            rows that the samples bring (:class:`~mcore_prefix_tree.signals.Teacher`), of one teacher: P-KL compares the
+            tokens that they name, ALM the likelihoods of the tokens, and the other modes need rows of the whole
+            vocabulary.
+        rendering: text that the teacher reads. ``student`` gives it the text that the student reads; ``own`` encodes
+            ``messages`` with the teacher's own chat format, in which the scored text must be the same.
+        aligner: name of the aligner: ``bytes`` is exact; ``dynamic`` also aligns text that the two tokenizers write
+            differently.
+        scaling: rule by which KD and CE are added, see above.
+        kd_weight: weight of KD, where ``scaling`` is fixed.
+        ce_weight: weight of CE, where ``scaling`` is fixed.
+        teachers: rule that combines several teachers. ``weights`` adds their KD with ``teacher_weights``, ``scores``
+            with the softmax of minus each one's cross-entropy on the step, ``lowest_ce`` takes the one with the lowest,
+            and ``averaged_logits`` averages the logits of teachers with one vocabulary.
+        teacher_weights: one weight for each teacher; None is 1 each. ``averaged_logits`` divides them by their sum.
         score_sharpness: factor on the scores.
     """
 
@@ -184,10 +187,10 @@ class CrossTokenizer(_OfChunks):
         """Return the objective of these settings.
 
         Args:
-            sides: of each teacher.
-            sharing: which common prefixes the teachers' layouts share.
-            pad_to_multiple_of: of these layouts' sizes.
-            block_rows: predictors of a block, at most; by default as many as bound its logits.
+            sides: facts of each teacher.
+            sharing: common prefixes that the teachers' layouts share.
+            pad_to_multiple_of: number whose multiples these layouts' sizes are padded to.
+            block_rows: largest number of predictors of a block; by default as many as bound its logits.
 
         Raises:
             ValueError: the teachers do not fit the settings.
@@ -206,11 +209,11 @@ class BoundCrossTokenizer(_OfChunks):
     """A distillation from teachers with another tokenizer.
 
     Attributes:
-        settings: of the losses.
-        sides: of each teacher.
-        sharing: which common prefixes the teachers' layouts share.
-        pad_to_multiple_of: of these layouts' sizes.
-        block_rows: predictors of a block, at most; None bounds its logits.
+        settings: settings of the losses.
+        sides: facts of each teacher.
+        sharing: common prefixes that the teachers' layouts share.
+        pad_to_multiple_of: number whose multiples these layouts' sizes are padded to.
+        block_rows: largest number of predictors of a block; None bounds its logits.
     """
 
     settings: CrossTokenizer
@@ -293,7 +296,7 @@ class BoundCrossTokenizer(_OfChunks):
     def rows(
         self, targets: Targets, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu"
     ) -> ChunkRows:
-        """Fold the teachers' samples of one micro-batch, and its chunks; arguments as of :meth:`Targets.rows`."""
+        """Fold the teachers' samples of one micro-batch, and its chunks; arguments as in :meth:`Targets.rows`."""
         from mcore_prefix_tree.logprob import Edges
 
         assert isinstance(targets, ChunkTargets), "made by targets()"
@@ -364,10 +367,10 @@ class BoundCrossTokenizer(_OfChunks):
         """Return the weighted sum over a micro-batch.
 
         Args:
-            lessons: which teacher each is of, and the factor of its weighted sum.
-            terms: ``[C]`` of each lesson.
-            logprob: ``[E]``, of the scored tokens; None where CE is not part of the loss.
-            rows: of the micro-batch.
+            lessons: lessons, each with its teacher's number and the factor of its weighted sum.
+            terms: ``[C]``, terms of each lesson.
+            logprob: ``[E]``, log-probabilities of the scored tokens; None where CE is not part of the loss.
+            rows: rows of the micro-batch.
         """
         loss = terms[0].new_zeros(())
         metrics, bad = {}, []

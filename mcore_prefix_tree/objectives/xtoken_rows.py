@@ -1,4 +1,4 @@
-"""Inputs of a distillation across tokenizers: from its teachers and its micro-batches.
+"""Inputs of a distillation across tokenizers, from its teachers and its micro-batches.
 
 Legend: C unique chunks of a micro-batch, E scored tokens.
 """
@@ -25,8 +25,8 @@ class Lesson(Protocol):
     """Inputs of the value of a loss from a lesson.
 
     Attributes:
-        number: which of the objective's teachers it is of.
-        factor: of the weighted sum of its terms.
+        number: index of its teacher among the objective's teachers.
+        factor: factor of the weighted sum of its terms.
     """
 
     @property
@@ -56,11 +56,11 @@ class TeacherSide:
     """Facts of a teacher that are known before its model is built.
 
     Attributes:
-        pairing: of the student's tokenizer and the teacher's.
-        student_size: tokens of the student's vocabulary.
-        teacher_size: tokens of the teacher's.
-        projection: of the one onto the other; None for losses that read none.
-        endings: of both vocabularies' bytes; None for losses that read none.
+        pairing: pairing of the student's tokenizer and the teacher's.
+        student_size: number of tokens of the student's vocabulary.
+        teacher_size: number of tokens of the teacher's vocabulary.
+        projection: projection of the student's vocabulary onto the teacher's; None for losses that read none.
+        endings: finder of outcomes by both vocabularies' bytes; None for losses that read none.
     """
 
     pairing: Pairing
@@ -75,11 +75,11 @@ class TaughtChunks:
     """The chunks that a micro-batch has with one teacher.
 
     Attributes:
-        layout: of the teacher's samples.
-        edges: whose predictors are the teacher's rows.
-        blocks: of the chunks.
-        weight: float64 ``[C]``, of each chunk, in the order of the blocks.
-        multiplicity: float64 ``[C]``, how many samples have it.
+        layout: layout of the teacher's samples.
+        edges: edges whose predictors are the teacher's rows.
+        blocks: blocks of the chunks.
+        weight: float64 ``[C]``, weight of each chunk, in the order of the blocks.
+        multiplicity: float64 ``[C]``, number of samples that have it.
         first_sample: int64 ``[C]``, the first of them in the micro-batch, for messages.
         per_chunk: the step's divisor over its chunks, which makes the weighted sum a mean over chunks.
         known: the teacher's rows, where the samples have them; None where its model is asked.
@@ -100,9 +100,9 @@ class ChunkRows(LossRows):
     """Inputs of the loss of a micro-batch, on the device.
 
     Attributes:
-        edges: of the student's scored tokens; their predictors are the student's rows.
+        edges: edges of the student's scored tokens; their predictors are the student's rows.
         token_weight: float64 ``[E]``, the masks of all samples that score each, added up.
-        taught: by each teacher.
+        taught: chunks taught by each teacher.
     """
 
     edges: Edges
@@ -119,7 +119,7 @@ class ChunkTargets(Targets):
     """Inputs of the losses of a step.
 
     Attributes:
-        paired: with each teacher, one pair a sample.
+        paired: pairs of samples with each teacher, one pair a sample.
     """
 
     paired: tuple[tuple[Pair, ...], ...] = ()

@@ -1,4 +1,4 @@
-"""A step's samples to micro-batches on ranks."""
+"""Assignment of a step's samples to micro-batches on ranks."""
 
 from mcore_prefix_tree.plan.ahead import Ahead
 from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured

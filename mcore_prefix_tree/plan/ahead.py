@@ -18,7 +18,7 @@ class Ahead(Generic[K, T]):
     it waits for a device or for other ranks.
 
     Args:
-        make: one step's work. It is called from another thread.
+        make: function that does one step's work. It is called from another thread.
     """
 
     def __init__(self, make: Callable[[K], T]) -> None:
@@ -30,11 +30,11 @@ class Ahead(Generic[K, T]):
         """Return a step, and begin with the one that follows.
 
         Args:
-            step: begun by the call before, or else made now.
-            then: the next one; None begins none.
+            step: name of the step, begun by the call before, or else made now.
+            then: name of the next step; None begins none.
 
         Raises:
-            Exception: what ``make`` raised for this step.
+            Exception: any exception that ``make`` raised for this step.
         """
         made = self._made(step)
         self._next = None if then is None else (then, self._thread.submit(self._make, then))

@@ -1,4 +1,4 @@
-"""Leaves to micro-batches on ranks, so that the slowest rank is as fast as can be found.
+"""Assignment of leaves to micro-batches on ranks, so that the slowest rank is as fast as can be found.
 
 Several constructions are tried and the best is kept; each ends early once it is within one per cent of the lower bound.
 
@@ -38,8 +38,8 @@ def balance(
     """Return the best assignment found of all leaves to D ranks of K micro-batches.
 
     Args:
-        leaves: of the whole step; ``fewest_runs`` under ``max_tokens`` must need no more than D * K.
-        cost_model: of a micro-batch.
+        leaves: leaves of the whole step; ``fewest_runs`` under ``max_tokens`` must need no more than D * K.
+        cost_model: cost model of a micro-batch.
         dp_size, micro_batches: D and K.
         max_tokens, bubble: as in :func:`~mcore_prefix_tree.plan.plan.plan_step`.
     """
@@ -92,13 +92,13 @@ class _Search:
             self.best, self.makespan = ranks, slowest
 
     def even_runs(self) -> None:
-        """D * K runs of the order, the most expensive as cheap as it can be."""
+        """Try D * K runs of the order, the most expensive as cheap as it can be."""
         runs = _cheapest_runs(self.context, self.fresh, self.dp_size * self.micro_batches, self.token_reach)
         assert runs is not None, "the caller has made sure that the fewest runs are few enough"
         self.deal([np.arange(*run) for run in runs])
 
     def even_ranks(self) -> None:
-        """D runs of the order, the most expensive as cheap as it can be, each cut under the budget."""
+        """Try D runs of the order, the most expensive as cheap as it can be, each cut under the budget."""
         if self.done() or self.dp_size == 1 or self.micro_batches == 1:
             return
         furthest = reach_of_several(self.token_reach, self.micro_batches)
@@ -108,7 +108,7 @@ class _Search:
             self.consider_ranks(ranks + [np.arange(0)] * (self.dp_size - len(ranks)))
 
     def least_repeating_runs(self) -> None:
-        """Cuts that repeat the least. Of a single rank the cost is the sum, which this makes as small as runs can."""
+        """Try cuts that repeat the least. A single rank's cost is the sum, which this makes as small as runs can."""
         if self.done() or self.micro_batches == 1:
             return
         runs = _runs_within(self.leaves, self.context, self.max_tokens, self.dp_size * self.micro_batches)
@@ -116,7 +116,7 @@ class _Search:
         self.deal([np.arange(*run) for run in runs])
 
     def whole_trees(self) -> None:
-        """Whole trees to the ranks' micro-batches, cut where none can hold them."""
+        """Try whole trees in the ranks' micro-batches, cut where none can hold them."""
         if self.done() or self.dp_size * self.micro_batches == 1:
             return
         placer = SubtreePlacer(self.leaves, self.cost_model)
@@ -138,7 +138,7 @@ class _Search:
                 return
 
     def consider_bins(self, bin_of: Int64Array) -> None:
-        """Consider the contents of D * K bins, K a rank, and what comes of them by moving leaves."""
+        """Consider the contents of D * K bins, K a rank, and the result of moving leaves between them."""
         count = self.micro_batches
         refined = refine(
             self.leaves,
@@ -154,7 +154,7 @@ class _Search:
             self.consider([bins[at : at + count] for at in range(0, len(bins), count)])
 
     def whole_ranks(self) -> None:
-        """Leaves to ranks first, then each rank's own under the budget."""
+        """Deal leaves to ranks first, then each rank's own under the budget."""
         if self.done() or self.dp_size == 1:
             return
         for ranks in self.placed(self.dp_size, self.least, self.makespan, self.max_tokens * self.micro_batches):
@@ -162,7 +162,7 @@ class _Search:
                 return
 
     def even_bins(self) -> None:
-        """D * K bins, not of neighbours only."""
+        """Try D * K bins, not of neighbours only."""
         if self.done() or self.dp_size == 1 or self.micro_batches == 1:
             return
         mean = self.makespan // self.micro_batches
@@ -222,7 +222,7 @@ def _members(bin_of: Int64Array, bins: int) -> list[Int64Array]:
 
 
 def _cheapest_runs(context: Int64Array, fresh: Int64Array, count: int, furthest: Int64Array) -> list[Run] | None:
-    """At most ``count`` runs that go no further than ``furthest``, the most expensive as cheap as it can be.
+    """Return at most ``count`` runs that go no further than ``furthest``, the most expensive as cheap as it can be.
 
     To one part in ten thousand. None if so few cannot hold everything.
     """
@@ -250,7 +250,7 @@ def _runs_within(leaves: Leaves, context: Int64Array, max_tokens: int, count: in
 def _deal(
     leaves: Leaves, cost_model: CostModel, bins: list[Int64Array], dp_size: int, micro_batches: int
 ) -> list[RankBins]:
-    """Bins to ranks, ``micro_batches`` each: the largest first to the lightest rank with room, then swaps."""
+    """Deal bins to ranks, ``micro_batches`` each: the largest first to the lightest rank with room, then swaps."""
     empty, missing = np.arange(0), dp_size * micro_batches - len(bins)
     cost = [leaves.some(chosen).units(cost_model) for chosen in bins]
     cost += [leaves.some(empty).units(cost_model)] * missing

@@ -30,7 +30,7 @@ class Measured(NamedTuple):
     Attributes:
         tokens: physical tokens computed, padding included.
         pairs: visible (query, key) pairs.
-        seconds: it took.
+        seconds: measured seconds.
         scored: unique tokens that the vocabulary head computed; 0 where it computes all of them.
     """
 
@@ -41,11 +41,11 @@ class Measured(NamedTuple):
 
 
 def read_measured(path: str) -> list[Measured]:
-    """The measurements in a file that ``mcore-prefix-tree calibrate`` wrote.
+    """Return the measurements in a file that ``mcore-prefix-tree calibrate`` wrote.
 
     Raises:
-        ValueError: the file is not one; names it.
-        OSError: it cannot be read.
+        ValueError: the file is not one; the message names it.
+        OSError: the file cannot be read.
     """
     try:
         found = json.loads(read_text(path))["measured"]
@@ -75,13 +75,14 @@ class CostModel:
     """Cost of a micro-batch: ``token * tokens + pair * visible_pairs + scored * scored_tokens + micro_batch``.
 
     Attributes:
-        token: of one physical token; FLOPs from :meth:`from_work`, seconds once calibrated.
-        pair: of one visible (query, key) pair, in the same unit.
-        scored: of scoring a unique token, on top of ``token``, in the same unit; 0 where the head computes all tokens.
-        micro_batch: of having a micro-batch at all, in the same unit.
+        token: cost of one physical token; FLOPs from :meth:`from_work`, seconds once calibrated.
+        pair: cost of one visible (query, key) pair, in the same unit.
+        scored: cost of scoring a unique token, on top of ``token``, in the same unit; 0 where the head computes all
+            tokens.
+        micro_batch: cost of having a micro-batch at all, in the same unit.
 
     Raises:
-        ValueError: on construction, if a cost is negative or not finite, or a token costs nothing.
+        ValueError: raised on construction, if a cost is negative or not finite, or a token costs nothing.
     """
 
     token: float = 1.0
@@ -104,7 +105,7 @@ class CostModel:
         return cls(token=token, pair=pair, scored=scored)
 
     def calibrated(self, measured: Sequence[Measured]) -> CostModel:
-        """This model in seconds, as measured.
+        """Return this model in seconds, as measured.
 
         Measurements of as many different shapes as there are costs (four, or three where the head computes all tokens)
         give all of them: the non-negative ones with the smallest squared *relative* error, so that small micro-batches
@@ -172,8 +173,8 @@ def _least_relative_error(scaled: npt.NDArray[np.float64], norms: npt.NDArray[np
     """Return the costs >= 0, the first of them > 0, that minimise the squared relative error.
 
     Args:
-        scaled: ``[measurements, costs]``, what each cost was paid for, per measured second.
-        norms: ``[costs]``, of its columns.
+        scaled: ``[measurements, costs]``, quantity that each cost was paid for, per measured second.
+        norms: ``[costs]``, norms of its columns.
     """
     # So few unknowns have few faces: the constrained optimum is the best feasible optimum of one of them.
     best, best_error = np.zeros(len(norms)), math.inf

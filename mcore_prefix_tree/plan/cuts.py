@@ -22,9 +22,9 @@ def reach(context: Int64Array, fresh: Int64Array, budget: int) -> Int64Array:
     """Return int64 ``[S]``: the exclusive end of the longest run under the budget that begins with each sample.
 
     Args:
-        context: int64 ``[S]``, what the path of each sample has in common with the one before; 0 for the first.
-        fresh: int64 ``[S]``, what each sample adds to the one before.
-        budget: for a run. A sample that does not fit by itself is a run of its own.
+        context: int64 ``[S]``, cost of the path that each sample has in common with the one before; 0 for the first.
+        fresh: int64 ``[S]``, cost that each sample adds to the one before.
+        budget: largest cost of a run. A sample that does not fit by itself is a run of its own.
     """
     ends = np.cumsum(fresh)
     furthest = np.searchsorted(ends, budget + (ends - fresh) - context, side="right")
@@ -58,7 +58,7 @@ def fewest_runs(context: Int64Array, fresh: Int64Array, budget: int) -> list[Run
 
 
 def smallest_budget(context: Int64Array, fresh: Int64Array, count: int, high: int) -> int:
-    """The smallest budget under which ``count`` runs are enough, where under ``high`` they are."""
+    """Return the smallest budget under which ``count`` runs are enough, where under ``high`` they are."""
     low = int((context + fresh).max(initial=1))
     while low < high:
         middle = (low + high) // 2
@@ -72,7 +72,7 @@ def smallest_budget(context: Int64Array, fresh: Int64Array, count: int, high: in
 def least_repeating_runs(
     context: Int64Array, fresh: Int64Array, budget: int, *, repeats: Int64Array | None = None
 ) -> list[Run]:
-    """The runs under the budget that repeat the least, among all ways to cut the order.
+    """Return the runs under the budget that repeat the least, among all ways to cut the order.
 
     Minimises the sum of ``repeats[start]`` over runs; of equal sums, takes the fewest runs. Dynamic programming over
     the ends of runs: ``best[j] = min over i of best[i] + repeats[i]`` where the run i:j fits. Where a run may begin
@@ -81,7 +81,7 @@ def least_repeating_runs(
 
     Args:
         context, fresh, budget: as in :func:`reach`.
-        repeats: int64 ``[S]``, what a run that begins here costs besides its fresh part; ``context`` by default.
+        repeats: int64 ``[S]``, cost of a run that begins here besides its fresh part; ``context`` by default.
     """
     count = len(fresh)
     ends = np.cumsum(fresh)

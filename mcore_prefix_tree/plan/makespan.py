@@ -34,14 +34,14 @@ def least_makespan(
     of the ``k * dp_size + 1`` leaves that have most to themselves, k + 1 meet on one rank.
 
     Args:
-        trie: of all samples.
-        cost_model: of a micro-batch.
-        dp_size: data-parallel ranks.
-        micro_batches: of every rank; each costs ``cost_model.micro_batch``.
-        max_tokens: physical tokens that a micro-batch may hold, at least those of the longest sample; None for any
-            number.
-        scored: int64 ``[S]``, of each sample in the trie's order of them: see ``plan.pack.first_scored``; None if
-            scoring costs nothing.
+        trie: trie of all samples.
+        cost_model: cost model of a micro-batch.
+        dp_size: number of data-parallel ranks.
+        micro_batches: number of micro-batches of every rank; each costs ``cost_model.micro_batch``.
+        max_tokens: largest number of physical tokens of a micro-batch, at least those of the longest sample; None for
+            any number.
+        scored: int64 ``[S]``, scored tokens of each sample in the trie's order of them: see ``plan.pack.first_scored``;
+            None if scoring costs nothing.
     """
     overhead = cost_model.units_of_micro_batch * micro_batches
     if not trie.num_nodes:

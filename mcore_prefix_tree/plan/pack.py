@@ -1,4 +1,4 @@
-"""Leaves of a forest into bins, where the paths that a bin's leaves have in common count once.
+"""Placement of a forest's leaves in bins, where the paths that a bin's leaves have in common count once.
 
 A sample that another one continues costs nothing where that other one is computed: only leaves, the samples that none
 continues, have to be placed, and the others follow.
@@ -34,7 +34,7 @@ class Leaves:
         end: int64 ``[L]``, exclusive.
         length: int64 ``[L]``, tokens of the leaf's path.
         context: int64 ``[L]``, leading tokens of that path in common with the leaf before; 0 for the first.
-        scored: int64 ``[L]``, what scoring the samples that go with each leaf adds: see :func:`first_scored`.
+        scored: int64 ``[L]``, amount that scoring the samples of each leaf adds: see :func:`first_scored`.
     """
 
     start: Int64Array
@@ -123,10 +123,10 @@ class Atoms:
     """Runs of leaves that are placed together.
 
     Attributes:
-        runs: leaves of each.
+        runs: run of leaves of each atom.
         context: int64 ``[A]``, tokens of the path that each has in common with the atom before.
         narrowest: int64 ``[A]``, tokens that all leaves of the atom have in common.
-        tokens: int64 ``[A]``, of each by itself.
+        tokens: int64 ``[A]``, tokens of each by itself.
         units: int64 ``[A]``, cost of each by itself.
     """
 

@@ -29,7 +29,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class BudgetError(SampleError):
-    """A single sample is longer than a micro-batch may be, or samples that stay together are."""
+    """A sample, or a set of samples that stay together, is longer than a micro-batch may be."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,9 +37,10 @@ class ForestPlan:
     """Samples that each micro-batch of a step holds.
 
     Attributes:
-        micro_batches: by data-parallel rank, then by micro-batch, the indices of its samples; an empty tuple is a
-            micro-batch of padding. All ranks have the same number.
-        physical_tokens: unique tokens of each, before padding; counts an ancestor once per micro-batch that needs it.
+        micro_batches: indices of the samples of each micro-batch, by data-parallel rank, then by micro-batch; an empty
+            tuple is a micro-batch of padding. All ranks have the same number.
+        physical_tokens: unique tokens of each micro-batch, before padding; counts an ancestor once per micro-batch that
+            needs it.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -75,16 +76,16 @@ def plan_step(
     few tokens as that allows, and deal the largest first, back and forth over the ranks.
 
     Args:
-        samples: of the whole step, all ranks together.
-        max_tokens: physical tokens that a micro-batch may hold, before padding.
+        samples: samples of the whole step, all ranks together.
+        max_tokens: largest number of physical tokens of a micro-batch, before padding.
         dp_size: D.
-        micro_batch_multiple: K is a multiple of this (the pipeline size, where stages are interleaved).
+        micro_batch_multiple: number that K is a multiple of (the pipeline size, where stages are interleaved).
         micro_batches: K, such a multiple; None chooses it.
-        cost_model: what the ranks' work is compared by; None counts tokens of micro-batches.
-        bubble: what a pipeline adds to a rank's cost, in times that of its largest micro-batch: the stages but one,
-            over the virtual stages of each (Narayanan et al., SC 2021, section 2.2). Without a cost model it is unused.
-        sharing: which common prefixes are shared; fold the micro-batches with the same.
-        together: a key for each sample; samples with the same key share a micro-batch, None leaves a sample free. The
+        cost_model: cost model that compares the ranks' work; None counts tokens of micro-batches.
+        bubble: cost that a pipeline adds to a rank, in times that of its largest micro-batch: the stages but one, over
+            the virtual stages of each (Narayanan et al., SC 2021, section 2.2). Without a cost model it is unused.
+        sharing: common prefixes that samples share; fold the micro-batches with the same.
+        together: key of each sample; samples with the same key share a micro-batch, None leaves a sample free. The
             micro-batches are then runs of neighbours as even in tokens as can be found, and a cost model only decides
             their distribution over the ranks.
         budget_name: name of the user's setting of ``max_tokens``, for errors.
@@ -176,7 +177,7 @@ def _in_order(
 def _scored(
     samples: Sequence[Sample], order: Int64Array, shared: Int64Array, cost_model: CostModel | None
 ) -> Int64Array | None:
-    """Cost that scoring each sample adds, if it costs anything."""
+    """Return the cost that scoring each sample adds, if it costs anything."""
     return first_scored(samples, order, shared) if cost_model is not None and cost_model.scored else None
 
 

@@ -1,4 +1,4 @@
-"""Leaves moved from the slowest rank to others, as long as that makes it faster.
+"""Moves of leaves from the slowest rank to others, as long as that makes it faster.
 
 Legend: L leaves, B bins.
 """
@@ -34,12 +34,12 @@ def refine(
     fastest; it stops where no move helps.
 
     Args:
-        leaves: L of them.
-        cost_model: of their tokens.
-        bin_of: int64 ``[L]``; rank r has the bins from ``r * bins_per_rank`` on.
-        ranks, bins_per_rank: how many.
-        max_tokens: of a bin.
-        enough: units of a rank below which nothing more is moved.
+        leaves: the L leaves.
+        cost_model: cost model of their tokens.
+        bin_of: int64 ``[L]``, bin of each leaf; rank r has the bins from ``r * bins_per_rank`` on.
+        ranks, bins_per_rank: number of ranks, and of bins of each.
+        max_tokens: largest number of tokens of a bin.
+        enough: cost of a rank, in units, below which nothing more is moved.
     """
     bins = ranks * bins_per_rank
     rank_of = np.arange(bins) // bins_per_rank

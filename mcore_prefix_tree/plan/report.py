@@ -21,12 +21,12 @@ class MicroBatchReport:
     """One micro-batch.
 
     Attributes:
-        samples: that it scores.
+        samples: number of samples that it scores.
         tokens: unique tokens.
         padding: tokens up to the size that the parallel layout or length buckets ask for.
         pairs: visible (query, key) pairs.
         scored: unique tokens that are scored; what samples of several micro-batches score together counts in one.
-        cost: predicted.
+        cost: predicted cost.
     """
 
     samples: int
@@ -42,15 +42,15 @@ class PlanReport:
     """A plan in numbers. Costs are in the unit of the cost model and leave padding aside.
 
     Attributes:
-        ranks: by data-parallel rank, then by micro-batch.
+        ranks: micro-batches by data-parallel rank, then by micro-batch.
         logical_tokens: sum of the sample lengths.
-        unique_tokens: of the whole step; what a single micro-batch without a budget would compute.
-        repeated_tokens: what the cuts add to that: context that more than one micro-batch computes.
+        unique_tokens: unique tokens of the whole step; what a single micro-batch without a budget would compute.
+        repeated_tokens: tokens that the cuts add to that: context that more than one micro-batch computes.
         padding: tokens of padding in all micro-batches.
         slowest: cost of the most expensive rank.
         mean: cost of a rank on average.
-        lower_bound: no plan has a slowest rank below this.
-        bubble: that the ranks' costs count, see :func:`plan_step`.
+        lower_bound: lower bound of the slowest rank's cost, over all plans.
+        bubble: pipeline bubble that the ranks' costs count, see :func:`plan_step`.
     """
 
     ranks: tuple[tuple[MicroBatchReport, ...], ...]
@@ -100,11 +100,11 @@ def report_plan(
     """Count a plan of samples, from :func:`plan_step` or from anywhere else.
 
     Args:
-        samples: that were planned.
-        plan: of them.
-        cost_model: to judge it by.
+        samples: samples that were planned.
+        plan: plan of the samples.
+        cost_model: cost model to judge it by.
         max_tokens: the budget, which the lower bound respects.
-        padding: of the micro-batches.
+        padding: padding of the micro-batches.
         bubble, sharing: as in :func:`plan_step`.
     """
     order, shared = sort_samples(samples, sharing)

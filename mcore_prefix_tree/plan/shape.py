@@ -14,11 +14,11 @@ class LatentAttention:
     Names and defaults are those of Megatron's ``MLATransformerConfig``.
 
     Attributes:
-        q_lora_rank: of the queries' latent; None projects them from hidden states.
-        kv_lora_rank: of the latent of keys and values.
-        qk_head_dim: of a head's queries and keys, without the part that has a position.
-        qk_pos_emb_head_dim: of that part; of keys, all heads share it.
-        v_head_dim: of a head's values.
+        q_lora_rank: rank of the queries' latent; None projects them from hidden states.
+        kv_lora_rank: rank of the latent of keys and values.
+        qk_head_dim: size of a head's queries and keys, without the part that has a position.
+        qk_pos_emb_head_dim: size of that part; all heads share that of the keys.
+        v_head_dim: size of a head's values.
     """
 
     q_lora_rank: int | None = 512
@@ -29,7 +29,7 @@ class LatentAttention:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> LatentAttention | None:
-        """Read a recipe's ``model.transformer`` or Megatron-LM's arguments; None if they do not ask for it."""
+        """Read a recipe's ``model.transformer`` or Megatron-LM's arguments; None if they do not set it."""
         if not settings.get("multi_latent_attention"):
             return None
         return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
@@ -51,12 +51,13 @@ class Experts:
     """A mixture of experts, with the names and defaults of Megatron's ``TransformerConfig``.
 
     Attributes:
-        num_moe_experts: of a layer; the router scores each for every token.
-        moe_router_topk: experts that a token passes through.
+        num_moe_experts: number of experts of a layer; the router scores each for every token.
+        moe_router_topk: number of experts that a token passes through.
         moe_ffn_hidden_size: width of an expert; None is the dense layer's.
-        moe_shared_expert_intermediate_size: width of the expert that all tokens pass through; None is no such expert.
-        moe_latent_size: width of what the experts, but not the shared one, compute on; None is the hidden size.
-        moe_layer_freq: see :func:`layers_with_experts`.
+        moe_shared_expert_intermediate_size: width of the expert that all tokens pass through; None means no such
+            expert.
+        moe_latent_size: width of the input of the experts, but not of the shared one; None is the hidden size.
+        moe_layer_freq: layers that have experts; see :func:`layers_with_experts`.
     """
 
     num_moe_experts: int
@@ -85,14 +86,14 @@ class Experts:
 
 
 def layers_with_experts(num_layers: int, moe_layer_freq: int | Sequence[int]) -> list[bool]:
-    """For each layer, whether it has experts: every ``moe_layer_freq``-th from the first, or as a list says."""
+    """Return for each layer whether it has experts: every ``moe_layer_freq``-th from the first, or as a list says."""
     if isinstance(moe_layer_freq, int):
         return [layer % moe_layer_freq == 0 for layer in range(num_layers)]
     return [bool(has_experts) for has_experts in moe_layer_freq]
 
 
 def layers_with_window(num_layers: int, settings: Mapping[str, Any]) -> list[bool]:
-    """For each layer, whether its attention has a sliding window, as ``is_layer_window_attention`` of Megatron says."""
+    """Return for each layer whether its attention has a sliding window, as Megatron's ``is_layer_window_attention``."""
     skip = settings.get("window_attn_skip_freq")
     if not settings.get("window_size"):
         return [False] * num_layers

@@ -16,8 +16,8 @@ class Spread:
 
     Attributes:
         mean: logical tokens of all steps over physical tokens of all steps.
-        lowest: of a single step.
-        highest: of a single step.
+        lowest: lowest ratio of a single step.
+        highest: highest ratio of a single step.
     """
 
     mean: float
@@ -35,11 +35,11 @@ class StepsReport:
     """Steps of training.
 
     Attributes:
-        steps: how many.
-        samples: of an average step.
-        fold_ratio: of the steps.
-        planned_fold_ratio: the same with the context that micro-batches repeat; None if none are planned.
-        idle_ranks: data-parallel ranks without samples in an average step; None if none are planned.
+        steps: number of steps.
+        samples: number of samples of an average step.
+        fold_ratio: fold ratio of the steps.
+        planned_fold_ratio: the same ratio with the context that micro-batches repeat; None without a plan.
+        idle_ranks: number of data-parallel ranks without samples in an average step; None without a plan.
     """
 
     steps: int
@@ -59,8 +59,8 @@ def report_steps(
 
     Args:
         steps: the samples of each step; at least one step.
-        sharing: which common prefixes are shared.
-        plan: cuts a step into micro-batches, as training does.
+        sharing: common prefixes that samples share.
+        plan: function that cuts a step into micro-batches, as training does.
     """
     samples, logical, physical, planned, idle = 0, [], [], [], 0
     for step in steps:

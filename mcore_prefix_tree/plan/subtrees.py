@@ -1,4 +1,4 @@
-"""Whole subtrees into bins: a tree is cut only where no bin can hold it, so that few bins compute its ancestors again.
+"""Place whole subtrees in bins: cut a tree only where no bin can hold it, so that few bins recompute its ancestors.
 
 Where :mod:`mcore_prefix_tree.plan.pack` starts from single leaves and lets them find each other, this starts from whole
 trees: best fit for items that may be broken, at the price of a path that both parts compute.
@@ -46,11 +46,13 @@ class SubtreePlacer:
         tree to place like the others.
 
         Args:
-            ranks, bins_per_rank: rank r has the bins from ``r * bins_per_rank`` on.
-            max_units: of a rank.
-            max_tokens: of a bin.
-            by_size: the most expensive tree first. Otherwise those that have to be cut anyway, then those whose leaves
-                have most in common: what comes last is cut to fill the bins, at the least price.
+            ranks, bins_per_rank: number of ranks, and of bins of each; rank r has the bins from ``r * bins_per_rank``
+                on.
+            max_units: largest cost of a rank, in units.
+            max_tokens: largest number of tokens of a bin.
+            by_size: whether the most expensive tree comes first. Otherwise those that have to be cut anyway come first,
+                then those whose leaves have most in common: what comes last is cut to fill the bins, at the least
+                price.
         """
         bins = ranks * bins_per_rank
         rank_of = np.arange(bins) // bins_per_rank

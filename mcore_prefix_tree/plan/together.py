@@ -25,7 +25,7 @@ class Clusters:
     counts once only what their first samples have in common.
 
     Attributes:
-        members: of each, the places of its samples in the depth-first order, increasing.
+        members: places of each cluster's samples in the depth-first order, increasing.
         context: int64 ``[C]``, tokens that each cluster's first sample has in common with the first one of the cluster
             before.
         fresh: int64 ``[C]``, its other unique tokens.
@@ -37,10 +37,10 @@ class Clusters:
 
     @classmethod
     def of(cls, keys: Sequence[Hashable], leaves: Leaves) -> Clusters:
-        """Those samples together that have the same key.
+        """Put the samples together that have the same key.
 
         Args:
-            keys: of the samples in depth-first order; None leaves a sample free.
+            keys: keys of the samples in depth-first order; None leaves a sample free.
             leaves: every sample, in the same order.
         """
         members: dict[Hashable, list[int]] = {}

@@ -32,7 +32,7 @@ class Counts(NamedTuple):
     """Tokens, pairs and predictors that a run computes, padding aside.
 
     Attributes:
-        tokens: tokens that pass through the layers.
+        tokens: number of tokens that pass through the layers.
         pairs: visible (query, key) pairs of a layer without a sliding window.
         window_pairs: visible pairs of a layer with one; 0 where the model has none.
         predictors: positions that predict a scored token, which the fused head projects.
@@ -227,9 +227,9 @@ class ModelWork:
             vocab_size: columns of the output layer.
             num_query_groups: key and value heads; as many as query heads by default.
             kv_channels: head size; ``hidden_size / num_attention_heads`` by default.
-            fused_head: see above.
-            settings: further ones by the names of Megatron's ``TransformerConfig``, of which multi-latent attention,
-                experts, ``attention_output_gate`` and sliding windows count.
+            fused_head: whether the head is fused, see above.
+            settings: further settings by the names of Megatron's ``TransformerConfig``, of which multi-latent
+                attention, experts, ``attention_output_gate`` and sliding windows count.
             parts: "attention", "mlp" or "experts" of each layer of a hybrid model; by default a layer has attention and
                 one of the others.
         """
@@ -274,9 +274,10 @@ class ModelWork:
 
         Args:
             model: a recipe's ``ModelConfig``.
-            vocab_size: where the recipe leaves it to the tokenizer.
+            vocab_size: size of the vocabulary, where the recipe leaves it to the tokenizer.
             fused_head: ``recipe.fused_head``.
-            scalar_head: of a critic or reward model, instead of the vocabulary's; it has one column, for all tokens.
+            scalar_head: whether the model has the head of a critic or reward model instead of the vocabulary's; it has
+                one column, for all tokens.
 
         Raises:
             ValueError: if neither gives a vocabulary size.

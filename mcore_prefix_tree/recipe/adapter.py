@@ -42,9 +42,9 @@ class AdapterFolder:
     """A folder that PEFT's ``save_pretrained`` wrote.
 
     Attributes:
-        path: of the folder.
-        lora: rank, scale and layers.
-        shapes: for each matrix, its shape, by the name of its layer's weight in the model's folder and ``A`` or ``B``.
+        path: path of the folder.
+        lora: rank, scale and layers of the adapter.
+        shapes: shape of each matrix, by the name of its layer's weight in the model's folder and ``A`` or ``B``.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class AdapterFolder:
         """Check that the folder has both matrices of each layer, in the shapes of the model.
 
         Raises:
-            ValueError: names the first that is missing, of another shape or too many.
+            ValueError: a matrix does not fit; names the first that is missing, of another shape or too many.
         """
         wanted: dict[str, list[int]] = {}
         for layer in layers_with(model, self.lora):
@@ -104,7 +104,7 @@ def layers_with(model: HuggingFaceFolder, lora: LoraConfig) -> list[str]:
     """Return the names of the layers that get an adapter.
 
     Raises:
-        ValueError: the model lacks a target, or it is a layer of experts; names it.
+        ValueError: the model lacks a target, or the target is a layer of experts; names it.
     """
     found = []
     for target in lora.target_modules:

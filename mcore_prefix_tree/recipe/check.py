@@ -22,13 +22,13 @@ def check_recipe(recipe: Recipe, *, is_trained: bool = False) -> None:
     """Check settings that pass one by one, but not together, and names of what has to exist.
 
     Args:
-        recipe: of the job.
-        is_trained: the job runs the optimizer.
+        recipe: recipe of the job.
+        is_trained: whether the job runs the optimizer.
 
     Raises:
-        RecipeError: names the setting.
-        ValueError: there is no such attention back-end.
-        SampleError: there is no such file of data.
+        RecipeError: a setting cannot be used; names it.
+        ValueError: the attention back-end does not exist.
+        SampleError: a file of data does not exist.
     """
     check_setting(recipe.attention_backend)
     checked_settings(recipe)
@@ -43,7 +43,7 @@ def check_logs(config: LogConfig, inputs: Iterable[str] = ()) -> None:
 
     Raises:
         ValueError: ``metrics`` is one of the inputs.
-        ImportError: ``tensorboard`` or ``wandb`` is asked for and is not installed.
+        ImportError: ``tensorboard`` or ``wandb`` is set and is not installed.
     """
     if config.metrics is not None and Path(config.metrics).exists():
         try:
@@ -67,7 +67,7 @@ def check_sizes(model: ModelConfig) -> None:
     """Check the sizes of a model that a recipe describes; of a Hugging Face folder, what is set beside it.
 
     Raises:
-        RecipeError: names the setting.
+        RecipeError: a setting cannot be used; names it.
     """
     if model.hf is not None:
         return

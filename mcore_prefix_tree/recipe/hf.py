@@ -61,11 +61,11 @@ class HuggingFaceFolder:
     """A folder of a causal language model, or of one that ends in a scalar head.
 
     Attributes:
-        path: of the folder.
+        path: path of the folder.
         config: content of ``config.json``.
-        files: for each weight, the name of its file.
-        dtypes: for each weight, its type as safetensors names it, such as ``BF16``.
-        shapes: for each weight, its shape.
+        files: file name of each weight.
+        dtypes: type of each weight as safetensors names it, such as ``BF16``.
+        shapes: shape of each weight.
     """
 
     path: Path
@@ -166,7 +166,7 @@ class HuggingFaceFolder:
         """Keys of a recipe's model that the configuration decides.
 
         Raises:
-            ValueError: the configuration lacks one.
+            ValueError: the configuration lacks a key.
         """
         for name in _SIZES.values():
             if name not in self.config:
@@ -324,8 +324,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
     Raises:
-        ValueError: it holds something else; names the file.
-        OSError: it cannot be read.
+        ValueError: the file holds something else; names it.
+        OSError: the file cannot be read.
     """
     try:
         content = json.loads(read_text(file))

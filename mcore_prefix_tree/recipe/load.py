@@ -36,11 +36,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
 
     Args:
-        path: of a YAML file. ``data.path`` in the file is relative to the working directory, like an override.
+        path: path of a YAML file. ``data.path`` in the file is relative to the working directory, like an override.
         overrides: ``key=value``, with dots for nesting (``data.path=rollouts.jsonl``); values are YAML.
 
     Raises:
-        RecipeError: names the file and the key.
+        RecipeError: the recipe cannot be used; names the file and the key.
     """
     try:
         text = read_text(path)
@@ -118,7 +118,7 @@ def _check_scalars(text: str) -> None:
     """Reject what YAML or OmegaConf would read as something else than its writer means.
 
     Raises:
-        ValueError: names the line and the scalar.
+        ValueError: a scalar would be misread; names the line and the scalar.
         YAMLError: the text is not YAML.
     """
     for token in yaml.scan(text, Loader=_Scanner):

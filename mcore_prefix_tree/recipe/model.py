@@ -19,13 +19,13 @@ class YarnConfig:
     """YaRN's rotary embeddings (https://arxiv.org/abs/2309.00071), with Megatron's names for its settings.
 
     Attributes:
-        rotary_scaling_factor: how many times longer than in pre-training a path may be.
-        original_max_position_embeddings: the longest in pre-training.
+        rotary_scaling_factor: factor by which a path may be longer than in pre-training.
+        original_max_position_embeddings: length of the longest path in pre-training.
         beta_fast: rotations within that length above which a frequency is kept.
-        beta_slow: rotations below which it is divided by the factor; in between, something of both.
+        beta_slow: rotations below which it is divided by the factor; in between, the two are blended.
         mscale: weight of the logarithm of the factor in the scale of queries and keys.
-        mscale_all_dim: the same of what that scale is divided by; 0 divides by nothing.
-        correction_range_round_to_int: from a whole frequency to a whole frequency.
+        mscale_all_dim: weight of the same logarithm in the divisor of that scale; 0 divides by nothing.
+        correction_range_round_to_int: whether the range in between begins and ends at a whole frequency.
     """
 
     rotary_scaling_factor: PositiveFloat
@@ -51,9 +51,9 @@ class LoraConfig:
 
     Attributes:
         r: rank of the two matrices of a layer.
-        lora_alpha: what their product is multiplied by, times ``r``.
+        lora_alpha: factor that their product is multiplied by, times ``r``.
         target_modules: linear layers that get one, by their names in the folder.
-        lora_dropout: 0.
+        lora_dropout: dropout rate; must be 0.
     """
 
     r: PositiveInt = 8
@@ -75,11 +75,12 @@ class ModelConfig:
             default if that has a chat template. None for a model of the sizes given here.
         lora: adapters on the layers of ``hf``, which alone are trained, saved and exported; None trains all weights.
         adapter: folder that PEFT wrote, whose adapters training starts from; it decides ``lora``.
-        vocab_size: before padding to a multiple of the tensor-parallel size; None takes the tokenizer's.
-        rope_scaling: Llama 3.1's of the rotary frequencies, by ``rope_scaling_factor``.
-        yarn: of ``position_embedding_type: yarn``, which needs it.
-        dtype: of parameters and activations.
-        transformer_impl: megatron-core's own layers or TransformerEngine's.
+        vocab_size: vocabulary size before padding to a multiple of the tensor-parallel size; None takes the
+            tokenizer's.
+        rope_scaling: whether to scale the rotary frequencies as Llama 3.1 does, by ``rope_scaling_factor``.
+        yarn: settings of ``position_embedding_type: yarn``, which needs them.
+        dtype: dtype of parameters and activations.
+        transformer_impl: implementation of the layers: megatron-core's own layers or TransformerEngine's.
         transformer: further fields of ``megatron.core.transformer.TransformerConfig``.
     """
 

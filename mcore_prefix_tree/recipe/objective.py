@@ -16,8 +16,8 @@ def settings_of(given: ObjectiveConfig, names: SettingNames = IN_RECIPES) -> Obj
     """Return the objective that a recipe names, by its options alone.
 
     Args:
-        given: of the recipe.
-        names: of the settings, for messages.
+        given: objective section of the recipe.
+        names: names of the settings, for messages.
 
     Raises:
         RecipeError: the objective or an option is unknown, or an option is out of range.
@@ -37,13 +37,13 @@ def check_teachers_named(
     """Check that a job names the teachers that its objective reads, and no others.
 
     Args:
-        objective: from :func:`settings_of`.
-        given: of the job.
-        fused_head: of the student.
-        names: of the settings, for messages.
+        objective: objective that :func:`settings_of` returned.
+        given: objective section of the job's recipe.
+        fused_head: whether the student has the fused head.
+        names: names of the settings, for messages.
 
     Raises:
-        RecipeError: it does not.
+        RecipeError: the named teachers do not fit the objective.
     """
     teachers, across = given.teacher_recipes, objective.across_tokenizers
     full = f"{names.options}.teacher: full"
@@ -80,8 +80,8 @@ def checked_settings(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Object
     """Return the objective that a recipe names, by its options, checked against the recipe's other settings.
 
     Args:
-        recipe: the job's.
-        names: of the settings, for messages.
+        recipe: recipe of the job.
+        names: names of the settings, for messages.
 
     Raises:
         RecipeError: see :func:`settings_of` and :func:`check_teachers_named`.
@@ -96,8 +96,8 @@ def objective_of(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
     """Return the objective that a recipe names, with what it reads before any model is built.
 
     Args:
-        recipe: the job's.
-        names: of the settings, for messages.
+        recipe: recipe of the job.
+        names: names of the settings, for messages.
 
     Raises:
         RecipeError: see :func:`checked_settings`; or what is read does not fit together.

@@ -46,17 +46,17 @@ class DataConfig:
         fields: the files' names of our fields, such as ``{group: task_id}``; null leaves a field of ours unread.
         tokenizer: a tokenizer that mistral-common carries, or the path of a Hugging Face tokenizer folder; for chat
             messages. None if all records have ``tokens``.
-        chat_template_kwargs: what the chat template of such a folder is given besides, such as ``{enable_thinking:
-            false}``; with ``strftime_now``, a date as ``2026-11-20``, its clock shows that date.
-        expand_turns: one sample per assistant turn, with its whole history as prefix.
+        chat_template_kwargs: further variables of such a folder's chat template, such as ``{enable_thinking: false}``;
+            with ``strftime_now``, a date as ``2026-11-20``, its clock shows that date.
+        expand_turns: whether to make one sample per assistant turn, with its whole history as prefix.
         order: ``shuffled`` draws lines, or rows, in a new order each epoch; the turns of one stay together. ``folded``
             deals samples that begin with the same tokens to the same step, and deals anew each epoch; steps fold
             better and depend more on what they hold, see docs/planning.md. ``file`` keeps the order of the files.
         on_error: ``raise`` ends before training at the first bad line. ``skip`` leaves out and counts the lines that
             cannot be used and the samples that are too long, and nothing else.
-        streaming: hold no samples: read and encode a line or row when a step needs it, for files larger than memory.
-            They are gone through once at the start, all ranks together. Plain files only.
-        num_workers: processes that read and encode ahead, of each rank, under ``streaming``; 0 for none.
+        streaming: whether to hold no samples, and read and encode a line or row when a step needs it, for files larger
+            than memory. The files are gone through once at the start, all ranks together. Plain files only.
+        num_workers: number of processes of each rank that read and encode ahead, under ``streaming``; 0 for none.
     """
 
     path: str | list[str]
@@ -83,8 +83,8 @@ class ParallelConfig:
     """Parallel layout of the model; the remaining ranks are data parallel.
 
     Attributes:
-        expert_model_parallel_size: tensor- and data-parallel ranks that share the experts of a layer: each has some of
-            them, whole. 1 gives all experts to each, cut as other layers are.
+        expert_model_parallel_size: number of tensor- and data-parallel ranks that share the experts of a layer: each
+            has some of them, whole. 1 gives all experts to each, cut as other layers are.
     """
 
     tensor_model_parallel_size: PositiveInt = 1
@@ -121,18 +121,19 @@ class BatchConfig:
     """Size of a step, and how it folds.
 
     Attributes:
-        global_batch_size: logical samples per step, over all ranks. An objective that compares samples with each
-            other, or counts several as one, takes whole groups (prompts), rollouts or pairs: all must have the same
-            size then, and this is a multiple of it.
-        groups_per_step: instead of that, how many whole groups, rollouts or pairs a step takes, over all ranks,
-            whatever their sizes. Rollouts that become a sample a turn (``data.expand_turns``) usually need it.
-        max_tokens: physical tokens that a micro-batch may hold, before padding.
+        global_batch_size: number of logical samples per step, over all ranks. An objective that compares samples with
+            each other, or counts several as one, takes whole groups (prompts), rollouts or pairs: all must have the
+            same size then, and this is a multiple of it.
+        groups_per_step: number of whole groups, rollouts or pairs that a step takes, in place of ``global_batch_size``,
+            over all ranks, whatever their sizes. Rollouts that become a sample a turn (``data.expand_turns``) usually
+            need it.
+        max_tokens: number of physical tokens that a micro-batch may hold, before padding.
         share: ``all`` shares every common prefix; ``prompt`` what samples have in common before their first scored
             token, so that each completion is computed by itself. Either is exact.
-        min_shared_tokens: common prefixes of fewer tokens are not shared.
+        min_shared_tokens: number of tokens below which a common prefix is not shared.
         length_buckets: the only sizes that micro-batches are padded to, for what is compiled or captured once a size;
             the largest holds ``max_tokens``. None pads to what the parallel layout needs and no further.
-        calibration: a file of ``mcore-prefix-tree calibrate``: ranks are balanced by seconds measured rather than by
+        calibration: file of ``mcore-prefix-tree calibrate``: ranks are balanced by seconds measured rather than by
             FLOPs counted.
     """
 
@@ -171,15 +172,15 @@ class ObjectiveConfig:
     """Objective that the samples are trained with.
 
     Attributes:
-        name: of ``mcore_prefix_tree.objectives.OBJECTIVES``, such as ``sft``, ``grpo`` or ``dpo``. With ``critic`` and
-            ``reward_model`` the model ends in a scalar head instead of the vocabulary's.
-        options: of its class there, for example ``{kl_coef: 0.01}``.
-        teacher_recipe: of the model that ``distill`` with ``teacher: full`` learns from: ``model``, of the same
-            vocabulary, ``checkpoint.save``, where its weights are, and ``attention_backend`` are read of it. ``xtoken``
+        name: name in ``mcore_prefix_tree.objectives.OBJECTIVES``, such as ``sft``, ``grpo`` or ``dpo``. With ``critic``
+            and ``reward_model`` the model ends in a scalar head instead of the vocabulary's.
+        options: options of its class there, for example ``{kl_coef: 0.01}``.
+        teacher_recipe: recipe of the model that ``distill`` with ``teacher: full`` learns from. Its ``model``, of the
+            same vocabulary, ``checkpoint.save``, where the weights are, and ``attention_backend`` are read. ``xtoken``
             also reads ``data.tokenizer``, and may have a list of teachers. A Hugging Face folder can take a recipe's
             place; in a recipe with ``model.hf`` and no ``checkpoint.save`` the weights are that folder's.
-        teacher_tensor_model_parallel_size: ranks that a teacher is cut over. 1 leaves it whole on each rank, a multiple
-            of the student's cuts it over several replicas of the student; None is the student's.
+        teacher_tensor_model_parallel_size: number of ranks that a teacher is cut over. 1 leaves it whole on each rank,
+            a multiple of the student's cuts it over several replicas of the student; None is the student's.
     """
 
     name: str = "sft"
@@ -225,10 +226,10 @@ class CheckpointConfig:
     """Checkpoints: where and how often.
 
     Attributes:
-        save: folder; None saves nothing.
-        save_interval: steps between checkpoints; the last step always saves.
-        keep_last: how many checkpoints stay in ``save``; older ones are removed once a new one is whole. None keeps
-            all.
+        save: folder of the checkpoints; None saves nothing.
+        save_interval: number of steps between checkpoints; the last step always saves.
+        keep_last: number of checkpoints that stay in ``save``; older ones are removed once a new one is whole. None
+            keeps all.
         pretrained_checkpoint: folder of another run, of Megatron-LM too, whose last checkpoint's weights a run starts
             from; its optimizer and data are left alone. A critic or reward model may start from a language model, and
             a critic from a reward model: a scalar head that the checkpoint does not have starts anew.
@@ -257,15 +258,15 @@ class LogConfig:
     again. A run that starts with the first step empties its files. ``tensorboard`` and ``wandb`` are extras.
 
     Attributes:
-        metrics: a file that ends in ``.jsonl``, made with its folder: a JSON object a step, with ``iteration``,
-            ``loss``, ``grad_norm``, ``lr``, ``samples``, ``logical_tokens``, ``physical_tokens``, both per second,
+        metrics: file that ends in ``.jsonl``, made with its folder: a JSON object a step, with ``iteration``, ``loss``,
+            ``grad_norm``, ``lr``, ``samples``, ``logical_tokens``, ``physical_tokens``, both per second,
             ``fold_ratio``, ``seconds``, ``plan_seconds``, and in ``metrics`` what the objective reports; null is no
-            number. Each evaluation of ``validation`` is an object of its own, with ``iteration``,
-            ``validation_loss``, ``validation_metrics`` and ``validation_seconds``. None writes none.
-        tensorboard: a folder, for TensorBoard: the same under ``loss``, ``grad_norm``, ``lr``, ``fold_ratio``,
+            number. Each evaluation of ``validation`` is an object of its own, with ``iteration``, ``validation_loss``,
+            ``validation_metrics`` and ``validation_seconds``. None writes none.
+        tensorboard: folder for TensorBoard: the same under ``loss``, ``grad_norm``, ``lr``, ``fold_ratio``,
             ``tokens_per_second/...``, ``seconds/...``, ``objective/...`` and ``validation/...``. None writes none.
-        wandb: a project of Weights & Biases, which receives the same under the same names, and the recipe. The id of
-            its run is kept in ``checkpoint.save``; ``WANDB_MODE=offline`` keeps the numbers in files. None sends none.
+        wandb: project of Weights & Biases, which receives the same under the same names, and the recipe. The id of its
+            run is kept in ``checkpoint.save``; ``WANDB_MODE=offline`` keeps the numbers in files. None sends none.
     """
 
     metrics: Annotated[str, AfterValidator(_json_lines)] | None = None
@@ -287,9 +288,9 @@ class ValidationConfig:
     of them, so that it does not depend on how many are computed together.
 
     Attributes:
-        path: as ``data.path``, without standard input; None validates nothing.
-        eval_interval: steps between two evaluations. There is one before the first step and one after the last, too. A
-            signal that ends the run leaves out that of its step.
+        path: held-out files, given as in ``data.path``, without standard input; None validates nothing.
+        eval_interval: number of steps between two evaluations. There is one before the first step and one after the
+            last, too. A signal that ends the run leaves out that of its step.
     """
 
     path: Annotated[str | list[str] | None, AfterValidator(_no_standard_input)] = None
@@ -301,8 +302,8 @@ class VerifyConfig:
     """Folded against unfolded on the first batch.
 
     Attributes:
-        enabled: before ``train``. The loss is the supervised one whatever the objective, or for a critic or reward
-            model half the mean square of its values.
+        enabled: whether ``train`` compares them first. The loss is the supervised one whatever the objective, or for a
+            critic or reward model half the mean square of its values.
         tolerance: largest relative error of folded against unfolded that passes. None measures both against a wider
             run of the same weights (float32 for bfloat16, float64 for float32) and allows 3 times the unfolded run's
             own error, in float32 at least 1e-6. For float64 it allows 3 times the error of a float32 run, scaled to the
@@ -319,21 +320,22 @@ class Recipe:
     """A whole job.
 
     Attributes:
-        train_iters: steps.
-        seed: of the weights and of the order of the samples.
-        attention_backend: a name of ``mcore_prefix_tree.attention.BACKENDS``, or ``auto``: the fastest measured on a
-            tree like that of the first step, kept for the whole run.
-        deterministic_attention: attention gives the same bits twice. False lets back-ends take a faster backward that
-            adds up in any order, and admits those that have no other.
-        fused_head: score the supervised tokens a chunk of logits at a time. False keeps the logits of all tokens.
-        head_chunk_rows: predictors of a chunk, at most. None takes 256 on a CPU and 2,048 on a GPU, or more where a
-            rank's part of the vocabulary is small. Where samples (of ``gspo``, ``kto``) or pairs score more positions
-            than that, a larger number saves time and costs memory: see docs/head.md.
+        train_iters: number of steps.
+        seed: seed of the weights and of the order of the samples.
+        attention_backend: name in ``mcore_prefix_tree.attention.BACKENDS``, or ``auto``: the fastest measured on a tree
+            like that of the first step, kept for the whole run.
+        deterministic_attention: whether attention gives the same bits twice. False lets back-ends take a faster
+            backward that adds up in any order, and admits those that have no other.
+        fused_head: whether to score the supervised tokens a chunk of logits at a time. False keeps the logits of all
+            tokens.
+        head_chunk_rows: maximum number of predictors of a chunk. None takes 256 on a CPU and 2,048 on a GPU, or more
+            where a rank's part of the vocabulary is small. Where samples (of ``gspo``, ``kto``) or pairs score more
+            positions than that, a larger number saves time and costs memory: see docs/head.md.
         device: ``auto`` takes the GPU where there is one; ``cpu`` runs megatron-core under emulation.
-        distributed_timeout_minutes: that ranks wait for each other before the job ends; None takes torch's and
+        distributed_timeout_minutes: minutes that ranks wait for each other before the job ends; None takes torch's and
             Megatron's defaults, 10 minutes on GPUs for all ranks together and 30 for parts of them.
-        compare: end with the speed of the last batch folded and unfolded, by the loss of ``verify``. The unfolded runs
-            take as long as steps without folding would.
+        compare: whether to end with the speed of the last batch folded and unfolded, by the loss of ``verify``. The
+            unfolded runs take as long as steps without folding would.
     """
 
     data: DataConfig

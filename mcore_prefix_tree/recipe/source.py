@@ -23,12 +23,13 @@ def source_of(
     """Return where a recipe's samples come from.
 
     Args:
-        recipe: the job's.
-        objective: of the recipe; None reads no group, rollout or pair.
-        ranks: that read the samples.
-        every_sample: an epoch leaves none out.
-        keeps_others: samples carry the fields that are not read.
-        options: how lines become samples, where that is known already; by default the tokenizer is loaded for it.
+        recipe: recipe of the job.
+        objective: objective of the recipe; None reads no group, rollout or pair.
+        ranks: ranks that read the samples.
+        every_sample: whether an epoch leaves no sample out.
+        keeps_others: whether samples carry the fields that are not read.
+        options: settings that the samples of a line depend on, where they are known already; by default the tokenizer
+            is loaded for them.
 
     Raises:
         RecipeError: steps are to be so many groups of an objective that has none; the vocabulary is not known or too

@@ -23,14 +23,14 @@ class SettingNames:
     """Names of the settings of an objective and its teachers, as the messages of a door give them.
 
     Attributes:
-        objective: of an objective's name, with a place for it.
-        options: of its options.
-        teacher: of the teachers' recipes.
-        teacher_tensor_parallel: of the ranks that a teacher is cut over.
-        tensor_parallel: of those of its student.
-        tokenizer: of the student's tokenizer.
-        max_tokens: of the tokens of a micro-batch.
-        no_fused_head: what leaves the fused head out.
+        objective: setting of an objective's name, with a place for it.
+        options: setting of its options.
+        teacher: setting of the teachers' recipes.
+        teacher_tensor_parallel: setting of the number of ranks that a teacher is cut over.
+        tensor_parallel: setting of the number of ranks that its student is cut over.
+        tokenizer: setting of the student's tokenizer.
+        max_tokens: setting of the tokens of a micro-batch.
+        no_fused_head: setting that leaves the fused head out.
     """
 
     objective: str = "objective.name={}"
@@ -53,8 +53,8 @@ def teacher_recipes(student: Recipe, names: SettingNames = IN_RECIPES) -> list[t
     attention back-end.
 
     Args:
-        student: the job's recipe.
-        names: of the settings, for messages.
+        student: recipe of the job.
+        names: names of the settings, for messages.
 
     Raises:
         RecipeError: see :func:`load_recipe` and :meth:`HuggingFaceFolder.read`.
@@ -91,7 +91,7 @@ def check_stage(ranks: int, objective: ObjectiveConfig, names: SettingNames = IN
     """Check that the ranks of a pipeline stage can hold the teachers.
 
     Raises:
-        RecipeError: the teachers' tensor-parallel size does not divide them.
+        RecipeError: the teachers' tensor-parallel size does not divide the number of ranks.
     """
     size = objective.teacher_tensor_model_parallel_size or 1
     if ranks % size:
@@ -107,9 +107,9 @@ def parallel_of_teachers(
     """Return the parallel layout of a job's teachers.
 
     Args:
-        objective: of the job.
-        parallel: of the student.
-        names: of the settings, for messages.
+        objective: objective section of the job's recipe.
+        parallel: parallel layout of the student.
+        names: names of the settings, for messages.
 
     Raises:
         RecipeError: the teachers' tensor-parallel size is neither 1 nor a multiple of the student's.

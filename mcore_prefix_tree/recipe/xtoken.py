@@ -30,13 +30,13 @@ def bound(
     """Return the objective of a recipe's settings.
 
     Args:
-        settings: from ``objective.options``.
-        teachers: names of their recipes, and these, which name their tokenizers.
-        data: names the student's tokenizer.
+        settings: settings in ``objective.options``.
+        teachers: name of each teacher's recipe, and the recipe, which names its tokenizer.
+        data: data section that names the student's tokenizer.
         sharing: see :meth:`CrossTokenizer.bound`, as for the other two.
-        pad_to_multiple_of: of the layouts' sizes.
-        block_rows: predictors of a block, at most.
-        names: of the settings, for messages.
+        pad_to_multiple_of: divisor of the layouts' sizes.
+        block_rows: maximum number of predictors of a block.
+        names: names of the settings, for messages.
 
     Raises:
         RecipeError: a tokenizer or a projection is missing, or does not fit.
@@ -62,11 +62,11 @@ def pairing_of(
     """Return what pairs a recipe's samples with one teacher's.
 
     Args:
-        settings: from ``objective.options``.
-        data: names the student's tokenizer.
-        path: of the teacher's recipe.
-        teacher_data: of that recipe, names the teacher's tokenizer.
-        teacher_model: of that recipe, may have learned positions.
+        settings: settings in ``objective.options``.
+        data: data section that names the student's tokenizer.
+        path: path of the teacher's recipe.
+        teacher_data: data section of that recipe, which names the teacher's tokenizer.
+        teacher_model: model section of that recipe, which may have learned positions.
 
     Raises:
         RecipeError, ValueError: see :func:`bound`.

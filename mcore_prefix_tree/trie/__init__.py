@@ -1,4 +1,4 @@
-"""Samples to a trie: which tokens are shared, and by whom."""
+"""A trie of samples: the tokens that they share, and the samples that share them."""
 
 from mcore_prefix_tree.trie.sort import SHARE_ALL, Sharing, common_prefix_length, sort_samples
 from mcore_prefix_tree.trie.trie import Trie, build_trie, trie_from_order

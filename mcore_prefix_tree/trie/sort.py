@@ -24,12 +24,13 @@ class Sharing:
     """Common prefixes that samples share. A plan and the folding of its micro-batches take the same one.
 
     Attributes:
-        share: ``"all"`` shares every common prefix, scored tokens too. ``"prompt"`` shares what two samples have in
-            common before the first scored token of either: each sample computes its own completion.
-        min_shared_tokens: a common prefix of fewer tokens is not shared; such samples are in different trees.
+        share: rule of sharing. ``"all"`` shares every common prefix, scored tokens too. ``"prompt"`` shares what two
+            samples have in common before the first scored token of either: each sample computes its own completion.
+        min_shared_tokens: smallest length of a common prefix that is shared; samples with fewer tokens in common are in
+            different trees.
 
     Raises:
-        ValueError: on construction, for another ``share`` or a negative ``min_shared_tokens``.
+        ValueError: raised on construction, for another ``share`` or a negative ``min_shared_tokens``.
     """
 
     share: Share = "all"

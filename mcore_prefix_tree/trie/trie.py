@@ -28,7 +28,7 @@ class Trie:
 
     Attributes:
         order: int64 ``[S]``, sample indices in depth-first order.
-        shared: int64 ``[S]``, how many leading tokens ``order[i]`` has in common with ``order[i - 1]``; its other
+        shared: int64 ``[S]``, number of leading tokens that ``order[i]`` has in common with ``order[i - 1]``; its other
             tokens are new and follow those of ``order[i - 1]`` in the flat layout.
         cu_node_lens: int64 ``[N + 1]``, node n holds the flat tokens ``cu_node_lens[n]:cu_node_lens[n + 1]``.
         node_parent: int64 ``[N]``, -1 for a root.
@@ -66,7 +66,7 @@ def build_trie(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> Trie:
 
 
 def trie_from_order(order: IntArray, shared: IntArray, lengths: IntArray) -> Trie:
-    """The nodes that an order of the samples implies.
+    """Build the nodes that an order of the samples implies.
 
     Args:
         order: int64 ``[S]``, a permutation of the samples in which those of every subtree are neighbours.

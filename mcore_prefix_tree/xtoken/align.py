@@ -50,9 +50,9 @@ def align_ends(
 
     Args:
         student_ends: int64 ``[n]``, byte at which each token ends; never falls.
-        teacher_ends: int64 ``[m]``, in the same text.
-        student_has_text: bool ``[n]``, tokens that may belong to a chunk.
-        teacher_has_text: bool ``[m]``.
+        teacher_ends: int64 ``[m]``, likewise in the same text.
+        student_has_text: bool ``[n]``, mask of the tokens that may belong to a chunk.
+        teacher_has_text: bool ``[m]``, likewise.
 
     Returns:
         The chunks, as ranges of tokens. Time and memory are linear in tokens and bytes.
@@ -72,7 +72,7 @@ class _TextTokens:
 
     Attributes:
         index: int64, the tokens.
-        ends: int64, the byte at which each ends, or the next one with a byte does.
+        ends: int64, byte at which each token ends, or at which the next one with a byte does.
         borders: int64, the different ends, ascending.
     """
 
@@ -92,7 +92,7 @@ class _TextTokens:
         return cls(index=index[inside], ends=borders[following[inside]], borders=borders)
 
     def ranges(self, borders: Int64Array) -> Int64Array:
-        """Return first token, end and whether nothing is between, ``[C, 3]``, of the chunks that end at borders."""
+        """Return first token, end and whether nothing lies between, ``[C, 3]``, of the chunks that end at borders."""
         last = np.searchsorted(self.ends, borders, side="right") - 1
         first = np.concatenate([np.zeros(1, dtype=np.int64), last[:-1] + 1])[: len(last)]
         start, end = self.index[first], self.index[last] + 1

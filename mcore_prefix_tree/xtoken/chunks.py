@@ -42,7 +42,7 @@ class Chunks:
         student: predictors in the student's layout.
         teacher: predictors in the teacher's layout.
         weight: float64 ``[C]``, the weights of the samples that share a chunk, added up.
-        multiplicity: float64 ``[C]``, how many samples share it.
+        multiplicity: float64 ``[C]``, number of samples that share it.
         first_sample: int64 ``[C]``, the first sample of the micro-batch that has it, for messages.
     """
 

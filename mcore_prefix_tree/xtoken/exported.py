@@ -1,7 +1,7 @@
 """Rows of a teacher that the samples bring with them, in place of the teacher's model.
 
 Rows of one path may differ: a teacher that was asked in two batches can differ in its last digits. So samples are
-folded by what their rows say, too: a path is shared as far as the teacher's tokens and all rows on it are equal.
+folded by the content of their rows, too: a path is shared as far as the teacher's tokens and all rows on it are equal.
 
 Legend: m teacher tokens of a sample, M of all samples of a micro-batch, L labels, A different rows, k tokens of a row.
 """
@@ -29,11 +29,11 @@ def rows_of(pair: Pair, table: TokenBytes) -> Teacher | None:
     """Return a sample's rows, None for a sample without chunks.
 
     Args:
-        pair: of the sample.
-        table: the teacher's vocabulary.
+        pair: pair of the sample.
+        table: bytes of the teacher's vocabulary.
 
     Raises:
-        SampleError: rows are missing, or they are of another tokenizer or another text; names the sample.
+        SampleError: rows are missing, or belong to another tokenizer or another text; the message names the sample.
     """
     teacher, source = pair.student.signals.teacher, pair.student.source
     if not len(pair):
@@ -81,12 +81,12 @@ class Labelled:
     samples so share what has equal rows, and their flat indices name rows.
 
     Attributes:
-        samples: of labels.
+        samples: samples of labels.
         token: int64 ``[L]``, the token that each label stands for.
         realised: float64 ``[L]``, its log-probability; NaN where it is in no chunk.
-        row: int64 ``[L]``, which of the rows predicts what follows; -1 for none.
-        token_ids: int32 ``[A, k]``, of the different rows.
-        logprobs: ``[A, k]``.
+        row: int64 ``[L]``, index of the row that predicts the next token; -1 for none.
+        token_ids: int32 ``[A, k]``, token ids of the different rows.
+        logprobs: ``[A, k]``, their log-probabilities.
     """
 
     samples: list[Sample]

@@ -28,12 +28,12 @@ def fold_chunks(student: FlatLayout, teacher: FlatLayout, pairs: Sequence[Pair],
     Args:
         student: layout of ``[pair.student for pair in pairs]``, in this order.
         teacher: layout of ``[pair.teacher for pair in pairs]``.
-        pairs: whose chunks are folded.
-        keyed_by_tokens: for losses that read which tokens follow; otherwise chunks with the same predictors are one,
+        pairs: pairs whose chunks are folded.
+        keyed_by_tokens: whether the loss reads which tokens follow; otherwise chunks with the same predictors are one,
             with the tokens of its first sample.
 
     Raises:
-        ValueError: a layout is of other samples.
+        ValueError: a layout belongs to other samples.
     """
     _check_layout(student, [len(pair.student) for pair in pairs], "student")
     _check_layout(teacher, [len(pair.teacher) for pair in pairs], "teacher")
@@ -71,7 +71,7 @@ class _Occurrences:
     """The chunks of all pairs in one model's layout.
 
     Attributes:
-        places: int64 ``[K]``, where the last token of each is in the layout's ``sample_map``.
+        places: int64 ``[K]``, place of each one's last token in the layout's ``sample_map``.
         lengths: int64 ``[K]``, number of predictors.
         last: int64 ``[K]``, flat index of the last predictor.
         last_token: int64 ``[K]``, the token that it predicts.
@@ -84,7 +84,7 @@ class _Occurrences:
 
     @classmethod
     def of(cls, layout: FlatLayout, ranges: list[Int64Array], sample: Int64Array) -> _Occurrences:
-        """``ranges``: of each pair, ``[C, 2]``; ``sample``: int64 ``[K]``, the pair of each chunk."""
+        """Locate chunks; ``ranges``: ``[C, 2]`` of each pair; ``sample``: int64 ``[K]``, the pair of each chunk."""
         tokens = np.concatenate([np.empty((0, 2), dtype=np.int64), *ranges])
         places = layout.cu_sample_lens[sample] + tokens[:, 1] - 1
         return cls(
@@ -112,7 +112,7 @@ def unique_rows(columns: list[Int64Array]) -> tuple[Int64Array, Int64Array, Int6
     """Group rows of equal columns, in order of the first column, then the second, and so on.
 
     Returns:
-        Of each group its first row, of each row its group, and of each group the number of its rows.
+        The first row of each group, the group of each row, and the number of rows of each group.
     """
     code = columns[0]
     for column in columns[1:]:

@@ -13,12 +13,14 @@ class Reads:
     """Inputs of a loss, and the settings that it has.
 
     Attributes:
-        projection: the projection matrix.
-        tokens: which tokens a chunk has, besides its predictors: chunks that differ in them are different.
-        token_bytes: exact bytes of both vocabularies.
-        temperature: logits are divided by a temperature, and terms multiplied by its square.
-        reverse: there is a reverse form.
-        whole: every log-probability of the teacher, so that rows of its likeliest tokens do not do.
+        projection: whether the loss reads the projection matrix.
+        tokens: whether the loss reads which tokens a chunk has, besides its predictors: chunks that differ in them are
+            different.
+        token_bytes: whether the loss reads the exact bytes of both vocabularies.
+        temperature: whether logits are divided by a temperature, and terms multiplied by its square.
+        reverse: whether the loss has a reverse form.
+        whole: whether the loss reads every log-probability of the teacher, so that rows of its likeliest tokens do not
+            do.
     """
 
     projection: bool = False
@@ -44,13 +46,13 @@ class LossSettings:
     """Name of a loss, and its numbers.
 
     Attributes:
-        mode: of the loss.
-        temperature: of both models' logits, for modes that have one.
-        top_k: columns of the teacher's vocabulary that P-KL compares; None takes all.
-        reverse: the KL of the student's distribution from the teacher's.
-        tail: uncommon tokens that gold and H-KL compare, at most.
-        theta: tempers ALM's likelihoods.
-        exported: the teacher's logits are rows of its likeliest tokens, -inf elsewhere.
+        mode: mode of the loss.
+        temperature: temperature of both models' logits, for modes that have one.
+        top_k: number of columns of the teacher's vocabulary that P-KL compares; None takes all.
+        reverse: whether to take the KL of the student's distribution from the teacher's.
+        tail: largest number of uncommon tokens that gold and H-KL compare.
+        theta: temperature of ALM's likelihoods.
+        exported: whether the teacher's logits are rows of its likeliest tokens, -inf elsewhere.
     """
 
     mode: Mode = "p_kl"

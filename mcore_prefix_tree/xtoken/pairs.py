@@ -29,9 +29,10 @@ class Pair:
     """One sample for both models.
 
     Attributes:
-        student: in the student's tokens.
-        teacher: in the teacher's tokens, with the student's merge key; its loss mask is 1 for the tokens of chunks.
-        alignment: the valid chunks: all student tokens are scored, and both sides have a token with a predictor.
+        student: sample in the student's tokens.
+        teacher: sample in the teacher's tokens, with the student's merge key; its loss mask is 1 for the tokens of
+            chunks.
+        alignment: valid chunks: all student tokens are scored, and both sides have a token with a predictor.
         weight: float64 ``[C]``, the mean loss mask of each chunk's student tokens.
     """
 
@@ -60,12 +61,12 @@ class Pairing:
         Args:
             student: the student's tokenizer.
             teacher: the teacher's tokenizer.
-            aligner: ``bytes`` is exact and prefix-causal; ``dynamic`` also aligns text that the tokenizers normalise
-                differently, and leaves out what it cannot align.
+            aligner: name of the aligner: ``bytes`` is exact and prefix-causal; ``dynamic`` also aligns text that the
+                tokenizers normalise differently, and leaves out what it cannot align.
             teacher_limits: largest number of the teacher's tokens, by the name of the setting.
 
         Raises:
-            ValueError: a tokenizer does not tell its bytes; or ``aligner`` is neither.
+            ValueError: a tokenizer does not give its bytes; or ``aligner`` is neither.
         """
         if aligner not in get_args(Aligner):
             raise ValueError(f"aligner={aligner!r} must be one of {', '.join(map(repr, get_args(Aligner)))}")
@@ -93,11 +94,11 @@ class Pairing:
     def pair(self, student: Sample, teacher: Sample) -> Pair:
         """Align a conversation that each side has encoded with its own chat format.
 
-        What is between scored tokens may differ; the k-th run of scored tokens must have the same text on both sides.
+        Text between scored tokens may differ; the k-th run of scored tokens must have the same text on both sides.
         Where both end with their tokenizer's end of turn, these two tokens are a chunk as well.
 
         Raises:
-            SampleError: the runs differ; names the sample and the first token that does.
+            SampleError: the runs differ; the message names the sample and the first token that does.
         """
         sides = _Side.of(student, self.student, "student"), _Side.of(teacher, self.teacher, "teacher")
         counts = [len(side.runs) for side in sides]
@@ -116,12 +117,13 @@ class Pairing:
     def reencode(self, student: Sample) -> Pair:
         """Encode the text of a student's sample with the teacher's tokenizer.
 
-        The teacher reads what the student's tokens say: the text between special tokens is encoded anew, a special
+        The teacher reads the text of the student's tokens: the text between special tokens is encoded anew, a special
         token becomes the teacher's of the same name, or of the same role (begin of text, end of turn), and is left out
         where the teacher has none.
 
         Raises:
-            SampleError: the text is not UTF-8, or the teacher's tokenizer changes it; names the sample and the token.
+            SampleError: the text is not UTF-8, or the teacher's tokenizer changes it; the message names the sample and
+                the token.
         """
         spelled = _Side.spell(student, self.student, "student")
         tokens, specials = self._reencoder.encode(student, spelled)
@@ -210,7 +212,7 @@ class _Side:
 
     @cached_property
     def ends(self) -> Int64Array:
-        """int64 ``[n]``, where each token ends in the text of the selected ones."""
+        """int64 ``[n]``, end of each token in the text of the selected ones."""
         return np.cumsum(self.lengths)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Projection matrices: what a student's token is worth in the teacher's vocabulary.
+"""Projection matrices: the weights of a student's token in the teacher's vocabulary.
 
 Legend: V_s and V_t tokens of the student's and the teacher's vocabulary, k entries of a row, E entries in all.
 """
@@ -22,8 +22,8 @@ class Projection:
         columns: int32 ``[V_s, k]``, ids of the teacher's vocabulary by descending weight; -1 where a row has fewer.
         weights: float32 ``[V_s, k]``, 0 where ``columns`` is -1; a row that is not empty adds up to 1.
         teacher_vocab_size: V_t.
-        student_hash: identifies the student's tokenizer.
-        teacher_hash: identifies the teacher's tokenizer.
+        student_hash: hash that identifies the student's tokenizer.
+        teacher_hash: hash that identifies the teacher's tokenizer.
     """
 
     columns: npt.NDArray[np.int32]
@@ -60,8 +60,8 @@ def from_entries(
         student_vocab_size: V_s.
         teacher_vocab_size: V_t.
         top_k: k.
-        student_hash: see :class:`Projection`.
-        teacher_hash: see :class:`Projection`.
+        student_hash: hash of the student's tokenizer, see :class:`Projection`.
+        teacher_hash: hash of the teacher's tokenizer, see :class:`Projection`.
     """
     place, group = np.unique(rows.astype(np.int64) * teacher_vocab_size + columns, return_inverse=True)
     total = np.bincount(group, weights=weights, minlength=len(place)).astype(np.float64)
@@ -103,9 +103,9 @@ def with_exact_map(projection: Projection, student_tokens: IntArray, teacher_tok
     """Give tokens that mean the same the whole weight of their rows.
 
     Args:
-        projection: to change.
+        projection: projection to change.
         student_tokens: ``[E]``, different ids.
-        teacher_tokens: ``[E]``, the one that each of them equals.
+        teacher_tokens: ``[E]``, teacher's token that each of them equals.
     """
     columns, weights = projection.columns.copy(), projection.weights.copy()
     columns[student_tokens], weights[student_tokens] = -1, 0.0
@@ -114,7 +114,7 @@ def with_exact_map(projection: Projection, student_tokens: IntArray, teacher_tok
 
 
 def entries(projection: Projection) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], FloatArray]:
-    """Return rows, columns and weights of what is not empty, ``[E]`` each, row after row."""
+    """Return rows, columns and weights of the entries that are not empty, ``[E]`` each, row after row."""
     row, rank = np.nonzero(projection.columns >= 0)
     return row, projection.columns[row, rank].astype(np.int64), projection.weights[row, rank].astype(np.float64)
 

@@ -29,13 +29,13 @@ _PART = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """Settings of how a projection is built.
+    """Settings of the building of a projection.
 
     Attributes:
-        top_k: entries of a row.
-        tokens_kept: a token is written as at most so many of the other vocabulary's.
-        reverse: write the teacher's tokens in the student's, too.
-        special_similarity: the least similarity of names of two special tokens that are mapped; more than 1 maps none.
+        top_k: largest number of entries of a row.
+        tokens_kept: largest number of the other vocabulary's tokens that a token is written as.
+        reverse: whether to write the teacher's tokens in the student's, too.
+        special_similarity: least similarity of the names of two special tokens that are mapped; more than 1 maps none.
     """
 
     top_k: int = 32
@@ -74,12 +74,12 @@ class Vocabularies:
     """Both tokenizers of a projection."""
 
     def __init__(self, student: ChatTokenizer, teacher: ChatTokenizer) -> None:
-        """Read both vocabularies; raises ValueError for a tokenizer that does not tell its bytes."""
+        """Read both vocabularies; raises ValueError for a tokenizer that does not give its bytes."""
         self.student, self.teacher = token_bytes(student), token_bytes(teacher)
         self._encoders = TextEncoder(student, self.student), TextEncoder(teacher, self.teacher)
 
     def key(self, settings: BuildSettings) -> str:
-        """Identify what a build with these settings computes, in hexadecimal."""
+        """Identify the result of a build with these settings, in hexadecimal."""
         content = f"projection 1\n{self.student.hash}\n{self.teacher.hash}\n{sorted(asdict(settings).items())}"
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -97,9 +97,9 @@ class Vocabularies:
         of their names. A token whose bytes are a part of a character has no text; only the exact map finds it.
 
         Args:
-            settings: how.
-            parts: where finished parts are kept.
-            progress: receives the tokens done and their total.
+            settings: settings of the build.
+            parts: store of finished parts.
+            progress: function that receives the tokens done and their total.
         """
         settings = settings or BuildSettings()
         found = []
@@ -134,7 +134,7 @@ class Vocabularies:
         turn). Where several of the teacher's tokens have the same bytes, it is the one that its tokenizer writes.
 
         Raises:
-            ValueError: the projection is of other vocabularies.
+            ValueError: the projection belongs to other vocabularies.
         """
         if projection.columns.shape[0] != self.student.vocab_size:
             raise ValueError(
@@ -229,10 +229,10 @@ def similar_names(
     two letters.
 
     Args:
-        student: names by id.
-        teacher: names by id.
-        least: similarity of a mapping.
-        top_k: mappings of a student's token; of equal similarity, the lower ids.
+        student: names of the student's special tokens by id.
+        teacher: names of the teacher's special tokens by id.
+        least: least similarity of a mapping.
+        top_k: largest number of mappings of a student's token; of equal similarity, the lower ids.
     """
     of_token: dict[int, list[tuple[int, int, float]]] = {token: [] for token in student}
     words = {token: _words(name) for token, name in student.items()}

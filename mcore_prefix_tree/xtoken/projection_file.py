@@ -48,10 +48,11 @@ def write_projection(
 
     Args:
         path: ``.pt`` or ``.pth`` for NeMo-RL's format, otherwise safetensors.
-        projection: to write.
-        sparse: of NeMo-RL's two forms, the dictionary of entries instead of the arrays. It holds no hashes.
-        student_name: of the student's tokenizer, for people.
-        teacher_name: of the teacher's.
+        projection: projection to write.
+        sparse: whether to write the dictionary of entries instead of the arrays, of NeMo-RL's two forms. It holds no
+            hashes.
+        student_name: name of the student's tokenizer, for people.
+        teacher_name: name of the teacher's tokenizer.
 
     Raises:
         ValueError: ``sparse`` with a name of another format.
@@ -86,11 +87,11 @@ def read_projection(
         path: ``.pt`` or ``.pth`` for NeMo-RL's format, otherwise safetensors.
         student: the student's vocabulary.
         teacher: the teacher's.
-        scale_column: keep what NeMo-RL's scale trick has put into the last column, a sixth of each row for an arbitrary
-            token.
+        scale_column: whether to keep what NeMo-RL's scale trick has put into the last column, a sixth of each row for
+            an arbitrary token.
 
     Raises:
-        ValueError: the file is damaged, is no projection, or was built for another tokenizer; names it.
+        ValueError: the file is damaged, is no projection, or was built for another tokenizer; the message names it.
         OSError: the file cannot be read.
     """
     read = _read_torch if is_torch_file(path) else _read_safetensors
@@ -131,7 +132,7 @@ def _safetensors_bytes(arrays: dict[str, npt.NDArray[Any]], about: dict[str, Any
 
 
 def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
-    """Return the arrays of a safetensors file, and what it says about them."""
+    """Return the arrays of a safetensors file, and its metadata."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -268,15 +269,15 @@ class PartFiles:
     """Finished parts of a build, one file each, in a folder; see :class:`projection_build.Parts`.
 
     Attributes:
-        folder: where they are; it is made and removed as needed.
-        key: what is built; parts of another build are not used.
+        folder: folder of the parts; it is made and removed as needed.
+        key: key of the build; parts of another build are not used.
     """
 
     folder: Path
     key: str
 
     def load(self, name: str) -> Entries | None:
-        """Read a part; None unless it is whole and of this build, so that it is built again."""
+        """Read a part; None unless it is whole and belongs to this build, so that it is built again."""
         try:
             arrays, about = _read_arrays(self._path(name))
         except (FileNotFoundError, ValueError):

@@ -26,14 +26,14 @@ class PairReader:
         expand_turns: bool = False,
         student_limits: Mapping[str, int] | None = None,
     ) -> None:
-        """Set how records become pairs.
+        """Set the conversion of records to pairs.
 
         Args:
             pairing: both tokenizers.
-            rendering: ``student`` gives the teacher the text that the student reads; ``own`` encodes ``messages`` with
-                each side's own chat format. Records of ``tokens`` are in the student's tokens and always take the
-                first way.
-            expand_turns: make a sample of every assistant turn.
+            rendering: text that the teacher reads: ``student`` gives it the text that the student reads; ``own``
+                encodes ``messages`` with each side's own chat format. Records of ``tokens`` are in the student's tokens
+                and always take the first way.
+            expand_turns: whether to make a sample of every assistant turn.
             student_limits: largest number of the student's tokens, by the name of the setting.
 
         Raises:
@@ -81,13 +81,13 @@ def iter_pairs(
 
     Args:
         paths: files and globs.
-        reader: how records become pairs.
-        on_error: ``raise`` ends at the first bad record, ``skip`` leaves bad ones out.
-        skipped: counts what is left out.
+        reader: reader that turns records into pairs.
+        on_error: treatment of bad records: ``raise`` ends at the first one, ``skip`` leaves them out.
+        skipped: counter of what is left out.
 
     Raises:
-        SampleError: see :meth:`PairReader.of_record`; or there is nothing in the files.
-        ValueError: for another ``on_error``.
+        SampleError: see :meth:`PairReader.of_record`; or the files are empty.
+        ValueError: ``on_error`` is neither.
     """
     check_on_error(on_error)
     left_out = Skipped() if skipped is None else skipped

@@ -21,7 +21,7 @@ class TextEncoder:
     """Encodes text by itself, and text that continues another."""
 
     def __init__(self, tokenizer: ChatTokenizer, table: TokenBytes) -> None:
-        """``table``: the bytes of the tokenizer's tokens."""
+        """Take a tokenizer and ``table``, the bytes of its tokens."""
         self._tokenizer, self.table = tokenizer, table
         self._contexts = [(context, tokenizer.encode_text(context)) for context in _CONTEXTS if self._has_dummy]
 
@@ -51,7 +51,7 @@ class Reencoder:
     """Writes a student's samples in a teacher's tokens."""
 
     def __init__(self, student: TokenBytes, tokenizer: ChatTokenizer, teacher: TokenBytes) -> None:
-        """``tokenizer`` and ``teacher``: the teacher's."""
+        """Take the student's token bytes, and the teacher's tokenizer and token bytes."""
         self._encoder = TextEncoder(tokenizer, teacher)
         ids = {name: token for token, name in teacher.special_names.items()}
         self._specials = {token: ids[name] for token, name in student.special_names.items() if name in ids}
@@ -64,14 +64,15 @@ class Reencoder:
         """Return the teacher's tokens of a student's sample.
 
         Args:
-            sample: in the student's tokens.
-            spelled: its text.
+            sample: sample in the student's tokens.
+            spelled: text of the sample.
 
         Returns:
-            Token ids, int32 ``[m]``, and the index of each special token that both have: the student's, the teacher's.
+            Token ids, int32 ``[m]``, and the index of each special token that both have, in the student's and in the
+            teacher's tokens.
 
         Raises:
-            SampleError: some text is not UTF-8, or nothing is left; names the sample and the token.
+            SampleError: some text is not UTF-8, or nothing is left; the message names the sample and the token.
         """
         tokens: list[int] = []
         specials: list[tuple[int, int]] = []

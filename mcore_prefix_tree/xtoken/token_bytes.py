@@ -57,15 +57,15 @@ class TokenBytes:
     """Bytes that each token stands for.
 
     Attributes:
-        name: the tokenizer's, for messages.
+        name: name of the tokenizer, for messages.
         data: uint8, the bytes of all tokens in the order of their ids.
         starts: int64 ``[V + 1]``; token i has ``data[starts[i]:starts[i + 1]]``.
         is_special: bool ``[V]``, tokens that stand for no text.
-        special_names: the names of special tokens, by id.
-        dummy_space: where the tokenizer puts a space that is not in the text.
+        special_names: names of special tokens, by id.
+        dummy_space: place where the tokenizer puts a space that is not in the text.
         bos: id of the token that begins a text; None without one.
         eos: id of the token that ends a turn; None without one.
-        merges: see :class:`~mcore_prefix_tree.data.vocabulary.Vocabulary`.
+        merges: merges of the tokenizer, see :class:`~mcore_prefix_tree.data.vocabulary.Vocabulary`.
     """
 
     name: str
@@ -149,13 +149,13 @@ class TokenBytes:
 
 
 def token_bytes(tokenizer: ChatTokenizer) -> TokenBytes:
-    """Return what each token of a tokenizer stands for.
+    """Return the bytes that each token of a tokenizer stands for.
 
     Byte-level BPE writes bytes as the characters of GPT-2's table, SentencePiece writes text with U+2581 for a space
     and ``<0xNN>`` for a byte, and Tekken has the bytes themselves.
 
     Raises:
-        ValueError: the tokenizer does not tell its bytes; names the first token without them.
+        ValueError: the tokenizer does not give its bytes; the message names the first token without them.
     """
     vocabulary = tokenizer.vocabulary()
     spelled = [_bytes_of(vocabulary, token, tokenizer.name) for token in range(len(vocabulary.pieces))]

@@ -13,6 +13,8 @@ from pages import PAGES, ROOT, name_of, prose_of
 PACKAGE = ROOT / "mcore_prefix_tree"
 # A docstring opens with an imperative verb or a noun phrase.
 OPENINGS = re.compile(r"(Of|What|Whether|As|Who|Where|Which|How|Why|See there|The same)\b")
+# Nor does an entry of Args, Attributes and the like continue its name: "order: of the samples".
+ENTRIES = re.compile(r"\s+\w+: (?:of|whose|what|where|as|how|which|who)\b")
 PHRASES = re.compile(
     r"\b(?:is|are|was|were) told\b(?! apart| to\b)|\bthere (?:is|are) none\b|\botherwise here\b"
     r"|(?:^|[.|] )Who \w+s .*[.|]"
@@ -44,6 +46,17 @@ def test_docstrings_open_with_a_verb_or_a_noun() -> None:
         for file in files
         for line, text in docstrings_of(file)
         if OPENINGS.match(text)
+    ]
+    check(found)
+
+
+def test_entries_of_docstrings_stand_alone() -> None:
+    found = [
+        (file, line, entry.strip())
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for line, text in docstrings_of(file)
+        for entry in text.splitlines()
+        if ENTRIES.match(entry)
     ]
     check(found)
 

@@ -25,7 +25,7 @@ def site(monkeypatch: pytest.MonkeyPatch):
 
 def test_page_of_recipe_keys_has_every_key(site) -> None:
     page = site.recipe_page()
-    assert "| `max_tokens` | integer | required | physical tokens" in page
+    assert "| `max_tokens` | integer | required | number of physical tokens" in page
     assert "| `order` | `shuffled`, `folded`, `file` | `shuffled` |" in page
     assert "| `tolerance` | number or null | null |" in page
     assert "| `expand_turns` | true or false | `false` |" in page

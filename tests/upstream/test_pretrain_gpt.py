@@ -359,6 +359,20 @@ def test_a_dry_run_looks_at_all_of_a_streamed_epoch(tmp_path: Path, form: str) -
     assert f"the first of these samples is {place})" in line
 
 
+def test_mistake_inside_a_step_gets_one_sentence(tmp_path: Path) -> None:
+    """Streamed samples are read while the job trains."""
+    data = tmp_path / "late.jsonl"
+    rows = [[1, 2]] * BATCH + [[row] * 60 for row in range(BATCH)]
+    data.write_text("".join(f'{{"tokens": {row}}}\n' for row in rows))
+    streamed = f"--prefix-tree-data-path {data} --prefix-tree-streaming --prefix-tree-order file"
+    run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, streamed, "--prefix-tree-max-tokens 64")
+    assert run.status == 2
+    (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert f"the first of these samples is {data}:{BATCH + 1})" in line
+    assert sorted(run.iterations) == [1]
+    assert "Traceback" not in run.output
+
+
 def test_dry_run_names_idle_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal samples are computed once, by one rank."""
     data = tmp_path / "equal.jsonl"

@@ -36,7 +36,7 @@ def kernels_of(device: torch.device) -> tuple[VarlenKernel, ...]:
 
 
 def choose_kernel(case: Case) -> VarlenKernel | None:
-    """The fastest kernel that supports a case; None if none does.
+    """Return the fastest kernel that supports a case; None if none does.
 
     A kernel without a backward for the case comes last even where none is asked for: under activation recompute the
     forward is run first without and then with gradients, and both have to be the same kernel's.
@@ -50,7 +50,7 @@ def choose_kernel(case: Case) -> VarlenKernel | None:
 
 
 def refusal(case: Case) -> str | None:
-    """Windows, and what no varlen kernel of the device supports."""
+    """Refuse windows, and what no varlen kernel of the device supports."""
     window = _window_refusal(case)
     if window is not None or choose_kernel(case) is not None:
         return window
@@ -60,7 +60,7 @@ def refusal(case: Case) -> str | None:
 
 
 def refusal_through(kernel: VarlenKernel, case: Case) -> str | None:
-    """Windows, and what a kernel does not support."""
+    """Refuse windows, and what a kernel does not support."""
     return _window_refusal(case) or kernel.refusal(case)
 
 
@@ -76,10 +76,10 @@ def attention(
     """Tree attention through the fastest varlen kernel there is, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
 
     Saves query, key, value, the result and one fp32 number per query and head for backward. A kernel of a GPU is
-    compared with the reference on first use: what its statistics mean is not part of its public interface.
+    compared with the reference on first use: the meaning of its statistics is not part of its public interface.
 
     Raises:
-        ParityError: the kernel is wrong on this machine, or means something else.
+        ParityError: the kernel is wrong on this machine, or its statistics mean something else.
     """
     return attention_through(_checked(Case.of(query, key, value, options)), query, key, value, metadata, options)
 
@@ -95,7 +95,7 @@ def check(case: Case) -> None:
 
 
 def _checked(case: Case) -> VarlenKernel:
-    """The kernel of a case, compared with the reference if it is one of a GPU."""
+    """Return the kernel of a case, compared with the reference if it is one of a GPU."""
     kernel = choose_kernel(case)
     assert kernel is not None, "refused before"
     if case.device.type == "cuda":
@@ -135,7 +135,7 @@ def attention_through(
 
 
 def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-    """Return what tokens that see nothing but themselves attend to: their values, of which a sink takes its share."""
+    """Return the result of tokens that see only themselves: their values, of which a sink takes its share."""
     group = query.shape[1] // key.shape[1]
     out = value.repeat_interleave(group, dim=1)
     if options.sinks is None:
@@ -212,12 +212,12 @@ def _rows_of(level: Level, qkv: QKV) -> QKV:
 
 
 def _weighted(part: torch.Tensor, log_weight: torch.Tensor) -> torch.Tensor:
-    """``[R, H, W]`` times the exponential of ``[H, R]``."""
+    """Multiply ``[R, H, W]`` by the exponential of ``[H, R]``."""
     return part * torch.exp(log_weight).T[..., None]
 
 
 def _take(tensor: torch.Tensor, rows: Rows, *, dim: int = 0) -> torch.Tensor:
-    """The rows along a dimension: a view of a slice, else a copy."""
+    """Return the rows along a dimension: a view of a slice, else a copy."""
     if isinstance(rows, slice):
         return tensor.narrow(dim, rows.start, rows.stop - rows.start)
     return tensor.index_select(dim, rows)

@@ -39,7 +39,7 @@ def _flash_attn_interface_is_missing() -> bool:
 
 
 def _common_refusal(case: Case, oldest: tuple[int, int], newest: tuple[int, int]) -> str | None:
-    """Return what no kernel supports: other generations of GPUs, other dtypes, heads above 256."""
+    """Return the argument that no kernel supports: other generations of GPUs, other dtypes, heads above 256."""
     if case.capability is None:
         return f"device={case.device.type} (it is a CUDA kernel)"
     if not oldest <= case.capability <= newest:
@@ -58,7 +58,7 @@ class TorchFlash:
     head_dim_multiple: int | None = 8
 
     def refusal(self, case: Case) -> str | None:
-        """It adds dQ up in any order unless torch's own switch is on."""
+        """Refuse determinism unless torch's own switch is on: without it, dQ is added up in any order."""
         if case.needs_grad and case.options.deterministic and not _torch_is_deterministic():
             return "deterministic=True (needs torch.use_deterministic_algorithms(True))"
         return _common_refusal(case, (8, 0), (99, 0))
@@ -97,7 +97,7 @@ class FlashAttention2:
     head_dim_multiple: int | None = 8
 
     def refusal(self, case: Case) -> str | None:
-        """From 2.7 on, where the statistics have one number per query and head."""
+        """Refuse versions before 2.7, the first whose statistics have one number per query and head."""
         return _is_missing("flash-attn", 2, 7) or _common_refusal(case, (8, 0), (99, 0))
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
@@ -139,7 +139,7 @@ class FlashAttention3:
     head_dim_multiple: int | None = 8
 
     def refusal(self, case: Case) -> str | None:
-        """For Hopper alone; it has no deterministic backward for its largest heads."""
+        """Refuse all GPUs but Hopper, and determinism for the largest heads, which have no such backward."""
         if _flash_attn_interface_is_missing():
             return "device=cuda without flash_attn_interface, which is not installed"
         if case.needs_grad and case.options.deterministic and max(case.head_dim, case.value_dim) > 192:
@@ -195,7 +195,7 @@ class TransformerEngine:
     head_dim_multiple: int | None = 8
 
     def refusal(self, case: Case) -> str | None:
-        """It has no deterministic backward of packed sequences on Hopper that is of any use."""
+        """Refuse determinism on Hopper, where the deterministic backward of packed sequences is of no use."""
         reason = _is_missing("transformer_engine", 2, 17) or _common_refusal(case, (9, 0), (11, 0))
         if reason is None and max(case.head_dim, case.value_dim) > 128:
             return f"head_dim={max(case.head_dim, case.value_dim)} (at most 128)"

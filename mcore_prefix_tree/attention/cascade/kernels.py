@@ -19,7 +19,7 @@ from mcore_prefix_tree.attention.options import AttentionOptions, Case
 
 
 class QKV(NamedTuple):
-    """``[Q, H, D], [N, K, D], [N, K, W]`` of a call, or their gradients."""
+    """Query, key and value ``[Q, H, D], [N, K, D], [N, K, W]`` of a call, or their gradients."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -42,8 +42,8 @@ class VarlenKernel(Hashable, Protocol):
     """One varlen attention.
 
     Attributes:
-        name: as messages say it.
-        head_dim_multiple: what D and W have to be a multiple of, and equal; None if any two will do.
+        name: name of the kernel in messages.
+        head_dim_multiple: number that D and W, which have to be equal, are multiples of; None if any two will do.
     """
 
     name: str
@@ -109,5 +109,5 @@ class CpuFlash:
 
 
 def _batched(rows: torch.Tensor) -> torch.Tensor:
-    """``[n, heads, dim]`` to ``[1, heads, n, dim]``."""
+    """Reshape ``[n, heads, dim]`` to ``[1, heads, n, dim]``."""
     return rows.transpose(0, 1).unsqueeze(0)

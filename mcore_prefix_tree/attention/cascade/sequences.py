@@ -27,9 +27,9 @@ class Sequences:
 
     Attributes:
         host_cu_q: borders of the runs of queries, from 0, ``N + 1`` integers; no run is empty.
-        host_cu_k: of the runs of keys.
-        cu_q, cu_k: the same, int32 ``[N + 1]`` on the device.
-        causal: query i of a run sees keys 0 to i of its run, which are as many; otherwise it sees all of them.
+        host_cu_k: borders of the runs of keys, likewise.
+        cu_q, cu_k: the same borders, int32 ``[N + 1]`` on the device.
+        causal: whether query i of a run sees keys 0 to i of its run, which are as many; otherwise it sees all of them.
     """
 
     host_cu_q: list[int]
@@ -68,9 +68,9 @@ class Level:
     """One full call.
 
     Attributes:
-        queries: rows of the flat tokens that ask, ascending.
-        keys: rows of the flat tokens that are seen, ascending.
-        sequences: over these rows.
+        queries: rows of the flat tokens that attend, ascending.
+        keys: rows of the flat tokens that are attended to, ascending.
+        sequences: sequences over these rows.
     """
 
     queries: Rows
@@ -92,7 +92,7 @@ class CascadePlan:
 
 
 def build_plan(metadata: TreeMetadata) -> CascadePlan:
-    """The calls of a micro-batch, on the device of its metadata."""
+    """Return the calls of a micro-batch, on the device of its metadata."""
     device = metadata.subtree_end.device
     spans = cut_into_spans(metadata)
     run_lens = np.diff(spans.runs)

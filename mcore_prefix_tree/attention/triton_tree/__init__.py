@@ -30,8 +30,8 @@ def attention(
 
     Saves query, key, value, out and one number per row for backward. The block lists are made once per micro-batch.
     With ``deterministic=False``, head dimensions up to 128 take a backward that does less work and adds up in any
-    order. On a GPU, 16-bit kernels are compared with the reference on first use: what a compiler of another version
-    made of them for this chip may have been run nowhere before.
+    order. On a GPU, 16-bit kernels are compared with the reference on first use: another version of the compiler may
+    have made code for this chip that has run nowhere before.
 
     Raises:
         ParityError: the kernels are wrong on this machine.

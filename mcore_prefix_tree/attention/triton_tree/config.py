@@ -20,9 +20,9 @@ class Launch(NamedTuple):
 
     Attributes:
         query_block, key_block: rows of a tile.
-        warps: of a program.
-        stages: of the pipeline that loads tiles.
-        widest: a power of two; a tile has at most so many columns. Narrower ones leave more registers.
+        warps: number of warps of a program.
+        stages: number of stages of the pipeline that loads tiles.
+        widest: largest number of columns of a tile, a power of two. Narrower tiles leave more registers.
     """
 
     query_block: int
@@ -37,12 +37,13 @@ class Configs:
     """The launches of one call.
 
     Attributes:
-        forward: of the forward kernel.
-        key_value: of the kernel of dK and dV.
-        query: of the kernel of dQ; None if the kernel before adds up dQ with atomics.
-        apart: dK and dV are made by a launch each, since the sums of both would not fit the registers.
-        engine: tiles move by tensor descriptors, through the copy engine.
-        divides: the query heads of a key head are divided among programs where there are too few for the device.
+        forward: launch of the forward kernel.
+        key_value: launch of the kernel of dK and dV.
+        query: launch of the kernel of dQ; None if the kernel before adds up dQ with atomics.
+        apart: whether dK and dV take a launch each, since the sums of both would not fit the registers.
+        engine: whether tiles move by tensor descriptors, through the copy engine.
+        divides: whether the query heads of a key head are divided among programs where there are too few for the
+            device.
     """
 
     forward: Launch
@@ -141,7 +142,7 @@ _FLOAT32 = (
 
 
 def configs_for(case: Case) -> Configs:
-    """The launches of a case that is not refused. On the CPU, in Triton's interpreter, those of Hopper."""
+    """Return the launches of a case that is not refused. On the CPU, in Triton's interpreter, those of Hopper."""
     chip = 9 if case.capability is None else case.capability[0]
     rows: tuple[_Row, ...] = {9: _HOPPER, 10: _BLACKWELL, 12: _SMALL_BLACKWELL}.get(chip, _OTHERS)
     if case.dtype == torch.float32 and case.capability is not None:

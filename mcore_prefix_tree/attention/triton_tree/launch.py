@@ -38,7 +38,7 @@ class Call:
     """Arguments that the kernels of one call have in common.
 
     Attributes:
-        configs: how they are launched.
+        configs: launches of the kernels.
         end, position: int32 ``[R]``, see ``schedule.DevicePlan``.
         softmax_scale, window: see ``AttentionOptions``.
     """
@@ -229,9 +229,9 @@ def key_value_grads(
 
 
 def _partial_sums(grad: torch.Tensor, splits: int, call: Call) -> torch.Tensor:
-    """fp32 ``[K * splits, R, D in whole parts]`` for what splits have of ``grad`` ``[P, K, D]``; one row for a whole.
+    """fp32 ``[K * splits, R, D in whole parts]`` for the splits' parts of ``grad`` ``[P, K, D]``; one row for a whole.
 
-    The kernel is given it in either case, so that the same one runs whether a group is split or not.
+    The kernel takes it in either case, so that the same one runs whether a group is split or not.
     """
     _, kv_heads, width = grad.shape
     shape = (kv_heads * splits, len(call.end) if splits > 1 else 1, rounded(width, call.configs.key_value.widest))
@@ -283,16 +283,16 @@ def processors(device: torch.device) -> int:
 
 
 def splits_for(programs: int, group: int, *, processors: int, warps: int, bytes_undivided: int) -> int:
-    """Among how many programs to divide a group's query heads, so that few key heads still fill the device.
+    """Return the number of programs that share a group's query heads, so that few key heads still fill the device.
 
     It depends on the padded size and the machine, not on the tree.
 
     Args:
-        programs: that there are if no group is divided.
+        programs: number of programs if no group is divided.
         group: query heads of a key head.
-        processors: of the device.
-        warps: of a program.
-        bytes_undivided: of the fp32 sums of dK and dV if they took one program each. As many for each split are at most
+        processors: number of multiprocessors of the device.
+        warps: number of warps of a program.
+        bytes_undivided: bytes of the fp32 sums of dK and dV with one program each. As many for each split are at most
             :data:`PARTIAL_BYTES`.
     """
     wanted = _PROGRAMS_AT_A_TIME * processors * max(1, _WARPS_AT_A_TIME // warps)

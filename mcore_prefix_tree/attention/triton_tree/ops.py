@@ -37,9 +37,9 @@ def tree_attention(
         key: ``[P, K, D]``.
         value: ``[P, K, W]``.
         sinks: ``[H]`` or None.
-        end, position: int32 ``[R]``, of a ``DevicePlan``.
-        schedules: of the same plan, which was made for these configs.
-        configs: a ``Configs``, packed. Backward is deterministic if they have a launch for dQ.
+        end, position: int32 ``[R]``, fields of a ``DevicePlan``.
+        schedules: schedules of the same plan, which was made for these configs.
+        configs: packed ``Configs``. Backward is deterministic if they have a launch for dQ.
         softmax_scale, window: see ``AttentionOptions``.
 
     Returns:
@@ -72,7 +72,7 @@ def tree_attention_backward(
     softmax_scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dQ, dK and dV, contiguous, and fp32 ``[H, R]``: ``sum(out * grad_out)`` of each row, zero past P."""
+    """Return dQ, dK and dV, contiguous, and fp32 ``[H, R]``: ``sum(out * grad_out)`` of each row, zero past P."""
     call = Call(configs=Configs.unpack(configs), end=end, position=position, softmax_scale=softmax_scale, window=window)
     query, key, value, grad_out = readable(query), readable(key), readable(value), readable(grad_out)
     delta = launch.row_sums(out, grad_out, call)

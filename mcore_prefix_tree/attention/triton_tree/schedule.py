@@ -28,8 +28,8 @@ class DevicePlan:
     Attributes:
         end: int32 ``[R]``, ``subtree_end``, zero past the last token; R is P rounded up to :data:`ROUND`.
         position: int32 ``[R]``, position on the path, zero past the last token.
-        schedules: of the forward kernel's query blocks, of the key blocks of the kernel of dK and dV, and, if it is
-            launched, of the query blocks of the kernel of dQ.
+        schedules: schedules of the forward kernel's query blocks, of the key blocks of the kernel of dK and dV, and, if
+            it is launched, of the query blocks of the kernel of dQ.
     """
 
     end: torch.Tensor
@@ -38,7 +38,7 @@ class DevicePlan:
 
     @classmethod
     def of(cls, metadata: TreeMetadata, configs: Configs, window: int | None) -> DevicePlan:
-        """The plan of a micro-batch, without waiting for the device."""
+        """Return the plan of a micro-batch, without waiting for the device."""
         device = metadata.subtree_end.device
         past_the_end = (0, -metadata.padded_size % ROUND)
 

@@ -31,11 +31,11 @@ def cut(
 
     Args:
         rows: token ids of each row of this rank.
-        max_tokens: unique tokens that a micro-batch may hold.
+        max_tokens: number of unique tokens that a micro-batch may hold.
         group: data-parallel process group; None is this process alone.
-        device: where the group's collectives take tensors.
-        multiple: the number of micro-batches is a multiple of this.
-        group_size: so many rows in succession stay together.
+        device: device on which the group's collectives take tensors.
+        multiple: divisor of the number of micro-batches.
+        group_size: number of successive rows that stay together.
 
     Raises:
         ValueError: a row, or rows that stay together, exceed the budget, or a rank has too few rows.

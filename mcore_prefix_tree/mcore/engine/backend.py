@@ -1,4 +1,4 @@
-"""From the setting of a job to the back-end that its micro-batches name: once, before the first of them is folded."""
+"""Choice of the back-end that a job's micro-batches name: once, before the first of them is folded."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def head_dims(config: Any) -> tuple[int, int]:
 
 
 def case_of(config: Any, *, device: torch.device, deterministic: bool = True) -> Case:
-    """The attention calls of a model's layers on one tensor-parallel rank.
+    """Return the attention calls of a model's layers on one tensor-parallel rank.
 
     Args:
         config: a megatron-core ``TransformerConfig``.
-        device: of the rank.
-        deterministic: whether they have to give the same bits twice.
+        device: device of the rank.
+        deterministic: whether attention has to give the same bits twice.
     """
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     latent = config.multi_latent_attention  # in which each head has keys and values of its own
@@ -73,7 +73,7 @@ def cases_of(config: Any, *, device: torch.device, deterministic: bool) -> tuple
 
 
 def windows_of(config: Any) -> list[int | None]:
-    """Return the different windows of a model's layers; None is that of a layer without one."""
+    """Return the different windows of a model's layers; None stands for a layer without one."""
     return list(dict.fromkeys(window_of(config, layer) for layer in range(1, config.num_layers + 1)))
 
 
@@ -90,17 +90,18 @@ def resolve_backend(
     """Return the back-end of a job.
 
     Args:
-        setting: the name of a back-end, or ``auto``.
+        setting: name of a back-end, or ``auto``.
         config: a megatron-core ``TransformerConfig``.
-        first_step: the samples of the first step, the same on every rank and after a resume; ``auto`` asks for them.
-        device: of this rank.
+        first_step: function that returns the samples of the first step, the same on every rank and after a resume;
+            ``auto`` calls it.
+        device: device of this rank.
         deterministic: whether attention has to give the same bits twice.
-        any_order: the setting that gives this up, for messages.
-        say: receives a line about what ``auto`` chose, and why.
+        any_order: name of the setting that gives this up, for messages.
+        say: callback that receives a line about what ``auto`` chose, and why.
 
     Raises:
-        ValueError: the back-end does not exist or does not support the job, and names those that do; or attention in
-            any order is asked for in a job that Megatron is told to make deterministic.
+        ValueError: the back-end does not exist or does not support the job (the message names those that do), or
+            non-deterministic attention is requested under Megatron's deterministic mode.
     """
     if config.deterministic_mode and not deterministic:
         raise ValueError(f"{any_order} contradicts deterministic_mode=True of the model; leave one of them out")

@@ -29,8 +29,8 @@ class Calibration:
     """Timings of micro-batches, and the cost model that fits them.
 
     Attributes:
-        measured: a forward and backward of a micro-batch each, the fastest of its rounds.
-        cost: in seconds.
+        measured: timings of a forward and backward of one micro-batch each, the fastest of its rounds.
+        cost: fitted cost model, in seconds.
         worst: largest relative error of the fit.
     """
 
@@ -39,7 +39,7 @@ class Calibration:
     worst: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return what :func:`mcore_prefix_tree.plan.read_measured` reads, and the fit."""
+        """Return the input of :func:`mcore_prefix_tree.plan.read_measured`, and the fit."""
         return {
             "measured": [one._asdict() for one in self.measured],
             "cost": asdict(self.cost),
@@ -50,15 +50,15 @@ class Calibration:
 def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, repeats: int) -> Calibration:
     """Time micro-batches of a job's own samples. Every rank computes the same ones and waits for the slowest.
 
-    Of several sizes up to the budget, one micro-batch of the shortest samples that fill it and one of the longest: what
-    a token costs and what a visible pair costs are told apart by how deep the tokens are. Where the head computes only
-    scored tokens, the two largest, timed once more with next to nothing scored, show what these cost.
+    For several sizes up to the budget, it times one micro-batch of the shortest samples that fill it and one of the
+    longest: the depth of the tokens separates the cost of a token from that of a visible pair. Where the head computes
+    only scored tokens, the two largest run once more with next to nothing scored, which shows the cost of scoring.
 
     Args:
-        chunks: in Megatron's DDP; their gradients are left empty.
-        samples: to choose from.
-        job: that the chunks are of.
-        repeats: timed rounds, after one that is not.
+        chunks: model chunks in Megatron's DDP; their gradients are left empty.
+        samples: samples to choose from.
+        job: job of the chunks.
+        repeats: number of timed rounds, after one that is not timed.
     """
     job, samples = plain(job, samples)
     folding = job.folding
@@ -92,14 +92,14 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
 
 
 def _hardly_scored(sample: Sample) -> Sample:
-    """A sample of which the last token alone is scored."""
+    """Return a copy of the sample that scores the last token alone."""
     mask = np.zeros(len(sample), dtype=np.float32)
     mask[-1] = 1
     return Sample(tokens=sample.tokens, loss_mask=mask, merge_key=sample.merge_key, source=sample.source)
 
 
 def _choose(samples: Sequence[Sample], folding: Folding) -> list[list[int]]:
-    """Indices of the samples of each micro-batch; different ones."""
+    """Return the indices of each micro-batch's samples; no two micro-batches are the same."""
     shortest_first = sorted(range(len(samples)), key=lambda index: len(samples[index]))
     largest = min(folding.max_tokens, folding.physical_tokens(samples))
     chosen: dict[tuple[int, ...], None] = {}

@@ -34,10 +34,10 @@ class Measurement:
     """One way to run a batch.
 
     Attributes:
-        name: of the way.
-        seconds: of each round, on its slowest rank: the host's planning, forward and backward of the whole batch.
-        peak_bytes: of the rank that needed most, beyond model and optimizer; None where it cannot be known.
-        tokens: computed, over all data-parallel ranks, without padding.
+        name: name of the way.
+        seconds: time of each round on its slowest rank: the host's planning, forward and backward of the whole batch.
+        peak_bytes: peak memory of the rank that needed most, beyond model and optimizer; None where it is unknown.
+        tokens: tokens computed, over all data-parallel ranks, without padding.
     """
 
     name: str
@@ -47,22 +47,24 @@ class Measurement:
 
     @property
     def median_seconds(self) -> float:
-        """Over the rounds."""
+        """Median time over the rounds."""
         return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Folded against two ways of not folding.
+    """Folded against two unfolded ways.
 
     Attributes:
-        folded: as ``train`` runs it.
-        packed: the same back-end, head and budget, with every sample a tree of its own: a packed varlen batch.
-        stock: Megatron's own attention and cross-entropy, one sample a micro-batch; None where it cannot hold the
-            longest sample. It projects all positions to the vocabulary, where the fused head of the others does not.
-        stock_missing: why, in that case.
-        logical_tokens: of the batch.
-        bound: the most that folding can gain over ``packed``, and so over the faster of both unfolded ways.
+        folded: measurement of the batch as ``train`` runs it.
+        packed: measurement with the same back-end, head and budget, but every sample a tree of its own: a packed varlen
+            batch.
+        stock: measurement with Megatron's own attention and cross-entropy, one sample a micro-batch; None where it
+            cannot hold the longest sample. It projects all positions to the vocabulary, which the fused head of the
+            others does not.
+        stock_missing: reason why ``stock`` is None, in that case.
+        logical_tokens: tokens of the batch.
+        bound: largest gain of folding over ``packed``, and so over the faster of both unfolded ways.
     """
 
     folded: Measurement
@@ -74,7 +76,7 @@ class Comparison:
 
     @property
     def fold_ratio(self) -> float:
-        """Logical over physical tokens."""
+        """Ratio of logical to physical tokens."""
         return self.logical_tokens / max(self.folded.tokens, 1)
 
     @property
@@ -86,18 +88,18 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """The median of the rounds'."""
+        """Median speed-up of the rounds."""
         return statistics.median(self.speedups)
 
     @property
     def share_of_bound(self) -> float:
-        """Speed-up over its bound."""
+        """Ratio of the speed-up to its bound."""
         return self.speedup / self.bound.ratio
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Way:
-    """One way to run the batch: micro-batches made anew each time, as in a step, and what to do with them."""
+    """One way to run the batch: micro-batches made anew each time, as in a step, and their forward step."""
 
     name: str
     tokens: int
@@ -120,11 +122,11 @@ def compare(
     speed drifts slows all of them.
 
     Args:
-        chunks: in Megatron's DDP.
-        samples: the whole batch.
-        job: that the chunks are of.
-        repeats: timed rounds.
-        progress: receives how many runs of the batch are done, and their number.
+        chunks: model chunks in Megatron's DDP.
+        samples: samples of the whole batch.
+        job: job of the chunks.
+        repeats: number of timed rounds.
+        progress: callback that receives how many runs of the batch are done, and their number.
     """
     job, samples = plain(job, samples)
 
@@ -202,7 +204,7 @@ def compare(
 
 
 def over_ranks(counts: Counts, job: Job) -> Counts:
-    """Sum over the data-parallel ranks."""
+    """Sum counts over the data-parallel ranks."""
     total = torch.tensor(counts, device=job.folding.device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return Counts(*total.tolist())

@@ -1,4 +1,4 @@
-"""A step's samples to micro-batches on the device: the settings that planning and folding have to agree on."""
+"""Folding of a step's samples into micro-batches: the settings that planning and folding have to agree on."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie, sort_samples
 
 @dataclass(frozen=True, kw_only=True)
 class Folding:
-    """Settings of how a job folds. All but ``device`` is the same on every rank, so all ranks make the same plan.
+    """Settings of a job's folding. All but ``device`` are the same on every rank, so all ranks make the same plan.
 
     Attributes:
         max_tokens: physical tokens that a micro-batch may hold, before padding.
         budget_name: name of the user's setting of ``max_tokens``, for errors.
-        dp_size: data-parallel ranks.
-        cost_model: what the ranks' work is compared by; see :func:`mcore_prefix_tree.plan.plan_step`.
-        micro_batch_multiple: micro-batches per rank come in multiples of this.
-        bubble: of the pipeline; see :func:`mcore_prefix_tree.plan.plan_step`.
-        sharing: which common prefixes are shared.
-        padding: of the micro-batches.
-        device: of the model, which takes them there.
-        attention_backend: of their layers.
-        attention_cases: calls of the layers, whose plans are made while folding; without any, the first layer
+        dp_size: number of data-parallel ranks.
+        cost_model: cost model that compares the ranks' work; see :func:`mcore_prefix_tree.plan.plan_step`.
+        micro_batch_multiple: divisor of the number of micro-batches per rank.
+        bubble: cost of the pipeline's bubble; see :func:`mcore_prefix_tree.plan.plan_step`.
+        sharing: choice of the common prefixes that are shared.
+        padding: padding of the micro-batches.
+        device: device of the model, which moves the micro-batches there.
+        attention_backend: name of the attention back-end of the layers.
+        attention_cases: attention calls of the layers, whose plans are made while folding; without any, the first layer
             makes them.
-        deterministic_attention: whether it has to give the same bits twice.
-        only_supervised: ask for the tokens with a non-zero loss mask alone.
+        deterministic_attention: whether attention has to give the same bits twice.
+        only_supervised: whether to score only the tokens with a non-zero loss mask.
         head_chunk_rows: see :class:`MicroBatch`.
 
     Raises:
-        ValueError: on construction, if no length bucket holds ``max_tokens``.
+        ValueError: no length bucket holds ``max_tokens``; raised on construction.
     """
 
     max_tokens: int
@@ -69,9 +69,9 @@ class Folding:
         """Plan a step of all ranks.
 
         Args:
-            samples: of the step.
-            micro_batches: of each rank; as few as the budget allows by default.
-            together: which samples stay in one micro-batch; see :func:`mcore_prefix_tree.plan.plan_step`.
+            samples: samples of the step.
+            micro_batches: number of micro-batches of each rank; as few as the budget allows by default.
+            together: keys of the samples that share a micro-batch; see :func:`mcore_prefix_tree.plan.plan_step`.
 
         Raises:
             BudgetError: see :func:`mcore_prefix_tree.plan.plan_step`.
@@ -90,7 +90,7 @@ class Folding:
         )
 
     def fewest_micro_batches(self, samples: Sequence[Sample], *, together: Sequence[Hashable] | None = None) -> int:
-        """Return how many micro-batches each rank needs for a step, with arguments and errors as :meth:`plan`."""
+        """Return the number of micro-batches each rank needs for a step; for arguments and errors see :meth:`plan`."""
         return fewest_micro_batches(
             samples,
             max_tokens=self.max_tokens,
@@ -102,7 +102,7 @@ class Folding:
         )
 
     def physical_tokens(self, samples: Sequence[Sample]) -> int:
-        """Unique tokens of a micro-batch of these samples, before padding."""
+        """Count the unique tokens of a micro-batch of these samples, before padding."""
         _, shared = sort_samples(samples, self.sharing)
         return sum(map(len, samples)) - int(shared.sum())
 
@@ -117,7 +117,7 @@ class Folding:
         )
 
     def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """Fold one micro-batch's samples, on the host. It calls nothing of the device, so any thread may do it."""
+        """Fold one micro-batch's samples on the host. It makes no call to the device, so any thread may run it."""
         layout = self.layout(samples)
         batch = MicroBatch.from_layout(
             layout,
@@ -131,7 +131,7 @@ class Folding:
 
 
 def plan_attention(batch: MicroBatch, backend: str, cases: Sequence[Case]) -> None:
-    """Make what a back-end reads of a micro-batch's tree in calls of these cases, and keep it with the tree."""
+    """Make a back-end's plans of a micro-batch's tree for calls of these cases, and keep them with the tree."""
     metadata = batch.packed_seq_params.tree_metadata
     assert metadata is not None, "a folded micro-batch has it"
     for case in cases:

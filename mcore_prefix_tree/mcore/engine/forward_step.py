@@ -23,17 +23,17 @@ def tree_forward(model: Any, batch: MicroBatch, readout: Readout[Any] = Logits()
     """Run one pipeline stage of a model built from a :func:`with_prefix_tree` spec.
 
     Args:
-        model: the stage.
-        batch: folded.
-        readout: what the last stage is asked for.
+        model: pipeline stage.
+        batch: folded micro-batch.
+        readout: readout that the last stage answers.
 
     Returns:
-        The stage's output: on the last stage what ``readout.read`` reads, local logits ``[1, P, V / tp]`` by default;
+        The stage's output: on the last stage the input of ``readout.read``, local logits ``[1, P, V / tp]`` by default;
         hidden states before.
 
     Raises:
-        ValueError: if the longest path does not fit the model's learned positions, or the last stage is asked for what
-            its output layer does not have.
+        ValueError: the longest path does not fit the model's learned positions, or the output layer of the last stage
+            cannot answer the readout.
     """
     gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
     check_positions(gpt_model, batch.layout.max_path_len)
@@ -48,13 +48,13 @@ def tree_forward(model: Any, batch: MicroBatch, readout: Readout[Any] = Logits()
 
 
 def with_rows(batch: MicroBatch, objective: Objective, targets: Targets, indices: Sequence[int]) -> MicroBatch:
-    """Return a micro-batch with what an objective's loss reads of it.
+    """Return a micro-batch with the rows that an objective's loss reads.
 
     Args:
-        batch: of the samples at ``indices``, in this order.
-        objective: of the step.
-        targets: that it made of the step's samples.
-        indices: into these.
+        batch: micro-batch of the samples at ``indices``, in this order.
+        objective: objective of the step.
+        targets: targets that the objective made of the step's samples.
+        indices: indices of the micro-batch's samples among the step's.
 
     Raises:
         ValueError: see :meth:`Targets.rows`.
@@ -64,29 +64,29 @@ def with_rows(batch: MicroBatch, objective: Objective, targets: Targets, indices
 
 
 def for_model(batch: MicroBatch, model: Any) -> MicroBatch:
-    """Return a micro-batch whose rows know the vocabulary of the model that they are scored by."""
+    """Return a micro-batch whose rows have the vocabulary size of the model that scores them."""
     if batch.rows is None:
         return batch
     return replace(batch, rows=replace(batch.rows, vocab_size=get_attr_wrapped_model(model, "vocab_size")))
 
 
 def divisor_part(batch: MicroBatch) -> int:
-    """Return what a micro-batch adds to the divisor of its step's loss."""
+    """Return a micro-batch's part of the divisor of its step's loss."""
     return batch.layout.num_supervised if batch.rows is None else batch.rows.count
 
 
 def forward_step(
     data_iterator: Iterator[MicroBatch], model: Any, *, readout: Readout[LossOutput]
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
-    """``forward_step_func`` for ``get_forward_backward_func()``; the config needs ``calculate_per_token_loss=True``.
+    """Run ``forward_step_func`` of ``get_forward_backward_func()``; the config needs ``calculate_per_token_loss=True``.
 
-    The loss function gives the sum over the micro-batch, its part of the step's divisor, and for logging both again;
-    of micro-batches with rows also the objective's ``metrics`` and its ``bad_sample``.
+    The loss function returns the sum over the micro-batch, its part of the step's divisor, and a report of both for
+    logging; for micro-batches with rows, the report has the objective's ``metrics`` and its ``bad_sample`` too.
 
     Args:
-        data_iterator: Megatron's, over micro-batches; all losses but a weighted sum read their ``rows``.
-        model: Megatron's.
-        readout: of a loss.
+        data_iterator: Megatron's iterator over micro-batches; all losses but a weighted sum read their ``rows``.
+        model: Megatron's model.
+        readout: readout of a loss.
 
     Raises:
         ValueError: see :func:`check_step`.

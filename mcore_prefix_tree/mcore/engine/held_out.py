@@ -1,4 +1,4 @@
-"""Samples that nothing learns from: what the job's objective says of them now and then."""
+"""Held-out samples, which nothing learns from: periodic evaluation by the job's objective."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Evaluation:
     """Loss and metrics of the held-out samples under the current weights.
 
     Attributes:
-        iteration: steps behind the weights; 0 before the first.
-        loss: of the job's objective, as of a step that takes all these samples.
-        samples: how many there are.
-        logical_tokens: of these.
-        physical_tokens: computed, over all ranks, without padding.
-        seconds: folding and forward.
+        iteration: number of training steps behind the weights; 0 before the first.
+        loss: loss of the job's objective, as in one step over all these samples.
+        samples: number of samples.
+        logical_tokens: tokens of these samples.
+        physical_tokens: tokens computed, over all ranks, without padding.
+        seconds: time for folding and forward.
         metrics: means that the objective reports, over all samples.
     """
 
@@ -41,17 +41,17 @@ class Evaluation:
 
 
 class HeldOut:
-    """Samples that are held out, planned once.
+    """Held-out samples, planned once.
 
-    About as many are computed together as in a step, so that an evaluation needs no more memory than training; what
-    their losses read is of all of them, as of one step.
+    About as many are computed together as in a step, so that an evaluation needs no more memory than training; the
+    targets of their losses come from all of them, as in one step.
 
     Args:
         groups: samples that belong together: those of a line, of a group or of a pair.
-        job: of the training.
-        per_step: samples of a step, or its groups.
-        by_group: ``per_step`` counts groups.
-        in_trie_order: compute neighbours in the trie together.
+        job: job of the training.
+        per_step: number of samples in a step, or of its groups.
+        by_group: whether ``per_step`` counts groups.
+        in_trie_order: whether to compute neighbours in the trie together.
 
     Raises:
         BudgetError, SampleError: see :func:`~mcore_prefix_tree.mcore.engine.steps.fold_step`.
@@ -83,15 +83,15 @@ class HeldOut:
             self._physical_tokens += sum(map(sum, plan.physical_tokens))
 
     def evaluate(self, chunks: Sequence[torch.nn.Module], iteration: int) -> Evaluation:
-        """Return what the objective says of the samples; all ranks together. Weights and gradients stay as they are.
+        """Return the loss and metrics of the samples; all ranks together. Weights and gradients stay as they are.
 
         Args:
-            chunks: of the model.
-            iteration: steps behind its weights.
+            chunks: chunks of the model.
+            iteration: number of training steps behind its weights.
 
         Raises:
-            SampleError: an output of the model is NaN or infinite; names the sample. Supervised training, which looks
-                at no sample by itself, has a loss that is not finite instead.
+            SampleError: an output of the model is NaN or infinite; names the sample. Supervised training, which
+                checks no single sample, returns a loss that is not finite instead.
         """
         started = time.perf_counter()
         reported = []
@@ -115,7 +115,7 @@ class HeldOut:
 
 
 def _parts(groups: Sequence[Sequence[Sample]], per_step: int, *, by_group: bool) -> Iterator[range]:
-    """Whole groups, as many as a step takes or as have as many samples: the indices of each part's samples."""
+    """Yield the sample indices of each part: whole groups, as many as a step takes or as fill its number of samples."""
     start = stop = taken = 0
     for group in groups:
         stop += len(group)

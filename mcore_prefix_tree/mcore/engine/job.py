@@ -1,4 +1,4 @@
-"""A training job, resolved: everything that its steps need, whoever described it."""
+"""A resolved training job: everything that its steps need, whoever described it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from mcore_prefix_tree.plan import ModelWork
 class Job:
     """Everything a step needs, resolved and checked before the first one.
 
-    A recipe makes a job, and so do Megatron-LM's arguments. Whatever takes a job reads neither.
+    A recipe makes a job, and so do Megatron-LM's arguments. Functions that take a job read neither.
 
     Attributes:
-        objective: what the samples are trained with.
-        folding: how a step becomes micro-batches: budget, padding, cost model, attention back-end, device.
-        dp_rank: this rank's part of a plan.
+        objective: objective that trains on the samples.
+        folding: settings that make a step into micro-batches: budget, padding, cost model, attention back-end, device.
+        dp_rank: index of this rank's part of a plan.
         config: megatron-core's ``TransformerConfig`` of the model.
         work: FLOPs of the model.
-        is_local: the stock model's layers are megatron-core's own, not TransformerEngine's.
-        fused_head: the output layer scores a chunk of logits at a time; False keeps the logits of all tokens.
-        teacher: the second model of an objective that reads one.
-        readout: what the last pipeline stage is asked for; follows from the objective and ``fused_head``.
-        forward_step: what Megatron's schedules call; follows from the readout.
+        is_local: whether the stock model's layers are megatron-core's own, not TransformerEngine's.
+        fused_head: whether the output layer scores a chunk of logits at a time; False keeps the logits of all tokens.
+        teacher: second model of an objective that reads one.
+        readout: readout of the last pipeline stage; follows from the objective and ``fused_head``.
+        forward_step: forward step that Megatron's schedules call; follows from the readout.
     """
 
     objective: Objective
@@ -59,11 +59,11 @@ class Job:
         return partial(run_schedule, student, forward_step=self.forward_step, forward_only=True)
 
     def taught(self, batches: Sequence[MicroBatch], student: Forward) -> Sequence[MicroBatch]:
-        """Return a step's micro-batches with what the teacher says of them; all ranks together.
+        """Return a step's micro-batches with the teacher's outputs; all ranks call it together.
 
         Args:
-            batches: of this rank.
-            student: its forward pass, for losses whose parts are weighed by what the whole step gives.
+            batches: micro-batches of this rank.
+            student: forward pass of the student, for losses that weigh their parts by results of the whole step.
         """
         if self.teacher is None:
             return batches

@@ -1,8 +1,8 @@
-"""Teachers with another tokenizer, asked about the same samples in their own tokens before the student is.
+"""Teachers with another tokenizer, run over the same samples in their own tokens before the student.
 
 Their last hidden states wait on the last pipeline stage until the student's head makes logits of both models for a
-block of chunks at a time. What depends on the whole step is decided once they are there, and by all data-parallel ranks
-together: which columns P-KL compares, how much each teacher counts, and how KD is weighed against CE.
+block of chunks at a time. All data-parallel ranks then decide together what depends on the whole step: which columns
+P-KL compares, the weight of each teacher, and the weight of KD against CE.
 
 Legend: R rows of a teacher, h hidden size, Wl columns of its vocabulary on this rank.
 """
@@ -45,10 +45,10 @@ class PairedTeachers(Teacher):
     """The teachers of a distillation across tokenizers.
 
     Args:
-        objective: of the job.
-        models: of its teachers, in the student's parallel layout; none where the samples bring rows.
-        student_columns: of the student's output weight on each tensor-parallel rank, padding included.
-        device: of the models.
+        objective: objective of the job.
+        models: models of its teachers, in the student's parallel layout; empty where the samples bring rows.
+        student_columns: columns of the student's output weight on each tensor-parallel rank, padding included.
+        device: device of the models.
     """
 
     objective: BoundCrossTokenizer
@@ -158,8 +158,8 @@ class PairedTeachers(Teacher):
         """Return both vocabularies; made once.
 
         Args:
-            number: of the teacher.
-            columns: of its output weight on each tensor-parallel rank, padding included.
+            number: number of the teacher.
+            columns: columns of its output weight on each tensor-parallel rank, padding included.
         """
         if number not in self._vocabularies:
             side = self.objective.sides[number]
@@ -190,7 +190,7 @@ class PairedTeachers(Teacher):
         return top_columns(maxima, top_k, part)
 
     def _shares(self, found: Sequence[Sequence[TeacherHidden]], asked: Sequence[Sequence[MicroBatch]]) -> list[float]:
-        """Return how much each teacher counts."""
+        """Return the weight of each teacher."""
         settings = self.objective.settings
         if settings.teachers == "weights":
             return list(settings.teacher_weights or [1.0] * len(found))
@@ -220,7 +220,7 @@ class PairedTeachers(Teacher):
 
 @dataclass(eq=False)
 class ExportedTeacher(PairedTeachers):
-    """A teacher whose rows the samples bring; there is no model to ask."""
+    """A teacher whose rows the samples bring; it has no model."""
 
     def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches, which have the rows."""
@@ -238,11 +238,11 @@ class ExportedTeacher(PairedTeachers):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _StepLesson:
-    """A lesson on all micro-batches of a step; attributes as of :class:`ChunkLesson`.
+    """A lesson on all micro-batches of a step; for the other attributes see :class:`ChunkLesson`.
 
     Attributes:
-        taught_by: by each model, of each micro-batch.
-        share: how much the teacher counts.
+        taught_by: each model's hidden states of each micro-batch.
+        share: weight of the teacher.
     """
 
     taught_by: Sequence[Sequence[TeacherHidden]]
@@ -256,11 +256,11 @@ class _StepLesson:
 def _balanced(batches: Sequence[MicroBatch], reported: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:
     """Return the micro-batches of a step with KD as large as CE.
 
-    All ranks of the last pipeline stage together; others have nothing to weigh.
+    All ranks of the last pipeline stage call it together; others have nothing to weigh.
 
     Args:
-        batches: with lessons.
-        reported: of the same micro-batches, by a forward pass of the student.
+        batches: micro-batches with lessons.
+        reported: reports of the same micro-batches, from a forward pass of the student.
     """
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return list(batches)

@@ -16,12 +16,12 @@ from mcore_prefix_tree.signals import Signals
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreCommand:
-    """Words for what writes the fields that samples may lack, for messages.
+    """Names of the commands that write the fields that samples may lack, for messages.
 
     Attributes:
-        name: of the command, or the argument.
-        reference: with what it scores a reference model.
-        teacher: with what it writes a teacher's likeliest tokens.
+        name: name of the command or the argument.
+        reference: command or arguments that score a reference model.
+        teacher: command or arguments that write a teacher's likeliest tokens.
     """
 
     name: str
@@ -29,7 +29,7 @@ class ScoreCommand:
     teacher: str
 
     def writing(self, field: str) -> list[str]:
-        """Return what writes a field, if anything does."""
+        """Return a phrase for the command that writes a field; empty if none does."""
         ways = {
             "old_logprobs": f"`{self.name}` with the checkpoints that the samples were drawn from writes it",
             "ref_logprobs": f"`{self.reference}` writes it",
@@ -51,13 +51,13 @@ def check_samples(objective: Objective, samples: Sequence[Sample], *, scored_by:
     """Check before the first step that the objective can train on whole groups, rollouts or pairs.
 
     Args:
-        objective: of the job.
-        samples: whole groups, rollouts or pairs.
-        scored_by: what adds missing fields at the user's door.
+        objective: objective of the job.
+        samples: samples of whole groups, rollouts or pairs.
+        scored_by: names of the commands that add missing fields in the user's interface.
 
     Raises:
-        SampleError: a sample lacks what the objective reads, or contradicts the others of its group. Names what adds
-            what is missing, where something does.
+        SampleError: a sample lacks what the objective reads, or contradicts the others of its group. Names the command
+            or setting that adds the missing field, if any.
     """
     try:
         objective.check(samples)
@@ -71,10 +71,10 @@ def check_samples(objective: Objective, samples: Sequence[Sample], *, scored_by:
 
 
 def plain(job: Job, samples: Sequence[Sample]) -> tuple[Job, list[Sample]]:
-    """Return what stands for a job and its samples where it is verified, compared and calibrated.
+    """Return stand-ins for a job and its samples in verification, comparison and calibration.
 
-    Its objective reads no signal, and compares no sample with another: the supervised loss of a model with a
-    vocabulary; half the mean square of the values of one with a scalar head, which is a critic whose returns are all 0.
+    The objective reads no signal, and compares no sample with another: for a model with a vocabulary it is the
+    supervised loss; for one with a scalar head half the mean square of the values, a critic whose returns are all 0.
     """
     if not job.objective.has_scalar_head:
         return replace(job, objective=SupervisedFineTuning(), teacher=None), list(samples)

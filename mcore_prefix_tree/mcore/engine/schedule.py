@@ -26,19 +26,19 @@ def run_schedule(
     collect_non_loss_data: bool = False,
     one_stage: bool = False,
 ) -> list[Any]:
-    """Forward and backward of all micro-batches of this rank.
+    """Run forward and backward of all micro-batches of this rank.
 
     Args:
-        chunks: of the model.
-        micro_batches: what the data iterator of each chunk yields. Folded ones wait on the host until the first chunk
-            asks for them, and leave the device when their backward is done.
-        forward_step: as Megatron's schedules call it.
-        forward_only: no backward.
-        collect_non_loss_data: call the loss function with ``non_loss_data=True`` and return what it returns.
-        one_stage: the model has one pipeline stage, however many ``parallel_state`` has.
+        chunks: chunks of the model.
+        micro_batches: micro-batches that the data iterator of each chunk yields. Folded ones wait on the host until the
+            first chunk asks for them, and leave the device when their backward is done.
+        forward_step: forward step that Megatron's schedules call.
+        forward_only: whether to leave out the backward.
+        collect_non_loss_data: whether to call the loss function with ``non_loss_data=True`` and return its results.
+        one_stage: whether the model has one pipeline stage, however many ``parallel_state`` has.
 
     Returns:
-        What the loss function reported of each, on the last pipeline stage; nothing elsewhere.
+        The report of the loss function for each micro-batch, on the last pipeline stage; an empty list elsewhere.
     """
     device = next(chunks[0].parameters()).device
     waiting = [
@@ -80,13 +80,13 @@ def forward_only(
     *,
     one_stage: bool = False,
 ) -> list[T]:
-    """Return what ``read`` makes of the answer to a readout for each micro-batch; nothing before the last stage.
+    """Return ``read`` of the answer to a readout for each micro-batch; an empty list before the last stage.
 
     Args:
-        chunks: of the model.
-        batches: folded.
-        readout: what the last stage is asked for.
-        read: of the answer, beside its micro-batch.
+        chunks: chunks of the model.
+        batches: folded micro-batches.
+        readout: readout that the last stage answers.
+        read: function of the answer and its micro-batch.
         one_stage: see :func:`run_schedule`.
     """
 

@@ -1,4 +1,4 @@
-"""Forward-only scoring: every sample's log-probabilities and entropies, or values, folded, by the code that trains.
+"""Forward-only scoring: every sample's log-probabilities and entropies, or values, folded, by the training code.
 
 Old-policy and reference scores come from the same plan, back-end and head as the training step that reads them, so on
 one machine and one set of weights they are equal to what that step computes: the first importance ratios are exactly 1
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class ScoreError(ValueError):
-    """A sample whose scores are not numbers. The message names it."""
+    """A sample with scores that are not finite. The message names it."""
 
 
 S = TypeVar("S", bound=SampleScores)
@@ -36,18 +36,18 @@ S_co = TypeVar("S_co", bound=SampleScores, covariant=True)
 
 
 class Scorer(Readout[Any], Protocol[S_co]):
-    """A readout that says something of each sample."""
+    """A readout that scores each sample."""
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> Any:
         """Read a micro-batch's output onto the host."""
 
     def of_sample(self, flat: Any, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> S_co:
-        """Return a sample's part.
+        """Return a sample's scores.
 
         Args:
-            flat: of its micro-batch, from :meth:`flat`.
-            tokens: int32 ``[n]``, their flat indices.
-            scored: bool ``[n]``, which of them are scored.
+            flat: output of its micro-batch, from :meth:`flat`.
+            tokens: int32 ``[n]``, flat indices of its tokens.
+            scored: bool ``[n]``, mask of the tokens that are scored.
         """
 
 
@@ -56,13 +56,13 @@ class ScoringStep:
     """Samples planned and folded, to be scored under any weights of the model: the policy's, a reference's.
 
     Attributes:
-        samples: of all ranks.
-        sample_index: for each of this rank's micro-batches, the indices of its samples.
-        micro_batches: on the device.
+        samples: samples of all ranks.
+        sample_index: indices of the samples of each of this rank's micro-batches.
+        micro_batches: this rank's micro-batches, on the host.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
-        all_tokens: score every token that has a predictor, not only those with a non-zero loss mask.
-        for_main_rank: give what is found to the main rank alone, and nothing to the others: on GPUs each rank would
-            hold everyone's while they are sent.
+        all_tokens: whether to score every token that has a predictor, not only those with a non-zero loss mask.
+        for_main_rank: whether to send the scores to the main rank alone: on GPUs each rank would otherwise hold
+            everyone's while they are sent.
     """
 
     samples: Sequence[Sample]
@@ -76,13 +76,14 @@ class ScoringStep:
     def plan(
         cls, samples: Sequence[Sample], folding: Folding, *, all_tokens: bool = False, for_main_rank: bool = False
     ) -> ScoringStep:
-        """Plan and fold.
+        """Plan and fold a scoring step.
 
         Args:
-            samples: the same on every rank. A training step's own, in its order, are planned as that step is.
-            folding: of that step.
-            all_tokens: as above.
-            for_main_rank: as above.
+            samples: samples to score, the same on every rank. A training step's own, in its order, are planned as that
+                step is.
+            folding: settings of that step's folding.
+            all_tokens: see the class.
+            for_main_rank: see the class.
 
         Raises:
             BudgetError: see :func:`mcore_prefix_tree.plan.plan_step`.
@@ -100,18 +101,18 @@ class ScoringStep:
         )
 
     def score(self, chunks: Sequence[Any], readout: Scorer[S]) -> list[S]:
-        """Score under the weights that ``chunks`` have now; all ranks together.
+        """Score under the current weights of ``chunks``; all ranks call it together.
 
         Args:
             chunks: this rank's model chunks, with or without Megatron's DDP.
-            readout: what they are asked.
+            readout: readout that scores the samples.
 
         Returns:
-            What is found of each sample, in the order of ``samples``, on every rank; or where ``for_main_rank`` is set,
-            on others nothing.
+            The scores of each sample, in the order of ``samples``, on every rank; where ``for_main_rank`` is set, an
+            empty list on the others.
 
         Raises:
-            ScoreError: a score is NaN or infinite; names the sample. On every rank.
+            ScoreError: a score is NaN or infinite; names the sample, on every rank.
         """
         own: dict[int, S] = {}
         found = forward_only(chunks, self.micro_batches, readout, readout.flat)
@@ -138,7 +139,7 @@ class ScoringStep:
 
 
 def _on_main_rank(value: T) -> list[T] | None:
-    """By rank; None on other ranks than the first."""
+    """Gather a value by rank; None on ranks other than the first."""
     of_all: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, of_all, dst=0)
     return of_all
@@ -152,5 +153,5 @@ def score(
     *,
     all_tokens: bool = False,
 ) -> list[S]:
-    """:meth:`ScoringStep.plan` and :meth:`ScoringStep.score`; arguments and errors are theirs."""
+    """Call :meth:`ScoringStep.plan` and :meth:`ScoringStep.score`; arguments and errors are theirs."""
     return ScoringStep.plan(samples, folding, all_tokens=all_tokens).score(chunks, readout)

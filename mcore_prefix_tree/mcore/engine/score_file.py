@@ -1,4 +1,4 @@
-"""Samples written back with their scores, whoever describes the job: a recipe, or Megatron-LM's arguments."""
+"""Files of samples with their scores, whoever describes the job: a recipe, or Megatron-LM's arguments."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ _ENTROPY = "entropy"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreReport:
-    """Summary of what was written.
+    """Summary of the written file.
 
     Attributes:
-        iteration: of the checkpoint, or ``release``; the policy's, the critic's, the reward model's or the teacher's.
-        reference_iteration: of the reference's.
-        skipped: bad samples, in words; empty without any.
-        samples: lines of the file.
-        tokens: scored, of all samples.
-        logical_tokens: of the samples.
-        physical_tokens: computed by each model, without padding.
+        iteration: iteration of the checkpoint, or ``release``; the policy's, the critic's, the reward model's or the
+            teacher's.
+        reference_iteration: iteration of the reference's checkpoint.
+        skipped: description of the bad samples; empty without any.
+        samples: number of lines in the file.
+        tokens: scored tokens of all samples.
+        logical_tokens: tokens of the samples.
+        physical_tokens: tokens computed by each model, without padding.
     """
 
     iteration: int | str
@@ -46,7 +47,7 @@ class ScoreReport:
     physical_tokens: int = 0
 
     def with_step(self, step: ScoringStep, scores: Sequence[SampleScores]) -> ScoreReport:
-        """After some more samples."""
+        """Return the report after one more step."""
         return replace(
             self,
             samples=self.samples + len(step.samples),
@@ -59,7 +60,7 @@ class ScoreReport:
         """Return the report in lines of text.
 
         Args:
-            output: the file.
+            output: name of the file.
         """
         by = self.iteration if isinstance(self.iteration, str) else f"iteration {self.iteration}"
         if self.reference_iteration is not None:
@@ -73,14 +74,14 @@ class ScoreReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
-    """Options of a scoring.
+    """Options of a scoring run.
 
     Attributes:
         reference: folder of a second model's weights, which gives ``ref_logprobs``.
-        all_tokens: score all tokens, not only those with a non-zero loss mask.
-        entropy: write it too.
-        teacher_top_k: the model is a teacher, of whose predictions so many likeliest tokens are written.
-        prefix: of the options' names, for messages.
+        all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
+        entropy: whether to write the entropies too.
+        teacher_top_k: number of likeliest tokens to write of each prediction of a teacher; None for other models.
+        prefix: prefix of the options' names, for messages.
     """
 
     reference: str | Path | None = None
@@ -90,19 +91,19 @@ class ScoreOptions:
     prefix: str = "--"
 
     def column(self, objective: type[Objective]) -> str:
-        """Return the column of what a model that an objective trains is asked."""
+        """Return the column for the scores of a model that an objective trains."""
         return objective.scored_as if self.teacher_top_k is None else TEACHER
 
     def check(self, objective: type[Objective], *, setting: str, vocab_size: int | None) -> None:
-        """Check that the model can be asked for this.
+        """Check that the model supports these options.
 
         Args:
-            objective: that trains the model.
-            setting: that names the objective, for messages.
-            vocab_size: before padding, None where it is not known yet.
+            objective: objective that trains the model.
+            setting: setting that names the objective, for messages.
+            vocab_size: size of the vocabulary before padding; None where it is not known yet.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: the model does not support them.
         """
         k = self.teacher_top_k
         if k is not None and objective.has_scalar_head:
@@ -120,12 +121,12 @@ class ScoreOptions:
     def readouts(
         self, objective: type[Objective], *, vocab_size: int | None, fused_head: bool
     ) -> dict[str, Scorer[Any]]:
-        """Return by column what each model is asked, the objective's own first.
+        """Return each model's readout by column, the objective's own first.
 
         Args:
-            objective: that trains the model.
-            vocab_size: before padding.
-            fused_head: of the models.
+            objective: objective that trains the model.
+            vocab_size: size of the vocabulary before padding.
+            fused_head: whether the models use the fused head.
         """
         main: Scorer[Any] = Logprobs(entropy=self.entropy, fused=fused_head)
         if objective.has_scalar_head:
@@ -148,23 +149,23 @@ def write_scores(
     names: FieldNames,
     all_tokens: bool,
 ) -> ScoreReport:
-    """Score one epoch and write its samples with their scores, in the data's order; all ranks together.
+    """Score one epoch and write its samples with their scores, in the data's order; all ranks call it together.
 
     The file appears once it is complete.
 
     Args:
-        output: of the main rank, which writes.
-        order: of the samples.
-        models: this rank's chunks, by the column that they give.
-        readouts: what each is asked; the first is reported.
-        report: to add to.
-        per_step: samples, or groups, that are planned together.
-        folding: of the job.
-        names: what the file calls our fields.
-        all_tokens: score all tokens, not only those with a non-zero loss mask.
+        output: file that the main rank writes.
+        order: order of the samples.
+        models: this rank's model chunks, by the column that they give.
+        readouts: readout of each model, by column; the first is reported.
+        report: report to add to.
+        per_step: number of samples, or groups, that are planned together.
+        folding: settings of the job's folding.
+        names: the file's names of our fields.
+        all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
 
     Returns:
-        The report, of what was written, on the main rank.
+        The report of the written file, on the main rank.
 
     Raises:
         ScoreError: a score is NaN or infinite; nothing is written.
@@ -187,7 +188,7 @@ def write_scores(
 
 
 def batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
-    """Yield the samples of one epoch, so many, or of so many groups, at a time."""
+    """Yield the samples of one epoch, ``size`` samples or groups at a time."""
     with order.stream(0) as stream:
         for start in range(0, order.per_epoch, size):
             yield stream.take(min(size, order.per_epoch - start))

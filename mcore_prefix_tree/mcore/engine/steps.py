@@ -1,4 +1,4 @@
-"""A step's samples to this rank's micro-batches, and the next step's while one computes."""
+"""Folding of a step's samples into this rank's micro-batches, and of the next step's while one computes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class FoldedStep:
     """A step, and this rank's part of it.
 
     Attributes:
-        samples: of all ranks.
-        sample_index: for each micro-batch of this rank, the indices of its samples.
-        micro_batches: on the host, with the plans of the layers' attention.
+        samples: samples of all ranks.
+        sample_index: indices of the samples of each of this rank's micro-batches.
+        micro_batches: this rank's micro-batches, on the host, with the plans of the layers' attention.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
-        metrics: what the objective knows before the step runs, as (sum, weight); the same on every rank.
-        seconds: this rank took to plan and to fold.
+        metrics: metrics that the objective knows before the step runs, as (sum, weight); the same on every rank.
+        seconds: time that this rank took to plan and to fold.
     """
 
     samples: Sequence[Sample]
@@ -47,9 +47,10 @@ def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None 
     """Plan a step, and fold this data-parallel rank's micro-batches. All stages and tensor-parallel ranks agree on it.
 
     Args:
-        samples: of all ranks.
-        job: of the step.
-        micro_batches: of each rank, some of them empty where fewer would do; as few as the budget allows by default.
+        samples: samples of all ranks.
+        job: job of the step.
+        micro_batches: number of micro-batches of each rank, some of them empty where fewer would do; as few as the
+            budget allows by default.
 
     Raises:
         BudgetError: one sample alone is longer than the budget, or the two of a pair are.
@@ -76,7 +77,7 @@ def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None 
 
 
 def targets_of(job: Job, samples: Sequence[Sample]) -> Targets | None:
-    """Return what the losses of a step read; None for a weighted sum, whose weights the layouts have.
+    """Return the targets of a step's losses; None for a weighted sum, whose weights the layouts have.
 
     Raises:
         SampleError: a sample lacks what the objective reads.
@@ -87,13 +88,13 @@ def targets_of(job: Job, samples: Sequence[Sample]) -> Targets | None:
 def fold_micro_batches(
     samples: Sequence[Sample], cut: Sequence[Sequence[int]], job: Job, targets: Targets | None
 ) -> list[MicroBatch]:
-    """Fold micro-batches, and give them what the objective's loss reads.
+    """Fold micro-batches, with the rows that the objective's loss reads.
 
     Args:
-        samples: of the whole step.
-        cut: for each micro-batch, the indices of its samples.
-        job: of the step.
-        targets: of the step, from :func:`targets_of`.
+        samples: samples of the whole step.
+        cut: indices of each micro-batch's samples.
+        job: job of the step.
+        targets: targets of the step, from :func:`targets_of`.
     """
     batches = [job.folding.micro_batch([samples[index] for index in indices]) for indices in cut]
     if targets is not None:
@@ -108,23 +109,23 @@ class StepSize(Protocol):
 
     @property
     def samples(self) -> int:
-        """Samples of all ranks; or lines, where the order counts those."""
+        """Number of samples of all ranks; or of lines, where the order counts those."""
 
 
 S = TypeVar("S", bound=StepSize)
 
 
 class StepPlanner(Generic[S]):
-    """Reads, plans and folds one step at a time, and the next one while a step computes.
+    """Reader that plans and folds one step at a time, and the next one while a step computes.
 
     Steps usually follow each other. One that does not, after a batch-size ramp-up or where training is set back, is
-    read and planned when it is asked for. In a ``with`` block the workers that read ahead end with the block.
+    read and planned on request. In a ``with`` block the workers that read ahead end with the block.
 
     Args:
-        order: of the samples.
-        fold: a step's samples, as :func:`fold_step` does. It is called from another thread.
-        num_workers: processes that read streamed samples ahead.
-        consumed: samples before the first step, where that is known, so that the workers begin at once.
+        order: order in which steps take the samples.
+        fold: function that folds a step's samples, as :func:`fold_step` does. It is called from another thread.
+        num_workers: number of processes that read streamed samples ahead.
+        consumed: number of samples before the first step, where that is known, so that the workers begin at once.
     """
 
     def __init__(
@@ -153,12 +154,12 @@ class StepPlanner(Generic[S]):
         """Return the step that follows the first ``consumed`` samples, and begin the one after it in the background.
 
         Args:
-            consumed: samples before the step; or lines, where the order counts those.
-            size: of the step; the next is taken to have the same.
-            is_last: no step follows.
+            consumed: number of samples before the step; or of lines, where the order counts those.
+            size: size of the step; the next is assumed to have the same.
+            is_last: whether no step follows.
 
         Raises:
-            BudgetError, SampleError: see :func:`fold_step`; an error of a step is raised where that step is asked for.
+            BudgetError, SampleError: see :func:`fold_step`; an error of a step is raised where that step is requested.
         """
         following = None if is_last else (consumed + size.samples, size)
         return self._ahead.take((consumed, size), then=following)

@@ -1,4 +1,4 @@
-"""The second model of a distillation by whole vocabularies, asked about every unique token before the student is.
+"""The second model of a distillation by whole vocabularies, run over every unique token before the student.
 
 Its last hidden states wait on the last pipeline stage until the student's head makes logits of both, a few rows at a
 time: neither model's logits are ever held.
@@ -28,32 +28,32 @@ Forward = Callable[[Sequence[MicroBatch]], Sequence[Mapping[str, Any]]]
 
 
 class Teacher(Protocol):
-    """Whatever a job asks before its student."""
+    """Source of a teacher's outputs, which a job reads before its student runs."""
 
     def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return micro-batches with what asking them takes, made on the host."""
+        """Return micro-batches with the teacher's inputs, made on the host."""
 
     def teach(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
-        """Return the micro-batches of a step with what the teacher says of them, on the last pipeline stage.
+        """Return the micro-batches of a step with the teacher's outputs, on the last pipeline stage.
 
-        All ranks together, as in the student's own forward.
+        All ranks call it together, as in the student's own forward.
 
         Args:
-            batches: with the rows of the job's objective.
-            student: its forward pass, for losses whose parts are weighed by what the whole step gives.
+            batches: micro-batches with the rows of the job's objective.
+            student: forward pass of the student, for losses that weigh their parts by results of the whole step.
         """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherModel(Teacher):
-    """This rank's part of a teacher, cut as its student is or in a layout of its own.
+    """This rank's part of a teacher, sharded like its student or in a layout of its own.
 
     Attributes:
-        chunks: bare model chunks with edge heads, whose weights nothing changes; none on ranks without a part.
-        attention_backend: of its heads; the student's may be of another size.
-        attention_cases: the calls of its layers.
-        ranks: of another layout than the student's; None is the student's.
-        columns: ``[V / tp, h]``, in another layout the output weight on the last stage, cut as the student's ranks are.
+        chunks: bare model chunks with edge heads and frozen weights; empty on ranks without a part.
+        attention_backend: name of the attention back-end for its heads; the student's heads may have another size.
+        attention_cases: attention calls of its layers.
+        ranks: ranks of a layout other than the student's; None is the student's.
+        columns: ``[V / tp, h]``, output weight on the last stage in another layout, sharded over the student's ranks.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -72,7 +72,7 @@ class TeacherModel(Teacher):
         return get_attr_wrapped_model(self.chunks[-1], "position_embedding_type", return_model_obj=True)
 
     def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches, with the plans of its attention."""
+        """Return the micro-batches with the plans of its attention."""
         for batch in batches:
             plan_attention(batch, self.attention_backend, self.attention_cases)
         return list(batches)
@@ -85,7 +85,7 @@ class TeacherModel(Teacher):
         return [replace(batch, teacher=hidden) for batch, hidden in zip(batches, found, strict=True)]
 
     def hidden(self, batches: Sequence[MicroBatch]) -> list[TeacherHidden]:
-        """Return what its logits of each micro-batch's predictors are made of; nothing before the last stage."""
+        """Return the inputs of its logits at each micro-batch's predictors; empty before the last stage."""
         asked, own = self._asked(batches)
         one_stage = self.ranks is not None and self.ranks.on_last_stage
         found = forward_only(self.chunks, asked, Hidden(), Hidden().read, one_stage=one_stage) if self.chunks else []
@@ -101,7 +101,7 @@ class TeacherModel(Teacher):
         return made
 
     def _asked(self, batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], slice]:
-        """Return the micro-batches that the teacher reads, and which of them are this rank's."""
+        """Return the micro-batches that the teacher reads, and the slice of them that is this rank's."""
         ours = [self._on_backend(batch) for batch in batches]
         if self.ranks is None or not self.chunks:
             return ours, slice(None)
@@ -132,7 +132,7 @@ class TeacherModel(Teacher):
 
 
 def _of_student(columns: torch.Tensor, head: Head) -> tuple[torch.Tensor, Head]:
-    """Return the output weight of a teacher as its student's ranks are cut, and the head of that."""
+    """Return the output weight of a teacher, sharded over its student's ranks, and its head."""
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     group = parallel_state.get_tensor_model_parallel_group() if parallel else None
     start = parallel_state.get_tensor_model_parallel_rank() * len(columns)

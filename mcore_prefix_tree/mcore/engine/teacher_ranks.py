@@ -1,4 +1,4 @@
-"""Ranks of a teacher that is cut over other ranks than its student.
+"""Ranks of a teacher that is sharded over other ranks than its student.
 
 The ranks of a pipeline stage, in order, are cut into runs of T: one run holds a teacher once. With T a multiple of the
 student's tensor-parallel size t, the T / t replicas of the student in a run ask together: the teacher reads the
@@ -26,9 +26,9 @@ class TeacherRanks:
     """This rank's place among those of a teacher.
 
     Attributes:
-        groups: Megatron's, of the teacher's modules. ``tp`` are the T ranks that hold it once, ``dp_cp`` the ranks that
-            hold the same part of it.
-        on_last_stage: all of its layers are on the ranks of the student's last pipeline stage, and on no others.
+        groups: Megatron's process groups for the teacher's modules. ``tp`` are the T ranks that hold it once, ``dp_cp``
+            the ranks that hold the same part of it.
+        on_last_stage: whether all of its layers are on the ranks of the student's last pipeline stage alone.
     """
 
     groups: ProcessGroupCollection
@@ -36,11 +36,11 @@ class TeacherRanks:
 
     @classmethod
     def of(cls, tensor_parallel: int, *, on_last_stage: bool = False) -> TeacherRanks | None:
-        """Return the ranks of teachers in a layout; all ranks together. None for the layout of the student.
+        """Return the ranks of teachers in a layout, or None for the student's layout; all ranks call it together.
 
         Args:
             tensor_parallel: T, 1 or a multiple of the student's that divides the ranks of a pipeline stage.
-            on_last_stage: see above; without pipeline stages it changes nothing.
+            on_last_stage: see the class; without pipeline stages it changes nothing.
         """
         groups = ProcessGroupCollection.use_mpu_process_groups()
         on_last_stage = on_last_stage and parallel_state.get_pipeline_model_parallel_world_size() > 1
@@ -61,10 +61,10 @@ class TeacherRanks:
         return not self.on_last_stage or bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
 
     def together(self, own: Sequence[T]) -> tuple[list[Sequence[T]], int]:
-        """Return what each replica of the student asks, and which of them is this rank's.
+        """Return the requests of each replica of the student, and the index of this rank's replica.
 
         Args:
-            own: what this rank's replica asks; the same on all of its tensor-parallel ranks.
+            own: requests of this rank's replica; the same on all of its tensor-parallel ranks.
         """
         step = parallel_state.get_tensor_model_parallel_world_size()
         if self.groups.tp.size() <= step:
@@ -74,10 +74,10 @@ class TeacherRanks:
         return asked[::step], self.groups.tp.rank() // step
 
     def columns_of_student(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return an output weight as the student's tensor-parallel ranks are cut: ``[V / t, h]``.
+        """Return an output weight sharded over the student's tensor-parallel ranks: ``[V / t, h]``.
 
         Args:
-            weight: ``[V / T, h]``, this rank's part of the teacher's.
+            weight: ``[V / T, h]``, this rank's part of the teacher's output weight.
         """
         held, rank = self.groups.tp.size(), self.groups.tp.rank()
         parts = parallel_state.get_tensor_model_parallel_world_size()
@@ -100,7 +100,7 @@ class TeacherRanks:
 
 
 def _runs(size: int, alone: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the run of ranks that this one is in, and the ranks at its place in all runs of its stage."""
+    """Return this rank's run, and the ranks at its place in all runs of its stage."""
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     if size == 1:
         return alone, stage

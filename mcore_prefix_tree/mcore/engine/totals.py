@@ -1,4 +1,4 @@
-"""Sums of what the micro-batches of all ranks reported: every rank knows the loss and the metrics of a step."""
+"""Sums of the micro-batch reports of all ranks: every rank knows the loss and the metrics of a step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mcore_prefix_tree.sample import Sample
 
 
 class Totals:
-    """Adds up reports, all ranks together.
+    """Sums of reports over all ranks.
 
     Args:
-        job: of the steps.
+        job: job of the steps.
     """
 
     def __init__(self, job: Job) -> None:
@@ -31,7 +31,7 @@ class Totals:
         """Return the mean loss and the metrics, after one collective.
 
         Args:
-            reported: by the loss function for each of this rank's micro-batches.
+            reported: report of the loss function for each of this rank's micro-batches.
             known: metrics that every rank knew before, as (sum, weight).
         """
         if not has_logits():
@@ -58,16 +58,16 @@ class Totals:
 def check_finite(
     reported: Sequence[Any], sample_index: Sequence[Sequence[int]], samples: Sequence[Sample], job: Job
 ) -> None:
-    """Let all ranks refuse a model output that is not finite, of an objective that looks at samples.
+    """Refuse a model output that is not finite, on all ranks, where the objective looks at samples.
 
     Args:
-        reported: as of :meth:`Totals.of`.
-        sample_index: for each of these micro-batches, the indices of its samples.
-        samples: of all ranks.
-        job: of the step.
+        reported: report of each micro-batch, as in :meth:`Totals.of`.
+        sample_index: indices of each of these micro-batches' samples.
+        samples: samples of all ranks.
+        job: job of the step.
 
     Raises:
-        SampleError: names the first such sample.
+        SampleError: an output is not finite; names the first such sample.
     """
     if job.objective.is_weighted_sum:
         return

@@ -1,4 +1,4 @@
-"""The other side of every comparison: each sample by itself through the stock forward, no tree anywhere."""
+"""The unfolded side of every comparison: each sample by itself through the stock forward, without a tree."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from mcore_prefix_tree.upload import upload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StockBatch:
-    """One sample as stock Megatron takes it, padded at its end where sequence parallelism wants that.
+    """One sample as stock Megatron takes it, padded at its end where sequence parallelism needs that.
 
     Attributes:
         input_ids: int64 ``[1, n]``.
         position_ids: int64 ``[1, n]``.
         labels: int64 ``[1, n]``, the next token; 0 at the end.
-        loss_mask: float32 ``[n]``, of the label; 0 at the end.
-        length: of the sample, without padding; 0 for a batch of padding alone.
-        temperature: of the sample.
+        loss_mask: float32 ``[n]``, the label's loss mask; 0 at the end.
+        length: length of the sample, without padding; 0 for a batch of padding alone.
+        temperature: temperature of the sample.
     """
 
     input_ids: torch.Tensor
@@ -41,7 +41,7 @@ class StockBatch:
 
     @classmethod
     def from_sample(cls, sample: Sample | None, *, multiple: int, device: torch.device) -> StockBatch:
-        """``None`` gives a batch of padding, for a rank with fewer samples than the others."""
+        """Make a batch of one sample; ``None`` gives one of padding, for a rank with fewer samples than the others."""
         length = 0 if sample is None else len(sample)
         size = -(-max(length, 1) // multiple) * multiple
         tokens = np.zeros(size + 1, dtype=np.int64)
@@ -63,8 +63,8 @@ class UnfoldedStep:
     """One rank's part of a step, sample by sample.
 
     Attributes:
-        sample_index: for each micro-batch, the index of its sample in the step's list, or nothing for padding.
-        micro_batches: on the device.
+        sample_index: index of each micro-batch's sample in the step's list; empty for padding.
+        micro_batches: this rank's micro-batches, on the device.
     """
 
     sample_index: tuple[tuple[int, ...], ...]
@@ -95,16 +95,16 @@ def plan_unfolded(samples: Sequence[Sample], job: Job) -> UnfoldedStep:
 
 
 def why_stock_does_not_fit(samples: Sequence[Sample], job: Job, *, companion: torch.dtype | None = None) -> str | None:
-    """A sentence if stock attention cannot hold its dense scores of the longest sample, else None.
+    """Return the reason if stock attention cannot hold its dense scores of the longest sample, else None.
 
-    Megatron's ``DotProductAttention`` keeps them, ``[heads / tp, n, n]``, of every layer of the stage for backward, and
+    Megatron's ``DotProductAttention`` keeps them, ``[heads / tp, n, n]``, for backward in every layer of the stage, and
     works on more of them in one layer at a time. So does TransformerEngine's in float32: its attention that keeps none
     takes half precision alone.
 
     Args:
-        samples: the batch, the same on every rank.
-        job: of the step.
-        companion: another dtype in which the samples run too.
+        samples: samples of the batch, the same on every rank.
+        job: job of the step.
+        companion: other dtype in which the samples run too.
     """
     config = job.config
     of_model = _bytes_per_score(config) if job.is_local or not config.bf16 else 0
@@ -127,7 +127,7 @@ def why_stock_does_not_fit(samples: Sequence[Sample], job: Job, *, companion: to
 
 
 def _bytes_per_score(config: Any) -> int:
-    """Return the bytes that dense attention keeps of a score for backward."""
+    """Return the bytes that dense attention keeps per score for backward."""
     if config.bf16 and config.attention_softmax_in_fp32:
         # The softmax's own output, and the copy of it that multiplies the values.
         return torch.float32.itemsize + torch.bfloat16.itemsize
@@ -135,7 +135,7 @@ def _bytes_per_score(config: Any) -> int:
 
 
 def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = None) -> torch.Tensor:
-    """The stock forward: causal by itself, no mask, no packed sequences."""
+    """Run the stock forward, which is causal by itself: no mask, no packed sequences."""
     output: torch.Tensor = model(
         input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, labels=labels
     )
@@ -160,12 +160,12 @@ def _stock_loss(batch: StockBatch, of_values: bool, output: torch.Tensor) -> Rep
 
 
 def stock_square_loss(values: torch.Tensor, batch: StockBatch) -> torch.Tensor:
-    """Half the sum over the labels of mask times the square of the value before each; ``values`` is ``[n]``."""
+    """Return half the sum over the labels of mask times the squared value before each; ``values`` is ``[n]``."""
     return torch.dot(values.square(), batch.loss_mask.to(values.dtype)) / 2
 
 
 def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each label and entropy of each prediction, ``[n]`` each, in plain torch over all columns.
+    """Return each label's log-probability and each prediction's entropy, ``[n]`` each, in plain torch over all columns.
 
     Megatron's cross-entropy computes in fp32; this keeps fp64, which the comparison needs.
     """

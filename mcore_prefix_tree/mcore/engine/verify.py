@@ -1,8 +1,8 @@
-"""Folded against unfolded, on the user's own model, parallel layout and data: what changed but the cost?
+"""Folded against unfolded, on the user's own model, parallel layout and data: what changed besides the cost?
 
 Both runs use the same weights and the same Megatron schedule. The unfolded one gives every sample to the stock forward
-by itself and scores it with plain ``log_softmax``: it shares nothing with the code it judges. Of a critic or reward
-model the values of the samples are compared instead, and half their square is the loss.
+by itself and scores it with plain ``log_softmax``: it shares nothing with the code it judges. For a critic or reward
+model, the values of the samples are compared instead, and half their square is the loss.
 """
 
 from __future__ import annotations
@@ -59,22 +59,24 @@ class VerifyReport:
     """Largest relative errors, ``|a - b| / |b|`` in the Euclidean norm.
 
     Attributes:
-        logprob_error: over samples, of the vector of its log-probabilities; None for a model with a scalar head.
-        entropy_error: over samples, of the vector of its entropies; likewise.
-        value_error: over samples, of the vector of its values; None for a model with a vocabulary.
-        loss_error: of the step's loss.
-        gradient_error: over parameters and ranks, of the whole gradient of one parameter (its shard on one rank).
-        worst_parameter: which one that is.
-        tolerance: what each of them may be at least.
-        reference: what they are measured against.
-        unfolded_errors: the same figures of the unfolded run, by its own rounding; ``FACTOR`` times them is allowed.
-            That of the loss is what its samples' errors add up to whatever their signs: as a single number it may be
+        logprob_error: largest error over samples of the vector of log-probabilities; None for a model with a scalar
+            head.
+        entropy_error: largest error over samples of the vector of entropies; None for a model with a scalar head.
+        value_error: largest error over samples of the vector of values; None for a model with a vocabulary.
+        loss_error: error of the step's loss.
+        gradient_error: largest error over parameters and ranks of the whole gradient of one parameter (its shard on one
+            rank).
+        worst_parameter: name and rank of that parameter.
+        tolerance: smallest limit of each error.
+        reference: name of the run that the errors are measured against.
+        unfolded_errors: errors of the unfolded run from its own rounding, by the same names; ``FACTOR`` times them is
+            allowed. That of the loss adds up its samples' errors whatever their signs: as a single number it may be
             next to nothing by luck. None where ``verify.tolerance`` decides alone.
-        samples: in the batch.
-        logical_tokens: of these.
-        physical_tokens: computed, over all micro-batches and ranks.
-        parameters: tensors compared, over all ranks.
-        dtype: of the model.
+        samples: number of samples in the batch.
+        logical_tokens: tokens of these samples.
+        physical_tokens: tokens computed, over all micro-batches and ranks.
+        parameters: number of tensors compared, over all ranks.
+        dtype: dtype of the model.
     """
 
     logprob_error: float | None = None
@@ -94,7 +96,7 @@ class VerifyReport:
 
     @property
     def checks(self) -> dict[str, tuple[float, float]]:
-        """Each figure's error and what it may be."""
+        """Each error and its limit, by name."""
         names = ("logprob_error", "entropy_error", "value_error", "loss_error", "gradient_error")
         limits = self.unfolded_errors or {}
         errors = {name: getattr(self, name) for name in names}
@@ -106,11 +108,11 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Return whether every figure is within its limit; a NaN is not."""
+        """Return whether every error is within its limit; a NaN is not."""
         return all(error <= limit for error, limit in self.checks.values())
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, and ``passed``; JSON has no NaN, so an error that is none is null."""
+        """Return all fields, and ``passed``; JSON has no NaN, so an error that is not finite is null."""
         fields = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
@@ -140,23 +142,24 @@ def verify(
     tolerance: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Run a batch folded and unfolded and compare what the model says of each sample, and the loss of :func:`plain`.
+    """Run a batch folded and unfolded, and compare the model's outputs for each sample and the loss of :func:`plain`.
 
     Args:
         chunks: bare model chunks, before Megatron's DDP; weights and gradients are left as they were.
-        samples: the whole batch, the same on every rank.
-        job: that the chunks are of.
-        in_dtype: builds the same model in another dtype, with its ``TransformerConfig``; the weights are copied.
+        samples: samples of the whole batch, the same on every rank.
+        job: job of the chunks.
+        in_dtype: function that builds the same model in another dtype, with its ``TransformerConfig``; the weights are
+            copied.
         tolerance: largest relative error that passes. None measures both runs against a wider one, and allows
             :data:`FACTOR` times the unfolded run's own error.
-        progress: receives how many micro-batches of this rank's runs have begun, and their number.
+        progress: callback that receives how many micro-batches of this rank's runs have begun, and their number.
 
     Returns:
         The same report on every rank.
 
     Raises:
         CannotVerifyError: a sample is too long for the stock attention.
-        SampleError: no token of the batch is scored, so that there would be nothing to compare.
+        SampleError: no token of the batch is scored, so there is nothing to compare.
     """
     if not job.objective.has_scalar_head and not any(sample.loss_mask[1:].any() for sample in samples):
         raise SampleError(
@@ -203,7 +206,7 @@ def verify(
 
 
 class _Begun:
-    """Counts the micro-batches that this rank's runs have begun."""
+    """Counter of the micro-batches that this rank's runs have begun."""
 
     def __init__(self, told: Callable[[int, int], None] | None, total: int) -> None:
         self._told, self._total, self._begun = told, total, 0
@@ -228,7 +231,7 @@ def _least_limit(config: Any) -> float:
 
 
 def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job, begun: _Begun) -> _Outcome:
-    """Return the loss and the gradients of the very step that training takes."""
+    """Return the loss and the gradients of the same step that training takes."""
 
     def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
         return job.readout.read(output, batch).loss, []
@@ -353,8 +356,8 @@ def _named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
 
 
 def _reduce(chunks: Sequence[torch.nn.Module], gradients: dict[str, torch.Tensor]) -> None:
-    """The sums that Megatron's ``finalize_model_grads`` takes: data parallel, of an expert where it is,
-    sequence parallel, tied embeddings."""
+    """Reduce gradients as Megatron's ``finalize_model_grads`` does: over data-parallel ranks (of an expert, those that
+    hold it), sequence parallelism and tied embeddings."""
     for name, parameter in _named_parameters(chunks):
         is_of_expert = not getattr(parameter, "allreduce", True)
         replicas = (
@@ -370,7 +373,7 @@ def _reduce(chunks: Sequence[torch.nn.Module], gradients: dict[str, torch.Tensor
 
 
 def _compare(run: _Outcome, reference: _Outcome) -> tuple[dict[str, float], str, int]:
-    """The errors by name, the worst parameter over all ranks, and how many tensors were compared."""
+    """Return the errors by name, the worst parameter over all ranks, and the number of tensors compared."""
     by_parameter = [
         (_relative_error(run.gradients[name].double(), gradient.double()), name)
         for name, gradient in reference.gradients.items()
@@ -397,7 +400,7 @@ def _rounding(run: _Outcome, reference: _Outcome, samples: Sequence[Sample]) -> 
 
 
 def _loss_of(rows: _Rows, sample: Sample) -> float:
-    """One sample's part of the loss, from its rows."""
+    """Return one sample's part of the loss, from its rows."""
     mask = sample.loss_mask[1:].astype(np.float64)
     if "value" in rows:
         return float(np.dot(mask, np.square(rows["value"][:-1]))) / 2
@@ -410,7 +413,7 @@ def _nan_first(entry: tuple[float, str]) -> float:
 
 
 def _worst_rows(run: dict[int, _Rows], reference: dict[int, _Rows]) -> dict[str, float]:
-    """Over samples, of every kind of row."""
+    """Return the largest error over samples for every kind of row."""
     assert run.keys() == reference.keys(), "both runs see the same samples"
     errors: dict[str, list[tuple[float, str]]] = {}
     for index, rows in reference.items():

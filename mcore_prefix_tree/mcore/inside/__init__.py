@@ -1,4 +1,4 @@
-"""Folding inside a model: for trainers that hand it packed rows and read an answer for each of their tokens."""
+"""Folding inside a model, for trainers that pass it packed rows and read an answer for each of their tokens."""
 
 from mcore_prefix_tree.mcore import compat
 

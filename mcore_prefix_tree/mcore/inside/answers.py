@@ -1,4 +1,4 @@
-"""From the output of the last stage for folded tokens to that for rows.
+"""Conversion of the last stage's output for folded tokens into that for rows.
 
 Legend: T tokens of the packed micro-batch, with its padding; P tokens of the folded one, with its padding; E edges, one
 for every token of every row; h hidden size.
@@ -29,14 +29,14 @@ _PACKED = ("labels", "loss_mask", "input_ids", "position_ids", "packed_seq_param
 class RowLogprobs:
     """The ``output_processor`` for trainers that read log-probabilities and no logits; works on megatron-core 0.16 too.
 
-    The model answers ``[1, T, 1]``, the log-probability of each label, or ``[1, T, 2]`` with the entropy of each
+    The model returns ``[1, T, 1]``, the log-probability of each label, or ``[1, T, 2]`` with the entropy of each
     position's distribution as well. Both are 0 at padding, and the first is 0 for labels outside the vocabulary. Logits
     exist for a chunk of unique tokens at a time.
 
     Attributes:
         labels: int64 ``[1, T]``, the token to score at each position, as for ``GPTModel.forward(labels=)``.
-        temperature: divides the logits.
-        entropy: compute the entropies too.
+        temperature: divisor of the logits.
+        entropy: whether to compute the entropies too.
     """
 
     labels: torch.Tensor
@@ -61,10 +61,10 @@ class RowLogprobs:
         return HeadRequest(edges=edges, temperature=temperature, head_chunk_rows=None, answer=answer)
 
     def edges(self, rows: PackedRows) -> tuple[Edges, torch.Tensor]:
-        """Return an edge to every label of a row, and int64 ``[E]``, its position in the packed micro-batch.
+        """Return an edge to every label of a row, and its position in the packed micro-batch, int64 ``[E]``.
 
         Args:
-            rows: of the micro-batch; where they are not folded, every position has a hidden state of its own.
+            rows: rows of the micro-batch; where they are not folded, every position has a hidden state of its own.
         """
         if isinstance(rows, FoldedRows):
             predictor, padded_size = rows.layout.sample_map.astype(np.int64), rows.layout.padded_size
@@ -81,7 +81,7 @@ class RowLogprobs:
 def _at_positions(
     logprob: torch.Tensor, edges: Edges, position: torch.Tensor, rows: PackedRows, vocabulary: int
 ) -> torch.Tensor:
-    """Return ``[T]`` of ``[E]``; 0 at padding and for labels outside the vocabulary."""
+    """Return log-probabilities ``[T]`` from ``[E]``; 0 at padding and for labels outside the vocabulary."""
     known = (edges.token_id >= 0) & (edges.token_id < vocabulary)
     return logprob.new_zeros(rows.size).index_put((position,), torch.where(known, logprob, 0))
 
@@ -103,8 +103,8 @@ def expand(values: torch.Tensor, rows: FoldedRows, dim: int) -> torch.Tensor:
     """Return the value of each position's token, 0 for padding. The gradient of a token is the sum over its rows.
 
     Args:
-        values: of size P along ``dim``.
-        rows: of the micro-batch.
+        values: tensor of size P along ``dim``.
+        rows: folded rows of the micro-batch.
         dim: dimension of the tokens, which has size T in the result.
     """
     padded = rows.size > rows.layout.logical_tokens
@@ -151,7 +151,7 @@ def own_part(hidden: torch.Tensor, model: Any) -> torch.Tensor:
 
 
 def expand_hidden(hidden: torch.Tensor, rows: FoldedRows, model: Any) -> torch.Tensor:
-    """Return ``[T, 1, h]`` of ``[P, 1, h]``, or this rank's part of each."""
+    """Return hidden states ``[T, 1, h]`` from ``[P, 1, h]``, or this rank's part of each."""
     return own_part(expand(whole(hidden, model), rows, dim=0), model)
 
 

@@ -1,6 +1,6 @@
 """The first micro-batch twice: folded, and each row by itself through the same weights with the tree switched off.
 
-Each pipeline stage compares its own part and gives both runs the input that it was sent. So nothing is sent twice, and
+Each pipeline stage compares its own part and gives both runs the input that it received. So nothing is sent twice, and
 if every stage is right, the model is. The gradients compared are those of half the sum of the squared answers; they do
 not reach the parameters' ``.grad``.
 """
@@ -30,10 +30,10 @@ class FoldCheckError(RuntimeError):
 
 
 def check_comparable(config: Any) -> None:
-    """Refuse models whose gradients cannot be computed without reaching the parameters.
+    """Refuse models whose gradients cannot be computed without a change to the parameters' ``.grad``.
 
     Raises:
-        NotImplementedError: names the setting.
+        NotImplementedError: the model has such a setting; names it.
     """
     recomputed = set(config.recompute_modules or ()) - {"core_attn"}
     if config.gradient_accumulation_fusion:
@@ -50,17 +50,17 @@ def compare(
 ) -> None:
     """Compare a stage's answers and gradients, folded and row by row.
 
-    It compares logits, or losses where there are ``labels``, or hidden states on stages without a head. It takes the
-    time of the rows one after another and memory for two more sets of gradients.
+    It compares logits, or losses if ``labels`` are given, or hidden states on stages without a head. It takes the time
+    of the rows one after another and memory for two more sets of gradients.
 
     Args:
-        model: this stage, bare.
-        rows: of the micro-batch.
+        model: bare model of this stage.
+        rows: folded rows of the micro-batch.
         call: arguments of the trainer.
-        folded: makes the arguments of the folded micro-batch from them.
+        folded: function that makes the arguments of the folded micro-batch from them.
 
     Raises:
-        FoldCheckError: names the first row or parameter that differs by more than :data:`TOLERANCE`.
+        FoldCheckError: a row or parameter differs by more than :data:`TOLERANCE`; names the first.
     """
     limit = TOLERANCE[model.config.params_dtype]
     call = {name: value for name, value in call.items() if not name.startswith("output_processor")}
@@ -96,7 +96,7 @@ def compare(
 
 @contextmanager
 def _in_evaluation(model: Any) -> Iterator[torch.Tensor | None]:
-    """Let the model run without recomputing, give what the stage was sent as a leaf, and put everything back."""
+    """Let the model run without recomputation, yield the stage's input as a leaf, and restore everything."""
     sent = None if model.pre_process else model.decoder.input_tensor
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

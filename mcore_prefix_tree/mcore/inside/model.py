@@ -1,8 +1,8 @@
 """A model that takes packed rows, computes every unique token once, and answers row for row.
 
-Folding happens in torch's own forward hooks of the ``GPTModel``: the first exchanges the arguments of a call for those
-of the folded micro-batch, the second turns the output into the rows'. What belongs to a micro-batch travels with it in
-``packed_seq_params``. Class, parameters and state-dict keys of the model stay.
+Folding happens in torch's own forward hooks of the ``GPTModel``: the first replaces the arguments of a call by those
+of the folded micro-batch, the second turns the output into the rows'. The data of a micro-batch travel with it in
+``packed_seq_params``. The model keeps its class, parameters and state-dict keys.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Inside:
     Attributes:
         attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`; ``auto`` chooses for the device of
             the first micro-batch.
-        fused_head: score ``labels`` of rows that share tokens a chunk of logits at a time; False makes the logits of
-            all unique tokens.
-        least_fold_ratio: micro-batches that fold no more than this go through the stock model as they are, if its
-            attention takes packed rows. A common first token is no gain.
-        check_first: compare the first micro-batch with the stock model; see :func:`compare`.
-        log_every: micro-batches after which the first rank logs what folding saved, at level INFO; 0 logs nothing.
+        fused_head: whether to score ``labels`` of rows that share tokens a chunk of logits at a time; False makes the
+            logits of all unique tokens.
+        least_fold_ratio: fold ratio up to which micro-batches go through the stock model as they are, if its attention
+            takes packed rows. A common first token is no gain.
+        check_first: whether to compare the first micro-batch with the stock model; see :func:`compare`.
+        log_every: number of micro-batches after which the first rank logs the savings, at level INFO; 0 logs nothing.
 
     Raises:
-        ValueError: on construction, if there is no such back-end, or ``log_every`` is negative.
+        ValueError: the back-end does not exist, or ``log_every`` is negative; raised on construction.
     """
 
     attention_backend: str = AUTO
@@ -83,7 +83,7 @@ class Inside:
 
 
 class Folding:
-    """Folds the micro-batches of a model chunk and reports them; the model keeps it as ``model.folding``.
+    """Folding of a model chunk's micro-batches, with reports; the model keeps it as ``model.folding``.
 
     Attributes:
         last: report of the last micro-batch; None before the first.
@@ -103,10 +103,11 @@ class Folding:
         self._always_folds = any(isinstance(module, DotProductAttention) for module in model.modules())
 
     def report(self, *, training_only: bool = False) -> FoldReport | None:
-        """Return the sum over the micro-batches since the last call, None without any. Call it once a step.
+        """Return the report of the micro-batches since the last call, None without any. Call it once a step.
 
         Args:
-            training_only: leave out forward passes without gradients, such as those for old log-probabilities.
+            training_only: whether to leave out forward passes without gradients, such as those for old
+                log-probabilities.
         """
         since, self._since = self._since, {}
         reports = [report for trains, report in since.items() if trains or not training_only]
@@ -115,7 +116,7 @@ class Folding:
     def before(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """Exchange the arguments of a call; torch's forward pre-hook.
+        """Replace the arguments of a call, as torch's forward pre-hook.
 
         Raises:
             FoldCheckError: see :func:`compare`.
@@ -146,7 +147,7 @@ class Folding:
         return (), _left_alone(model, rows, call)
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Answer for the rows; torch's forward hook."""
+        """Return the answer for the rows, as torch's forward hook."""
         params = kwargs.get("packed_seq_params")
         if not isinstance(params, RowsPackedSeqParams):
             return None
@@ -198,7 +199,7 @@ class Folding:
 def _asked(
     model: Any, rows: FoldedRows, call: dict[str, Any]
 ) -> tuple[dict[str, Any], Callable[[Any], Any], int | None]:
-    """Return what the last stage is asked for, what is made of its output, and how many positions its head computes."""
+    """Return the last stage's arguments, the function of its output, and the number of positions its head computes."""
     if not model.post_process:
         return {}, partial(expand_hidden, rows=rows, model=model) if _is_last(model) else _same, None
     processor, labels = call.get("output_processor"), call.get("labels")
@@ -295,7 +296,7 @@ def _check_model(model: Any) -> None:
 
 
 def fold_inside(target: Target, **settings: Any) -> Target:
-    """Let a model fold the packed rows that it is called with.
+    """Let a model fold the packed rows of its calls.
 
     Args:
         target: a ``GPTModel`` built from a :func:`with_prefix_tree` spec, or one of its pipeline chunks, bare; or a
@@ -307,8 +308,8 @@ def fold_inside(target: Target, **settings: Any) -> Target:
 
     Raises:
         NotImplementedError: the model has a setting that folding does not support; names it.
-        TypeError: for other objects, or other settings.
-        ValueError: the model folds already, or there is no such back-end.
+        TypeError: ``target`` is another object, or a setting is no field of :class:`Inside`.
+        ValueError: the model folds already, or the back-end does not exist.
     """
     inside = Inside(**settings)
     model: Any = target

@@ -20,10 +20,10 @@ class FoldReport:
 
     Attributes:
         work: FLOPs of the whole model, with all pipeline stages.
-        folded: counts of what was computed.
+        folded: counts of the computed tokens, with their pairs and predictors.
         unfolded: counts of the same rows, each by itself.
         micro_batches: number of forward passes.
-        left_alone: number of those that the stock model computed, because their rows share too little.
+        left_alone: number of forward passes that the stock model computed, because their rows share too little.
         rows: number of rows.
         expanded_bytes: memory of the answers beyond that of the folded output: logits, where rows share theirs.
     """
@@ -38,12 +38,12 @@ class FoldReport:
 
     @classmethod
     def of(cls, layout: FlatLayout, work: ModelWork, *, head_rows: int | None = None) -> FoldReport:
-        """Report a micro-batch that was folded.
+        """Report a folded micro-batch.
 
         Args:
             layout: folded rows.
-            work: of the model.
-            head_rows: positions that the head computes; None is the unique tokens.
+            work: FLOPs of the model.
+            head_rows: number of positions that the head computes; None is the unique tokens.
         """
         folded = Counts.folded([layout], work.window)
         folded = folded._replace(predictors=folded.tokens if head_rows is None else head_rows)
@@ -97,7 +97,7 @@ class FoldReport:
 
     @property
     def fold_ratio(self) -> float:
-        """Logical over unique tokens; 1 for no tokens."""
+        """Ratio of logical to unique tokens; 1 for no tokens."""
         return self.logical_tokens / self.unique_tokens if self.unique_tokens else 1.0
 
     @property

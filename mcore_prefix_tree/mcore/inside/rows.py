@@ -1,4 +1,4 @@
-"""The rows of a packed micro-batch, folded on the host, and what carries them through the model.
+"""The rows of a packed micro-batch, folded on the host, and the parameters that carry them through the model.
 
 Legend: T tokens of the packed micro-batch, with its padding; P tokens of the folded one, with its padding; S rows; L
 tokens of all rows.
@@ -31,10 +31,10 @@ class PackedRows:
     """The rows of a packed micro-batch, on the host. Rows without tokens are left out.
 
     Attributes:
-        ids: int64 ``[T]``.
+        ids: int64 ``[T]``, token ids.
         row: int64 ``[S]``, number of each row among all of the micro-batch.
-        start: int64 ``[S]``, where each row begins.
-        length: int64 ``[S]``, tokens of each row.
+        start: int64 ``[S]``, start of each row.
+        length: int64 ``[S]``, number of tokens of each row.
         device: device of the model.
     """
 
@@ -46,24 +46,24 @@ class PackedRows:
 
     @property
     def size(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return len(self.ids)
 
     @property
     def logical_tokens(self) -> int:
-        """L."""
+        """Number of tokens of all rows, L."""
         return int(self.length.sum())
 
     @property
     def fold_ratio(self) -> float:
-        """Tokens of all rows over unique tokens; 1 for no tokens. Costs a sort of the rows, not a layout."""
+        """Ratio of all rows' tokens to unique tokens; 1 for no tokens. It costs a sort of the rows, not a layout."""
         _, shared = self._sorted
         unique = self.logical_tokens - int(shared.sum())
         return self.logical_tokens / unique if unique else 1.0
 
     @cached_property
     def position(self) -> Int64Array:
-        """int64 ``[L]``, where the rows' tokens stand in the packed micro-batch, row after row."""
+        """Positions of the rows' tokens in the packed micro-batch, row after row, int64 ``[L]``."""
         before = np.cumsum(self.length) - self.length
         position: Int64Array = np.arange(self.logical_tokens) + np.repeat(self.start - before, self.length)
         return position
@@ -75,7 +75,7 @@ class PackedRows:
 
     @cached_property
     def _sorted(self) -> tuple[Int64Array, Int64Array]:
-        """``order`` and ``shared`` of the rows' trie, those of :func:`sort_samples`, without making samples."""
+        """``order`` and ``shared`` of the rows' trie, as from :func:`sort_samples`, but without making samples."""
         packed = self.ids.astype(">i4").tobytes()  # such bytes compare like the ids
         spans = zip((4 * self.start).tolist(), (4 * (self.start + self.length)).tolist(), strict=True)
         keys = [packed[start:end] for start, end in spans]
@@ -87,7 +87,7 @@ class PackedRows:
         return np.array(order, dtype=np.int64), shared
 
     def fold(self, *, pad_to_multiple_of: int) -> FoldedRows:
-        """Fold the rows; ``pad_to_multiple_of`` as for :func:`mcore_prefix_tree.layout.fold`.
+        """Fold the rows; for ``pad_to_multiple_of`` see :func:`mcore_prefix_tree.layout.fold`.
 
         Raises:
             ValueError: a token id is negative or does not fit into 32 bits; names the row.
@@ -105,14 +105,14 @@ class FoldedRows(PackedRows):
     """Packed rows with their folded layout.
 
     Attributes:
-        layout: its samples are the rows, in their order.
+        layout: folded layout, whose samples are the rows, in their order.
     """
 
     layout: FlatLayout
 
     @cached_property
     def place(self) -> torch.Tensor:
-        """int64 tensor ``[T]``, the folded token that answers for each position; P for padding."""
+        """Folded token that answers for each position, int64 tensor ``[T]``; P for padding."""
         place = np.full(self.size, self.layout.padded_size)
         place[self.position] = self.layout.sample_map
         return upload(place, self.device)
@@ -123,8 +123,8 @@ class RowsPackedSeqParams(TreePackedSeqParams):
     """The tree of a micro-batch that the model folded itself.
 
     Attributes:
-        finish: turns the output of the folded micro-batch into that of the packed one.
-        report: what folding the micro-batch is worth.
+        finish: function that turns the output of the folded micro-batch into that of the packed one.
+        report: report of the savings by folding the micro-batch.
     """
 
     finish: Callable[[Any], Any] = lambda output: output
@@ -140,14 +140,14 @@ def read_rows(
 ) -> PackedRows:
     """Read the rows of a packed micro-batch on the host.
 
-    Tensors on a device are copied to the host in one transfer, the only one of a micro-batch; tensors on the host cost
+    Tensors on a device are copied to the host in one transfer, the only one of a micro-batch; tensors on the host need
     none.
 
     Args:
         input_ids: ``[1, T]``.
-        packed_seq_params: with ``qkv_format="thd"``.
+        packed_seq_params: parameters of the rows, with ``qkv_format="thd"``.
         device: device of the model.
-        position_ids: ``[1, T]``, checked to restart in each row; None is not checked.
+        position_ids: ``[1, T]``, positions that must restart in each row; None skips the check.
 
     Raises:
         ValueError: the arguments do not describe rows of ``input_ids``.

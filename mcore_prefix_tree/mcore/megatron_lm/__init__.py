@@ -16,7 +16,7 @@ and with core_v0.19, whose scripts parse the arguments themselves, the second an
 
 ``add_prefix_tree_args`` checks the job when its command line is parsed, and ends a dry run there; a script that gives
 Megatron-LM ``args_defaults`` gives them to it too, with ``functools.partial``. An ``extra_args_provider`` that adds
-arguments of its own returns the parser that it returns. Without ``--prefix-tree`` the script's own three are called.
+arguments of its own returns the parser that it returns. Without ``--prefix-tree`` the script's own three run.
 
 With a pattern of layers (``--hybrid-layer-pattern``) the model is a ``HybridModel``, and ``hybrid_config_from_args``
 takes the place of ``gpt_config_from_args``.

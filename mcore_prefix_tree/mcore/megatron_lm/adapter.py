@@ -1,10 +1,10 @@
 """Megatron-LM's ``pretrain`` and its model builders, in the forms that they have had, behind one call each.
 
 Up to core_v0.17 ``pretrain`` parses the command line itself, with what ``extra_args_provider`` adds. Since core_v0.18
-its caller parses, and hands over what the arguments say as a ``PretrainConfigContainer``; that a model comes from a
-provider function rather than from a ``ModelConfig`` is still taken. A ``ModelConfig`` takes the layers; before there
-was one, builders take them as ``--spec``. What upstream does for each kind of model has the same names: ``gpt_builder``
-and ``hybrid_builder``, ``gpt_config_from_args`` and ``hybrid_config_from_args``.
+its caller parses, and hands over what the arguments say as a ``PretrainConfigContainer``; a model may still come from a
+provider function instead of a ``ModelConfig``. A ``ModelConfig`` takes the layers; before there was one, builders took
+them as ``--spec``. Upstream names its functions alike for each kind of model: ``gpt_builder`` and ``hybrid_builder``,
+``gpt_config_from_args`` and ``hybrid_config_from_args``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LAYERS = "mcore_prefix_tree_layers"
 
 
 def checkout() -> Path:
-    """Return the folder of the Megatron-LM that is imported."""
+    """Return the folder of the imported Megatron-LM."""
     return Path(str(training.__file__)).resolve().parents[2]
 
 
@@ -48,7 +48,7 @@ def check_megatron_lm() -> None:
     """Check that the checkout has what this package calls.
 
     Raises:
-        ArgumentError: its ``pretrain`` takes other arguments than any form that is known here.
+        ArgumentError: the checkout's ``pretrain`` takes other arguments than any known form.
         MegatronCoreError: something else that the package relies on has moved; see :func:`compat.check`.
     """
     parameters = set(inspect.signature(pretrain).parameters)
@@ -73,10 +73,10 @@ def run_pretrain(
 
     Args:
         datasets_provider: Megatron's ``train_valid_test_dataset_provider``; its RL loop takes None.
-        model_provider: Megatron's.
+        model_provider: Megatron's ``model_provider``.
         forward_step: Megatron's ``forward_step_func``.
-        args_defaults: for arguments that the command line leaves out.
-        add_arguments: Megatron's ``extra_args_provider``, which is given ``args_defaults`` too.
+        args_defaults: values of arguments that the command line leaves out.
+        add_arguments: Megatron's ``extra_args_provider``, which receives ``args_defaults`` too.
     """
     parsing = _parsing(args_defaults, add_arguments)
     settings = parsing
@@ -98,7 +98,7 @@ def start(*, args_defaults: Mapping[str, Any]) -> argparse.Namespace:
     """Join the job that the command line describes, without a model or data, to score.
 
     Args:
-        args_defaults: for arguments that the command line leaves out.
+        args_defaults: values of arguments that the command line leaves out.
 
     Returns:
         The arguments, validated.
@@ -118,7 +118,7 @@ def build_chunks(model_provider: Callable[..., Any]) -> list[Any]:
     """Return this rank's model chunks in the precision of the arguments, without gradients' buffers.
 
     Args:
-        model_provider: Megatron's.
+        model_provider: Megatron's ``model_provider``.
     """
     chunks: list[Any] = loop.get_model(model_provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
     return chunks
@@ -159,13 +159,13 @@ def build_model(
 ) -> Any:
     """Build a pipeline stage's model as the checkout's script does, from other layers.
 
-    A ``HybridModel`` where the arguments have a pattern of its layers, as ``pretrain_hybrid.py``; else a ``GPTModel``,
-    as ``pretrain_gpt.py``.
+    It is a ``HybridModel`` where the arguments have a pattern of its layers, as in ``pretrain_hybrid.py``; else a
+    ``GPTModel``, as in ``pretrain_gpt.py``.
 
     Args:
-        args: validated; all that say something of a model reach the checkout's own builder.
+        args: validated arguments; all that describe a model reach the checkout's own builder.
         config: ``TransformerConfig`` of the model.
-        exchange: from the layer, block or stack spec that the arguments select to the one to build.
+        exchange: function from the layer, block or stack spec that the arguments select to the one to build.
         pre_process: whether the stage has the embedding.
         post_process: whether the stage has the output layer.
         vp_stage: index of the model chunk within this stage, under virtual pipelining.
@@ -240,10 +240,10 @@ def _importable(layers: Any) -> Iterator[tuple[str, str]]:
 
 
 def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
-    """Return the layers that the builder takes by itself; it cannot be asked for them alone.
+    """Return the layers that the builder takes by default; it does not offer them alone.
 
     Raises:
-        ArgumentError: the builder leaves something out that its arguments ask for.
+        ArgumentError: the builder ignores something that its arguments ask for.
     """
     from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec
 

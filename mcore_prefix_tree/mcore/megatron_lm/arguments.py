@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``--prefix-tree``, and the objective and the scoring that they describe."""
+"""Checks of the arguments of ``--prefix-tree``; the objective and the scoring that these describe."""
 
 from __future__ import annotations
 
@@ -155,12 +155,12 @@ def _option(name: str) -> str:
 
 
 def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: Collection[str] = ()) -> None:
-    """Refuse what folding cannot do under any door of Megatron-LM's.
+    """Refuse arguments that folding does not support in any entry point of Megatron-LM.
 
     Args:
-        args: as of :func:`check_arguments`.
-        at_odds: what cannot be used together besides, each with its sentence.
-        allowed: arguments that this door takes, by name.
+        args: arguments, as :func:`check_arguments` takes them.
+        at_odds: further arguments that cannot be used together, each rule with its sentence.
+        allowed: names of the arguments that this entry point takes.
 
     Raises:
         ArgumentError: one sentence for every argument at fault.
@@ -182,12 +182,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Refuse what cannot be used with ``--prefix-tree``, from the arguments alone.
 
     Args:
-        args: parsed by Megatron-LM's parser with :func:`add_argument_group`, validated by it or not yet.
+        args: arguments parsed by Megatron-LM's parser with :func:`add_argument_group`, validated by it or not yet.
 
     Raises:
         ArgumentError: one sentence for every argument at fault.
         NotImplementedError: a layer of a hybrid model cannot follow a tree; see :func:`check_layers`.
-        ValueError: there is no such attention back-end, or a hybrid model that cannot be built.
+        ValueError: there is no such attention back-end, or a hybrid model cannot be built.
     """
     refuse(args, at_odds=_AT_ODDS_OF_FILES)
     given = vars(args)
@@ -236,7 +236,7 @@ def _check_objective(args: argparse.Namespace) -> None:
 
 
 def has_scalar_head(args: argparse.Namespace) -> bool:
-    """Return whether the model of the objective gives a value of each token instead of a distribution.
+    """Return whether the model of the objective gives a value for each token instead of a distribution.
 
     Megatron-LM's RL loop brings its own objective, which reads log-probabilities.
     """
@@ -254,13 +254,13 @@ _ONLY_TRAINING: tuple[tuple[str, str], ...] = (
 
 
 def check_score(args: argparse.Namespace) -> None:
-    """Check a job of ``--prefix-tree-score`` from its arguments alone, and the options of other jobs that need it.
+    """Check a job of ``--prefix-tree-score`` from its arguments alone; refuse options that need it in other jobs.
 
     Args:
-        args: parsed, and :func:`check_arguments` has checked them.
+        args: parsed arguments, which :func:`check_arguments` has checked.
 
     Raises:
-        ArgumentError: what it asks for cannot be had, its file cannot be written or exists, or a checkpoint is missing.
+        ArgumentError: the scores are not available, the file cannot be written or exists, or a checkpoint is missing.
     """
     options, file = score_options(args), args.prefix_tree_score
     if file is None:
@@ -292,7 +292,7 @@ def check_score(args: argparse.Namespace) -> None:
 
 
 def score_options(args: argparse.Namespace) -> ScoreOptions:
-    """Return what arguments ask of a scoring."""
+    """Return the options of scoring that the arguments set."""
     return ScoreOptions(
         reference=args.prefix_tree_score_reference,
         all_tokens=args.prefix_tree_score_all_tokens,
@@ -308,7 +308,7 @@ def objective_kind(args: argparse.Namespace) -> type[Objective]:
 
 
 def objective_section(args: argparse.Namespace) -> ObjectiveConfig:
-    """Return what arguments say of their objective, as a recipe's section."""
+    """Return the objective that the arguments set, as a recipe's section."""
     return ObjectiveConfig(
         name=args.prefix_tree_objective,
         options=args.prefix_tree_objective_options or {},
@@ -321,7 +321,7 @@ def check_unused(arguments: Sequence[str]) -> None:
     """Refuse the group's arguments on a command line without ``--prefix-tree``.
 
     Raises:
-        ArgumentError: names the first of them.
+        ArgumentError: one is given; the message names the first.
     """
     for argument in arguments:
         if argument.startswith("--prefix-tree-"):

@@ -1,7 +1,7 @@
-"""The checks of a ``--prefix-tree`` job: of its command line, and of the validated arguments that a provider finds.
+"""Checks of a ``--prefix-tree`` job: of its command line, and of the validated arguments that a provider finds.
 
-Whichever script starts the job, its command line comes through :func:`check_command_line` when Megatron-LM parses it.
-Providers call :func:`checked_config` again: what they find may come from a checkpoint, or past our parser.
+Whichever script starts the job, its command line passes :func:`check_command_line` when Megatron-LM parses it.
+Providers call :func:`checked_config` again: the arguments may come from a checkpoint, or bypass our parser.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
     """Check a job before Megatron-LM starts anything.
 
     Args:
-        args: as parsed. Gains the tokenizer and the vocabulary that ``--prefix-tree-tokenizer`` means.
-        args_defaults: what the script gives Megatron-LM for arguments that are left out; None if that is unknown.
+        args: parsed arguments. They gain the tokenizer and the vocabulary that ``--prefix-tree-tokenizer`` sets.
+        args_defaults: values that the script gives Megatron-LM for arguments that are left out; None if unknown.
 
     Returns:
-        A copy of the arguments as Megatron's validation leaves them; None where that has to wait for Megatron itself.
+        A copy of the arguments as Megatron's validation leaves them; None where this has to wait for Megatron itself.
 
     Raises:
         ArgumentError: the arguments cannot be used together, or not on this machine.
         SampleError: the data is missing.
         MegatronCoreError: something that the package relies on has moved.
         NotImplementedError: folding cannot do the model exactly.
-        ValueError: an attention back-end that the model or this machine cannot have, or fewer GPUs than ranks.
+        ValueError: the model or this machine lacks the attention back-end, or there are fewer GPUs than ranks.
     """
     check_megatron_lm()
     check_arguments(args)
@@ -116,7 +116,7 @@ def checked_config(args: argparse.Namespace) -> Any:
     """Return Megatron's ``TransformerConfig`` of a job that folding can train and Megatron-LM can save.
 
     Args:
-        args: validated. Gains what folding needs.
+        args: validated arguments. They gain what folding needs.
 
     Raises:
         ArgumentError: see :func:`check_arguments`, :func:`check_installed`; or checkpoints could not be loaded.
@@ -142,7 +142,7 @@ def config_in_provider(args: argparse.Namespace) -> Any:
     """Return :func:`checked_config` for a provider, which Megatron calls when the job has started.
 
     Raises:
-        ArgumentError, NotImplementedError: as there; or it is a dry run, which had to end before.
+        ArgumentError, NotImplementedError: see :func:`checked_config`; or a dry run, which had to end before.
     """
     if args.prefix_tree_dry_run:
         raise ArgumentError(
@@ -192,7 +192,7 @@ def check_machine(args: argparse.Namespace) -> None:
     """Check that the job can start here, and have Megatron-LM compile for this Python.
 
     Raises:
-        ArgumentError: it was not started by a launcher; or see :func:`check_installed`.
+        ArgumentError: no launcher started the job; or see :func:`check_installed`.
         ValueError: there are fewer GPUs than ranks.
     """
     _check_launch()
@@ -231,7 +231,7 @@ def _check_saved_arguments(args: argparse.Namespace) -> None:
 def build_helpers_for_this_python() -> None:
     """Have the Makefile of Megatron-LM's data helpers build them for the Python that runs the job.
 
-    It asks the ``python3`` and the ``python3-config`` of ``PATH``, which may be another version's or missing. make
+    It calls the ``python3`` and the ``python3-config`` of ``PATH``, which may be another version's or missing. make
     takes variables from ``MAKEFLAGS``, and these win over the Makefile's.
 
     Raises:
@@ -276,7 +276,7 @@ def _check_warm_up(args: argparse.Namespace) -> None:
 
 
 def as_config(args: argparse.Namespace) -> argparse.Namespace:
-    """Return what the arguments set of a ``TransformerConfig``, before Megatron's validation."""
+    """Return the fields of a ``TransformerConfig`` that the arguments set, before Megatron's validation."""
     unset = {
         field.name: None if field.default is dataclasses.MISSING else field.default
         for field in dataclasses.fields(TransformerConfig)
@@ -285,7 +285,7 @@ def as_config(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Return a copy of parsed arguments with what Megatron adds of the environment, such as the number of ranks."""
+    """Return a copy of parsed arguments with what Megatron adds from the environment, such as the number of ranks."""
     with contextlib.redirect_stdout(io.StringIO()):
         parsed = parse_args(add_argument_group, ignore_unknown_args=True)
     return argparse.Namespace(**vars(parsed) | vars(copy.deepcopy(args)))
@@ -307,7 +307,7 @@ def _validate(args: argparse.Namespace, args_defaults: Mapping[str, Any]) -> Non
 
 @contextlib.contextmanager
 def _megatrons_refusals() -> Iterator[None]:
-    """Make a sentence of what Megatron's validation asserts: its own words, or else the line that asks.
+    """Raise one sentence for what Megatron's validation asserts: its message, or else the line of the assertion.
 
     Raises:
         ArgumentError: Megatron refuses the arguments.

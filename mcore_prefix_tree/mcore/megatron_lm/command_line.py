@@ -1,4 +1,4 @@
-"""The door of every ``--prefix-tree`` job: arguments that are checked as soon as Megatron-LM has parsed them."""
+"""The entry of every ``--prefix-tree`` job: arguments that are checked as soon as Megatron-LM has parsed them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def add_prefix_tree_args(
     """Add the arguments of ``--prefix-tree``; an ``extra_args_provider`` for Megatron-LM.
 
     Args:
-        parser: Megatron-LM's.
-        args_defaults: what the script gives Megatron-LM under this name. With them, arguments that Megatron-LM itself
-            refuses end the job with a sentence too; without, those are left to Megatron-LM.
-        scores: the script writes what ``--prefix-tree-score`` asks for; otherwise it is refused.
+        parser: Megatron-LM's parser.
+        args_defaults: defaults that the script gives Megatron-LM under this name. With them, arguments that Megatron-LM
+            itself refuses end the job with a sentence too; without them, Megatron-LM refuses those.
+        scores: whether the script writes what ``--prefix-tree-score`` asks for; else the argument is refused.
 
     Returns:
         The parser to parse with in place of ``parser``. It has the same arguments, and checks the job.
@@ -35,7 +35,7 @@ class CheckedParser(argparse.ArgumentParser):
     """Megatron-LM's parser; ends the process with one sentence if the job cannot run.
 
     Args:
-        parser: Megatron-LM's, with the arguments of ``--prefix-tree``.
+        parser: Megatron-LM's parser, with the arguments of ``--prefix-tree``.
     """
 
     script = "pretrain_gpt.py"
@@ -49,8 +49,8 @@ class CheckedParser(argparse.ArgumentParser):
         """Check a job of ``--prefix-tree``.
 
         Args:
-            parsed: what Megatron-LM will validate.
-            words: of the command line.
+            parsed: parsed arguments, which Megatron-LM will validate.
+            words: words of the command line.
         """
         raise NotImplementedError
 
@@ -64,7 +64,7 @@ class CheckedParser(argparse.ArgumentParser):
         """Parse all of the arguments, and check them.
 
         Raises:
-            SystemExit: 2 for a job that cannot run, 0 after a dry run and for ``--help``.
+            SystemExit: status 2 for a job that cannot run, 0 after a dry run and for ``--help``.
         """
         words = sys.argv[1:] if args is None else args
         with readable_errors(is_of_this_package):
@@ -77,7 +77,7 @@ class CheckedParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Refuse, under ``--prefix-tree`` without the usage of hundreds of lines."""
+        """Refuse the command line; under ``--prefix-tree`` without the usage, which has hundreds of lines."""
         if "--prefix-tree" in sys.argv[1:]:
             raise ArgumentError(message)
         super().error(message)

@@ -8,9 +8,9 @@ says how many samples are folded into one on average, and the plan decides which
 the calculator between steps trips an assertion in ``train()`` and every count after it, and ``train()`` takes its
 schedule function from megatron-core by name, so that there is no seam to wrap it at.
 
-What the count cannot do is grow with the data. A step that does not fit its micro-batches under
-``--prefix-tree-max-tokens`` is refused, where the samples are in memory before training starts; of streamed ones when
-it is planned, a step ahead, or by ``--prefix-tree-dry-run``.
+The count cannot grow with the data. A step that does not fit its micro-batches under ``--prefix-tree-max-tokens`` is
+refused: before training starts if the samples are in memory; if they are streamed, when it is planned, a step ahead, or
+by ``--prefix-tree-dry-run``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class StepSize:
     """Size of a step, and the number of its micro-batches.
 
     Attributes:
-        micro_batches: of each data-parallel rank.
-        micro_batch_size: logical samples of each on average, Megatron's.
-        dp_size: data-parallel ranks.
+        micro_batches: number of micro-batches on each data-parallel rank.
+        micro_batch_size: Megatron's, the average number of logical samples in each.
+        dp_size: number of data-parallel ranks.
     """
 
     micro_batches: int
@@ -47,7 +47,7 @@ class StepSize:
 
     @property
     def samples(self) -> int:
-        """Logical samples of the step, over all ranks."""
+        """Number of logical samples in the step, over all ranks."""
         return self.micro_batches * self.micro_batch_size * self.dp_size
 
 
@@ -56,12 +56,12 @@ class StepStats:
     """Figures that a step adds to Megatron's log line.
 
     Attributes:
-        logical_tokens: of all ranks.
-        physical_tokens: of all ranks, without padding.
-        seconds_before: of the training step before, from its first micro-batch to this one's, without evaluation and
-            checkpoints; 0 at the first.
-        logical_before: tokens of that step.
-        physical_before: tokens of that step.
+        logical_tokens: number of logical tokens of all ranks.
+        physical_tokens: number of physical tokens of all ranks, without padding.
+        seconds_before: seconds of the training step before, from its first micro-batch to this one's, without
+            evaluation and checkpoints; 0 at the first.
+        logical_before: number of logical tokens of that step.
+        physical_before: number of physical tokens of that step.
     """
 
     logical_tokens: int
@@ -76,12 +76,12 @@ class StepMicroBatch:
     """A micro-batch and the step it belongs to.
 
     Attributes:
-        step: on the host. Megatron's iterator keeps it until the step ends, to repeat the step if it has to.
-        index: of the micro-batch in the step.
-        readout: what the last pipeline stage is asked for.
-        host_seconds: this rank spent on planning and folding the step.
-        share: this micro-batch's part of its rank's micro-batches.
-        stats: of its step; None in evaluation.
+        step: dealt step, on the host. Megatron's iterator keeps it until the step ends, to repeat it if necessary.
+        index: index of the micro-batch in the step.
+        readout: readout that the last pipeline stage is asked for.
+        host_seconds: seconds that this rank spent on planning and folding the step.
+        share: share of this micro-batch among those of its rank.
+        stats: figures of its step; None in evaluation.
         known: metrics that the objective knows before the step runs, as (sum, weight).
     """
 
@@ -99,10 +99,10 @@ class StepMicroBatch:
 
 
 def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding, objective: Objective) -> None:
-    """See that a step's samples fit its micro-batches; much cheaper than planning them.
+    """Check that a step's samples fit its micro-batches; this is much cheaper than planning them.
 
     Raises:
-        ArgumentError: the budget asks for more; names the arguments and the largest ``--micro-batch-size`` that fits.
+        ArgumentError: they need more; the message names the arguments and the largest ``--micro-batch-size`` that fits.
     """
     needed = folding.fewest_micro_batches(samples, together=objective.together(samples))
     if needed <= size.micro_batches:
@@ -124,11 +124,11 @@ def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding, obje
 
 
 class DealtStep:
-    """A step's micro-batches of this rank, which wait on the host; a second model says its part of them first.
+    """A step's micro-batches of this rank, which wait on the host; a second model adds its part to them first.
 
     Args:
-        batches: folded.
-        job: of the step.
+        batches: folded micro-batches.
+        job: job of the step.
         chunks: model chunks of this rank, each of which takes every micro-batch once.
     """
 
@@ -140,8 +140,8 @@ class DealtStep:
         """Return a micro-batch on the device, to one model chunk after the other.
 
         Args:
-            index: of it.
-            model: chunk that takes it.
+            index: index of the micro-batch.
+            model: model chunk that takes it.
         """
         device = self._job.folding.device
         if not self._waiting:
@@ -165,11 +165,11 @@ class StepDealer:
     a rank share a dealer, and a micro-batch on the device.
 
     Args:
-        order: of the samples.
-        job: of the steps.
+        order: order in which steps take the samples.
+        job: job of the steps.
         chunks: model chunks of this rank.
-        num_workers: processes that read streamed samples ahead.
-        clock: seconds of training so far; None in evaluation, which is not measured.
+        num_workers: number of processes that read streamed samples ahead.
+        clock: function that returns the seconds of training so far; None in evaluation, which is not measured.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class StepDealer:
         self._known: Mapping[str, tuple[float, float]] = {}
 
     def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
-        """Micro-batch ``index`` of this rank, of the step that follows the first ``consumed`` samples.
+        """Return micro-batch ``index`` of this rank, of the step that follows the first ``consumed`` samples.
 
         Raises:
             ArgumentError: see :func:`check_fits`.
@@ -235,9 +235,9 @@ class StepIterator(Iterator[StepMicroBatch]):
     """Endless iterator for Megatron's ``--dataloader-type external``: this rank's micro-batches, step after step.
 
     Args:
-        dealer: shared by the model chunks of the rank.
-        consumed: samples before the first step.
-        size: of the step that begins, asked at its first micro-batch.
+        dealer: dealer that the model chunks of the rank share.
+        consumed: number of samples before the first step.
+        size: function that returns the size of the step that begins, called at its first micro-batch.
     """
 
     def __init__(self, dealer: StepDealer, *, consumed: int, size: Callable[[], StepSize]) -> None:
@@ -248,7 +248,7 @@ class StepIterator(Iterator[StepMicroBatch]):
         self._index = 0
 
     def __next__(self) -> StepMicroBatch:
-        """The next micro-batch of the step, or the first of the next one."""
+        """Return the next micro-batch of the step, or the first of the next step."""
         if self._index == self._size.micro_batches:
             self._consumed += self._size.samples
             self._size, self._index = self._next_size(), 0
@@ -272,16 +272,16 @@ def check_steps(
 ) -> None:
     """Check that the steps from ``consumed`` samples to ``end`` fit their micro-batches, each epoch in its own order.
 
-    Of a longer job the first :data:`CHECKED_SAMPLES`, or the first epoch if that is more; of streamed samples, which
-    are read and encoded for it, the first epoch.
+    A longer job is checked for its first :data:`CHECKED_SAMPLES`, or for its first epoch if that is more; streamed
+    samples, which are read and encoded for this, for the first epoch.
 
     Args:
-        order: of the samples.
-        size_at: size of the step that begins after so many samples.
-        folding: of the job.
-        objective: of the job, which keeps some samples in one micro-batch.
-        consumed: samples before the first step.
-        end: samples after which no step begins.
+        order: order in which steps take the samples.
+        size_at: function that returns the size of the step that begins after so many samples.
+        folding: folding of the job.
+        objective: objective of the job, which keeps some samples in one micro-batch.
+        consumed: number of samples before the first step.
+        end: number of samples after which no step begins.
 
     Raises:
         ArgumentError: see :func:`check_fits`.

@@ -29,16 +29,16 @@ GIB = 1024**3
 def dry_run(args: argparse.Namespace) -> str:
     """Describe the first step of a job with these arguments, and the memory of a rank.
 
-    Memory is an estimate for the most loaded rank: Megatron's own of weights, gradients and optimizer, and that of
-    :func:`activation_bytes`, which knows experts and recomputation, of a step whose micro-batches are all as long as
-    the longest. There is none of hybrid models.
+    Memory is an estimate for the most loaded rank: Megatron's own for weights, gradients and optimizer, and that of
+    :func:`activation_bytes`, which knows experts and recomputation, for a step whose micro-batches are all as long as
+    the longest. Hybrid models have no estimate.
 
     Args:
-        args: validated, with what :func:`checked_config` changes in them.
+        args: validated arguments, with what :func:`checked_config` changes in them.
 
     Raises:
         ArgumentError: a step does not fit its micro-batches.
-        SampleError: bad data.
+        SampleError: the data is bad.
     """
     folding, objective = folding_of(args, device=torch.device("cpu")), objective_of(args)
     order = training_order(args, objective)
@@ -100,7 +100,7 @@ def _bound(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan
 
 
 def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
-    """A rank's micro-batches; those that a plan leaves empty are counted."""
+    """Describe a rank's micro-batches; those that a plan leaves empty are counted."""
     parts = [
         f"{len(batch)} samples in {tokens} tokens" for batch, tokens in zip(batches, sizes, strict=True) if len(batch)
     ]
@@ -109,9 +109,9 @@ def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
 
 
 def _weights(args: argparse.Namespace) -> float:
-    """Bytes of weights, gradients and optimizer of the most loaded rank.
+    """Return the bytes of weights, gradients and optimizer of the most loaded rank.
 
-    The estimate of core_v0.16.1 cuts experts like everything else. So they are counted apart: what the experts of one
+    The estimate of core_v0.16.1 cuts experts like everything else. So experts are counted apart, by what those of one
     rank add to a model in the layout of experts.
     """
     return _weights_in_layout(args) + _whole_projections(args)
@@ -156,7 +156,7 @@ def _weights_of(args: argparse.Namespace, **changed: Any) -> float:
 
 
 def _activations(args: argparse.Namespace, tokens: int, micro_batches: int) -> float:
-    """Bytes of activations of micro-batches of so many tokens."""
+    """Return the bytes of activations of micro-batches of so many tokens."""
     has_logits = not (args.prefix_tree_fused_head or has_scalar_head(args))
     logits_width = args.padded_vocab_size if has_logits else 0
     config = core_transformer_config_from_args(args)

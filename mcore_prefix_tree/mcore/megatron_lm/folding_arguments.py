@@ -1,4 +1,4 @@
-"""The arguments that all doors of Megatron-LM have: how micro-batches are folded and computed."""
+"""Arguments that all entry points of Megatron-LM have: how micro-batches are folded and computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def whole_number(text: str) -> int:
 
 
 def add_folding_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add what sets how micro-batches are folded and computed, whatever they are made of."""
+    """Add the arguments that set how micro-batches are folded and computed, whatever they are made of."""
     group.add_argument(
         "--prefix-tree-share",
         choices=["all", "prompt"],

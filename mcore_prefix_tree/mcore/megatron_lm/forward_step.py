@@ -1,8 +1,9 @@
-"""The ``forward_step_func`` that Megatron-LM's ``pretrain`` is given, and what it logs."""
+"""The ``forward_step_func`` for Megatron-LM's ``pretrain``, and the figures that it logs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,19 +27,28 @@ LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 def tree_forward_step(
     data_iterator: Iterator[StepMicroBatch], model: Any
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
-    """One pipeline stage's forward of the next folded micro-batch, and the function of its loss."""
+    """Run one pipeline stage's forward of the next folded micro-batch; return its output and loss function."""
     check_step(model)
     timers = get_timers()
-    # Of --log-straggler, one in a process.
-    straggler = StragglerDetector()
     timers("batch-generator", log_level=2).start()
-    with straggler(bdata=True):
+    with straggler_timers(data=True):
         micro_batch = next(data_iterator)
     timers("batch-generator").stop()
-    with straggler:
+    with straggler_timers():
         batch = for_model(micro_batch.take(model), model)
         output = tree_forward(model, batch, micro_batch.readout)
     return output, partial(_loss, micro_batch, batch)
+
+
+def straggler_timers(*, data: bool = False) -> AbstractContextManager[Any]:
+    """Return the timers of ``--log-straggler``, which nothing starts without it.
+
+    Megatron's context logs the stack of whatever ends it early: a Ctrl-C, and mistakes that end in a sentence.
+
+    Args:
+        data: whether the block only fetches data.
+    """
+    return StragglerDetector()(bdata=data) if get_args().log_straggler else nullcontext()
 
 
 def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, output: torch.Tensor) -> LossOutput:
@@ -67,12 +77,12 @@ def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
 
 
 def log_figures(micro_batch: StepMicroBatch) -> dict[str, tuple[float, float]]:
-    """Return what the log line, TensorBoard and W&B show beside the loss: for each, a numerator and a denominator.
+    """Return the figures that the log line, TensorBoard and W&B show beside the loss: a numerator and denominator each.
 
     Megatron sums both over the micro-batches and the data-parallel ranks of a step, divides, and averages over
-    ``--log-interval``. Throughput is that of the step before, because a step's end is not known inside it; at the
-    first step it is missing. What the objective knows of a whole step every micro-batch says alike. In evaluation the
-    step has no figures of its own.
+    ``--log-interval``. Throughput is that of the step before, because a step's end is not known inside it; the first
+    step has none. Every micro-batch reports alike what the objective knows of a whole step. In evaluation the step has
+    no figures of its own.
     """
     figures, stats = dict(micro_batch.known), micro_batch.stats
     if stats is None:

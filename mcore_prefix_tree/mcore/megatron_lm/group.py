@@ -1,4 +1,4 @@
-"""The arguments that Megatron-LM's ``pretrain_*.py`` scripts gain.
+"""Arguments that Megatron-LM's ``pretrain_*.py`` scripts gain.
 
 Scripts take them with ``extra_args_provider=add_prefix_tree_args``, which also checks the job; see
 :mod:`mcore_prefix_tree.mcore.megatron_lm`.
@@ -17,7 +17,7 @@ from mcore_prefix_tree.objectives import OBJECTIVES
 
 
 class _Enable(argparse.Action):
-    """``--prefix-tree``: also switches on what folding always needs, for Megatron to validate the arguments with."""
+    """``--prefix-tree``, which also sets what folding always needs, for Megatron to validate the arguments with."""
 
     def __call__(
         self,
@@ -196,7 +196,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 
 def _add_score_options(group: argparse._ArgumentGroup) -> None:
-    """Add what ``mcore-prefix-tree score`` has as options, by their names."""
+    """Add the options of ``mcore-prefix-tree score``, under their names."""
     group.add_argument(
         "--prefix-tree-score",
         metavar="FILE",

@@ -45,7 +45,7 @@ def set_arguments(args: argparse.Namespace, given: Collection[str]) -> None:
     """Set the arguments that the folder decides, and the tokenizer if none is given and the folder has a chat template.
 
     Args:
-        args: as parsed, not validated yet; changed in place.
+        args: parsed arguments, not validated yet; changed in place.
         given: names of the arguments on the command line.
 
     Raises:
@@ -76,11 +76,11 @@ def check_same_model(args: argparse.Namespace, config: Any) -> None:
     """Check that the arguments make the model of the folder.
 
     Args:
-        args: validated, after :func:`set_arguments`.
-        config: ``TransformerConfig`` that Megatron-LM makes of them.
+        args: validated arguments, after :func:`set_arguments`.
+        config: ``TransformerConfig`` that Megatron-LM makes from them.
 
     Raises:
-        ArgumentError: a field differs; names it.
+        ArgumentError: a field differs; the message names it.
     """
     if args.virtual_pipeline_model_parallel_size is not None:
         raise ArgumentError(
@@ -104,10 +104,10 @@ def check_same_model(args: argparse.Namespace, config: Any) -> None:
 
 
 def load_weights(args: argparse.Namespace, chunk: torch.nn.Module) -> None:
-    """Fill a rank's model with the weights of the folder, unless the job goes on from a checkpoint; all ranks together.
+    """Fill a rank's model with the weights of the folder, unless the job loads a checkpoint; all ranks together.
 
     Args:
-        args: validated.
+        args: validated arguments.
         chunk: ``GPTModel`` of this pipeline stage.
 
     Raises:
@@ -167,5 +167,5 @@ def _provider(args: argparse.Namespace) -> Any:
 
 
 def _as_argument(error: RecipeError) -> ArgumentError:
-    """Return the error of a recipe that has the same folder, as one of arguments."""
+    """Return a recipe's error as one of the arguments, which name the same folder."""
     return ArgumentError(str(error).replace("model.hf=", "--prefix-tree-hf ").replace("model.hf", "--prefix-tree-hf"))

@@ -1,4 +1,4 @@
-"""From Megatron-LM's arguments to a job: what they set of folding, the back-end, the cost of the model."""
+"""A job from Megatron-LM's arguments: its folding, its back-end and the cost of its model."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from mcore_prefix_tree.trie import Sharing
 
 
 def job_of(args: argparse.Namespace, folding: Folding, objective: Objective, order: SampleOrder) -> Job:
-    """Return what validated arguments describe, the same on every rank and after a restart.
+    """Return the job that validated arguments describe, the same on every rank and after a restart.
 
     Args:
-        args: of Megatron-LM.
-        folding: from :func:`folding_of`.
-        objective: of the job.
-        order: of the samples; ``--prefix-tree-attention-backend auto`` takes a look at the first step.
+        args: Megatron-LM's arguments.
+        folding: folding that :func:`folding_of` returned.
+        objective: objective of the job.
+        order: order in which steps take the samples; ``--prefix-tree-attention-backend auto`` looks at the first step.
 
     Raises:
-        ValueError: the back-end does not support the run; names those that do.
+        ValueError: the back-end does not support the run; the message names those that do.
     """
     config = core_transformer_config_from_args(args)
     backend = _backend_of(
@@ -55,7 +55,7 @@ def job_of(args: argparse.Namespace, folding: Folding, objective: Objective, ord
 
 
 def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
-    """Return how the job folds under these arguments, validated ones.
+    """Return the folding of a job with these validated arguments.
 
     Raises:
         ArgumentError: the length buckets fit neither the budget nor the parallel layout.
@@ -109,14 +109,14 @@ def work_of(args: argparse.Namespace) -> ModelWork:
 
 
 def check_backend(args: argparse.Namespace, config: Any) -> None:
-    """Refuse a back-end that the job cannot have, before there is a model or data; ``auto`` has to find one.
+    """Refuse a back-end that does not support the job, before there is a model or data; ``auto`` has to find one.
 
     Args:
-        args: validated.
-        config: their ``TransformerConfig``.
+        args: validated arguments.
+        config: ``TransformerConfig`` of these arguments.
 
     Raises:
-        ValueError: the back-end does not support the run; names those that do.
+        ValueError: the back-end does not support the run; the message names those that do.
     """
     _backend_of(args, config, lambda: [Sample(tokens=[0])], device=device_of_this_rank(), say=lambda text: None)
 

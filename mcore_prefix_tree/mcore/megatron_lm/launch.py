@@ -1,4 +1,4 @@
-"""Start a ``pretrain_gpt`` job of this package's own entry."""
+"""Start a ``pretrain_gpt`` job from this package's own entry."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mcore_prefix_tree.mcore.megatron_lm.score import run_score
 
 
 def say(text: str) -> None:
-    """One line, from one rank."""
+    """Print one line, from one rank."""
     if os.environ.get("RANK", "0") == "0":
         print(f"mcore_prefix_tree: {text}", flush=True)
 
 
 def emulate_without_gpu(*, dry_run: bool = False) -> None:
-    """Let Megatron run on this machine's CPU, if it has no GPU; a dry run only asks it to check arguments."""
+    """Let Megatron run on the CPU of a machine without a GPU; a dry run uses it only to check arguments."""
     if not torch.cuda.is_available():
         enable_training()
         if not dry_run:
@@ -38,7 +38,7 @@ def emulate_without_gpu(*, dry_run: bool = False) -> None:
 
 
 def say_which_megatron_core(root: Path) -> None:
-    """One line where the checkout's ``megatron.core`` is not the one that pip installed."""
+    """Print one line if the checkout's ``megatron.core`` is not the one that pip installed."""
     version = compat.installed_version().partition("+")[0]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         installed = importlib.metadata.version("megatron-core")
@@ -47,14 +47,13 @@ def say_which_megatron_core(root: Path) -> None:
 
 
 def run(root: Path) -> None:
-    """Train by Megatron-LM's ``pretrain``, which parses the command line and so checks the job; or print a dry run, or
-    score.
+    """Train with Megatron-LM's ``pretrain``, whose parsing checks the job; or print a dry run, or score.
 
     Args:
-        root: of the checkout.
+        root: folder of the checkout.
 
     Raises:
-        SystemExit: 2, with one sentence, for a job that cannot run; 0 after a dry run.
+        SystemExit: status 2, with one sentence, for a job that cannot run; 0 after a dry run.
     """
     say_which_megatron_core(root)
     with naming_memory(lambda: "the job does not fit; lower --prefix-tree-max-tokens or the size of the model"):

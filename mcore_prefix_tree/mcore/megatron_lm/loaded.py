@@ -19,7 +19,7 @@ def checkpoint_of(args: argparse.Namespace, load_arg: str = "load") -> Path | No
     """Return the folder of the checkpoint that an argument names, None without one; all ranks together.
 
     Args:
-        args: validated.
+        args: validated arguments.
         load_arg: name of the argument.
     """
     if not checkpoint_exists(getattr(args, load_arg)):
@@ -30,10 +30,10 @@ def checkpoint_of(args: argparse.Namespace, load_arg: str = "load") -> Path | No
 def head_starts_new(args: argparse.Namespace) -> Path | None:
     """Return the checkpoint of a language model that the weights below a new scalar head are loaded from.
 
-    None where no checkpoint is loaded, or one that has a scalar head; all ranks together.
+    Return None where no checkpoint is loaded, or one that has a scalar head; all ranks together.
 
     Args:
-        args: validated, of a job whose objective reads a scalar head.
+        args: validated arguments of a job whose objective reads a scalar head.
 
     Raises:
         ArgumentError: the checkpoint has no scalar head, and is not loaded for its weights alone.

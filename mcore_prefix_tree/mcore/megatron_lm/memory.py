@@ -1,7 +1,7 @@
 """Memory that a rank keeps of a micro-batch from its forward to its backward pass: the dry run's estimate.
 
-Megatron's own ``compute_activation_memory`` (megatron/training/theoretical_memory_usage.py) knows no experts, counts no
-gate in an MLP, takes queries to be as wide as the hidden size, and takes no notice of what is recomputed.
+Megatron's own ``compute_activation_memory`` (megatron/training/theoretical_memory_usage.py) counts no experts and no
+gate in an MLP, takes queries to be as wide as the hidden size, and ignores recomputation.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class _Layer:
     """Bytes of one micro-batch in one layer.
 
     Attributes:
-        kept: until the backward pass of the layer.
-        again: of what recomputation drops, there once more while the layer's backward pass runs.
+        kept: bytes kept until the backward pass of the layer.
+        again: bytes that recomputation drops, present once more while the layer's backward pass runs.
     """
 
     kept: float
@@ -30,13 +30,13 @@ class _Layer:
 
 
 def warm_up_bytes(args: argparse.Namespace) -> float:
-    """Bytes that Megatron-LM takes at least when it compiles its fused functions, before there is a model.
+    """Return the least bytes that Megatron-LM takes when it compiles its fused functions, before there is a model.
 
     ``_warmup_jit_function`` (megatron/training/initialize.py) runs on ``--seq-length`` times ``--micro-batch-size``
     tokens first the activation of an MLP, on one input with the output and the one before; then the sum of a residual
     and a bias, on two inputs with as many outputs, of hidden states that sequence parallelism alone divides. Under
-    ``--prefix-tree`` these are the longest sample and the logical samples of a micro-batch, of which most tokens are
-    not there.
+    ``--prefix-tree`` these are the longest sample and the logical samples of a micro-batch, most of whose tokens do
+    not exist.
     """
     tokens = args.seq_length * args.micro_batch_size / args.context_parallel_size
     tensor = args.tensor_model_parallel_size
@@ -46,7 +46,7 @@ def warm_up_bytes(args: argparse.Namespace) -> float:
 
 
 def activation_bytes(config: Any, tokens: int, *, micro_batches: int, logits_width: int = 0) -> float:
-    """Bytes of activations at their most, on a rank of the first pipeline stage, with balanced routing.
+    """Return the peak bytes of activations on a rank of the first pipeline stage, with balanced routing.
 
     Elements that a layer keeps for each token, by Korthikanti et al., Reducing Activation Recomputation in Large
     Transformer Models (https://arxiv.org/abs/2205.05198), section 4.1, as in Megatron's ``compute_activation_memory``,
@@ -73,9 +73,9 @@ def activation_bytes(config: Any, tokens: int, *, micro_batches: int, logits_wid
 
     Args:
         config: ``TransformerConfig``.
-        tokens: physical ones of every micro-batch.
-        micro_batches: of a step, on each data-parallel rank.
-        logits_width: of the vocabulary, where all tokens' logits are kept; counts without pipeline stages only.
+        tokens: number of physical tokens of every micro-batch.
+        micro_batches: number of micro-batches of a step, on each data-parallel rank.
+        logits_width: size of the vocabulary if all tokens' logits are kept; counts without pipeline stages only.
     """
     layers = [_layer(config, tokens, has_experts) for has_experts in _have_experts(config)]
     stages, virtual = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
@@ -106,7 +106,7 @@ def _kept(config: Any, tokens: int, layers: list[_Layer]) -> tuple[float, float]
 
 
 def _hidden(config: Any, tokens: int) -> float:
-    """Bytes of hidden states of all tokens, or of this rank's under sequence parallelism."""
+    """Return the bytes of hidden states of all tokens, or of this rank's under sequence parallelism."""
     parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return float(tokens * config.hidden_size * config.params_dtype.itemsize / parts)
 
@@ -148,7 +148,7 @@ def _layer(config: Any, tokens: int, has_experts: bool) -> _Layer:
 
 
 def _have_experts(config: Any) -> list[bool]:
-    """For each layer, whether it has experts."""
+    """Return, for each layer, whether it has experts."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers
     return layers_with_experts(config.num_layers, config.moe_layer_freq)

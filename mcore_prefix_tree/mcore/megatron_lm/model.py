@@ -33,7 +33,7 @@ def tree_model_provider(
     """Return the model that the arguments describe, tree-capable; its state-dict keys are those of the stock model.
 
     Raises:
-        SystemExit: 2, with one sentence, for what folding cannot do, before anything is built.
+        SystemExit: status 2, with one sentence, for what folding cannot do, before anything is built.
     """
     args = get_args()
     checked = config_in_provider(args)
@@ -55,8 +55,8 @@ def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = 
     """Return a model of these arguments and of this ``TransformerConfig``.
 
     Args:
-        args: validated.
-        config: from them.
+        args: validated arguments.
+        config: ``TransformerConfig`` from these arguments.
         vp_stage: index of the model chunk within this stage, under virtual pipelining.
         stage: ``pre_process``, ``post_process`` and ``pg_collection``, as Megatron gives them to a model provider.
     """
@@ -79,7 +79,7 @@ def with_head(args: argparse.Namespace, model: Any) -> Any:
     """Return a pipeline stage with the output layer that the job's objective reads; all ranks together.
 
     Args:
-        args: validated.
+        args: validated arguments.
         model: bare model of the stage, changed in place.
 
     Raises:

@@ -1,6 +1,6 @@
 """The objective of a ``--prefix-tree`` job, and the second models that it asks.
 
-Their rules and readers are those of recipes: what the arguments say of them is written down as a recipe's sections.
+Rules and readers of recipes apply to them: the arguments are converted to sections of a recipe.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def objective_of(args: argparse.Namespace) -> Objective:
 
 
 def teacher_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Callable[[str], None]) -> Teacher | None:
-    """Return the second models of a job's objective, loaded; all ranks together. None if it asks nobody.
+    """Return the second models of a job's objective, loaded; all ranks together. None if it asks none.
 
     Megatron-LM's loop has no place for another pipeline before a step's own, so all layers of a teacher are on the last
     stage, which alone asks it.
 
     Args:
-        args: validated.
-        job: that they are for.
-        order: of the samples; a teacher's ``attention_backend: auto`` takes a look at the first step.
-        say: receives which weights they have, on every rank.
+        args: validated arguments.
+        job: job that asks them.
+        order: order in which steps take the samples; a teacher's ``attention_backend: auto`` looks at the first step.
+        say: function that receives which weights they have, on every rank.
 
     Raises:
         RecipeError, NotImplementedError, ValueError: see :func:`load_teachers`.
@@ -76,7 +76,7 @@ def teacher_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: C
 
 
 def _recipe_of(args: argparse.Namespace) -> Recipe:
-    """Return what arguments say of a student, as far as its teachers depend on it."""
+    """Return the student that the arguments describe as a recipe, as far as its teachers depend on it."""
     return Recipe(
         data=DataConfig(
             path=args.prefix_tree_data_path,

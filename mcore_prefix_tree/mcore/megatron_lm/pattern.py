@@ -10,7 +10,7 @@ from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL, LAYERS, NEEDS_
 def hybrid_pattern(args: argparse.Namespace) -> str | None:
     """Return the pattern of the layers of a ``HybridModel``; None where the arguments describe a GPT.
 
-    Megatron's validation gives an argument of the older name the newer one.
+    Megatron's validation renames an argument of the older name.
     """
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         found: str | None = getattr(args, name, None)
@@ -23,7 +23,7 @@ def check_layers(args: argparse.Namespace) -> None:
     """Refuse a pattern that cannot be trained.
 
     Args:
-        args: parsed, validated by Megatron-LM or not yet.
+        args: parsed arguments, validated by Megatron-LM or not yet.
 
     Raises:
         NotImplementedError: a layer cannot follow a tree; see :func:`check_pattern`.

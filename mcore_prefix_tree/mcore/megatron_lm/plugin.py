@@ -19,5 +19,5 @@ add_args = add_prefix_tree_args
 def providers(
     args: argparse.Namespace, datasets_provider: Any, model_provider: Any, forward_step: Any
 ) -> tuple[Any, Any, Any] | None:
-    """Return the providers of folded training where ``--prefix-tree`` asks for it, None elsewhere."""
+    """Return the providers of folded training if ``--prefix-tree`` is given, else None."""
     return prefix_tree_providers(datasets_provider, model_provider, forward_step) if args.prefix_tree else None

@@ -1,4 +1,4 @@
-"""The data provider that Megatron-LM's ``pretrain`` is given, and a script's own providers beside those of folding."""
+"""The data provider for Megatron-LM's ``pretrain``, and a script's own providers beside those of folding."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _SCORES = ScoreCommand(
 def read_order(
     args: argparse.Namespace, paths: Sequence[str], order: Order, objective: Objective, *, validates: bool = False
 ) -> SampleOrder:
-    """The samples of the files, in the order that steps take them; says what was skipped.
+    """Read the samples of the files, in the order that steps take them; report what was skipped.
 
     Raises:
-        SampleError: bad data, a sample that lacks what the objective reads, or one that is longer than the arguments
-            allow; names file, line and argument. Or ranks read different samples.
+        SampleError: the data is bad, or a sample lacks what the objective reads or is longer than the arguments allow;
+            the message names file, line and argument. Or ranks read different samples.
         ValueError: there are fewer samples than a step of whole groups takes.
     """
     names = FieldNames(given=args.prefix_tree_fields, may_lack=validates)
@@ -71,14 +71,14 @@ def read_order(
 def source_of(
     args: argparse.Namespace, paths: Sequence[str], order: Order, objective: Objective | None, *, names: FieldNames
 ) -> Source:
-    """Return where the samples of files come from; without an objective, each by itself.
+    """Return the source of the files' samples; without an objective, each by itself.
 
     Args:
-        args: validated.
-        paths: of the files.
-        order: of the samples.
-        objective: of the job; None reads no group, rollout or pair.
-        names: of the files' fields.
+        args: validated arguments.
+        paths: paths of the files.
+        order: order in which steps take the samples.
+        objective: objective of the job; None reads no group, rollout or pair.
+        names: names of the files' fields.
     """
     name = args.prefix_tree_tokenizer
     by = None if objective is None else objective.grouped_by
@@ -107,17 +107,17 @@ def source_of(
 
 
 def training_order(args: argparse.Namespace, objective: Objective) -> SampleOrder:
-    """The training samples, in the order that steps take them."""
+    """Read the training samples, in the order that steps take them."""
     return read_order(args, args.prefix_tree_data_path, args.prefix_tree_order, objective)
 
 
 def validation_order(args: argparse.Namespace, objective: Objective) -> SampleOrder:
-    """The validation samples, in the order of their files."""
+    """Read the validation samples, in the order of their files."""
     return read_order(args, args.prefix_tree_valid_data_path, "file", objective, validates=True)
 
 
 class ReadingProgress:
-    """A line for every tenth."""
+    """Progress of reading, printed as a line for every tenth."""
 
     def __init__(self) -> None:
         self._tenths = 0
@@ -129,7 +129,7 @@ class ReadingProgress:
 
 
 def training_seconds() -> float:
-    """Wall-clock seconds without those that Megatron's timers gave to evaluation and checkpoints."""
+    """Return wall-clock seconds without those that Megatron's timers gave to evaluation and checkpoints."""
     timers = get_timers()
     paused = sum(timers(name, log_level=0).active_time() for name in ("eval-time", "save-checkpoint"))
     return time.perf_counter() - float(paused)
@@ -138,7 +138,7 @@ def training_seconds() -> float:
 class TreeDatasetsProvider:
     """Megatron's ``train_valid_test_datasets_provider``: iterators over folded micro-batches, on every rank.
 
-    Called once for each model chunk of a rank; the chunks share their data and plans.
+    Megatron calls it once for each model chunk of a rank; the chunks share their data and plans.
     """
 
     # All pipeline stages and tensor-parallel ranks read the data themselves and make the same plan.
@@ -155,11 +155,11 @@ class TreeDatasetsProvider:
     def __call__(
         self, train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None
     ) -> tuple[StepIterator | None, StepIterator | None, None]:
-        """Return iterators for training, validation and no test.
+        """Return iterators for training and validation, and none for the test.
 
         Raises:
-            SystemExit: 2, with one sentence: the data is bad, a step does not fit its micro-batches, or the job resumes
-                with other samples than it had.
+            SystemExit: status 2, with one sentence: the data is bad, a step does not fit its micro-batches, or the job
+                resumes with other samples than it had.
         """
         args = get_args()
         config_in_provider(args)
@@ -197,7 +197,7 @@ class TreeDatasetsProvider:
         return train, StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args)), None
 
     def _job(self, args: argparse.Namespace, folding: Folding, objective: Objective, order: SampleOrder) -> Job:
-        """Return a job; training and validation ask one teacher."""
+        """Return a job; training and validation share one teacher."""
         job = job_of(args, folding, objective, order)
         if self._teacher is None:
             self._teacher = teacher_of(args, job, order, say=print_rank_0)
@@ -227,16 +227,16 @@ class TreeDatasetsProvider:
 def prefix_tree_providers(
     datasets_provider: Provider, model_provider: Provider | None, forward_step: Provider
 ) -> tuple[Provider, Provider, Provider]:
-    """A script's own three providers where ``--prefix-tree`` is absent, and the folding ones where it is given.
+    """Return a script's own three providers without ``--prefix-tree``, and the folding ones with it.
 
     Args:
-        datasets_provider: the script's.
-        model_provider: the script's; None where, since core_v0.19, its model comes from a ``ModelConfig``.
-        forward_step: the script's.
+        datasets_provider: the script's data provider.
+        model_provider: the script's model provider; None where, since core_v0.19, a ``ModelConfig`` builds its model.
+        forward_step: the script's forward step.
 
     Returns:
-        To be passed to ``pretrain`` in their place. The data provider is called on every rank under the flag; without
-        it on the ranks that the script's own asks for with ``is_distributed``.
+        The three to pass to ``pretrain`` in their place. Megatron calls the data provider on every rank under the flag;
+        without it on the ranks that the script's own asks for with ``is_distributed``.
     """
     folded = TreeDatasetsProvider()
 

@@ -1,6 +1,6 @@
-"""Check that a job which resumes is given the samples that its checkpoint was trained on.
+"""Check that a job which resumes has the samples that its checkpoint was trained on.
 
-Megatron's checkpoints keep the arguments of the job, and these say, as ``args.prefix_tree_samples``, which samples it
+Megatron's checkpoints keep the arguments of the job, whose ``args.prefix_tree_samples`` records the samples that it
 had.
 """
 
@@ -31,18 +31,17 @@ _SETTINGS = {
 
 
 def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
-    """Return how many samples were consumed before the first of an order; all ranks together, after the checkpoint is
-    loaded.
+    """Return the number consumed before an order's first sample; all ranks together, after the checkpoint is loaded.
 
-    Writes down in ``args`` what the checkpoints of this job are to say.
+    Records the samples in ``args``, for the checkpoints of this job.
 
     Args:
-        args: of the job; ``consumed_train_samples`` are the checkpoint's.
-        order: of the training samples.
+        args: arguments of the job; ``consumed_train_samples`` are the checkpoint's.
+        order: order of the training samples.
 
     Raises:
         ArgumentError: the checkpoint was trained on other samples, and ``--prefix-tree-new-data`` is not given; or the
-            job is set back before the first of its samples.
+            job resumes before the first of its samples.
     """
     now = {
         "seed": args.seed,

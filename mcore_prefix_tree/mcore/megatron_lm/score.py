@@ -1,4 +1,4 @@
-"""``--prefix-tree-score``: what a checkpoint of Megatron-LM says of every sample, written as ``score`` writes it."""
+"""``--prefix-tree-score``: every sample's scores under a checkpoint of Megatron-LM, written as ``score`` does."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _REFERENCE_ARGUMENT = "prefix_tree_score_reference"
 
 
 def run_score(*, args_defaults: Mapping[str, Any]) -> None:
-    """Score the data of the command line and write it; all ranks together.
+    """Score the data of the command line and write the scores; all ranks together.
 
     Args:
-        args_defaults: as of Megatron's ``pretrain``.
+        args_defaults: defaults of the arguments, as in Megatron's ``pretrain``.
 
     Raises:
         ArgumentError: a checkpoint does not fit the model.

@@ -1,4 +1,4 @@
-"""The sizes of a job's steps, by Megatron-LM's own calculator of micro-batches: nothing here can disagree with it."""
+"""Sizes of a job's steps, by Megatron-LM's own calculator of micro-batches: nothing here can disagree with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_prefix_tree.mcore.megatron_lm.dealing import StepSize
 
 @contextmanager
 def megatrons_calculator(args: argparse.Namespace) -> Iterator[None]:
-    """Have the calculator of a job whose arguments are validated, before Megatron-LM sets it up itself.
+    """Set up the calculator of a job from its validated arguments, before Megatron-LM does so itself.
 
     Raises:
         AssertionError, ValueError: Megatron's, for sizes that do not divide each other.

@@ -62,15 +62,15 @@ class Progress:
     """Progress of a run, and what must not change for it to continue the same way.
 
     Attributes:
-        iteration: steps done.
-        global_batch_size: of the recipe.
-        groups_per_step: of the recipe.
-        seed: of the recipe.
-        order: of the recipe's data.
-        samples_per_epoch: of the first epoch.
-        consumed_samples: logical samples of these data that were trained on.
-        data_from: steps that were done before the first of them.
-        checksums: of the samples, by how they were read; where that is another way there is nothing to compare.
+        iteration: number of steps done.
+        global_batch_size: ``batch.global_batch_size`` of the recipe.
+        groups_per_step: ``batch.groups_per_step`` of the recipe.
+        seed: ``seed`` of the recipe.
+        order: ``data.order`` of the recipe.
+        samples_per_epoch: number of samples in the first epoch.
+        consumed_samples: number of logical samples of these data that were trained on.
+        data_from: number of steps done before the first of these samples.
+        checksums: checksum of the samples, by how they were read; samples read another way are not compared.
     """
 
     iteration: int
@@ -100,8 +100,7 @@ def latest_iteration(folder: str | Path) -> int | None:
 
 
 def latest_weights(folder: str | Path) -> int | str | None:
-    """Return the last iteration with weights: as :func:`latest_iteration`, or ``release``, as Megatron-LM's converters
-    write."""
+    """Return :func:`latest_iteration`, or ``release``, which Megatron-LM's converters write instead of an iteration."""
     tracker = Path(folder) / TRACKER
     if tracker.exists() and tracker.read_bytes().strip() == RELEASE.encode():
         return RELEASE
@@ -114,10 +113,10 @@ def iteration_folder(folder: str | Path, iteration: int | str) -> Path:
 
 
 def make_folder(folder: str | Path) -> None:
-    """Make the folder that checkpoints are saved to, unless it is there, and see that all ranks share it; all together.
+    """Make the folder that checkpoints are saved to, unless it exists, and check that all ranks share it; all together.
 
     Raises:
-        SaveError: it cannot be made, or not be written to, or another machine has one of its own by that name.
+        SaveError: the folder cannot be made or written to, or another machine has one of its own by that name.
     """
     # Nobody has asked for this name before, so that no network file system remembers that it is not there.
     token = Path(folder) / f".shared-{everyone(uuid4().hex)[0]}"
@@ -145,7 +144,7 @@ def make_folder(folder: str | Path) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Return whether a file exists, or appears within what network file systems take to notice."""
+    """Return whether a file exists, or appears within the time that network file systems take to notice."""
     deadline = time.monotonic() + _PATIENCE_S
     while not path.exists():
         if time.monotonic() > deadline:
@@ -166,7 +165,7 @@ def save(
     *,
     settings: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint, the recipe beside it; all ranks together.
+    """Write a checkpoint, with the recipe beside it; all ranks together.
 
     Raises:
         SaveError: a rank could not write its part, as on a full disk. The checkpoints before are untouched.
@@ -203,7 +202,7 @@ def _name_as_latest(folder: str | Path, iteration: int) -> None:
 
 @contextmanager
 def _writing(folder: str | Path, iteration: int) -> Iterator[None]:
-    """Make one sentence of whatever ends the writing of a checkpoint."""
+    """Raise one sentence for any error that ends the writing of a checkpoint."""
     try:
         yield
     except _WRITING_ERRORS as error:
@@ -230,7 +229,7 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
     """Read a checkpoint into model, optimizer and scheduler; any parallel layout may have written it.
 
     Raises:
-        RecipeError: the checkpoint is missing, damaged or does not fit the model; names the folder.
+        RecipeError: the checkpoint is missing, damaged or does not fit the model; the message names the folder.
     """
     source = _existing(folder, iteration)
     loaded = _read(source, _state(chunks, optimizer, is_loading=True))
@@ -269,14 +268,14 @@ def load_weights(
     """Read a checkpoint's model and nothing else; Megatron-LM may have written it, in any parallel layout.
 
     Args:
-        folder: of the run that wrote it.
-        iteration: of the checkpoint.
-        chunks: of this rank, which the weights are read into.
-        model: that the chunks were built from.
-        replicas: ranks that have the same weights; None is the data-parallel group.
+        folder: folder of the run that wrote the checkpoint.
+        iteration: iteration of the checkpoint.
+        chunks: model chunks of this rank, which the weights are read into.
+        model: model that the chunks were built from.
+        replicas: process group of the ranks that have the same weights; None takes the data-parallel group.
 
     Raises:
-        RecipeError: as :func:`load`; or the recipe beside the weights describes another function of them.
+        RecipeError: see :func:`load`; or the recipe beside the weights describes another function of them.
     """
     source = _existing(folder, iteration)
     on_main_rank(partial(check_same_function, source, model))
@@ -291,7 +290,7 @@ def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[A
         Whether the checkpoint has a scalar head.
 
     Raises:
-        RecipeError: as :func:`load_weights`.
+        RecipeError: see :func:`load_weights`.
     """
     source = _existing(folder, iteration)
     on_main_rank(partial(check_same_function, source, model))
@@ -340,7 +339,7 @@ def _load_into(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
 
 
 def _param_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the groups of an optimizer's state, or of each that a chained one holds, with the recipe's settings."""
+    """Yield the groups, which hold the recipe's settings, of an optimizer's state or of each in a chained one."""
     for key, value in state.items():
         if key == "param_groups":
             yield from value
@@ -362,8 +361,10 @@ def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[s
 
 
 def _leave_out_absent(state: dict[Any, Any]) -> None:
-    """Drop the state of a rank that gathers nothing, see :func:`_metadata`: Megatron would warn that it differs from
-    the main rank."""
+    """Drop the state of a rank that gathers nothing: Megatron would warn that it differs from the main rank's.
+
+    See :func:`_metadata`.
+    """
     for key, value in list(state.items()):
         if key == "param_state" and value is None:
             del state[key]
@@ -400,5 +401,5 @@ def _metadata() -> dict[str, Any]:
 
 
 def _model_key(index: int, count: int) -> str:
-    """Megatron-LM's names of the model chunks."""
+    """Return Megatron-LM's name of a model chunk."""
     return "model" if count == 1 else f"model{index}"

@@ -90,8 +90,8 @@ def check_experts(count: int | None, parallel: ParallelConfig) -> None:
     """Reject a layout in which ranks cannot share a model's experts.
 
     Args:
-        count: of a layer's experts, None without any.
-        parallel: the layout.
+        count: number of experts in a layer, None without any.
+        parallel: parallel layout.
     """
     ranks = parallel.expert_model_parallel_size
     if ranks == 1:

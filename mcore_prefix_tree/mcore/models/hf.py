@@ -92,7 +92,7 @@ def auto_bridge() -> Any:
     """Return ``megatron.bridge.AutoBridge``.
 
     Raises:
-        RecipeError: it cannot be imported; says how to install it.
+        RecipeError: Megatron-Bridge cannot be imported; the message says how to install it.
     """
     if sys.version_info < (3, 12):
         raise RecipeError(f"{_INSTALL} (this is Python {sys.version_info[0]}.{sys.version_info[1]})")
@@ -112,7 +112,7 @@ def bridge_of(path: str) -> Any:
     """Return Megatron-Bridge's bridge of a folder; weights are read when they are converted.
 
     Raises:
-        RecipeError: it does not know the architecture, or cannot be imported.
+        RecipeError: Megatron-Bridge does not know the architecture, or cannot be imported.
     """
     kind = auto_bridge()
     try:
@@ -135,10 +135,10 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, o
     """Return the provider of a recipe's folder, with our layers: a ``TransformerConfig``.
 
     Args:
-        model: of the recipe.
-        parallel: of the recipe.
-        on_gpu: whether it is trained on one.
-        only_stock: reject architectures that Megatron-Bridge does not build from Megatron-Core's layers alone.
+        model: model of the recipe.
+        parallel: parallel layout of the recipe.
+        on_gpu: whether the model is trained on a GPU.
+        only_stock: whether to reject architectures that Megatron-Bridge builds from other layers than Megatron-Core's.
 
     Raises:
         RecipeError: Megatron-Bridge cannot be imported, does not know the architecture or has layers of its own for it;
@@ -209,7 +209,7 @@ def _is_stock(provider: Any) -> bool:
 
 
 def _check_lora(model: ModelConfig, lora: LoraConfig, provider: Any, *, tensor_parallel: int) -> None:
-    """Reject adapters that layers cannot have, or ranks not share."""
+    """Reject adapters that layers cannot have or ranks cannot share."""
     if lora.r % tensor_parallel:
         raise RecipeError(
             f"model.lora.r={lora.r} is not a multiple of parallel.tensor_model_parallel_size={tensor_parallel}, whose "
@@ -223,7 +223,7 @@ def _check_lora(model: ModelConfig, lora: LoraConfig, provider: Any, *, tensor_p
 
 
 def _check_stock(model: ModelConfig, provider: Any) -> None:
-    """Reject local layers where Megatron-Bridge composes other ones than Megatron-Core's."""
+    """Reject local layers where Megatron-Bridge composes layers other than Megatron-Core's."""
     if provider.num_moe_experts and provider.add_bias_linear:
         raise RecipeError(
             f"model.hf={model.hf}: megatron-core's own experts cannot be trained with biases; set "
@@ -240,8 +240,8 @@ def described(model: ModelConfig, provider: Any) -> ModelConfig:
     """Return a recipe's model with the architecture of its folder, as if the recipe had set it.
 
     Args:
-        model: of the recipe.
-        provider: from :func:`provider_of`.
+        model: model of the recipe.
+        provider: provider that :func:`provider_of` returned.
     """
     if model.hf is None:
         return model
@@ -269,8 +269,8 @@ def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
     """Return one chunk of a provider's model, with new weights.
 
     Args:
-        provider: from :func:`provider_of`.
-        scalar_head: the chunk's output layer will be exchanged for a scalar head.
+        provider: provider that :func:`provider_of` returned.
+        scalar_head: whether the chunk's output layer will be exchanged for a scalar head.
         ends: ``pre_process``, ``post_process`` and ``vp_stage``.
     """
     if scalar_head:
@@ -282,7 +282,7 @@ def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
 def load_folder(path: str, chunks: Sequence[torch.nn.Module]) -> None:
     """Fill a model with the weights of its folder; all ranks together.
 
-    A scalar head is left as it is if the folder has none: it starts anew.
+    A scalar head stays as it is, and starts anew, if the folder has none.
 
     Raises:
         RecipeError: the folder lacks a weight of the model, or has one that the model does not read.
@@ -304,7 +304,7 @@ def without_scalar_head(
     """Take a model's scalar head away while Megatron-Bridge, which knows none, converts the other weights.
 
     Args:
-        chunks: of this rank, in any wrappers.
+        chunks: model chunks of this rank, in any wrappers.
 
     Returns:
         The models inside the wrappers, and the head; None on a stage without one.
@@ -365,7 +365,7 @@ def _of_folder(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.n
 
 
 def _sources(task: Any) -> Iterable[str]:
-    """Names of the folder's weights that a conversion reads."""
+    """Return the names of the folder's weights that a conversion reads."""
     if task is None:
         return ()
     names = task.mapping.hf_param
@@ -373,7 +373,7 @@ def _sources(task: Any) -> Iterable[str]:
 
 
 def _beyond(folder: HuggingFaceFolder) -> set[str]:
-    """Names of weights that a language model does not use: layers that predict further tokens, and what is derived."""
+    """Return the names of unused weights: those of layers that predict further tokens, and derived ones."""
     tied = {LM_HEAD} if folder.config.get("tie_word_embeddings") else set()
     head = {SCORE} if folder.has_scalar_head else set()
     return tied | head | {name for name in folder.files if is_untrained(folder, name)}

@@ -14,7 +14,7 @@ def engine_layers(given: Any, config: Any, vp_stage: int | None = None) -> Any:
     """Return a provider's layer spec, tree-capable; the norms behind its linear layers have the model's epsilon.
 
     Args:
-        given: the provider's own spec, or function of its configuration and, if it takes one, ``vp_stage``.
+        given: the provider's own spec, or a function of its configuration and, if it takes one, ``vp_stage``.
         config: the provider.
         vp_stage: virtual pipeline stage, None without any.
     """
@@ -26,9 +26,9 @@ def engine_layers(given: Any, config: Any, vp_stage: int | None = None) -> Any:
 
 @cache
 def _with_epsilon(base: Any) -> type:
-    """Return Megatron-Bridge's linear layer with a norm behind it (Gemma), whose norm has its default epsilon, 1e-5.
+    """Return Megatron-Bridge's linear layer with a norm behind it (Gemma), with the model's epsilon instead of 1e-5.
 
-    Under the same name: Megatron-Bridge recognises the layers whose weights it converts by their classes' names.
+    It keeps its name: Megatron-Bridge recognises the layers whose weights it converts by their classes' names.
     """
 
     def __init__(self: Any, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:

@@ -49,13 +49,13 @@ def settings_of_folder(path: str, provider: Any, *, tensor_parallel: int) -> dic
     """Return the fields of a provider that its folder decides and Megatron-Bridge left out.
 
     Args:
-        path: of the folder.
-        provider: that Megatron-Bridge made of it.
-        tensor_parallel: ranks that share a layer.
+        path: path of the folder.
+        provider: provider that Megatron-Bridge made from the folder.
+        tensor_parallel: number of ranks that share a layer.
 
     Raises:
-        RecipeError: the configuration has a setting that the provider's layers would pass over; names it. Or the layers
-            cannot be shared.
+        RecipeError: the configuration has a setting that the provider's layers would pass over; the message names it.
+            Or the layers cannot be shared.
     """
     config = HuggingFaceFolder.read(path).config
     if tensor_parallel > 1 and config.get("model_type") == "olmoe":

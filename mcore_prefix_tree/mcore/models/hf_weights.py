@@ -27,12 +27,12 @@ def check_shapes(folder: HuggingFaceFolder, config: Any) -> None:
     Every rank checks all weights. While they load, only the first of tensor-parallel ranks would notice.
 
     Args:
-        folder: whose files' headers have the shapes.
+        folder: folder whose files' headers have the shapes.
         config: transformers' configuration of the model.
 
     Raises:
-        RecipeError: a weight has another shape; names it. Weights that transformers keeps under other names, such as
-            those of experts, are not checked.
+        RecipeError: a weight has another shape; the message names it. Weights that transformers keeps under other
+            names, such as those of experts, are not checked.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -53,8 +53,8 @@ class KeepsFailure:
     """Source of weights for Megatron-Bridge that gives NaN for a weight it cannot read.
 
     Args:
-        folder: of the weights.
-        source: of Megatron-Bridge, which reads them.
+        folder: folder of the weights.
+        source: Megatron-Bridge's source, which reads the weights.
 
     Attributes:
         failure: first file of this rank that cannot be read, and the reason; None if all can.

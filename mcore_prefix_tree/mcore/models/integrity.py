@@ -48,7 +48,7 @@ def check_metadata(folder: Path) -> None:
     """Compare ``.metadata`` with its checksum: where it is damaged, the files that it describes look damaged.
 
     Raises:
-        DamagedCheckpointError: it differs from what was written.
+        DamagedCheckpointError: the file differs from what was written.
     """
     path = folder / ".metadata"
     written = (_read_manifest(folder / MANIFEST) or {}).get(path.name)
@@ -60,8 +60,8 @@ def check_integrity(folder: Path) -> None:
     """Compare a checkpoint's files with their checksums, each rank a share of them; all ranks together.
 
     Raises:
-        DamagedCheckpointError: a file differs from what was written, is missing, or is of another checkpoint; the same
-            on every rank.
+        DamagedCheckpointError: a file differs from what was written, is missing, or is of another checkpoint; raised
+            alike on every rank.
     """
     failure = None
     try:
@@ -111,7 +111,7 @@ def _read_manifest(path: Path) -> Mapping[str, str] | None:
 
 
 def _share_of_files(folder: Path) -> list[tuple[Path, list[Any]]]:
-    """Files that this rank looks at, and where each archive in them lies, in the order of the file."""
+    """Return the files that this rank checks, and where each archive in them lies, in the order of the file."""
     items = _archives(read_metadata(folder / ".metadata"))
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in INFORMATION)
     ranks = all_ranks()
@@ -126,7 +126,7 @@ def _archives(metadata: Metadata) -> dict[str, list[Any]]:
 
 
 def _digest(path: Path, items: list[Any]) -> str:
-    """SHA-256 of a small file, or of the CRC-32s of the archives that a file of tensors is made of."""
+    """Return the SHA-256 of a small file, or of the CRC-32s of the archives that a file of tensors is made of."""
     if path.suffix != _TENSORS:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     digest = hashlib.sha256()

@@ -67,7 +67,7 @@ def _lora_class() -> Any:
             super().__init__(given.to_wrap, canonical_lora.ModuleDict(present))
 
         def shapes(self, columns: int) -> dict[str, tuple[int, int]]:
-            """Return, in the order of this rank's columns, groups and columns of a group of each projection."""
+            """Return each projection's groups and columns of a group, in the order of this rank's columns."""
             raise NotImplementedError
 
         def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -36,11 +36,11 @@ from mcore_prefix_tree.recipe.check import check_sizes
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> TransformerConfig:
     """Return the ``TransformerConfig`` of a model; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
 
-    That of a Hugging Face folder is Megatron-Bridge's provider, which builds the model too.
+    For a Hugging Face folder it is Megatron-Bridge's provider, which builds the model too.
 
     Raises:
-        RecipeError: ``model.transformer`` has a key that the class lacks or that is not its to set, or a value of a
-            wrong type, or megatron-core refuses the combination.
+        RecipeError: ``model.transformer`` has a key that the class lacks or that the run sets itself, or a value
+            of a wrong type; or megatron-core refuses the combination.
     """
     if model.hf is not None:
         return provider_of(model, parallel, on_gpu=on_gpu)
@@ -88,17 +88,17 @@ def build_chunks(
     fused_head: bool = True,
     groups: ProcessGroupCollection | None = None,
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks, tree-capable, without gradients' buffers: one, or one per virtual pipeline stage.
+    """Return this rank's model chunks, tree-capable, without gradient buffers: one, or one per virtual pipeline stage.
 
     Args:
-        model: to build.
-        config: of the model; its parallel degrees are those of ``parallel_state``.
-        vocab_size: padded.
-        device: of the weights.
-        scalar_head: the model ends in a scalar head instead of a vocabulary.
-        fused_head: the output layer can score a chunk of logits at a time.
-        groups: of the model's ranks, where they are not those of ``parallel_state``. With one pipeline stage in
-            ``config`` a rank has all layers.
+        model: model to build.
+        config: configuration of the model; its parallel degrees are those of ``parallel_state``.
+        vocab_size: padded size of the vocabulary.
+        device: device of the weights.
+        scalar_head: whether the model ends in a scalar head instead of a vocabulary.
+        fused_head: whether the output layer can score a chunk of logits at a time.
+        groups: process groups of the model's ranks, where they are not those of ``parallel_state``. With one pipeline
+            stage in ``config`` a rank has all layers.
 
     Returns:
         ``GPTModel``\\ s, inside ``Float16Module`` in half precision.
@@ -150,7 +150,7 @@ def build_chunks(
 
 
 def _keep_biases_of_experts(chunk: torch.nn.Module) -> None:
-    """Give the biases of experts their fp32 back, as Megatron's training does around ``Float16Module``."""
+    """Restore the biases of experts to fp32, as Megatron's training does around ``Float16Module``."""
     for module in chunk.modules():
         keep: Any = getattr(module, "_maintain_float32_expert_bias", None)
         if keep is not None:

@@ -25,11 +25,11 @@ def saving_mark(target: Path) -> Path:
 
 
 def check_not_overwritten(folder: str | Path, latest: int | None) -> None:
-    """Check that a run, as it goes on from a folder's latest checkpoint, overwrites nothing but unfinished saves.
+    """Check that a run which continues from a folder's latest checkpoint overwrites only unfinished saves.
 
     Args:
         folder: ``checkpoint.save``.
-        latest: the iteration that the folder's tracker names; None if it has no tracker.
+        latest: iteration that the folder's tracker names; None if it has no tracker.
 
     Raises:
         RecipeError: a later checkpoint is whole, or a later folder holds a file that no checkpoint has.
@@ -58,14 +58,14 @@ def check_not_overwritten(folder: str | Path, latest: int | None) -> None:
 def remove_older(folder: str | Path, iteration: int, *, keep: int, say: Callable[[str], None]) -> None:
     """Remove the checkpoints before the newest ones; for the main rank, once the newest is named as the latest.
 
-    What else lies there stays: links, folders that hold no part of a checkpoint, and the checkpoints of later
+    Everything else in the folder stays: links, folders that hold no part of a checkpoint, and the checkpoints of later
     iterations, which this run has not come from.
 
     Args:
-        folder: where they are.
-        iteration: of the newest.
-        keep: how many stay, the newest among them; at least 1. What a killed run left of one counts for none.
-        say: receives what could not be removed, and why.
+        folder: folder of the checkpoints.
+        iteration: iteration of the newest checkpoint.
+        keep: number of checkpoints to keep, the newest among them; at least 1. What a killed run left does not count.
+        say: function that receives what could not be removed, and why.
     """
     try:
         found = {int(name[1]): path for path in Path(folder).iterdir() if (name := _NAME.fullmatch(path.name))}

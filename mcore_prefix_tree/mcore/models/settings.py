@@ -37,17 +37,17 @@ def changed_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
 
 
 def check_same_function(folder: Path, model: ModelConfig) -> None:
-    """Check that weights are used as the model that they were trained as.
+    """Check that weights serve the model that they were trained as.
 
     Weights of one shape serve models that compute different functions: another rotary base, epsilon or softmax scale
     changes every log-probability.
 
     Args:
-        folder: of a checkpoint; one without a recipe, as of Megatron-LM, is not compared.
-        model: the model that is asked for.
+        folder: folder of a checkpoint; one without a recipe, such as Megatron-LM's, is not compared.
+        model: model that the weights are to be read into.
 
     Raises:
-        RecipeError: names the first key that differs, and both its values.
+        RecipeError: a key differs; the message names the first one, and both its values.
     """
     written = (_read(folder) or {}).get("model")
     if not isinstance(written, Mapping):

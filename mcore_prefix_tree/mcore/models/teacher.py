@@ -38,18 +38,18 @@ def check_teachers(
     across_tokenizers: bool,
     names: SettingNames = IN_RECIPES,
 ) -> None:
-    """Check that the models of recipes can be asked by a student.
+    """Check that a student can ask the models of recipes.
 
     Args:
-        teachers: from :func:`teacher_recipes`.
-        student: its model.
-        max_tokens: of its micro-batches.
-        across_tokenizers: the objective compares texts, and not tokens.
-        names: of the settings, for messages.
+        teachers: recipes of the teachers, from :func:`teacher_recipes`.
+        student: model of the student.
+        max_tokens: token budget of the student's micro-batches.
+        across_tokenizers: whether the objective compares texts instead of tokens.
+        names: names of the settings, for messages.
 
     Raises:
-        RecipeError: one has a scalar head, names no weights, or with the student's tokenizer has another vocabulary or
-            shorter positions.
+        RecipeError: a teacher has a scalar head, names no weights, or with the student's tokenizer has another
+            vocabulary or shorter positions.
     """
     for path, teacher in teachers:
         setting, name = f"{names.teacher}={path}", teacher.objective.name
@@ -74,7 +74,7 @@ def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) 
 
 
 def _check_positions(teacher: ModelConfig, student: ModelConfig, limits: dict[str, int], setting: str) -> None:
-    """Sooner than at the first sample that is too long for the teacher."""
+    """Check the positions before the first sample that is too long for the teacher."""
     if teacher.position_embedding_type != "learned_absolute":
         return
     if student.position_embedding_type == "learned_absolute":
@@ -99,20 +99,21 @@ def load_teachers(
     on_last_stage: bool = False,
     names: SettingNames = IN_RECIPES,
 ) -> Teacher | None:
-    """Return whom a job asks before its student, with the weights of the last checkpoints; None if nobody.
+    """Return the teachers that a job asks before its student, with their last checkpoints' weights; None without any.
 
     Args:
-        teachers: checked by :func:`check_teachers`; none if the objective asks no second model.
+        teachers: recipes that :func:`check_teachers` checked; empty if the objective asks no second model.
         student: recipe of the job.
-        job: without them.
-        first_step: returns samples that a teacher's ``attention_backend: auto`` takes a look at.
-        vocab_size: of the student, padded.
-        say: receives which weights they are, on every rank.
-        on_last_stage: all layers of a teacher are on the student's last pipeline stage; else it has the same stages.
-        names: of the settings, for messages.
+        job: job without its teachers.
+        first_step: function that returns samples for a teacher's ``attention_backend: auto`` to look at.
+        vocab_size: padded size of the student's vocabulary.
+        say: function that receives which weights they are, on every rank.
+        on_last_stage: whether all layers of a teacher are on the student's last pipeline stage; else it has the same
+            stages.
+        names: names of the settings, for messages.
 
     Raises:
-        RecipeError: there is no such model in this parallel layout, no checkpoint, or it does not fit.
+        RecipeError: this parallel layout has no such model, or the checkpoint is missing or does not fit.
         NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
         ValueError: see :func:`resolve_backend`.
     """
@@ -167,7 +168,7 @@ def _for(model: ModelConfig, layout: ParallelConfig) -> ParallelConfig:
 
 
 def _check_divides(columns: int, layout: ParallelConfig, names: SettingNames) -> None:
-    """Check that a teacher of the student's vocabulary is cut evenly."""
+    """Check that a teacher of the student's vocabulary can be cut evenly."""
     if columns % layout.tensor_model_parallel_size:
         raise RecipeError(
             f"{names.teacher_tensor_parallel}={layout.tensor_model_parallel_size} does not divide the {columns} tokens "
@@ -180,7 +181,7 @@ def vocabulary_of(model: ModelConfig, tokens: int) -> int:
     """Return the size of a teacher's vocabulary, from its recipe or else its tokenizer's ``tokens``.
 
     Raises:
-        RecipeError: the recipe's is smaller.
+        RecipeError: the recipe's size is smaller.
     """
     own = model.vocab_size
     if own is not None and own < tokens:
@@ -202,12 +203,12 @@ def load_model(
     """Return one teacher with the weights of its last checkpoint.
 
     Args:
-        recipe: of the teacher, with its parallel layout.
-        vocab_size: padded.
-        first_step: returns samples that ``attention_backend: auto`` takes a look at.
-        device: of the model.
-        say: receives which weights they are, on every rank.
-        ranks: of another layout than the job's; None is the job's.
+        recipe: recipe of the teacher, with its parallel layout.
+        vocab_size: padded size of the vocabulary.
+        first_step: function that returns samples for ``attention_backend: auto`` to look at.
+        device: device of the model.
+        say: function that receives which weights they are, on every rank.
+        ranks: ranks of a layout other than the job's; None takes the job's.
 
     Raises:
         RecipeError, NotImplementedError, ValueError: see :func:`load_teachers`.
@@ -253,7 +254,7 @@ def _check_other_layout(model: ModelConfig, config: TransformerConfig, *, tensor
 def _fill(
     chunks: list[torch.nn.Module], folder: str | None, model: ModelConfig, *, replicas: dist.ProcessGroup | None
 ) -> str | Path:
-    """Fill a teacher with its last checkpoint or, if it names none, with its Hugging Face folder; return which."""
+    """Fill a teacher with its last checkpoint or, if it names none, with its Hugging Face folder; return which one."""
     if folder is None:
         assert model.hf is not None, "check_teachers asks for one of them"
         try:

@@ -102,7 +102,7 @@ def read_metadata(path: Path) -> Metadata:
     """Read ``.metadata``, which says where each tensor and object of a checkpoint is stored.
 
     Raises:
-        UnsafeCheckpointError: it names anything that is not data.
+        UnsafeCheckpointError: the file names anything that is not data.
     """
     with open(path, "rb") as file:
         try:
@@ -118,7 +118,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _objects(metadata: Metadata) -> Iterator[tuple[str, Any]]:
-    """Each object that torch unpickles, by key, and where it is stored."""
+    """Yield each object that torch unpickles, by key, and where it is stored."""
     for index, stored in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
             yield index.fqn, stored

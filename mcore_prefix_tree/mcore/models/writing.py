@@ -40,7 +40,7 @@ class WriteInRank(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         """Write the main replica of every tensor and object; all ranks together.
 
         Raises:
-            CheckpointException: a rank could not write; on every rank, with the errors of all.
+            CheckpointException: a rank could not write; raised on every rank, with the errors of all.
         """
         by_key = defaultdict(list)
         for part in nested_values(sharded_state_dict):
@@ -63,11 +63,11 @@ class _Writer(FileSystemWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder. As a ``Path`` it would be pickled as one, which is more than data."""
+        """Folder as a string. A ``Path`` would be pickled as one, which is more than data."""
         return str(self.path)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        """Write this rank's files; none if the plan gives it nothing to write."""
+        """Write this rank's files; no file if the plan gives it nothing to write."""
 
         def write(number: int, items: list[Any]) -> list[Any]:
             # torch appends a number of its own: __0_0.distcp and __0_10.distcp are the files of rank 0.
@@ -83,7 +83,7 @@ class _Writer(FileSystemWriter):
 
 
 def _shares(items: Iterable[Any]) -> list[list[Any]]:
-    """Items of about the same size for each file; no empty file."""
+    """Return items of about the same size for each file; no empty file."""
     shares: list[list[Any]] = [[] for _ in range(_FILES)]
     sizes = [0] * _FILES
     for item in sorted(items, key=_size, reverse=True):

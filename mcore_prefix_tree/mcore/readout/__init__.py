@@ -36,7 +36,7 @@ __all__ = [
 
 
 def readout_of(objective: Objective, *, fused_head: bool) -> Readout[LossOutput]:
-    """Return what training with an objective asks for; without ``fused_head`` it keeps the logits of all tokens."""
+    """Return the readout of training with an objective; without ``fused_head`` it keeps the logits of all tokens."""
     if objective.has_scalar_head:
         return ValueLoss(objective=objective)
     if objective.is_weighted_sum:

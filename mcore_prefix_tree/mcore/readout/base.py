@@ -1,6 +1,7 @@
 """Base of all readouts: a request to the output layer of the last pipeline stage, and how its answer is read.
 
-Legend: P padded tokens, R rows (predictors with an edge, or with a row of a teacher's), N, C whatever a readout packs.
+Legend: P padded tokens, R rows (predictors with an edge, or with a row of a teacher's), N, C sizes that a
+readout packs.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ class SampleScores(ABC):
     """Scores of one sample; entry t scores ``tokens[t]``, as in ``loss_mask``.
 
     Attributes:
-        scored: bool ``[n]``, which tokens are scored.
+        scored: bool ``[n]``, mask of the tokens that are scored.
     """
 
     scored: npt.NDArray[np.bool_]
 
     @abstractmethod
     def fault(self, sample: Sample) -> str | None:
-        """Return what is wrong, or None."""
+        """Return a message about a bad score, or None."""
 
     @abstractmethod
     def columns(self, column: str) -> dict[str, Any]:
-        """Return what a file of samples gains, the most of it under this name."""
+        """Return the columns that a file of samples gains, the main one under this name."""
 
     def _not_finite(self, name: str, values: FloatArray, sample: Sample) -> str | None:
         bad = self.scored & ~np.isfinite(values)
@@ -52,14 +53,14 @@ class SampleScores(ABC):
 
 
 class Readout(Protocol[T_co]):
-    """One thing that the last pipeline stage can be asked for; without state, the same for all micro-batches."""
+    """One kind of output of the last pipeline stage; stateless, the same for all micro-batches."""
 
     def arguments(self, layer: Any, batch: MicroBatch) -> dict[str, Any]:
-        """Return the keywords of the model's forward that ask for it.
+        """Return the keywords of the model's forward that request it.
 
         Args:
             layer: the output layer.
-            batch: folded.
+            batch: folded micro-batch.
 
         Raises:
             ValueError: the layer cannot answer.
@@ -71,10 +72,10 @@ class Readout(Protocol[T_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyReadout(Readout[T_co]):
-    """A readout of a vocabulary's head; subclasses have one or both of its ways.
+    """A readout of a vocabulary's head, fused or from logits; subclasses have one of the two or both.
 
     Attributes:
-        fused: the head answers from hidden states, a chunk of logits at a time, which takes a model with
+        fused: whether the head answers from hidden states, a chunk of logits at a time, which needs a model with
             :func:`~mcore_prefix_tree.mcore.seam.output_layer.with_edge_head`. False reads the logits of all tokens.
     """
 
@@ -101,16 +102,16 @@ class VocabularyReadout(Readout[T_co]):
         )
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> T_co:
-        """Read logits ``[1, P, V / tp]``, or what was packed, ``[1, N, C]``."""
+        """Read logits ``[1, P, V / tp]``, or the packed answer ``[1, N, C]``."""
         found = output.squeeze(0)
         return self._unpack(found, batch) if self.fused else self._of_logits(found, batch)
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-        """Answer with ``[N, C]``, from the hidden states ``[R, h]`` of the predictors and the output weight."""
+        """Return the answer ``[N, C]``, from the hidden states ``[R, h]`` of the predictors and the output weight."""
         raise NotImplementedError(f"{type(self).__name__} has no fused head; set fused=False")
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> T_co:
-        """Read what :meth:`_pack` answered."""
+        """Read the answer of :meth:`_pack`."""
         raise NotImplementedError
 
     def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> T_co:
@@ -129,7 +130,7 @@ class Logits(VocabularyReadout[torch.Tensor]):
 
 
 def split_logits(logits: torch.Tensor, batch: MicroBatch) -> dict[str, Any]:
-    """Return what functions of local logits ask beside them."""
+    """Return the other arguments of functions of local logits."""
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     return {
         "temperature": batch.temperature,
@@ -144,6 +145,6 @@ def with_gradient(gradient: torch.Tensor, *values: torch.Tensor) -> torch.Tensor
 
 
 def gradient_and_values(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read what :func:`with_gradient` packed."""
+    """Unpack the result of :func:`with_gradient`."""
     scalar, values = packed.flatten().tensor_split((1,))
     return scalar.squeeze(0), values.detach()

@@ -24,7 +24,7 @@ class ChunkLosses(VocabularyReadout[LossOutput]):
     """The losses of chunks, which make both models' logits a block of chunks at a time.
 
     Attributes:
-        objective: of the step; the micro-batches have its rows and the teachers' lessons.
+        objective: objective of the step; the micro-batches have its rows and the teachers' lessons.
     """
 
     objective: BoundCrossTokenizer
@@ -77,6 +77,6 @@ def _logits(lesson: ChunkLesson, taught: TaughtChunks) -> TeacherLogits:
 
 
 def chunk_rows(batch: MicroBatch) -> ChunkRows:
-    """Return what the losses of chunks read of a micro-batch."""
+    """Return the rows of a micro-batch that the losses of chunks read."""
     assert isinstance(batch.rows, ChunkRows), "a distillation across tokenizers makes them"
     return batch.rows

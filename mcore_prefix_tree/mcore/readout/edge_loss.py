@@ -1,4 +1,4 @@
-"""The readout of a loss of edges: its gradients are formed while a chunk's logits are there.
+"""The readout of a loss of edges, which forms gradients while it holds a chunk's logits.
 
 Legend: P padded tokens, E edges, R rows (predictors with an edge).
 """
@@ -17,10 +17,10 @@ from mcore_prefix_tree.objectives import LossOutput, Objective
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeLoss(VocabularyReadout[LossOutput]):
-    """An objective's loss on the log-probabilities, and on the entropies where it watches them.
+    """An objective's loss on the log-probabilities, and on the entropies where it reads them.
 
     Attributes:
-        objective: of the step; the micro-batches have its rows.
+        objective: objective of the step; the micro-batches have its rows.
     """
 
     objective: Objective
@@ -58,5 +58,5 @@ class EdgeLoss(VocabularyReadout[LossOutput]):
 def _placed(
     edges: Edges, per_edge: torch.Tensor, per_row: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what a loss reads: ``[P]``, and ``[P]`` or None; of a teacher's tokens ``[E]``."""
+    """Return the inputs of a loss: ``[P]``, and ``[P]`` or None; for a teacher's tokens ``[E]``."""
     return edges.placed(per_edge), None if per_row is None else edges.at_rows(per_row)

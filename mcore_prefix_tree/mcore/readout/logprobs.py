@@ -1,4 +1,4 @@
-"""The readout of every token's log-probability, and of the entropies: what ``score`` asks a policy for.
+"""The readout of every token's log-probability, and of the entropies, which ``score`` reads from a policy.
 
 Legend: P padded tokens, R rows, n tokens of a sample.
 """
@@ -24,7 +24,7 @@ class Scores(SampleScores):
 
     Attributes:
         logprobs: ``[n]`` in nats, float32 or the model's dtype if that is wider; NaN for tokens that are not scored.
-        entropy: ``[n]`` of the distribution that token t is predicted from, or None if it was not asked for.
+        entropy: ``[n]``, entropy of the distribution that predicts token t; None if it was not requested.
     """
 
     logprobs: FloatArray
@@ -45,7 +45,7 @@ class Logprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor | None]]):
     """Log-probabilities ``[P]`` of all tokens with an edge, and the entropies ``[P]`` of their predictors or None.
 
     Attributes:
-        entropy: compute the entropies too.
+        entropy: whether to compute the entropies too.
     """
 
     entropy: bool = False
@@ -61,7 +61,7 @@ class Logprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor | None]]):
         return edge_logprobs(logits, batch.edges, with_entropy=self.entropy, **split_logits(logits, batch))
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> tuple[FloatArray, FloatArray | None]:
-        """Read both onto the host; the entropies too at the tokens that are predicted."""
+        """Read both onto the host; the entropies too stand at the tokens that are predicted."""
         logprob, entropy = self.read(output, batch)
         if entropy is not None:
             entropy = batch.edges.at_tokens(entropy[batch.edges.predictor])

@@ -32,7 +32,7 @@ class DivergenceLoss(VocabularyReadout[LossOutput]):
     """The divergence of whole vocabularies from a teacher's, which makes both models' logits a few rows at a time.
 
     Attributes:
-        objective: of the step; the micro-batches have its rows and the teacher's hidden states.
+        objective: objective of the step; the micro-batches have its rows and the teacher's hidden states.
     """
 
     objective: Distillation

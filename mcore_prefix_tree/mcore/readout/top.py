@@ -1,4 +1,4 @@
-"""The readout of the likeliest tokens: what ``score`` asks a teacher for.
+"""The readout of the likeliest tokens, which ``score`` reads from a teacher.
 
 Legend: P padded tokens, R rows, n tokens of a sample, k tokens of each prediction.
 """
@@ -24,10 +24,11 @@ from mcore_prefix_tree.signals import Teacher
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TopTokens(SampleScores):
-    """The k likeliest tokens of every prediction of one sample, for another model to be distilled from.
+    """The k likeliest tokens of every prediction of one sample, for a distillation.
 
     Attributes:
-        teacher: ``[n, k]`` each, the likeliest first; ids from 0 and NaN where nothing is scored.
+        teacher: ids and log-probabilities, ``[n, k]`` each, the likeliest first; ids from 0 and NaN where nothing is
+            scored.
     """
 
     teacher: Teacher
@@ -44,8 +45,8 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
     """Ids and log-probabilities ``[R, k]`` after each of ``batch.edges.row``, the likeliest first, from the logits.
 
     Attributes:
-        k: at most the vocabulary.
-        vocab_size: before padding; None takes the padding for tokens too.
+        k: number of tokens of each prediction, at most the vocabulary.
+        vocab_size: size of the vocabulary before padding; None takes the padding for tokens too.
     """
 
     fused: bool = False
@@ -57,11 +58,11 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
         return top_logprobs(logits, batch.edges.row, self.k, vocab_size=self.vocab_size, **split)
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> Teacher:
-        """Read them onto the host, ``[P, k]`` each, at the predictors."""
+        """Read both onto the host, ``[P, k]`` each, at the predictors."""
         return self.on_host(*self.read(output, batch), batch)
 
     def on_host(self, token_ids: torch.Tensor, top: torch.Tensor, batch: MicroBatch) -> Teacher:
-        """Return what was read of the predictors, ``[R, k]`` each, as ``[P, k]`` on the host."""
+        """Return the predictors' ids and log-probabilities, ``[R, k]`` each, as ``[P, k]`` on the host."""
         size = (batch.layout.padded_size, self.k)
         ids = np.tile(np.arange(self.k, dtype=np.int32), (size[0], 1))
         values = top.cpu().numpy()
@@ -86,19 +87,19 @@ class ExportedRows(Readout[Any]):
     Padded columns take no part: distillation across tokenizers reads none, and their number depends on the layout.
 
     Attributes:
-        top: asks for the likeliest tokens; it knows the vocabulary before padding.
-        realised: asks for the token that follows.
+        top: readout of the likeliest tokens; it has the vocabulary size before padding.
+        realised: readout of the token that follows.
     """
 
     top: TopLogprobs
     realised: Logprobs = field(default_factory=partial(Logprobs, fused=False))
 
     def arguments(self, layer: Any, batch: MicroBatch) -> dict[str, Any]:
-        """Ask for the logits, which both read."""
+        """Request the logits, which both read."""
         return self.top.arguments(layer, batch)
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> tuple[Any, Any]:
-        """Read both."""
+        """Read the likeliest tokens and the token that follows."""
         assert self.top.vocab_size is not None, "the size of the tokenizer"
         start = parallel_state.get_tensor_model_parallel_rank() * output.shape[-1]
         # Not -inf: a rank may have padding alone, whose softmax would be NaN.

@@ -24,9 +24,9 @@ class SampleValues(SampleScores):
     """Values of one sample.
 
     Attributes:
-        values: ``[n]``, entry t of the state that token t is chosen in, as in ``Signals.values``: a critic's. float32,
-            or the model's dtype if that is wider; NaN for tokens that are not scored.
-        last: after the last token: a reward model's reward.
+        values: ``[n]``, a critic's values; entry t for the state that token t is chosen in, as in ``Signals.values``.
+            float32, or the model's dtype if that is wider; NaN for tokens that are not scored.
+        last: value after the last token: a reward model's reward.
     """
 
     values: FloatArray
@@ -74,7 +74,7 @@ class ValueLoss(_OfScalarHead[LossOutput]):
     """An objective's loss on the values.
 
     Attributes:
-        objective: of the step; the micro-batches have its rows.
+        objective: objective of the step; the micro-batches have its rows.
     """
 
     objective: Objective

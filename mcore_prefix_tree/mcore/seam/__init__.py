@@ -1,1 +1,1 @@
-"""The seam: what Megatron-Core calls, and what it is called with, so that a stock model follows a tree."""
+"""The seam: the code that Megatron-Core calls, and its arguments, so that a stock model follows a tree."""

@@ -1,6 +1,6 @@
 """Subclasses of Megatron-Core's attention that follow the tree when a micro-batch carries one.
 
-Both are mixed into whatever class a layer spec names. Without tree metadata they only call that class.
+Both are mixed into the class that a layer spec names. Without tree metadata they only call that class.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mcore_prefix_tree.metadata import TreeMetadata
 
 
 class TreeSelfAttentionMixin:
-    """Gives every token the rotary embedding of its position on its own path."""
+    """Self-attention that gives every token the rotary embedding of its position on its own path."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Initialise the base class.
 
         Raises:
-            NotImplementedError: ``config`` is of multi-latent attention, which this is not: a model of upstream's would
+            NotImplementedError: ``config`` sets multi-latent attention, which this class is not: upstream's model would
                 have no positions.
         """
         if config.multi_latent_attention:
@@ -80,7 +80,7 @@ def _gather_rotary(table: Any, metadata: TreeMetadata) -> Any:
 
 
 def rows_by_position(table: torch.Tensor, metadata: TreeMetadata) -> torch.Tensor:
-    """Return the row of each token, ``[..., P, 1, 1, dim]``, of a table by position ``[..., positions, 1, 1, dim]``.
+    """Return each token's row, ``[..., P, 1, 1, dim]``, of a table by position ``[..., positions, 1, 1, dim]``.
 
     Raises:
         ValueError: the longest path has more positions than the table.
@@ -94,10 +94,10 @@ def rows_by_position(table: torch.Tensor, metadata: TreeMetadata) -> torch.Tenso
 
 
 class TreeCoreAttentionMixin:
-    """Attends along the tree when the micro-batch carries one."""
+    """Core attention along the tree, when the micro-batch carries one."""
 
     def __init__(self, config: Any, layer_number: int, *args: Any, softmax_scale: float | None = None, **kwargs: Any):
-        """Refuses what :func:`check_config` refuses, then builds the base class."""
+        """Refuse what :func:`check_config` refuses, then initialise the base class."""
         check_config(config)
         if kwargs.get("attention_dropout"):
             raise NotImplementedError(
@@ -148,12 +148,13 @@ class TreeCoreAttentionMixin:
 
 
 def window_of(config: Any, layer_number: int) -> int | None:
-    """Return how many keys a query of a layer sees, itself included, or None for all: from ``window_size`` and its skip
-    pattern.
+    """Return the number of keys that a query of a layer sees, itself included, or None for all.
+
+    It comes from ``window_size`` and its skip pattern.
 
     Args:
         config: a ``TransformerConfig`` that :func:`check_config` does not refuse.
-        layer_number: from 1.
+        layer_number: number of the layer, from 1.
     """
     size, skip = window_settings(config)
     if size is None or not is_layer_window_attention(size, skip, layer_number):
@@ -164,8 +165,8 @@ def window_of(config: Any, layer_number: int) -> int | None:
 def window_settings(config: Any) -> tuple[Sequence[int] | None, int | list[int] | None]:
     """Return ``window_size`` and ``window_attn_skip_freq`` as Megatron-Core's own layers read them.
 
-    Megatron-Bridge's Gemma 3 has one number, which counts the query itself, and the pattern of its layers: its
-    attention makes a configuration of its own for each layer.
+    Megatron-Bridge's Gemma 3 has one number, which counts the query itself, and a pattern of layers: its attention
+    makes a configuration of its own for each layer.
     """
     if isinstance(config.window_size, int):
         return (config.window_size - 1, 0), sum(config.interleaved_attn_pattern)
@@ -173,7 +174,7 @@ def window_settings(config: Any) -> tuple[Sequence[int] | None, int | list[int] 
 
 
 def sinks_of(core_attention: Any) -> torch.Tensor | None:
-    """``[H]`` logits beside the keys', of the module that holds them: learned, or zeros that add one to the sum."""
+    """Return ``[H]`` logits beside the keys', from their module: learned, or zeros that add one to the sum."""
     sinks: torch.Tensor | None = None
     if core_attention.config.softmax_type != "vanilla":
         sinks = core_attention.softmax_offset
@@ -195,7 +196,7 @@ def attend(
     """Compute a core attention of Megatron-Core for a folded micro-batch.
 
     Args:
-        tree: of the micro-batch.
+        tree: parameters of the micro-batch, with its tree.
         query: ``[P, 1, H, D]``; multi-latent attention leaves out the batch's dimension, here and below.
         key: ``[P, 1, K, D]``.
         value: ``[P, 1, K, W]``.
@@ -209,7 +210,7 @@ def attend(
         ``[P, 1, H * W]``.
 
     Raises:
-        ValueError: if there is a mask or a bias, the batch size is not one, or the back-end lacks what is asked for.
+        ValueError: a mask or a bias is given, the batch size is not one, or the back-end does not support the call.
     """
     if attention_mask is not None or attention_bias is not None:
         name = "attention_bias" if attention_mask is None else "attention_mask"
@@ -235,7 +236,7 @@ def attend(
 
 @cache
 def tree_class(mixin: type, base: type) -> type:
-    """The class that follows the tree where ``base`` does not; one per base, state-dict keys unchanged.
+    """Return the class that follows the tree where ``base`` does not; one per base, state-dict keys unchanged.
 
     It has the base's name: Megatron-Bridge recognises the layers whose weights it converts by their classes' names.
     """

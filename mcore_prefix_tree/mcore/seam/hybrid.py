@@ -1,6 +1,6 @@
-"""Layers of hybrid models: the one table of what a letter of the pattern is, and which of them follow a tree.
+"""Layers of hybrid models: the one table of the pattern's letters, and of the layers that follow a tree.
 
-A ``HybridStack`` (megatron-core 0.18 and later) builds one kind of layer for each letter of its pattern, and hands all
+A ``HybridStack`` (megatron-core 0.18 and later) builds one kind of layer for each letter of its pattern, and passes all
 of them the ``packed_seq_params`` of the micro-batch, as a ``TransformerBlock`` does.
 """
 
@@ -27,10 +27,10 @@ class HybridLayer:
     """Kind of layer that a letter of a pattern stands for.
 
     Attributes:
-        name: of such a layer, in messages.
+        name: name of such a layer, in messages.
         submodule: field of ``HybridStackSubmodules`` with its spec.
-        part: what it computes, as FLOPs are counted.
-        refused: why it cannot follow a tree; None where it can.
+        part: kind of its computation, for counting FLOPs.
+        refused: reason why it cannot follow a tree; None where it can.
     """
 
     name: str
@@ -56,10 +56,10 @@ def layers_of(pattern: str) -> str:
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse a layer pattern that names what cannot follow a tree.
+    """Refuse a layer pattern with a layer that cannot follow a tree.
 
     Args:
-        pattern: of Megatron-Core's ``HybridModel``, such as ``*-*-|*E*E``.
+        pattern: layer pattern of Megatron-Core's ``HybridModel``, such as ``*-*-|*E*E``.
 
     Raises:
         NotImplementedError: one sentence for every letter at fault, with its name.

@@ -1,4 +1,4 @@
-"""Multi-latent attention along a tree: its rotary embeddings are its own, so they have to learn of the tree there.
+"""Multi-latent attention along a tree: it makes its own rotary embeddings, so those need the tree there.
 
 Its core attention is :class:`~mcore_prefix_tree.mcore.seam.attention.TreeCoreAttentionMixin`, as in any other layer.
 """
@@ -16,13 +16,13 @@ from mcore_prefix_tree.metadata import TreeMetadata
 
 
 class TreeLatentAttentionMixin:
-    """Gives every token the rotary embedding of its position, in an attention that makes those itself."""
+    """Multi-latent attention that gives every token the rotary embedding of its position."""
 
     # A patched Megatron-Core asks, and refuses a tree elsewhere.
     follows_prefix_trees = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise the base class, and exchange its rotary embedding for one that knows trees.
+        """Initialise the base class, and replace its rotary embedding by one that follows trees.
 
         Raises:
             NotImplementedError: upstream's gradient of this layer is wrong; see :func:`check_rotary_keys`.
@@ -37,7 +37,7 @@ def check_rotary_keys(attention: Any) -> None:
     """Refuse tensor parallelism where upstream loses gradients of the rotary keys, which all heads share.
 
     Each rank has those of its own heads. Where keys come from a projection that all ranks hold whole, the backward pass
-    of gathering them under sequence parallelism adds the ranks' up; where they come from one that is split, nothing
+    of their gather under sequence parallelism sums over the ranks; where they come from a split projection, nothing
     does (https://github.com/NVIDIA/Megatron-LM/issues/1699).
     """
     config = attention.config
@@ -56,10 +56,10 @@ def check_rotary_keys(attention: Any) -> None:
 
 @dataclass(frozen=True)
 class _RowsOf:
-    """Answers of :class:`PathRotaryEmbedding` that come through its caller: the length of a table, and the rows taken
-    of it.
+    """Length of a table, and the tree whose rows to take from it: what :class:`PathRotaryEmbedding` gets back from its
+    caller.
 
-    Not a number on purpose. A caller that computed with it would be one that this class does not know.
+    It is no number on purpose: no caller that this class does not know can compute with it.
     """
 
     length: int
@@ -67,10 +67,10 @@ class _RowsOf:
 
 
 class PathRotaryEmbedding(torch.nn.Module):
-    """Stands before the rotary embedding that an attention owns, and gives each token of a tree its position's row.
+    """Wrapper of the rotary embedding that an attention owns: each token of a tree gets its position's row.
 
-    Such an attention (``MultiLatentAttention.get_query_key_value_tensors``) has its rotary embedding say how many
-    positions the micro-batch needs, and hands the answer back to it for the table. So the answer carries the tree.
+    Such an attention (``MultiLatentAttention.get_query_key_value_tensors``) asks its rotary embedding for the number of
+    positions that the micro-batch needs, and passes the answer back to it for the table. So that answer has the tree.
     """
 
     def __init__(self, base: torch.nn.Module) -> None:
@@ -87,7 +87,7 @@ class PathRotaryEmbedding(torch.nn.Module):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Return what :meth:`forward` takes for this micro-batch; without a tree the base class's number."""
+        """Return the argument of :meth:`forward` for this micro-batch; without a tree the base class's number."""
         length = self.base.get_rotary_seq_len(
             inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **kwargs
         )
@@ -103,7 +103,7 @@ class PathRotaryEmbedding(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Any:
-        """The base class's table ``[max_seq_len, 1, 1, dim]``, or of a tree ``[P, 1, dim]``; YaRN's with its factor.
+        """Return the base class's table ``[max_seq_len, 1, 1, dim]``, or a tree's ``[P, 1, dim]``; with YaRN's factor.
 
         A tree's rows lack a dimension because Megatron takes the batch's from queries and keys wherever there are
         ``packed_seq_params``.

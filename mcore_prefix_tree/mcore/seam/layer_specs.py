@@ -1,4 +1,4 @@
-"""Any GPT layer or block spec in, a tree-capable one out; and ready specs for Megatron-LM's ``--spec``.
+"""Conversion of any GPT layer or block spec to a tree-capable one; and ready specs for Megatron-LM's ``--spec``.
 
 ``--spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local`` (Megatron-LM reads the name from this module) takes
 one of ``gpt_layer_local``, ``gpt_layer_local_qk_layernorm``, ``gpt_layer_te``, ``gpt_layer_te_qk_layernorm``. None of
@@ -36,7 +36,7 @@ Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
 
 
 def with_prefix_tree(spec: Spec) -> Spec:
-    """A spec whose self-attention follows the tree of a micro-batch that carries one, and is unchanged without.
+    """Return a spec whose self-attention follows the tree of a micro-batch that carries one, and is unchanged without.
 
     Args:
         spec: a ``ModuleSpec`` of a transformer layer or block, or ``TransformerBlockSubmodules``; local,
@@ -47,10 +47,10 @@ def with_prefix_tree(spec: Spec) -> Spec:
         A spec of the same kind. Models built from it have the state-dict keys of models built from ``spec``.
 
     Raises:
-        NotImplementedError: for layers whose tokens mix in other ways than self-attention (cross-attention, Mamba,
+        NotImplementedError: a layer mixes tokens in ways other than self-attention (cross-attention, Mamba,
             multi-token prediction); names the module. A hybrid stack refuses its layers when it is built, by their
             letter: see :func:`check_pattern`.
-        TypeError: if ``spec`` is not such a spec.
+        TypeError: ``spec`` is not such a spec.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         return dataclasses.replace(spec, layer_specs=[_layer(layer) for layer in spec.layer_specs])
@@ -70,12 +70,12 @@ def with_prefix_tree(spec: Spec) -> Spec:
 
 
 def is_hybrid_stack(spec: Any) -> bool:
-    """Return whether a spec is one of a ``HybridStack``."""
+    """Return whether a spec is that of a ``HybridStack``."""
     return HAS_HYBRID_MODEL and isinstance(getattr(spec, "submodules", None), HybridStackSubmodules)
 
 
 def _hybrid_layers(submodules: Any) -> Any:
-    """Return ``HybridStackSubmodules`` whose layers follow the tree, but for those that the stack refuses to build."""
+    """Return ``HybridStackSubmodules`` whose layers follow the tree, except those that the stack refuses to build."""
     found = {
         layer.submodule: getattr(submodules, layer.submodule)
         for layer in LAYERS.values()
@@ -183,15 +183,15 @@ def _name(module: Any) -> str:
 
 
 def local_layer_spec(**options: Any) -> ModuleSpec:
-    """``get_gpt_layer_local_spec(**options)`` of megatron-core, tree-capable."""
+    """Return ``get_gpt_layer_local_spec(**options)`` of megatron-core, tree-capable."""
     return with_prefix_tree(get_gpt_layer_local_spec(**options))
 
 
 def te_layer_spec(**options: Any) -> ModuleSpec:
-    """``get_gpt_layer_with_transformer_engine_spec(**options)`` of megatron-core, tree-capable.
+    """Return ``get_gpt_layer_with_transformer_engine_spec(**options)`` of megatron-core, tree-capable.
 
     Raises:
-        ImportError: if TransformerEngine is not installed.
+        ImportError: TransformerEngine is not installed.
     """
     if not _have_te():
         raise ImportError(_TE_MISSING)
@@ -212,7 +212,7 @@ def _have_te() -> bool:
 
 
 class TransformerEngineMissing(BaseTransformerLayer):  # type: ignore[misc]
-    """Stands in for the TransformerEngine layers where that is not installed, and says so when a model is built."""
+    """Stand-in for the layers of a missing TransformerEngine, which reports that when a model is built."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise ImportError(_TE_MISSING)
@@ -232,11 +232,11 @@ gpt_layer_te_qk_layernorm = _te_spec(qk_layernorm=True)
 def stock_block_spec(
     config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Upstream's decoder block of a model, with what its function asks for beside the config that says it too.
+    """Return upstream's decoder block of a model, with the arguments that its function takes beside the same config.
 
     Args:
         config: ``TransformerConfig``.
-        use_transformer_engine: take its layers, not megatron-core's local ones.
+        use_transformer_engine: whether to take its layers, not megatron-core's local ones.
         vp_stage: index of the model chunk within this stage, under virtual pipelining.
     """
     block = get_gpt_decoder_block_spec(

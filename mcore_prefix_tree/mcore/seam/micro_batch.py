@@ -24,7 +24,7 @@ class TeacherHidden:
     Attributes:
         hidden: ``[R, h]``, the teacher's last hidden states.
         weight: ``[Vl, h]``, this rank's part of its output weight.
-        head: the rest.
+        head: other inputs of its logits.
     """
 
     hidden: torch.Tensor
@@ -37,13 +37,13 @@ class ChunkLesson:
     """Predictions of a teacher with another tokenizer for a micro-batch's chunks.
 
     Attributes:
-        taught_by: the teacher's hidden states; of several whose logits are averaged, each one's; none where the samples
-            bring the teacher's rows.
-        mix: what each one's logits are multiplied by.
-        terms: the loss of chunks.
-        vocabularies: of the student and the teacher.
-        number: which of the objective's teachers it is.
-        factor: of the weighted sum of the terms.
+        taught_by: hidden states of the teacher, or of each of several whose logits are averaged; empty where the
+            samples bring the teacher's rows.
+        mix: factor on the logits of each of them.
+        terms: loss of chunks.
+        vocabularies: vocabularies of the student and the teacher.
+        number: index of the teacher among the objective's.
+        factor: factor on the weighted sum of the terms.
     """
 
     taught_by: tuple[TeacherHidden, ...]
@@ -59,18 +59,19 @@ class MicroBatch:
     """A layout and its tensors.
 
     Attributes:
-        layout: on the host.
+        layout: layout of the micro-batch, on the host.
         input_ids: int64 ``[1, P]``.
         position_ids: int64 ``[1, P]``.
-        loss_weight: float64 ``[P]``; of each token's log-probability in a weighted sum.
-        edges: what is scored: the layout's own, or a teacher's tokens.
-        temperature: float64 ``[P]``, what the logits at each token are divided by; None is 1.
-        packed_seq_params: with the tree metadata.
-        head_chunk_rows: predictors whose logits the fused head holds at a time, at most; None leaves it to the head.
-        rows: what the loss of the step's objective reads, where that is not a weighted sum of log-probabilities.
-        teacher: on the last pipeline stage, what a distillation by whole vocabularies reads besides.
-        of_teachers: until they are asked, the same samples in the tokens of each teacher with another tokenizer.
-        lessons: on the last pipeline stage, what these say.
+        loss_weight: float64 ``[P]``, weight of each token's log-probability in a weighted sum.
+        edges: edges to score: the layout's own, or those to a teacher's tokens.
+        temperature: float64 ``[P]``, divisor of the logits at each token; None is 1.
+        packed_seq_params: parameters with the tree metadata.
+        head_chunk_rows: most predictors whose logits the fused head holds at a time; None leaves it to the head.
+        rows: rows that the loss of the step's objective reads, unless it is a weighted sum of log-probabilities.
+        teacher: teacher's hidden states for a distillation by whole vocabularies, on the last pipeline stage.
+        of_teachers: micro-batch of the same samples in the tokens of each teacher with another tokenizer, until these
+            have run.
+        lessons: lessons of these teachers, on the last pipeline stage.
     """
 
     layout: FlatLayout
@@ -99,8 +100,8 @@ class MicroBatch:
     ) -> MicroBatch:
         """Make a micro-batch of a layout.
 
-        ``needed``, bool ``[P]``, are the tokens whose log-probabilities will be read; None is all. For the attention's
-        settings see :class:`TreePackedSeqParams`.
+        ``needed``, bool ``[P]``, is the mask of the tokens whose log-probabilities will be read; None is all. For the
+        attention's settings see :class:`TreePackedSeqParams`.
         """
         metadata = TreeMetadata.from_layout(layout)
         on_host = cls(
@@ -118,7 +119,7 @@ class MicroBatch:
         return on_host.on(device)
 
     def on(self, device: torch.device | str) -> MicroBatch:
-        """Return a copy on the device, with what attention derived from the tree so far.
+        """Return a copy on the device, with the plans that attention derived from the tree so far.
 
         What attention derives later stays with the copy, and is freed with it.
         """
@@ -141,9 +142,9 @@ class WaitingMicroBatch:
     holds it: rotary rows and block lists take no more memory than the micro-batches in flight need.
 
     Args:
-        batch: on the host.
-        device: where the model is.
-        chunks: model chunks of this rank, each of which takes the micro-batch once in a step.
+        batch: micro-batch on the host.
+        device: device of the model.
+        chunks: number of model chunks of this rank, each of which takes the micro-batch once in a step.
     """
 
     def __init__(self, batch: MicroBatch, device: torch.device, *, chunks: int = 1) -> None:

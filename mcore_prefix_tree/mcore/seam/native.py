@@ -1,6 +1,6 @@
 """Attention back-ends of this package in the registry of a Megatron-Core with the patches of ``patches/megatron-lm``.
 
-There, stock layer specs follow a tree by themselves, and look up the attention that a micro-batch names.
+Its stock layer specs follow a tree by themselves, and look up the attention that a micro-batch names.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The output layer that answers readouts from hidden states, where it is asked to, instead of returning logits.
+"""Output layer that answers readouts from hidden states, on request, instead of returning logits.
 
 ``GPTModel`` and ``HybridModel`` build their ``ColumnParallelLinear`` themselves, so :func:`with_edge_head` turns the
 instance into one of a subclass, as ``torch.nn.utils.parametrize`` and ``fully_shard`` do: parameters, hooks and
 state-dict keys stay. The request reaches it as data through ``runtime_gather_output``, which the forward of both models
-hands to the output layer and to nothing else. (``output_processor`` is newer, and of ``GPTModel`` alone.) Going through
-the layer's ``__call__`` matters: DDP waits for gathered parameters in its forward pre-hooks.
+passes to the output layer and to nothing else. (``output_processor`` is newer, and ``GPTModel`` alone has it.) Going
+through the layer's ``__call__`` matters: DDP waits for gathered parameters in its forward pre-hooks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class HeadRequest:
     """Request to the output layer in place of logits.
 
     Attributes:
-        edges: whose predictors' hidden states are read.
-        temperature: ``[P]``, None is 1.
-        head_chunk_rows: predictors whose logits there are at a time, at most; None leaves it to the head.
-        answer: from these hidden states ``[R, h]``, the weight ``[Vl, h]`` and the head, ``[N, C]``.
+        edges: edges whose predictors' hidden states are read.
+        temperature: ``[P]``, divisor of the logits; None is 1.
+        head_chunk_rows: most predictors whose logits the head holds at a time; None leaves it to the head.
+        answer: function of these hidden states ``[R, h]``, the weight ``[Vl, h]`` and the head that returns
+            ``[N, C]``.
     """
 
     edges: Edges
@@ -43,12 +44,12 @@ class HeadRequest:
     answer: Callable[[torch.Tensor, torch.Tensor, Head], torch.Tensor]
 
     def __bool__(self) -> bool:
-        """Never mistaken for ``runtime_gather_output=True``."""
+        """Refuse to be taken for ``runtime_gather_output=True``."""
         raise TypeError("a HeadRequest reached a layer that cannot answer it")
 
 
 def with_edge_head(model: Model) -> Model:
-    """Let a model's output layer score edges where it is asked to; otherwise it stays what it was.
+    """Let a model's output layer score edges on request; otherwise it stays the same.
 
     Args:
         model: a bare ``GPTModel`` or ``HybridModel`` or any of its pipeline stages, before DDP; changed in place.
@@ -57,7 +58,7 @@ def with_edge_head(model: Model) -> Model:
         The same model.
 
     Raises:
-        NotImplementedError: the output layer computes its logits in another way than ``hidden @ weight.T``.
+        NotImplementedError: the output layer computes its logits in a way other than ``hidden @ weight.T``.
     """
     layer = getattr(model, "output_layer", None)
     if layer is None or isinstance(layer, EdgeHeadMixin):
@@ -88,7 +89,7 @@ def _why_not(layer: Any) -> str | None:
 
 
 class EdgeHeadMixin:
-    """Answers a :class:`HeadRequest` from hidden states, a chunk of logits at a time; without one it is the base class.
+    """Output layer that answers a :class:`HeadRequest` a chunk of logits at a time; without one, the base class.
 
     Padded columns of the vocabulary take part in the softmax, as in stock Megatron-Core.
     """
@@ -96,7 +97,7 @@ class EdgeHeadMixin:
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the base class does; or for a request its answer ``[N, 1, C]``, and no bias."""
+        """Return the base class's output; or for a request its answer ``[N, 1, C]``, and no bias."""
         if not isinstance(runtime_gather_output, HeadRequest):
             out: tuple[torch.Tensor, torch.Tensor | None] = super().forward(  # type: ignore[misc]
                 input_, weight=weight, runtime_gather_output=runtime_gather_output
@@ -147,12 +148,12 @@ def _head(
 
 
 def output_weight_and_head(model: Any, edges: Edges, temperature: torch.Tensor | None) -> tuple[torch.Tensor, Head]:
-    """Return what the last stage of a model makes logits of hidden states with: ``[V / tp, h]``, and the rest.
+    """Return the output weight of a model's last stage, ``[V / tp, h]``, and the other inputs of its logits.
 
     Args:
-        model: bare, with an edge head.
-        edges: that are scored.
-        temperature: ``[P]``, None is 1.
+        model: bare model with an edge head.
+        edges: edges that are scored.
+        temperature: ``[P]``, divisor of the logits; None is 1.
     """
     weight = output_weight(model)
     return weight, _head(model.output_layer, weight, edges, temperature)
@@ -173,8 +174,8 @@ def _multiplier(config: Any) -> float:
 class _MainGrad:
     """Megatron's ``gradient_accumulation_fusion``: the gradient goes straight into DDP's buffer.
 
-    DDP's hook still has to run, so autograd is given zeros; it leaves them out, or for a weight that is also the
-    embedding's (``zero_out_wgrad``) adds them to what the embedding's own backward gives.
+    DDP's hook still has to run, so autograd gets zeros; it leaves them out, or for a weight that is also the
+    embedding's (``zero_out_wgrad``) adds them to the gradient of the embedding's own backward.
     """
 
     def __init__(self, weight: Any) -> None:
@@ -192,5 +193,5 @@ class _MainGrad:
 
 
 def request_arguments(request: HeadRequest) -> dict[str, Any]:
-    """Keywords of the model's forward that carry a request to the output layer."""
+    """Return the keywords of the model's forward that carry a request to the output layer."""
     return {"runtime_gather_output": request}

@@ -24,18 +24,18 @@ if CORE_KNOWS_TREES:
 
 @dataclass
 class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
-    """Says that a micro-batch is folded, how, and which back-end attends to it.
+    """Parameters of a folded micro-batch: its tree, and the back-end that attends to it.
 
-    A subclass, because ``TEDotProductAttention`` hands every field of the base class to TransformerEngine as a keyword.
-    ``qkv_format`` stays ``'sbhd'``: a ``'thd'`` one would restart rotary positions at each sequence. From
-    ``max_seqlen_*``, the longest path rounded up to a power of two, the model sizes its rotary table; upstream keeps
-    the last 32 of different sizes.
+    It is a subclass, because ``TEDotProductAttention`` passes every field of the base class to TransformerEngine as a
+    keyword. ``qkv_format`` stays ``'sbhd'``: ``'thd'`` would restart rotary positions at each sequence.
+    ``max_seqlen_*``, the longest path rounded up to a power of two, sets the size of the model's rotary table; upstream
+    keeps the last 32 of different sizes.
 
     Attributes:
-        tree_metadata: of the micro-batch, on the device of the hidden states.
+        tree_metadata: metadata of the micro-batch's tree, on the device of the hidden states.
         attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`.
         deterministic_attention: whether attention has to give the same bits twice. Where it need not, back-ends take a
-            faster backward, and those train that have no other.
+            faster backward, and those that have no other can train.
     """
 
     tree_metadata: TreeMetadata | None = None
@@ -46,10 +46,10 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     def from_metadata(
         cls, metadata: TreeMetadata, *, attention_backend: str = "path", deterministic_attention: bool = True
     ) -> TreePackedSeqParams:
-        """The parameters to pass as ``packed_seq_params`` to the model's forward.
+        """Return the parameters to pass as ``packed_seq_params`` to the model's forward.
 
         Raises:
-            ValueError: if there is no such back-end.
+            ValueError: the back-end does not exist.
         """
         check_backend(attention_backend)
         positions = 1 << (metadata.max_path_len - 1).bit_length()
@@ -72,7 +72,7 @@ def _seated(metadata: TreeMetadata, attention_backend: str, deterministic: bool)
 
 
 def metadata_of(tree_metadata: Any) -> TreeMetadata:
-    """Return the metadata of this package for what Megatron-Core's own class says; made once."""
+    """Return this package's metadata for an object of Megatron-Core's own class; made once."""
     if isinstance(tree_metadata, TreeMetadata):
         return tree_metadata
     made: TreeMetadata | None = tree_metadata.cache.get(__name__)
@@ -87,7 +87,7 @@ def metadata_of(tree_metadata: Any) -> TreeMetadata:
 
 
 def tree_params_of(packed_seq_params: Any) -> TreePackedSeqParams | None:
-    """Return the tree of ``packed_seq_params``, None if it carries none."""
+    """Return the tree parameters of ``packed_seq_params``, None if it carries no tree."""
     metadata = getattr(packed_seq_params, "tree_metadata", None)
     if metadata is None or isinstance(packed_seq_params, TreePackedSeqParams):
         return None if metadata is None else packed_seq_params

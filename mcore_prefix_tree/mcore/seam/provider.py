@@ -1,6 +1,7 @@
-"""The layer spec that a Megatron-Bridge provider asks for when its models fold.
+"""The layer spec of a Megatron-Bridge provider whose models fold.
 
-A function with a public name, in a file of its own: Megatron-Bridge writes a provider's spec into checkpoints by name.
+It is a function with a public name, in a file of its own: Megatron-Bridge writes a provider's spec into checkpoints by
+name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def provided_spec(given: Any, config: Any, vp_stage: int | None = None) -> Any:
     """Return a provider's layer spec, tree-capable.
 
     Args:
-        given: the provider's own spec, or function of its configuration and, if it takes one, ``vp_stage``.
+        given: the provider's own spec, or a function of its configuration and, if it takes one, ``vp_stage``.
         config: the provider.
         vp_stage: virtual pipeline stage, None without any.
     """

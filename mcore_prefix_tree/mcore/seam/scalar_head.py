@@ -1,7 +1,7 @@
 """A scalar at every token in place of its logits: the output layer of critics and reward models.
 
-``GPTModel`` hands on whatever its output layer returns, so a module that is called like one can stand in its place, as
-those who train critics on Megatron-Core do it (``LinearForLastLayer`` of mbridge and verl). Every tensor-parallel rank
+``GPTModel`` returns its output layer's output unchanged, so a module with the same call can take its place, as in other
+critics on Megatron-Core (``LinearForLastLayer`` of mbridge and verl). Every tensor-parallel rank
 holds the whole weight: it is as small as a norm's, and its gradient is summed like a norm's.
 
 Legend: P padded tokens, h hidden size.
@@ -34,7 +34,7 @@ class ScalarHead(torch.nn.Module):
 
     Args:
         config: a ``TransformerConfig``.
-        device: of the weight.
+        device: device of the weight.
         tp_group: tensor-parallel group.
     """
 
@@ -58,7 +58,7 @@ class ScalarHead(torch.nn.Module):
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Called as ``ColumnParallelLinear`` is; the last two arguments have no meaning here.
+        """Return the scalars; called like ``ColumnParallelLinear``, whose last two arguments have no meaning here.
 
         Args:
             input_: ``[P, 1, h]``, or ``[P / tp, 1, h]`` under sequence parallelism.
@@ -81,7 +81,7 @@ class ScalarHead(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Megatron's description of the weight for a checkpoint, under :data:`CHECKPOINT_KEY`."""
+        """Return Megatron's description of the weight for a checkpoint, under :data:`CHECKPOINT_KEY`."""
         if self._starts_new:
             return {f"{prefix}weight": LocalNonpersistentObject(self.weight.data)}
         assert metadata is not None, "GPTModel gives the groups"
@@ -109,7 +109,7 @@ def start_new_head(model: torch.nn.Module) -> None:
 
 
 def with_scalar_head(model: Model) -> Model:
-    """Exchange a model's output layer for a :class:`ScalarHead`; in ``state_dict()`` it is ``output_layer.weight``.
+    """Replace a model's output layer by a :class:`ScalarHead`; in ``state_dict()`` it is ``output_layer.weight``.
 
     Args:
         model: a bare ``GPTModel`` or any of its pipeline stages, before DDP. It is changed in place.

@@ -19,7 +19,7 @@ _FLAGS = {
 
 
 def _refusals(config: Any) -> list[tuple[bool, str]]:
-    """(whether it applies, sentence) for every setting of a TransformerConfig that folding does not support."""
+    """Return (whether it applies, sentence) for every setting of a TransformerConfig that folding does not support."""
     return [
         (
             config.context_parallel_size > 1,
@@ -78,7 +78,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
 
 
 def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
-    """Return the same for the settings of experts."""
+    """Return the refusals of :func:`_refusals` for the settings of experts."""
     return [
         *(
             (
@@ -146,13 +146,13 @@ def check_config(config: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse models whose positions or layers folding cannot give.
+    """Refuse models whose positions or layers folding does not support.
 
     Args:
         model: a ``GPTModel`` or ``HybridModel``, without its DDP and mixed-precision wrappers.
 
     Raises:
-        NotImplementedError: as :func:`check_config` and :func:`check_pattern`, on every pipeline stage, and for
+        NotImplementedError: see :func:`check_config` and :func:`check_pattern`, on every pipeline stage; also for
             ``position_embedding_type='mrope'``.
     """
     check_config(model.config)
@@ -167,10 +167,10 @@ def check_model(model: Any) -> None:
 def check_step(model: Any) -> None:
     """Refuse a schedule that would divide the loss of each micro-batch by itself.
 
-    For forward steps that return a sum and its count.
+    It is for forward steps that return a sum and its count.
 
     Args:
-        model: what Megatron's schedule hands to the forward step, in whatever wrappers.
+        model: model that Megatron's schedule passes to the forward step, with or without wrappers.
 
     Raises:
         ValueError: ``calculate_per_token_loss`` is not set.
@@ -188,7 +188,7 @@ def check_positions(model: Any, max_path_len: int) -> None:
     Host integers only: no device synchronisation.
 
     Raises:
-        ValueError: names ``max_position_embeddings`` and the length of the path.
+        ValueError: the path does not fit; names ``max_position_embeddings`` and the length of the path.
     """
     if model.position_embedding_type == "learned_absolute" and max_path_len > model.max_sequence_length:
         raise ValueError(

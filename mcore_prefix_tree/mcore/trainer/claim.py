@@ -1,4 +1,4 @@
-"""One run at a time saves to a folder: two would write each other's checkpoints."""
+"""Let one run at a time save to a folder: two would write each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def hold(descriptor: int) -> bool:
     """Lock an open file or folder for this process; return whether no other process holds it.
 
     The lock is the operating system's and ends with the process however that ends: a killed run leaves nothing to
-    clear away. Network file systems without such locks let everybody in.
+    clear away. Network file systems without such locks let every run in.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -32,7 +32,7 @@ def claimed(folder: str | Path) -> Iterator[None]:
     """Keep other runs out of a folder for the length of a ``with`` block; all ranks together. See :func:`hold`.
 
     Raises:
-        SaveError: another run is at it; on every rank.
+        SaveError: another run saves there; raised on every rank.
     """
     held: list[int] = []
 

@@ -18,10 +18,10 @@ _TWICE_S = 1.0
 
 
 class EndedError(Exception):
-    """A run that a signal ended between two steps; what there is to say is said.
+    """A signal ended the run between two steps; this has been reported already.
 
     Attributes:
-        signal: its number.
+        signal: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -36,7 +36,7 @@ class EndRequest:
     repeated does: ``timeout`` sends each twice, schedulers warn before they end a job, and launchers repeat what
     reached all of their processes already.
 
-    Outside the main thread, which alone may handle signals, none is noted.
+    Outside the main thread, which alone may handle signals, no signal is noted.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class EndRequest:
             signal.signal(number, handler)
 
     def agreed(self, device: torch.device) -> int:
-        """The signal that any rank has noted, 0 if none has; all ranks together, which get the same answer."""
+        """Return the signal that any rank has noted, 0 if none has; all ranks together, with the same result."""
         noted = torch.full((), self._noted, dtype=torch.int, device=device)
         dist.all_reduce(noted, op=dist.ReduceOp.MAX)
         return int(noted)

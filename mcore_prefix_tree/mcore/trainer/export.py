@@ -38,14 +38,14 @@ _LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", ".py", *PICKLE
 
 
 def check_export(path: str | Path, setting: str) -> None:
-    """Check that a folder can be made, before there is anything to write; make the folder that it lies in.
+    """Check that a folder can be made, before there is anything to write; make its parent folder.
 
     Args:
-        path: of the folder.
+        path: path of the folder.
         setting: option that names it, for messages.
 
     Raises:
-        RecipeError: it exists, or cannot be made.
+        RecipeError: the folder exists, or cannot be made.
     """
     parent = Path(path).absolute().parent
     if os.path.lexists(path):
@@ -80,12 +80,13 @@ def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path, *
 
     Args:
         source: folder of ``model.hf``.
-        chunks: of this rank, in any wrappers.
+        chunks: model chunks of this rank, in any wrappers.
         target: folder to make.
-        scalar_head: the model ends in a scalar head: transformers' ``...ForSequenceClassification`` of one label.
+        scalar_head: whether the model ends in a scalar head, transformers' ``...ForSequenceClassification`` of one
+            label.
 
     Raises:
-        OSError: it cannot be written; nothing is left of it.
+        OSError: the folder cannot be written; nothing is left of it.
         RecipeError: Megatron-Bridge gives other weights than the source has.
     """
     with without_scalar_head(chunks) as (models, head):
@@ -93,7 +94,7 @@ def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path, *
 
 
 def _score_of(head: torch.nn.Module | None, *, has_head: bool) -> torch.Tensor | None:
-    """Return the weight of a scalar head on every rank, None of a language model; the last stage has it."""
+    """Return the weight of a scalar head on every rank, None for a language model; the last stage has it."""
     if not has_head:
         return None
     weights = everyone(None if head is None else cast("torch.Tensor", head.weight).detach().cpu())
@@ -115,12 +116,12 @@ def _export(source: str, models: list[torch.nn.Module], target: str | Path, *, s
 def _write_folder(
     target: str | Path, weights: Iterable[tuple[str, torch.Tensor]], writer_to: Callable[[Path], _FolderWriter]
 ) -> None:
-    """Write a folder that appears when it is whole.
+    """Write a folder that appears once it is complete.
 
     Args:
-        target: the folder.
-        weights: by the names of the folder's format; all ranks make them together.
-        writer_to: returns what writes them to a folder, on the main rank.
+        target: folder to make.
+        weights: weights with their names in the folder's format; all ranks make them together.
+        writer_to: function that returns the writer to a folder; the main rank writes.
     """
     unfinished = Path(f"{Path(target).absolute()}.{everyone(uuid4().hex)[0]}.tmp")
     on_main_rank(unfinished.mkdir)
@@ -165,7 +166,7 @@ class _AdapterWriter:
     """Writes an adapter as PEFT's ``save_pretrained`` does.
 
     Args:
-        model: that it is of.
+        model: model that the adapter belongs to.
         target: folder to write to, empty.
     """
 
@@ -174,10 +175,10 @@ class _AdapterWriter:
         self._weights: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Take a matrix by PEFT's name of it.
+        """Take a matrix by its PEFT name.
 
         Raises:
-            RecipeError: it is not finite.
+            RecipeError: a value of the matrix is not finite.
         """
         if not weight.isfinite().all():
             raise RecipeError(f"'{name}' has values that are not finite")
@@ -220,7 +221,7 @@ class _Writer:
         """Take a weight by the source's name.
 
         Raises:
-            RecipeError: the source has no such weight, or of another shape.
+            RecipeError: the source has no such weight, or one of another shape.
             OSError: its file cannot be written.
         """
         file = self._source.files.get(name)
@@ -290,14 +291,14 @@ def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
     """Write the last checkpoint of a recipe as a Hugging Face folder.
 
     Args:
-        recipe: the job's; ``checkpoint.save`` is where its checkpoints are.
+        recipe: recipe of the job; ``checkpoint.save`` is the folder of its checkpoints.
         target: folder to make.
 
     Returns:
         The checkpoint's iteration, and whether this is the main rank.
 
     Raises:
-        RecipeError: ``model.hf`` or ``checkpoint.save`` is not set, there is no checkpoint, it does not fit, or the
+        RecipeError: ``model.hf`` or ``checkpoint.save`` is not set, the checkpoint is missing or does not fit, or the
             folder exists.
         OSError: the folder cannot be written.
     """

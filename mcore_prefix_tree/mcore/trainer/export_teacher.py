@@ -43,13 +43,13 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
     recipe are planned together.
 
     Args:
-        recipe: of the student, with ``objective.name: xtoken``.
+        recipe: recipe of the student, with ``objective.name: xtoken``.
         output: a file that ``data.path`` can name, JSON Lines or a table by its name: each sample with ``teacher``
             (:class:`~mcore_prefix_tree.signals.Teacher`). The file appears once it is complete.
-        top_k: tokens of a row, the likeliest.
+        top_k: number of tokens in a row, the likeliest.
 
     Returns:
-        The report, of what was written, and whether this is the main rank, which writes.
+        The report of what was written, and whether this is the main rank, which writes.
 
     Raises:
         RecipeError: the recipe has no teacher with another tokenizer, or there is no such checkpoint.

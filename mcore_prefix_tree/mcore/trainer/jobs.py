@@ -53,9 +53,9 @@ def run_once(recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool 
     """Join a recipe's job, and do one thing with what it resolves to.
 
     Args:
-        recipe: the job's.
-        work: such as :func:`verify_first`.
-        is_trained: ``work`` runs the optimizer.
+        recipe: recipe of the job.
+        work: function of the resolved recipe, such as :func:`verify_first`.
+        is_trained: whether ``work`` runs the optimizer.
 
     Returns:
         What ``work`` returns, and whether this is the main rank.
@@ -85,13 +85,13 @@ def measure_costs(run: Resolved, *, repeats: int) -> Calibration:
 
 
 def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False) -> None:
-    """``mcore-prefix-tree train``.
+    """Run ``mcore-prefix-tree train``.
 
     Args:
-        recipe: the job's.
-        reporter: called on the main rank.
-        resume: continue from the last complete checkpoint in ``checkpoint.save``, if there is one.
-        new_data: with ``resume``: data that are not the checkpoint's are taken from their beginning.
+        recipe: recipe of the job.
+        reporter: listener, called on the main rank.
+        resume: whether to continue from the last complete checkpoint in ``checkpoint.save``, if there is one.
+        new_data: whether, with ``resume``, data that are not the checkpoint's start from their beginning.
 
     Raises:
         VerificationError: folded and unfolded differ on the first batch; nothing was trained.
@@ -152,7 +152,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
 
 
 def _last_checkpoint(options: CheckpointConfig, *, resume: bool, new_data: bool) -> int | None:
-    """Return the iteration to resume from; None begins."""
+    """Return the iteration to resume from; None if the run begins."""
     saved = None if options.save is None else checkpoint.latest_iteration(options.save)
     if resume and options.save is None:
         raise RecipeError("--resume needs checkpoint.save, the folder to resume from")
@@ -169,7 +169,7 @@ def _last_checkpoint(options: CheckpointConfig, *, resume: bool, new_data: bool)
 def _read_held_out(
     options: ValidationConfig, objective: Objective, data: Data, say: Callable[[str], None]
 ) -> Sequence[Sequence[Sample]] | None:
-    """Return the samples of ``validation.path``: of each line, or of each unit that the objective needs whole."""
+    """Return the samples of ``validation.path`` by line, or by the unit that the objective needs whole."""
     if options.path is None:
         return None
     paths = [options.path] if isinstance(options.path, str) else options.path

@@ -1,4 +1,4 @@
-"""The numbers of every step, for programs: a file of JSON Lines, TensorBoard's, and Weights & Biases."""
+"""Logs of every step's numbers, for programs: a file of JSON Lines, TensorBoard's, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class _Log(Protocol):
 
 
 class Logs:
-    """The places that a run's numbers are written to; none on other ranks than the main one.
+    """Places that a run's numbers are written to; none on other ranks than the main one.
 
-    A place that fails, as on a full disk, is left out from then on, which is reported once: the run is worth more.
+    A place that fails, as on a full disk, is reported once and left out from then on: the run is worth more.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -84,14 +84,14 @@ def open_logs(
 ) -> Iterator[Logs]:
     """Open the logs of steps, on the main rank; all ranks together.
 
-    A run that resumes goes on behind its last checkpoint: what the logs have of later steps is dropped.
+    A resumed run continues after its last checkpoint: entries of later steps in the logs are dropped.
 
     Args:
-        config: the recipe's.
-        done: steps that are behind the run; 0 of one that starts.
-        say: receives on the main rank what was dropped.
-        folder: of the run's checkpoints, where the name of its W&B run is kept; None has none to resume.
-        settings: of the run, for W&B.
+        config: settings of the logs, from the recipe.
+        done: number of steps already done; 0 for a run that starts.
+        say: function that receives, on the main rank, what was dropped.
+        folder: folder of the run's checkpoints, which keeps the id of its W&B run; None where no W&B run is resumed.
+        settings: settings of the run, for W&B.
 
     Raises:
         LogError: a log cannot be written.
@@ -139,7 +139,7 @@ def _quiet_tensorboard() -> Iterator[None]:
 
 
 class _MetricsFile:
-    """A line a step, and one an evaluation; what is flushed outlives the process."""
+    """A file with a line per step and per evaluation; what is flushed outlives the process."""
 
     def __init__(self, name: str, done: int, say: Callable[[str], None]) -> None:
         self._setting, path = f"log.metrics={name}", Path(name)
@@ -165,7 +165,7 @@ class _MetricsFile:
             say(f"{self._setting}: dropped {dropped} line{'s' if dropped > 1 else ''} of {of}")
 
     def step(self, report: StepReport) -> None:
-        """One more line."""
+        """Write one more line."""
         line = {name: _finite(value) for name, value in asdict(report).items() if name != "metrics"}
         line |= {
             "fold_ratio": report.fold_ratio,
@@ -176,7 +176,7 @@ class _MetricsFile:
         self._write(line)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """A line of its own, by other names: whoever reads losses of steps takes it for none."""
+        """Write a line of its own under other names, so that no reader takes its loss for a step's."""
         self._write(
             {
                 "iteration": evaluation.iteration,
@@ -192,16 +192,16 @@ class _MetricsFile:
             self._stream.flush()
 
     def close(self) -> None:
-        """Every step was flushed: there is nothing left to write but what could not be, which has been told."""
+        """Close the file; every step was flushed, and what could not be written has been reported."""
         with suppress(OSError):
             self._stream.close()
 
 
 def _drop_after(path: Path, done: int, setting: str) -> int:
-    """Leave the lines of the first steps in a file; how many others it had.
+    """Keep the lines of the first steps in a file; return how many others it had.
 
     Raises:
-        ValueError: the file is of something else.
+        ValueError: the file holds something else.
     """
     if not path.exists():
         return 0
@@ -233,7 +233,7 @@ def _is_wanted(line: bytes, done: int, where: str) -> bool:
 
 
 class _Board:
-    """TensorBoard's file; what an earlier run in its folder has of the steps that follow is hidden."""
+    """TensorBoard's file; it hides what an earlier run in its folder has of the steps that follow."""
 
     def __init__(self, folder: str, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -244,11 +244,11 @@ class _Board:
             self._writer.flush()
 
     def step(self, report: StepReport) -> None:
-        """Its numbers."""
+        """Write the step's numbers."""
         self._write(_numbers_of(report), report.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Its numbers."""
+        """Write the evaluation's numbers."""
         self._write(_held_out_numbers_of(evaluation), evaluation.iteration)
 
     def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
@@ -264,7 +264,7 @@ class _Board:
 
 
 class _Wandb:
-    """A run of Weights & Biases; a run that resumes goes on with the one whose id is beside its checkpoints.
+    """A run of Weights & Biases; a resumed run continues the one whose id is beside its checkpoints.
 
     Steps count as ``iteration``. W&B keeps what it was sent of the steps after the checkpoint, and they are sent again.
     """
@@ -296,11 +296,11 @@ class _Wandb:
         say(f"{self._setting}: run {self._run.id} in {self._run.dir if self._run.offline else self._run.url}")
 
     def step(self, report: StepReport) -> None:
-        """Its numbers."""
+        """Write the step's numbers."""
         self._write(_numbers_of(report), report.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Its numbers."""
+        """Write the evaluation's numbers."""
         self._write(_held_out_numbers_of(evaluation), evaluation.iteration)
 
     def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
@@ -346,5 +346,5 @@ def _naming(setting: str, what: str) -> Iterator[None]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for them."""
+    """Return a value for JSON, which has no NaN and no infinity: null stands for them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

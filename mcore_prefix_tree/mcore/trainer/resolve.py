@@ -1,4 +1,4 @@
-"""From a recipe to a job: samples read, back-end chosen, costs known; and the model that the recipe describes."""
+"""Resolution of a recipe into a job: its samples, back-end and costs; and the model that the recipe describes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Data:
     """Samples of a recipe.
 
     Attributes:
-        source: where the samples come from.
-        order: of the samples.
+        source: source of the samples.
+        order: order in which steps take the samples.
         skipped: bad samples, left out under ``data.on_error=skip``.
     """
 
@@ -62,17 +62,18 @@ def read_data(
     """Read a recipe's samples; all ranks together.
 
     Args:
-        session: of this rank.
-        objective: of the recipe; None reads no group, rollout or pair.
-        every_sample: an epoch leaves none out.
-        keeps_others: samples carry the fields that are not read.
-        checked: check before the first step that no sample lacks what the objective reads.
-        progress: of streamed samples; receives the bytes read and their total.
+        session: session of this rank.
+        objective: objective of the recipe; None reads no group, rollout or pair.
+        every_sample: whether an epoch leaves no sample out.
+        keeps_others: whether samples carry the fields that are not read.
+        checked: whether to check before the first step that no sample lacks what the objective reads.
+        progress: function that receives the bytes read and their total, for streamed samples.
 
     Raises:
-        SampleError: bad data; names file, line and field. Or ranks that read different data; names them.
+        SampleError: the data is bad; the message names file, line and field. Or ranks read different data; it names
+            them.
         RecipeError: the vocabulary is not known or too small, there are fewer samples than a step of whole groups
-            takes, or steps are to be so many groups of an objective that has none.
+            takes, or the recipe counts steps in groups of an objective that has none.
     """
     recipe = session.recipe
     source = source_of(recipe, objective, ranks=all_ranks(), every_sample=every_sample, keeps_others=keeps_others)
@@ -88,12 +89,12 @@ def read_data(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Resolved:
-    """A recipe on this rank, ready but for its weights.
+    """A recipe on this rank, ready except for the model's weights.
 
     Attributes:
-        recipe: with what it leaves to the tokenizer and to ``attention_backend: auto``.
-        order: of the samples.
-        job: that the recipe describes.
+        recipe: recipe, with what it leaves to the tokenizer and to ``attention_backend: auto`` filled in.
+        order: order in which steps take the samples.
+        job: job that the recipe describes.
     """
 
     recipe: Recipe
@@ -106,13 +107,13 @@ class Resolved:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the model's embedding."""
+        """Number of rows of the model's embedding."""
         size = self.recipe.model.vocab_size
         assert size is not None, "resolved"
         return self.recipe.parallel.padded_vocab_size(size)
 
     def new_model(self, config: Any = None) -> list[torch.nn.Module]:
-        """Return the model with new weights; with another ``TransformerConfig`` of it, such as of another dtype."""
+        """Return the model with new weights, under its ``TransformerConfig`` or another, such as of another dtype."""
         recipe = self.recipe
         return build_chunks(
             recipe.model,
@@ -124,7 +125,7 @@ class Resolved:
         )
 
     def model_to_fill(self) -> list[torch.nn.Module]:
-        """Return the model for the weights of a checkpoint: those that the checkpoint of an adapter lacks are in it."""
+        """Return the model to read a checkpoint into; it has the weights that the checkpoint of an adapter lacks."""
         chunks = self.new_model()
         load_frozen(self.recipe.model, chunks)
         return chunks
@@ -133,7 +134,7 @@ class Resolved:
         """Return the model with the weights that training begins with.
 
         Args:
-            say: receives which weights these are.
+            say: function that receives which weights these are.
 
         Raises:
             RecipeError: ``checkpoint.pretrained_checkpoint`` holds no checkpoint, or it does not fit; or see
@@ -174,7 +175,7 @@ class Resolved:
         """Compare the first batch folded and unfolded; see :func:`~mcore_prefix_tree.mcore.engine.verify.verify`.
 
         Raises:
-            RecipeError: the unfolded side cannot be run, or not be compared with.
+            RecipeError: the unfolded side cannot be run or compared with.
         """
         recipe, config = self.recipe, self.job.config
         if config.gradient_accumulation_fusion:  # its kernel writes into the buffers of DDP alone
@@ -212,16 +213,16 @@ class Resolved:
 def resolve(
     session: Session, objective: Objective, data: Data, *, say: Callable[[str], None] = logger.info
 ) -> Resolved:
-    """Return what a session's recipe describes, with everything decided that its steps need.
+    """Return a session's recipe with everything decided that its steps need.
 
     Args:
-        session: of this rank.
-        objective: of the recipe.
-        data: of the recipe.
-        say: receives on the main rank what ``attention_backend: auto`` chose.
+        session: session of this rank.
+        objective: objective of the recipe.
+        data: data of the recipe.
+        say: function that receives, on the main rank, what ``attention_backend: auto`` chose.
 
     Raises:
-        ValueError: the back-end does not support the run; names those that do.
+        ValueError: the back-end does not support the run; the message names those that do.
         RecipeError: the length buckets fit neither the budget nor the parallel layout.
     """
     recipe = session.recipe

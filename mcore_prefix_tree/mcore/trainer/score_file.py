@@ -37,24 +37,24 @@ def run_score(
     ``data.order: file`` plans the steps of its first epoch in the same way.
 
     Args:
-        recipe: the job's; ``checkpoint.save`` is where its checkpoints are.
+        recipe: recipe of the job; ``checkpoint.save`` is the folder of its checkpoints.
         output: a file that ``data.path`` can name, JSON Lines or a table by its name: each sample with
-            ``old_logprobs``, ``entropy`` and ``ref_logprobs``, null for tokens that are not scored; of a critic with
-            ``values``, of a reward model with the ``reward`` after its last token, of a teacher with ``teacher``
-            instead. Fields that are not read are kept as they are, and others have the names that ``data.fields``
-            gives them. The file appears once it is complete.
+            ``old_logprobs``, ``entropy`` and ``ref_logprobs``, null for tokens that are not scored; a critic
+            writes ``values`` instead, a reward model the ``reward`` after the last token, a teacher ``teacher``. Fields
+            that are not read are kept as they are, and others have the names that ``data.fields`` gives them. The file
+            appears once it is complete.
         reference: folder of another run's checkpoints of the same model, or a Hugging Face folder of the same
             architecture; gives ``ref_logprobs``.
-        all_tokens: score all tokens, not only those with a non-zero loss mask.
-        entropy: write it too.
-        teacher_top_k: the model is a teacher to be distilled from, of whose predictions so many likeliest tokens are
-            written.
+        all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
+        entropy: whether to write the entropy too.
+        teacher_top_k: number of likeliest tokens to write of each prediction, if the model is a teacher to be distilled
+            from.
 
     Returns:
-        The report, of what was written, and whether this is the main rank, which writes.
+        The report of what was written, and whether this is the main rank, which writes.
 
     Raises:
-        RecipeError: there is no such checkpoint or it does not fit.
+        RecipeError: the checkpoint is missing or does not fit.
         ScoreError: a score is NaN or infinite; nothing is written.
         SampleError, OSError, NotImplementedError: see what raises them.
     """
@@ -111,8 +111,8 @@ class _Weights:
     """Weights to score with.
 
     Attributes:
-        folder: of a run's checkpoints, or of a Hugging Face model.
-        is_hf: whether it is the latter.
+        folder: folder of a run's checkpoints, or of a Hugging Face model.
+        is_hf: whether the folder is that of a Hugging Face model.
     """
 
     folder: str | Path

@@ -34,11 +34,11 @@ class Session:
     """Job that a process has joined.
 
     Attributes:
-        recipe: of the job, with the architecture of ``model.hf``.
+        recipe: recipe of the job, with the architecture of ``model.hf``.
         config: the recipe's ``TransformerConfig``.
-        device: of all tensors.
-        measured: what ``batch.calibration`` names, as the main rank read it when the job started: plans depend on it,
-            and the file may change, or not be the same on another machine.
+        device: device of all tensors.
+        measured: measurements of ``batch.calibration``, as the main rank read them when the job started: plans depend
+            on them, and the file may change, or not be the same on another machine.
     """
 
     recipe: Recipe
@@ -59,9 +59,9 @@ def session(recipe: Recipe) -> Iterator[Session]:
         NotImplementedError: the recipe asks for what folding cannot do; see :func:`check_config`.
         RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, it wants a GPU and there is
             none, or a machine has more ranks than GPUs.
-        ValueError: see :func:`adopt_ranks`; or ``batch.calibration`` names a file of something else.
-        OSError: that file cannot be read.
-        LostRankError: another rank has ended.
+        ValueError: see :func:`adopt_ranks`; or ``batch.calibration`` names a file that holds something else.
+        OSError: the file of ``batch.calibration`` cannot be read.
+        LostRankError: another rank ended.
     """
     adopt_ranks(os.environ)
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available()
@@ -101,7 +101,7 @@ def session(recipe: Recipe) -> Iterator[Session]:
 
 
 def _device_index() -> int:
-    """Return which of the GPUs that this process sees is its own."""
+    """Return the index of this process's own GPU among those that it sees."""
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     # As under srun --gpus-per-task=1, which numbers ranks on a machine and shows each its own GPU. The workers of
     # torchrun all see the same ones.

@@ -38,24 +38,24 @@ _CALIBRATION_STEPS = 4
 
 
 class DivergedError(ValueError):
-    """A gradient that no optimizer should see. The message names the step."""
+    """A gradient is not finite. The message names the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One step.
+    """Report of one step.
 
     Attributes:
-        iteration: from 1.
-        loss: of the recipe's objective; for plain supervised training the mean negative log-likelihood of the step's
-            supervised tokens, in nats.
-        grad_norm: before clipping; None where Megatron does not compute it.
+        iteration: number of the step, from 1.
+        loss: loss of the recipe's objective; for plain supervised training the mean negative log-likelihood of the
+            step's supervised tokens, in nats.
+        grad_norm: norm of the gradient before clipping; None where Megatron does not compute it.
         lr: learning rate of the step.
-        samples: logical samples.
-        logical_tokens: of these.
-        physical_tokens: computed, over all ranks, without padding.
-        plan_seconds: on the host, for planning and folding, while the step before computed.
-        seconds: of the step itself.
+        samples: number of logical samples.
+        logical_tokens: number of tokens in these samples.
+        physical_tokens: number of tokens computed, over all ranks, without padding.
+        plan_seconds: seconds that the host took for planning and folding, while the step before computed.
+        seconds: seconds that the step itself took.
         metrics: means that the objective reports, over the whole step.
     """
 
@@ -72,7 +72,7 @@ class StepReport:
 
     @property
     def fold_ratio(self) -> float:
-        """Logical over physical tokens."""
+        """Ratio of logical to physical tokens."""
         return self.logical_tokens / self.physical_tokens
 
 
@@ -80,36 +80,36 @@ class Reporter(Protocol):
     """Listener to a training run; called on the main rank only."""
 
     def message(self, text: str) -> None:
-        """Something worth a line."""
+        """Show a line of text."""
 
     def reading(self, done: int, total: int) -> None:
-        """So many bytes of the data have been gone through, before training."""
+        """Show how many bytes of the data have been read, before training."""
 
     def comparing(self, what: str, done: int, total: int) -> None:
-        """So much is done of verifying the first batch, or of comparing the speed of the last."""
+        """Show the progress of verifying the first batch, or of comparing the speed of the last."""
 
     def verified(self, report: VerifyReport) -> None:
-        """The first batch was compared."""
+        """Report the comparison of the first batch."""
 
     def started(self, first: int, last: int) -> None:
-        """Steps ``first`` to ``last`` follow."""
+        """Report that steps ``first`` to ``last`` follow."""
 
     def step(self, report: StepReport) -> None:
-        """A step is done."""
+        """Report a step that is done."""
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """The samples that are held out were gone through."""
+        """Report an evaluation of the held-out samples."""
 
     def compared(self, comparison: Comparison) -> None:
-        """The last batch was run folded and unfolded."""
+        """Report the comparison of the last batch, folded and unfolded."""
 
     def finished(self, checkpoint: str | None) -> None:
-        """All steps are done; the last one's checkpoint is in this folder, if there is one."""
+        """Report that all steps are done, and the folder of the last one's checkpoint, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _StepSize:
-    """Samples of a step, or its groups."""
+    """Number of samples in a step, or of its groups."""
 
     samples: int
 
@@ -118,9 +118,9 @@ class Trainer:
     """One process's part of a training run.
 
     Args:
-        run: what to train, on which samples, how long and how fast, and where to save.
+        run: resolved recipe: the model, its samples, number of steps, learning rate and folder of checkpoints.
         chunks: bare model chunks; they are wrapped in Megatron's DDP.
-        held_out: what to evaluate the weights on now and then.
+        held_out: held-out samples to evaluate the weights on now and then.
     """
 
     def __init__(
@@ -175,15 +175,15 @@ class Trainer:
         )
 
     def train(self, saved: int | None, reporter: Reporter, *, new_data: bool = False) -> None:
-        """From a saved iteration, or from the start, to ``train_iters``.
+        """Train from a saved iteration, or from the start, to ``train_iters``.
 
         Args:
-            saved: the iteration, None for the start.
-            reporter: called after each step.
-            new_data: where the order is not that of the saved run, it begins here.
+            saved: iteration to continue from, None for the start.
+            reporter: listener, called after each step.
+            new_data: whether an order that is not that of the saved run begins here.
 
         Raises:
-            EndedError: a signal ended it before; the step was finished, and saved if there is a folder for it.
+            EndedError: a signal ended training early; the step was finished, and saved if there is a folder for it.
         """
         recipe = self._recipe
         done = 0 if saved is None else self._resume(saved, reporter, new_data=new_data)
@@ -239,7 +239,7 @@ class Trainer:
             raise EndedError(ended_by)
 
     def _check_steps(self, done: int) -> None:
-        """Check the steps after so many before the first of them; streamed samples are not there to look at."""
+        """Check all steps after the first ``done`` ones before they run; streamed samples are not there to check."""
         if self._order.is_streamed or not self._job.objective.looks_at_steps:
             return
         with self._order.stream(self._consumed(done + 1)) as stream:
@@ -256,7 +256,7 @@ class Trainer:
     def compare(
         self, iteration: int, *, repeats: int, progress: Callable[[int, int], None] | None = None
     ) -> Comparison:
-        """Forward and backward of one iteration's batch, folded and unfolded."""
+        """Run forward and backward of one iteration's batch, folded and unfolded."""
         return compare(self._chunks, self._samples(iteration), self._job, repeats=repeats, progress=progress)
 
     def calibrate(self, *, repeats: int) -> Calibration:
@@ -273,7 +273,7 @@ class Trainer:
         return _StepSize(samples=self._recipe.batch.per_step)
 
     def _consumed(self, iteration: int) -> int:
-        """Samples, or groups, of the data before a step."""
+        """Return the number of samples, or of groups, of the data before a step."""
         return (iteration - 1 - self._data_from) * self._recipe.batch.per_step
 
     def _progress(self, iteration: int) -> checkpoint.Progress:
@@ -350,11 +350,11 @@ class Trainer:
         )
 
     def step(self, iteration: int, samples: list[Sample]) -> StepReport:
-        """One optimizer step on samples that are not read from the data, such as rollouts of the weights as they are.
+        """Run one optimizer step on samples that are not read from the data, such as rollouts of the current weights.
 
         Args:
-            iteration: from 1.
-            samples: of all ranks; however many, the schedule of the learning rate advances by one step.
+            iteration: number of the step, from 1.
+            samples: samples of all ranks; however many, the learning-rate schedule advances by one step.
         """
         return self._step(iteration, fold_step(samples, self._job))
 
@@ -393,7 +393,7 @@ class Trainer:
         """Let all ranks refuse a step with a gradient that is not finite, before the optimizer sees it.
 
         Raises:
-            DivergedError: some rank's is not.
+            DivergedError: a gradient of some rank is not finite.
         """
         grads = [weight.main_grad for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad]
         largest = torch.nn.utils.get_total_norm(grads, norm_type=math.inf)

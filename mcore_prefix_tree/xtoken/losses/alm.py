@@ -18,8 +18,8 @@ class LikelihoodMatching:
     """ALM of realised chunks; it reads no projection.
 
     Args:
-        vocabularies: of both models.
-        theta: tempers the likelihoods of long chunks.
+        vocabularies: vocabularies of both models.
+        theta: temperature of the likelihoods of long chunks.
     """
 
     def __init__(self, vocabularies: Vocabularies, *, theta: float = 1.0) -> None:

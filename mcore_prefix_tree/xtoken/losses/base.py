@@ -27,8 +27,8 @@ class Vocabularies:
     Attributes:
         student: the student's vocabulary on this rank.
         teacher: the teacher's, over the same ranks.
-        projection: of the student's vocabulary onto the teacher's; None for losses that read none.
-        device: of the logits.
+        projection: projection of the student's vocabulary onto the teacher's; None for losses that read none.
+        device: device of the logits.
     """
 
     student: Part
@@ -51,7 +51,7 @@ class ChunkLoss(Protocol):
         Args:
             student: ``[A, Vl]`` logits of ``block.student.rows``, divided by the temperature.
             teacher: ``[B, Wl]`` logits of ``block.teacher.rows``, divided by it too.
-            block: of the chunks.
+            block: block of the chunks.
         """
 
 

@@ -1,4 +1,4 @@
-"""Chunks cut into blocks of bounded size, with what a loss reads of each on the device.
+"""Chunks cut into blocks of bounded size, with the inputs of a loss for each on the device.
 
 Legend: C chunks of a block, A rows of a block, n predictors of its chunks (a row that several chunks read counts for
 each), k whatever columns.
@@ -25,9 +25,9 @@ class BlockSide:
     """The predictors of one model's chunks in a block.
 
     Attributes:
-        rows: int64 ``[A]``, which of the head's rows the block reads, ascending.
+        rows: int64 ``[A]``, indices of the head's rows that the block reads, ascending.
         row: int64 ``[n]``, each predictor's place in ``rows``.
-        chunk: int64 ``[n]``, the chunk that it is of, ascending.
+        chunk: int64 ``[n]``, chunk that each predictor belongs to, ascending.
         token: int64 ``[n]``, the token that it predicts.
         share: float64 ``[n]``, one over the predictors of its chunk.
         last: int64 ``[C]``, the last predictor of each chunk.
@@ -58,11 +58,11 @@ class Block:
     """Some chunks of a micro-batch.
 
     Attributes:
-        chunks: which of the ordered chunks they are.
-        student: their predictors in the student.
-        teacher: and in the teacher.
-        weight: float64 ``[C]``, of their terms.
-        outcomes: what partition-KL reads of them; None for other losses.
+        chunks: slice of the ordered chunks.
+        student: predictors of the chunks in the student.
+        teacher: predictors of the chunks in the teacher.
+        weight: float64 ``[C]``, weight of each chunk's term.
+        outcomes: outcomes of the chunks that partition-KL reads; None for other losses.
     """
 
     chunks: slice
@@ -98,13 +98,13 @@ def blocks_of(
     """Cut chunks into blocks.
 
     Args:
-        chunks: in order; see :func:`ordered`.
+        chunks: chunks in order; see :func:`ordered`.
         student_rows: int64, flat indices of the rows of the student's head, ascending. They hold all predictors.
-        teacher_rows: the same of the teacher's.
-        student_limit: predictors of the student that a block has at most; a longer chunk is a block by itself.
-        teacher_limit: the same of the teacher.
-        endings: finds what partition-KL reads; None for other losses.
-        device: of the tensors.
+        teacher_rows: flat indices of the rows of the teacher's head, likewise.
+        student_limit: largest number of the student's predictors in a block; a longer chunk is a block by itself.
+        teacher_limit: largest number of the teacher's predictors, likewise.
+        endings: finder of the outcomes that partition-KL reads; None for other losses.
+        device: device of the tensors.
     """
     return [
         Block(

@@ -1,8 +1,8 @@
 """Collectives over a tensor-parallel group that autograd goes through.
 
-The loss is a sum of shares, one of each rank: what a rank's local columns contribute, or an equal part of what all
-ranks compute alike. So the gradient of a sum over ranks is the sum over ranks of the gradients, and no rank needs to
-know which of its numbers are the same elsewhere. A group of None is one rank alone: nothing is sent.
+The loss is a sum of shares, one of each rank: the contribution of its local columns, or an equal part of a value that
+all ranks compute alike. So the gradient of a sum over ranks is the sum over ranks of the gradients, and no rank needs
+to know which of its numbers are the same elsewhere. A group of None is one rank alone: nothing is sent.
 
 Legend: C chunks, n columns of this rank, m sorted values of all ranks.
 """
@@ -49,9 +49,9 @@ def exchange(values: torch.Tensor, sent: Sequence[int], received: Sequence[int],
 
     Args:
         values: ``[sum(sent), ...]``.
-        sent: rows for each rank.
-        received: rows from each rank.
-        group: of the ranks.
+        sent: number of rows for each rank.
+        received: number of rows from each rank.
+        group: group of the ranks.
 
     Returns:
         ``[sum(received), ...]``, in the order of the ranks that they come from.
@@ -115,9 +115,9 @@ def sorted_over(values: torch.Tensor, size: int, widths: Sequence[int], group: G
 
     Args:
         values: ``[C, n]``, at least 0; ranks may have different n, or none.
-        size: m, how many of all ranks' values are kept; where they have fewer, the rest are 0.
+        size: m, number of all ranks' values that are kept; where there are fewer, the rest are 0.
         widths: n of each rank.
-        group: of the ranks.
+        group: group of the ranks.
 
     Returns:
         ``[C, ceil(m / ranks)]``, fewer on the last ranks.
@@ -159,13 +159,13 @@ class _Placed(torch.autograd.Function):
 
 
 def _slots(place: torch.Tensor, rank: int, each: int) -> torch.Tensor:
-    """Return int64 ``[C, n]``, where a rank has each place among its own; ``each`` for places of others."""
+    """Return int64 ``[C, n]``, index of each place among a rank's own; ``each`` for places of others."""
     slot = place - rank * each
     return slot.where((slot >= 0) & (slot < each), each)
 
 
 def _places(own: torch.Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Return int64 ``[C, n]``, where each of this rank's values, sorted, stands among those of all ranks."""
+    """Return int64 ``[C, n]``, place of each of this rank's values, sorted, among those of all ranks."""
     here = rank_of(group)
     place = torch.arange(own.shape[1], device=own.device).repeat(len(own), 1)
     for rank, width in enumerate(widths):

@@ -19,10 +19,11 @@ class Gold:
     """KL over common tokens and L1 over sorted tails.
 
     Args:
-        vocabularies: with a projection.
-        relaxed: see :func:`~mcore_prefix_tree.xtoken.losses.vocabulary.common_tokens`; True is H-KL.
-        reverse: the KL of the student's distribution from the teacher's.
-        tail: m at most.
+        vocabularies: vocabularies with a projection.
+        relaxed: rule of the common tokens, see :func:`~mcore_prefix_tree.xtoken.losses.vocabulary.common_tokens`; True
+            is H-KL.
+        reverse: whether to take the KL of the student's distribution from the teacher's.
+        tail: largest m.
     """
 
     def __init__(self, vocabularies: Vocabularies, *, relaxed: bool, reverse: bool = False, tail: int = 8192) -> None:

@@ -26,8 +26,8 @@ class ChunkTerms:
     """A loss with its temperature and its factor.
 
     Attributes:
-        loss: of chunks.
-        temperature: that both models' logits are divided by.
+        loss: loss of chunks.
+        temperature: divisor of both models' logits.
         scale: factor on every term.
     """
 
@@ -76,11 +76,11 @@ def teacher_logits(hidden: torch.Tensor, weight: torch.Tensor, head: Head, block
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownRows:
-    """Rows of a teacher's likeliest tokens, in place of what its logits are made of.
+    """Rows of a teacher's likeliest tokens, in place of the inputs of its logits.
 
     Attributes:
         token_ids: int64 ``[R, k]``.
-        logprobs: ``[R, k]`` of these tokens, in nats.
+        logprobs: ``[R, k]``, log-probabilities of these tokens, in nats.
     """
 
     token_ids: torch.Tensor

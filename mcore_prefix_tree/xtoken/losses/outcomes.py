@@ -24,9 +24,9 @@ class Outcomes:
 
     Attributes:
         single: int64 ``[D]``, the chunks of one token on both sides.
-        chunk: int64 ``[O]``, which chunk each outcome is of.
+        chunk: int64 ``[O]``, chunk that each outcome belongs to.
         student: int64 ``[O]``, the student's last token.
-        teacher: int64 ``[O]``, the teacher's.
+        teacher: int64 ``[O]``, the teacher's last token.
     """
 
     single: torch.Tensor
@@ -40,7 +40,7 @@ class Endings:
 
     Args:
         student: exact bytes of the student's tokens by id; None for those without, such as special tokens.
-        teacher: the same of the teacher's.
+        teacher: exact bytes of the teacher's tokens, likewise.
     """
 
     def __init__(self, student: TokenBytes, teacher: TokenBytes) -> None:

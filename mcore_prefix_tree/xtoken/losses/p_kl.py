@@ -39,10 +39,10 @@ class ProjectedKL:
     """P-KL over a set of columns.
 
     Args:
-        vocabularies: with a projection.
+        vocabularies: vocabularies with a projection.
         columns: int64 ``[K]``, ids of the teacher's vocabulary, ascending; None takes all.
-        reverse: the KL of the student's distribution from the teacher's.
-        named: the teacher's logits are -inf but for the tokens that a row names.
+        reverse: whether to take the KL of the student's distribution from the teacher's.
+        named: whether the teacher's logits are -inf but for the tokens that a row names.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ def top_columns(maxima: torch.Tensor, k: int, part: Part) -> Int64Array:
 
     Args:
         maxima: ``[Wl]``, the largest logit of each of this rank's columns after any predictor of the step.
-        k: at most the vocabulary.
+        k: number of columns, at most the vocabulary.
         part: the teacher's vocabulary.
     """
     values, order = maxima.sort(descending=True, stable=True)

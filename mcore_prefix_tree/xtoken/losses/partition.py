@@ -2,7 +2,7 @@
 
 Of a chunk of one token on both sides, the outcomes are the common tokens. Where one side has several tokens, they are
 the ends that complete the prefix which is realised to the same bytes on both sides: after "1" of "1|2", the student's
-token "12" is the teacher's "2". Where both have several, the outcome is the chunk itself. REST has what is left of 1.
+token "12" is the teacher's "2". Where both have several, the outcome is the chunk itself. REST has the rest of 1.
 
 Legend: C chunks of a block, D of these of one token on both sides, O outcomes.
 """
@@ -22,7 +22,7 @@ class PartitionKL:
     """Partition-KL.
 
     Args:
-        vocabularies: with a projection, whose strict map gives the common tokens.
+        vocabularies: vocabularies with a projection, whose strict map gives the common tokens.
     """
 
     def __init__(self, vocabularies: Vocabularies) -> None:

@@ -1,4 +1,4 @@
-"""Two vocabularies over the same tensor-parallel ranks: which columns are here, and which of them mean the same token.
+"""Two vocabularies over the same tensor-parallel ranks: this rank's columns, and those that mean the same token.
 
 Legend: C chunks, V_s and V_t vocabularies, n columns.
 """
@@ -27,9 +27,9 @@ class Part:
     """One model's vocabulary on this rank; columns from its end on are padding, which no loss reads.
 
     Attributes:
-        size: V, tokens of the vocabulary, without padding.
-        borders: the first column of each rank, and the end of the last, padding included.
-        group: over which the vocabulary is split, None if it is not.
+        size: V, number of tokens of the vocabulary, without padding.
+        borders: first column of each rank, and the end of the last, padding included.
+        group: group over which the vocabulary is split, None if it is not.
     """
 
     size: int
@@ -97,7 +97,7 @@ class CommonColumns:
         student: the student's vocabulary.
         teacher: the teacher's.
         tokens: int64 ids of both, paired; see :func:`common_tokens`.
-        device: of the logits.
+        device: device of the logits.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The arguments that ``train_rl.py`` gains, and what it cannot be asked for when it trains folded."""
+"""Arguments that ``train_rl.py`` gains, and those that it refuses when it trains folded."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def add_rl_arguments(
     """Add what ``train_rl.py`` adds and the arguments of ``--prefix-tree``; an ``extra_args_provider``.
 
     Args:
-        parser: Megatron-LM's.
+        parser: Megatron-LM's parser.
         args_defaults: unused; ``train_rl.py`` has none.
 
     Returns:
         The parser to parse with in place of ``parser``. It has the same arguments, and checks the job.
 
     Raises:
-        ArgumentError: the checkout is older.
+        ArgumentError: the checkout is older than core_v0.19.0.
     """
     try:
         from megatron.inference.utils import add_inference_args
@@ -121,7 +121,7 @@ def check_rl_arguments(args: argparse.Namespace) -> None:
     """Refuse what cannot be used with ``--prefix-tree``, from the arguments alone.
 
     Args:
-        args: parsed by Megatron-LM's parser with :func:`add_rl_argument_group`, validated by it or not yet.
+        args: arguments parsed by Megatron-LM's parser with :func:`add_rl_argument_group`, validated by it or not yet.
 
     Raises:
         ArgumentError: one sentence for every argument at fault.

@@ -1,4 +1,4 @@
-"""The checks of a folded ``train_rl.py``: of its command line, and of the validated arguments of its model."""
+"""Checks of a folded ``train_rl.py``: of its command line, and of the validated arguments of its model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_command_line(args: argparse.Namespace) -> None:
     """Check a job before Megatron-LM starts anything.
 
     Args:
-        args: as parsed.
+        args: parsed arguments.
 
     Raises:
         ArgumentError: the arguments cannot be used together, or not on this machine or with this checkout.
@@ -38,7 +38,7 @@ def checked_config(args: argparse.Namespace) -> Any:
     """Return Megatron's ``TransformerConfig`` of a job whose arguments it has validated.
 
     Args:
-        args: validated. Gains what folding needs.
+        args: validated arguments. They gain what folding needs.
 
     Raises:
         ArgumentError, NotImplementedError, ValueError: see :func:`check_command_line`.

@@ -1,8 +1,8 @@
-"""The forward step that ``pretrain`` is given in place of that of ``train_rl.py``.
+"""The forward step that ``pretrain`` gets in place of that of ``train_rl.py``.
 
 A step of the loop is ``get_num_microbatches()`` of its micro-batches a rank, and stays that many: the trajectories of
 all of them, on all data-parallel ranks, are planned together and folded into as many others. Sums over a step do not
-depend on the cut; what does, a micro-batch's number of tokens, is that of Megatron-LM's own.
+depend on the cut. A micro-batch's number of tokens does, and is that of Megatron-LM's own micro-batch.
 
 Without ``--calculate-per-token-loss`` Megatron-LM takes the mean over the tokens of each of its micro-batches. Then a
 trajectory's tokens weigh one over the tokens of the micro-batch that Megatron-LM had put it into.
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
 from megatron.training.arguments import core_transformer_config_from_args
 
@@ -32,6 +31,7 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import for_model, tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.steps import fold_micro_batches
+from mcore_prefix_tree.mcore.megatron_lm.forward_step import straggler_timers
 from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, folding_of, work_of
 from mcore_prefix_tree.mcore.megatron_lm.rl.objective import ScriptLoss, ScriptObjective
 from mcore_prefix_tree.mcore.megatron_lm.rl.script import Script, load_script
@@ -50,12 +50,12 @@ class FoldedMicroBatch:
     """A folded micro-batch, and the one of the loop whose place it takes.
 
     Attributes:
-        batch: on the host.
-        readout: what the last pipeline stage is asked for.
-        tokens: scored tokens of the loop's own micro-batch.
-        sequences: trajectories of that.
-        folded: tokens of the step's trajectories, without padding and what follows their last scored token; and of
-            those the unique ones, an ancestor once per micro-batch that needs it.
+        batch: folded micro-batch, on the host.
+        readout: readout that the last pipeline stage is asked for.
+        tokens: number of scored tokens in the loop's own micro-batch.
+        sequences: number of trajectories in the loop's own micro-batch.
+        folded: number of tokens in the step's trajectories, without padding and what follows their last scored token;
+            and the number of unique ones among them, an ancestor counted once per micro-batch that needs it.
     """
 
     batch: MicroBatch
@@ -77,20 +77,19 @@ class FoldedForwardStep:
     def __call__(
         self, data_iterator: Iterator[Any], model: Any, loss_only: bool = False
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
-        """One pipeline stage's forward of the next folded micro-batch, and the function of its loss."""
+        """Run one pipeline stage's forward of the next folded micro-batch; return its output and loss function."""
         args, timers = get_args(), get_timers()
         if self._script is None:
             self._script = load_script()
-        straggler = StragglerDetector()  # of --log-straggler, one in a process
         timers("batch-generator", log_level=2).start()
-        with straggler(bdata=True):
+        with straggler_timers(data=True):
             if not self._dealt:
                 _forget_rotary_tables(model)
                 self._dealt.extend(self._deal(data_iterator, args, self._script))
             dealt = self._dealt.popleft()
         timers("batch-generator").stop()
         self._script.state().increment_sequences(dealt.sequences)
-        with straggler:
+        with straggler_timers():
             batch = for_model(dealt.batch.on(device_of_this_rank()), model)
             output = tree_forward(model, batch, dealt.readout)
         per_token = args.calculate_per_token_loss
@@ -133,7 +132,7 @@ class FoldedForwardStep:
 
 
 def _of_all_ranks(mine: Sequence[LoopMicroBatch]) -> list[Sequence[LoopMicroBatch]]:
-    """Return the micro-batches of every data-parallel rank. Whatever the loop dealt, trajectories may share."""
+    """Return the micro-batches of every data-parallel rank: trajectories may share, however the loop dealt them."""
     size = parallel_state.get_data_parallel_world_size()
     if size == 1:
         return [mine]
@@ -151,7 +150,7 @@ def _cut(
     together, each folded by itself. All ranks decide alike.
 
     Returns:
-        For each rank and each of its micro-batches the indices of its trajectories; and the unique tokens of all.
+        The trajectories' indices in each micro-batch of each rank; and the number of unique tokens of all.
     """
     count = len(ranks[0])
     try:
@@ -188,7 +187,7 @@ def _forget_rotary_tables(model: Any) -> None:
 def _loss(
     script: Script, dealt: FoldedMicroBatch, batch: MicroBatch, output: torch.Tensor, *, per_token: bool
 ) -> Reported:
-    """Return the sum, its divisor and what is logged; sums and divisors of a step add up to those of the loop."""
+    """Return the summed loss, its divisor and what is logged; over a step both add up to those of the loop."""
     found = dealt.readout.read(output, batch)
     assert isinstance(found, ScriptLoss), "that is what the objective gives"
     *_, reported = script.report(*found.terms)

@@ -13,13 +13,13 @@ from mcore_prefix_tree.mcore.megatron_lm.rl.model import rl_model_provider
 
 
 def run(root: Path) -> None:
-    """Train by Megatron-LM's ``pretrain``, which parses the command line and so checks the job.
+    """Train with Megatron-LM's ``pretrain``, whose parsing of the command line checks the job.
 
     Args:
-        root: of the checkout.
+        root: folder of the checkout.
 
     Raises:
-        SystemExit: 2, with one sentence, for a job that cannot run.
+        SystemExit: status 2, with one sentence, for a job that cannot run.
     """
     say_which_megatron_core(root)
     with naming_memory(lambda: "the job does not fit; lower --micro-batch-size or --seq-length"):

@@ -45,7 +45,7 @@ def rl_model_provider(
     """Return the GPT that the arguments describe; its state-dict keys are those of the stock model.
 
     Raises:
-        SystemExit: 2, with one sentence, for what folding cannot do, before anything is built.
+        SystemExit: status 2, with one sentence, for what folding cannot do, before anything is built.
     """
     args = get_args()
     checked = checked_config(args)
@@ -70,7 +70,7 @@ def rl_model_provider(
 def _resolved(args: argparse.Namespace, config: Any) -> str:
     """Return the attention back-end; ``auto`` looks at a group whose prompt is half of each trajectory.
 
-    Rollouts are not there yet, and stages of a pipeline cannot agree on anything inside a step.
+    There are no rollouts yet, and stages of a pipeline cannot agree on anything inside a step.
     """
 
     def group() -> list[Sample]:
@@ -92,14 +92,14 @@ def _resolved(args: argparse.Namespace, config: Any) -> str:
 
 
 class LabelLogprobs:
-    """Logits ``[..., s, V]`` of which the normalised entry of each position's label is known.
+    """Logits ``[..., s, V]`` that hold only the normalised entry of each position's label.
 
-    ``get_logprobs`` gathers the labels' logits and takes off the logarithm of their normaliser. Of normalised logits
-    that is 0, so nothing of size V is needed. Whatever else is asked of them is an error.
+    ``get_logprobs`` gathers the labels' logits and takes off the logarithm of their normaliser. For normalised
+    logits that is 0, so nothing of size V is needed. Any other operation on them raises an error.
 
     Args:
-        logprobs: ``[..., s]``.
-        labels: int64 ``[..., s]``.
+        logprobs: log-probabilities of the labels, ``[..., s]``.
+        labels: label of each position, int64 ``[..., s]``.
     """
 
     def __init__(self, logprobs: torch.Tensor, labels: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ class LabelLogprobs:
         return LabelLogprobs(self._logprobs[key[:-1]], self._labels[key[:-1]])
 
     def __iter__(self) -> Iterator[LabelLogprobs]:
-        """Give row after row."""
+        """Iterate over the rows."""
         return map(LabelLogprobs, self._logprobs, self._labels)
 
     def float(self) -> LabelLogprobs:
@@ -155,8 +155,8 @@ class _LogprobFolding:
     """Torch's forward hooks of a model: they fold a call of ``get_logprobs`` and leave every other call alone.
 
     Args:
-        backend: of attention.
-        deterministic: whether it has to give the same bits twice.
+        backend: name of the attention back-end.
+        deterministic: whether attention has to give the same bits twice.
     """
 
     def __init__(self, backend: str, *, deterministic: bool) -> None:
@@ -192,7 +192,7 @@ class _LogprobFolding:
         }
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Answer for the rows."""
+        """Return the answer for the rows."""
         params = kwargs.get("packed_seq_params")
         return params.finish(output) if isinstance(params, RowsPackedSeqParams) else None
 
@@ -200,12 +200,12 @@ class _LogprobFolding:
 def _asked(
     model: Any, rows: FoldedRows, labels: torch.Tensor
 ) -> tuple[dict[str, Any], Callable[[torch.Tensor], LabelLogprobs]]:
-    """Return what the last stage is asked for, and what is made of its answer.
+    """Return the arguments that ask the last stage, and the function that converts its answer.
 
     Args:
         model: the last stage.
-        rows: folded.
-        labels: int64 ``[b, s]``, of each position; that of a row's last position means nothing.
+        rows: folded rows.
+        labels: label of each position, int64 ``[b, s]``; that of a row's last position has no meaning.
     """
     flat = labels.reshape(1, -1)
     if get_args().prefix_tree_fused_head:
@@ -230,8 +230,8 @@ def read_rows(ids: torch.Tensor, borders: torch.Tensor, *, pad: int) -> PackedRo
     Padding at the end of a row is cut to one token: no loss reads what comes after.
 
     Args:
-        ids: int64 ``[b, s]``.
-        borders: int32, where the sequences of one row begin, and s.
+        ids: token ids, int64 ``[b, s]``.
+        borders: positions at which the sequences of one row begin, and s; int32.
         pad: id of the padding token.
     """
     host = ids.cpu().numpy().astype(np.int64)

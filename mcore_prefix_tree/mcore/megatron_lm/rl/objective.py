@@ -27,7 +27,7 @@ class ScriptLoss(LossOutput):
     """The weighted sum, and what the script's ``loss_func`` logs.
 
     Attributes:
-        terms: its arguments, ``[K]`` each.
+        terms: arguments of ``loss_func``, ``[K]`` each.
     """
 
     terms: tuple[torch.Tensor, ...]
@@ -37,12 +37,12 @@ class ScriptLoss(LossOutput):
 class ScriptObjective(Objective):
     """``calculate_grpo_loss`` of the checkout, with the arguments that ``train_rl.py`` gives it.
 
-    Its terms are those of single tokens, so a token of a trajectory is a row of its own to it.
+    Its terms belong to single tokens, so each token of a trajectory is a row of its own.
 
     Attributes:
-        script: of the checkout.
-        args: Megatron-LM's.
-        dtypes: in which the loop keeps its log-probabilities, and computes with them.
+        script: functions of the checkout's script.
+        args: Megatron-LM's arguments.
+        dtypes: dtype in which the loop keeps each kind of log-probabilities, and computes with them.
     """
 
     script: Script
@@ -52,12 +52,12 @@ class ScriptObjective(Objective):
     def step_targets(
         self, samples: Sequence[Sample], trajectories: Sequence[Trajectory], weight: Sequence[float]
     ) -> Targets:
-        """Return what the losses of a step read.
+        """Return the targets that the losses of a step read.
 
         Args:
-            samples: of the trajectories.
-            trajectories: of the step, all ranks together.
-            weight: of each one's tokens.
+            samples: samples of the trajectories.
+            trajectories: trajectories of the step, all ranks together.
+            weight: weight of each trajectory's tokens.
         """
         scored = ScoredTokens.of(samples)
         columns = {name: np.concatenate([one.columns[name] for one in trajectories]) for name in self.dtypes}

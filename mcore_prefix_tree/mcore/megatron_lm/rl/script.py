@@ -1,4 +1,4 @@
-"""The checkout's ``train_rl.py`` and ``megatron.rl``, as far as folded training calls them."""
+"""Functions of the checkout's ``train_rl.py`` and ``megatron.rl`` that folded training calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Script:
         grpo_loss: ``calculate_grpo_loss``, from log-probabilities ``[b, s]`` to the loss and its terms ``[b, s]``.
         report: ``loss_func``, from a mask, these terms and the loss to what is logged.
         packed_bin: ``load_packed_data_by_index``, the tensors of a bin of ``--rl-use-sequence-packing``.
-        state: ``get_rl_runtime_state``, where sequences are counted and bins are kept.
+        state: ``get_rl_runtime_state``, whose result counts sequences and keeps bins.
     """
 
     grpo_loss: Callable[..., tuple[Any, ...]]
@@ -37,7 +37,7 @@ def load_script() -> Script:
     """Import the script of the checkout that is on the path.
 
     Raises:
-        ArgumentError: the checkout has no such script, or one that is called otherwise, or a package is missing.
+        ArgumentError: the checkout has no such script, or one with another interface, or a package is missing.
         MegatronCoreError: something else that the package relies on has moved; see :func:`compat.check`.
     """
     file = checkout() / "train_rl.py"

@@ -1,7 +1,7 @@
 """The trajectories of Megatron-LM's micro-batches, taken out of its padded rows or its packed bins.
 
-Entry t of what belongs to a token is that of ``tokens[t]``; Megatron-LM's tensors of log-probabilities begin with the
-second token, and so are one shorter.
+Entry t of an array of token values belongs to ``tokens[t]``; Megatron-LM's tensors of log-probabilities begin with
+the second token, and so are one shorter.
 
 Legend: n tokens of a trajectory, k of them scored; b rows, s tokens of each with its padding.
 """
@@ -29,8 +29,8 @@ class Trajectory:
     Attributes:
         tokens: int64 ``[n]``, n >= 1.
         loss_mask: float32 ``[n]``, 0 for the first token.
-        advantage: of all its tokens.
-        columns: ``[k]`` each, of its scored tokens.
+        advantage: advantage of all its tokens.
+        columns: values of its scored tokens, ``[k]`` each.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -44,10 +44,10 @@ class LoopMicroBatch:
     """One of Megatron-LM's micro-batches.
 
     Attributes:
-        trajectories: of it.
-        tokens: scored ones as its loss counts them: at least 1.
-        sequences: as it counts them.
-        dtypes: of the tensors that the columns were taken from.
+        trajectories: trajectories of the micro-batch.
+        tokens: number of scored tokens, as its loss counts them: at least 1.
+        sequences: number of sequences, as Megatron-LM counts them.
+        dtypes: dtype of each tensor that the columns were taken from.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -57,13 +57,13 @@ class LoopMicroBatch:
 
 
 def read_micro_batch(batch: Any, script: Script, *, packed: bool, corrects: bool) -> LoopMicroBatch:
-    """Read what Megatron-LM's data iterator gives.
+    """Read a micro-batch that Megatron-LM's data iterator returned.
 
     Args:
         batch: tensors of padded rows, or the number of a bin.
-        script: of the checkout.
-        packed: ``--rl-use-sequence-packing``.
-        corrects: ``--rl-inference-logprobs-is-correction``.
+        script: functions of the checkout's script.
+        packed: value of ``--rl-use-sequence-packing``.
+        corrects: value of ``--rl-inference-logprobs-is-correction``.
     """
     if packed:
         context = script.state().packing_context
