@@ -39,7 +39,7 @@ def _flash_attn_interface_is_missing() -> bool:
 
 
 def _common_refusal(case: Case, oldest: tuple[int, int], newest: tuple[int, int]) -> str | None:
-    """Name what no kernel supports: another generation of GPU, another dtype, a head above 256; None if it is supported."""
+    """Name what no kernel supports: another generation of GPU, another dtype, a head above 256; None if supported."""
     if case.capability is None:
         return f"device={case.device.type} (it is a CUDA kernel)"
     if not oldest <= case.capability <= newest:
