@@ -11,7 +11,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,18 +85,20 @@ class Run:
         return losses
 
 
-def require_checkout(*, trains: bool = True, imports: Sequence[str] = ()) -> None:
+def require_checkout(*, trains: bool = True) -> None:
     """Skip the calling module where there is no checkout.
 
     Args:
-        trains: it starts Megatron-LM, which compiles its helpers.
-        imports: packages of ``requirements-megatron-lm.txt`` that it needs besides. Whoever names a checkout wants its
-            tests to run, so a missing package is a failure.
+        trains: whether it starts Megatron-LM, which compiles its helpers.
     """
     if VARIABLE not in os.environ:
         pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
-    needed = ["triton", *(["pybind11"] if trains else ()), *imports]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    require_packages("triton", *(["pybind11"] if trains else ()))
+
+
+def require_packages(*names: str) -> None:
+    """Fail where a package is missing: whoever names a checkout wants its tests to run."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         pytest.fail(f"{', '.join(missing)} missing; pip install -r requirements-megatron-lm.txt", pytrace=False)
 

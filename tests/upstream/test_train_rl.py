@@ -20,13 +20,15 @@ from megatron_lm import (
     assert_same_tensors,
     megatron,
     require_checkout,
+    require_packages,
     trained,
 )
 
-require_checkout(imports=("wandb", "openai", "fastapi", "uvicorn", "httpx"))
+require_checkout()
 INFERENCE = Path(os.environ[VARIABLE]) / "megatron" / "inference" / "utils.py"
 if not INFERENCE.is_file() or "def add_inference_args(" not in INFERENCE.read_text():
     pytest.skip("train_rl.py of this checkout is older than core_v0.19", allow_module_level=True)
+require_packages("wandb", "openai", "fastapi", "uvicorn", "httpx")
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 ITERATIONS, COLLECTION = 20, 4  # rollouts are made anew after each COLLECTION
