@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -238,7 +239,8 @@ def test_a_sites_own_script_refuses_with_one_sentence(
     assert "exitcode  : 2 " in run.output
     (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert sentence in line
-    assert 'pretrain_site.py", line' not in run.output, "a sentence, no traceback"
+    # torchrun ends the other rank, perhaps while it imports Megatron, which has that print a stack without commas.
+    assert re.search(r'pretrain_site\.py", line \d+, in', run.output) is None, "a sentence, no traceback"
     assert not run.losses
 
 
