@@ -185,7 +185,7 @@ def test_rows_that_the_teacher_exported(
     "layout",
     [
         pytest.param("dp2-shared", marks=pytest.mark.ci),
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2", "pp2", "tp2-sp-pp2")),
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2", "pp2")),
     ],
 )
 def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: str) -> None:
@@ -213,9 +213,7 @@ def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: st
     folders = f"--load {base} --save {tmp_path / 'saved'}"
     run = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, asked, arguments, folders, ranks=ranks)
     for iteration, figures in run.iterations.items():
-        # A divergence of a hundredth is what is left of logarithms of size 5, whose rounding in fp32 it has.
-        wanted = pytest.approx(stock.iterations[iteration]["lm loss"], rel=LOSS, abs=1e-7)
-        assert figures["lm loss"] == wanted, iteration
+        assert figures["lm loss"] == pytest.approx(stock.iterations[iteration]["lm loss"], rel=LOSS), iteration
     assert_same_tensors(tmp_path / "saved", tmp_path / "alone", ITERATIONS)
 
 
