@@ -126,7 +126,7 @@ def _check_kind(script: str, arguments: Sequence[str]) -> None:
     given = names & _PATTERNS
     if script == GPT and given:
         raise ValueError(
-            f"{given.pop()} is an argument of {HYBRID}, which {script} ignores: start the job with "
+            f"{given.pop()} is an argument of {HYBRID}; {script} ignores it: start the job with "
             "-m mcore_prefix_tree.pretrain_hybrid"
         )
     if script == HYBRID and not given and "--use-checkpoint-args" not in names:

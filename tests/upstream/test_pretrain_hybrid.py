@@ -193,7 +193,7 @@ NEW = [
     (
         ENTRY,
         f"{PATTERN} *-*-",
-        "--hybrid-layer-pattern is an argument of pretrain_hybrid.py, which pretrain_gpt.py ignores: start",
+        "--hybrid-layer-pattern is an argument of pretrain_hybrid.py; pretrain_gpt.py ignores it: start",
     ),
     (HYBRID, "--hybrid-layer-pattern *-", "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers"),
     (
