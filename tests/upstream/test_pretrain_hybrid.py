@@ -195,6 +195,7 @@ NEW = [
         f"{PATTERN} *-*-",
         "--hybrid-layer-pattern is an argument of pretrain_hybrid.py; pretrain_gpt.py ignores it: start",
     ),
+    (HYBRID, f"{PATTERN} *-*- --prefix-tree-hf .", "--prefix-tree-hf with --hybrid-layer-pattern: its weights are"),
     (HYBRID, "--hybrid-layer-pattern *-", "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers"),
     (
         HYBRID,

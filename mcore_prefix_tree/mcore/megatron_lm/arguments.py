@@ -164,6 +164,8 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
 
     Raises:
         ArgumentError: one sentence for every argument at fault.
+        NotImplementedError: a layer of a hybrid model cannot follow a tree; see :func:`check_layers`.
+        ValueError: a hybrid model cannot be built.
     """
     given = vars(args)
     found = [
@@ -176,6 +178,7 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
     found += [sentence.format_map(given) for holds, sentence in (*_AT_ODDS, *at_odds) if holds(args)]
     if found:
         raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
+    check_layers(args)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -185,13 +188,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         args: arguments parsed by Megatron-LM's parser with :func:`add_argument_group`, validated by it or not yet.
 
     Raises:
-        ArgumentError: one sentence for every argument at fault.
-        NotImplementedError: a layer of a hybrid model cannot follow a tree; see :func:`check_layers`.
+        ArgumentError, NotImplementedError: see :func:`refuse`.
         ValueError: there is no such attention back-end, or a hybrid model cannot be built.
     """
     refuse(args, at_odds=_AT_ODDS_OF_FILES)
     given = vars(args)
-    check_layers(args)
     for name in ("prefix_tree_data_path", "prefix_tree_max_tokens"):
         if given[name] is None:
             raise ArgumentError(f"--prefix-tree needs {_option(name)}")

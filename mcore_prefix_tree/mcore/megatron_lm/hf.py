@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.training import print_rank_0
 
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, has_scalar_head
+from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
 from mcore_prefix_tree.mcore.models.fields import defaults_of_run, settings_of_run
 from mcore_prefix_tree.mcore.models.hf import OFF, load_folder, provider_of
 from mcore_prefix_tree.recipe import Dtype, ModelConfig, ParallelConfig, RecipeError
@@ -55,6 +56,10 @@ def set_arguments(args: argparse.Namespace, given: Collection[str]) -> None:
     path = args.prefix_tree_hf
     if args.use_checkpoint_args:
         raise ArgumentError("--use-checkpoint-args and --prefix-tree-hf both decide the model; leave one of them out")
+    if hybrid_pattern(args) is not None:
+        raise ArgumentError(
+            "--prefix-tree-hf with --hybrid-layer-pattern: its weights are read into a GPT; leave one of them out"
+        )
     provider = _provider(args)
     decided = {name: getattr(provider, field) for name, field in _DECIDED.items()} | {
         "group_query_attention": provider.num_query_groups != provider.num_attention_heads,

@@ -37,7 +37,6 @@ def tree_model_provider(
     """
     args = get_args()
     checked = config_in_provider(args)
-    print_rank_0(f"building {'GPT' if hybrid_pattern(args) is None else 'hybrid'} model, tree-capable ...")
     model = tree_model(
         args,
         config or checked,
@@ -68,6 +67,7 @@ def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = 
             spec = cpu_spec(spec, config, vp_stage)
         return with_prefix_tree(spec)
 
+    print_rank_0(f"building {'GPT' if hybrid_pattern(args) is None else 'hybrid'} model, tree-capable ...")
     if has_scalar_head(args):  # its embedding is read from a tied checkpoint all the same
         args = argparse.Namespace(**vars(args) | {"untie_embeddings_and_output_weights": True})
     model = build_model(args, config, exchange, vp_stage=vp_stage, **stage)

@@ -38,7 +38,3 @@ def check_layers(args: argparse.Namespace) -> None:
     experts = next((letter for letter in layers_of(pattern) if LAYERS[letter].part == "experts"), None)
     if experts is not None and args.num_experts is None:
         raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts, {experts}, but no --num-experts")
-    if args.prefix_tree_hf is not None:
-        raise ValueError(
-            "--prefix-tree-hf with --hybrid-layer-pattern: its weights are read into a GPT; leave one of them out"
-        )

@@ -10,7 +10,6 @@ from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, Rule, refuse
 from mcore_prefix_tree.mcore.megatron_lm.command_line import CheckedParser
 from mcore_prefix_tree.mcore.megatron_lm.folding_arguments import add_folding_arguments
-from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
 
 # Refused where the data are files; here they are the loop's own, or nothing reads them.
 _ALLOWED = {
@@ -33,10 +32,6 @@ _VIRTUAL = (
     "num_virtual_stages_per_pipeline_rank",
 )
 _AT_ODDS: tuple[Rule, ...] = (
-    (
-        lambda args: hybrid_pattern(args) is not None,
-        "hybrid models under train_rl.py: not proven equal yet; leave the pattern of layers out",
-    ),
     (
         lambda args: any(getattr(args, name, None) is not None for name in _VIRTUAL),
         "virtual pipeline stages: Megatron-LM's log-probabilities take the first model chunk of a rank alone; leave "
@@ -124,8 +119,8 @@ def check_rl_arguments(args: argparse.Namespace) -> None:
         args: arguments parsed by Megatron-LM's parser with :func:`add_rl_argument_group`, validated by it or not yet.
 
     Raises:
-        ArgumentError: one sentence for every argument at fault.
-        ValueError: there is no such attention back-end.
+        ArgumentError, NotImplementedError: see :func:`refuse`.
+        ValueError: there is no such attention back-end, or a hybrid model cannot be built.
     """
     if not args.perform_rl_step:
         raise ArgumentError(

@@ -42,7 +42,7 @@ def rl_model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Return the GPT that the arguments describe; its state-dict keys are those of the stock model.
+    """Return the model that the arguments describe; its state-dict keys are those of the stock model.
 
     Raises:
         SystemExit: status 2, with one sentence, for what folding cannot do, before anything is built.
@@ -50,7 +50,6 @@ def rl_model_provider(
     args = get_args()
     checked = checked_config(args)
     args.prefix_tree_attention_backend = _resolved(args, checked)
-    print_rank_0("building GPT model, tree-capable ...")
     model = tree_model(
         args,
         config or checked,
