@@ -230,8 +230,8 @@ class ModelWork:
             fused_head: whether the head is fused, see above.
             settings: further settings by the names of Megatron's ``TransformerConfig``, of which multi-latent
                 attention, experts, ``attention_output_gate`` and sliding windows count.
-            parts: "attention", "mlp" or "experts" of each layer of a hybrid model; by default a layer has attention and
-                one of the others.
+            parts: "attention", "mlp" or "experts" of each layer of a hybrid model, counted in place of ``num_layers``;
+                by default a layer has attention and one of the others.
         """
         settings = settings or {}
         latent, experts = LatentAttention.from_settings(settings), Experts.from_settings(settings)
@@ -245,7 +245,8 @@ class ModelWork:
             query, value = latent.qk_head_dim + latent.qk_pos_emb_head_dim, latent.v_head_dim
             attention = latent.weights(hidden_size, num_attention_heads)
         matrices = 3 if swiglu else 2
-        attends = [parts is None or parts[layer] == "attention" for layer in range(num_layers)]
+        attends = [True] * num_layers if parts is None else [part == "attention" for part in parts]
+        num_layers = len(attends)  # Megatron does not compare its own with a pattern
         if parts is not None:
             sparse, dense = parts.count("experts"), parts.count("mlp")
         else:

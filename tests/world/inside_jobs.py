@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from folded_jobs import ADAM_EPS, VOCAB, step_loss, stock_spec, tree_spec
+from folded_jobs import ADAM_EPS, VOCAB, hybrid_spec, step_loss, stock_spec, tree_spec
 
 from mcore_prefix_tree import Sample
 
@@ -19,7 +19,7 @@ class InsideJob:
     """How the model was built, and what the trainer asks it for.
 
     ``reads`` is ``labels``, ``logits``, ``logprobs`` or, by an output processor of its own, ``processor``;
-    ``packed_attention`` takes packed rows, as TransformerEngine's does.
+    ``packed_attention`` takes packed rows, as TransformerEngine's does; ``pattern`` is that of a HybridModel's layers.
     """
 
     reads: str = "labels"
@@ -28,6 +28,7 @@ class InsideJob:
     forward_only: bool = False
     share_embeddings: bool = False
     packed_attention: bool = False
+    pattern: str | None = None
     config: tuple[tuple[str, Any], ...] = ()
 
 
@@ -42,7 +43,13 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
 
     config = tiny_gpt_config(layout=layout, **dict(job.config))
     spec = packed_tree_spec if job.packed_attention else tree_spec
-    chunks = build_chunks(config, spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings)
+    chunks = build_chunks(
+        config,
+        spec if job.pattern is None else hybrid_spec(follows=True),
+        vocab_size=VOCAB,
+        share_embeddings=job.share_embeddings,
+        pattern=job.pattern,
+    )
     chunks = [fold_inside(chunk, check_first=job.check_first) for chunk in chunks]
     trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
     dp, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()

@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 from folded_jobs import Job
 from harness.worlds import Layout
+from inside_jobs import InsideJob
 from test_folded_layouts import FP32_INSIDE, FP64, LATENT, LONGEST, MOE, check, folded, oracle
+from test_inside_layouts import inside
+from test_inside_layouts import oracle as alone
 
 from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL
 
@@ -53,3 +56,16 @@ def test_every_layout(size: int, layout: Layout, job: Job) -> None:
         pytest.skip("latent attention in a pattern came with megatron-core 0.19")
     job = replace(job, max_tokens=LONGEST + 10)
     check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.config == MOE else FP64)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "pattern", "reads"),
+    [
+        pytest.param(2, TP2_SP, "*-*-", "labels", id="tp2-sp"),
+        pytest.param(2, PP2, "*-*|-", "logprobs", id="pp2"),
+        pytest.param(2, Layout(pp=2, vpp=2), "*|-|*|-", "logits", id="pp2-vpp2", marks=pytest.mark.ci),
+    ],
+)
+def test_folding_inside_the_model(size: int, layout: Layout, pattern: str, reads: str) -> None:
+    job = InsideJob(pattern=pattern, reads=reads, check_first=True)
+    check(inside(size, layout, job), alone(pattern="*-*-"), FP64)

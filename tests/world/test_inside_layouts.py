@@ -34,8 +34,11 @@ Result = tuple[float, dict[str, torch.Tensor]]
 
 
 @functools.cache
-def oracle(config: tuple[object, ...] = (), share_embeddings: bool = False, unlike: bool = False) -> Result:
-    job, samples = Job(config=config, share_embeddings=share_embeddings), UNLIKE if unlike else SAMPLES  # type: ignore[arg-type]
+def oracle(
+    config: tuple[object, ...] = (), share_embeddings: bool = False, unlike: bool = False, pattern: str | None = None
+) -> Result:
+    job = Job(config=config, share_embeddings=share_embeddings, pattern=pattern)  # type: ignore[arg-type]
+    samples = UNLIKE if unlike else SAMPLES
     ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, samples, layout=Layout())
     return loss, assemble(parts)
 

@@ -1,8 +1,8 @@
 """A model that takes packed rows, computes every unique token once, and answers row for row.
 
-Folding happens in torch's own forward hooks of the ``GPTModel``: the first replaces the arguments of a call by those
-of the folded micro-batch, the second turns the output into the rows'. The data of a micro-batch travel with it in
-``packed_seq_params``. The model keeps its class, parameters and state-dict keys.
+Folding happens in torch's own forward hooks of a ``GPTModel`` or ``HybridModel``: the first replaces the arguments of a
+call by those of the folded micro-batch, the second turns the output into the rows'. The data of a micro-batch travel
+with it in ``packed_seq_params``. The model keeps its class, parameters and state-dict keys.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mcore_prefix_tree.mcore.inside.answers import RowLogprobs, expand, expand_h
 from mcore_prefix_tree.mcore.inside.check import check_comparable, compare
 from mcore_prefix_tree.mcore.inside.report import FoldReport, work_of
 from mcore_prefix_tree.mcore.inside.rows import FoldedRows, PackedRows, RowsPackedSeqParams, read_rows
+from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
@@ -34,6 +35,12 @@ from mcore_prefix_tree.mcore.seam.provider import provided_spec
 from mcore_prefix_tree.mcore.seam.validation import check_model, check_positions
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.upload import moved, upload
+
+_MODELS: tuple[type[Any], ...] = (GPTModel,)
+if HAS_HYBRID_MODEL:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    _MODELS += (HybridModel,)
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +130,10 @@ class Folding:
             NotImplementedError: folding does not support an argument; names it.
             ValueError: the arguments do not describe packed rows.
         """
-        call = dict(zip(_positional(model.__class__), args, strict=False)) | kwargs
+        call = dict(zip(_arguments(model.__class__), args, strict=False)) | kwargs
         if isinstance(call.get("packed_seq_params"), TreePackedSeqParams):
             return None  # the caller folded it
-        _check_call(call)
+        _check_call(model, call)
         learned = model.position_embedding_type == "learned_absolute"
         rows = read_rows(
             call["input_ids"],
@@ -247,12 +254,19 @@ def _is_last(model: Any) -> bool:
 
 
 @cache
-def _positional(kind: Any) -> list[str]:
+def _arguments(kind: Any) -> list[str]:
     return list(inspect.signature(kind.forward).parameters)[1:]
 
 
-def _check_call(call: dict[str, Any]) -> None:
+def _check_call(model: Any, call: dict[str, Any]) -> None:
     """Refuse what folding does not support, by the name of the argument."""
+    processor = call.get("output_processor")
+    kind: Any = next(kind for kind in _MODELS if isinstance(model, kind))
+    if processor is not None and not isinstance(processor, RowLogprobs) and "output_processor" not in _arguments(kind):
+        raise NotImplementedError(
+            f"folding inside the model does not support another output_processor than RowLogprobs here: this "
+            f"Megatron-Core's {kind.__name__} takes none; pass RowLogprobs, or labels"
+        )
     for name, reason in _REFUSED.items():
         if call.get(name) is not None:
             raise NotImplementedError(f"folding inside the model does not support {name}: {reason}")
@@ -279,8 +293,9 @@ def _check_call(call: dict[str, Any]) -> None:
 
 def _check_model(model: Any) -> None:
     """Refuse models that cannot fold, by the name of the setting or the layer."""
-    if not isinstance(model, GPTModel):
-        raise TypeError(f"fold_inside takes a GPTModel or a provider of one, not a {type(model).__name__}")
+    if not isinstance(model, _MODELS):
+        kinds = " or ".join(kind.__name__ for kind in _MODELS)
+        raise TypeError(f"fold_inside takes a {kinds} or a provider of a GPTModel, not a {type(model).__name__}")
     check_model(model)
     check_attention(model)
     if model.config.pipeline_model_parallel_size > 1 and not model.config.variable_seq_lengths:
@@ -299,8 +314,9 @@ def fold_inside(target: Target, **settings: Any) -> Target:
     """Let a model fold the packed rows of its calls.
 
     Args:
-        target: a ``GPTModel`` built from a :func:`with_prefix_tree` spec, or one of its pipeline chunks, bare; or a
-            Megatron-Bridge provider, whose layer spec and models are changed when it provides them. Changed in place.
+        target: a ``GPTModel`` or ``HybridModel`` built from a :func:`with_prefix_tree` spec, or one of its pipeline
+            chunks, bare; or a Megatron-Bridge provider of a ``GPTModel``, whose layer spec and models are changed when
+            it provides them. Changed in place.
         settings: fields of :class:`Inside`.
 
     Returns:
@@ -331,7 +347,7 @@ def fold_inside(target: Target, **settings: Any) -> Target:
 
 
 def folding_model(base: type[Any], **settings: Any) -> type[Any]:
-    """Return a subclass of a ``GPTModel`` class whose models fold inside; see :func:`fold_inside`."""
+    """Return a subclass of a class of models that folds inside; see :func:`fold_inside`."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.mcore.seam.hybrid import parts_of
 from mcore_prefix_tree.plan.work import Bound, Counts, ModelWork
 
 
@@ -113,7 +114,7 @@ class FoldReport:
 
 
 def work_of(model: Any) -> ModelWork:
-    """Count the FLOPs of a ``GPTModel`` with all its pipeline stages."""
+    """Count the FLOPs of a ``GPTModel`` or ``HybridModel`` with all its pipeline stages."""
     config = model.config
     return ModelWork.from_dimensions(
         num_layers=config.num_layers,
@@ -126,4 +127,5 @@ def work_of(model: Any) -> ModelWork:
         swiglu=config.gated_linear_unit,
         fused_head=True,  # a report counts the positions that the head computes
         settings=vars(config),
+        parts=parts_of(getattr(model, "hybrid_layer_pattern", None)),
     )

@@ -19,7 +19,7 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, has_scalar_head
 from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
-from mcore_prefix_tree.mcore.seam.hybrid import LAYERS, layers_of
+from mcore_prefix_tree.mcore.seam.hybrid import parts_of
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.sample import Sample
@@ -92,7 +92,6 @@ def _padding_of(args: argparse.Namespace) -> Padding:
 def work_of(args: argparse.Namespace) -> ModelWork:
     """Return the FLOPs of the model that the arguments describe."""
     scalar_head = has_scalar_head(args)
-    pattern = hybrid_pattern(args)
     return ModelWork.from_dimensions(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -104,7 +103,7 @@ def work_of(args: argparse.Namespace) -> ModelWork:
         swiglu=args.swiglu,
         fused_head=args.prefix_tree_fused_head and not scalar_head,
         settings=vars(args),
-        parts=None if pattern is None else [LAYERS[letter].part for letter in layers_of(pattern)],
+        parts=parts_of(hybrid_pattern(args)),
     )
 
 

@@ -7,7 +7,7 @@ of them the ``packed_seq_params`` of the micro-batch, as a ``TransformerBlock`` 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from mcore_prefix_tree.mcore import compat
 
@@ -17,6 +17,9 @@ NEEDS_NEWER = "hybrid models need HybridModel, which came with megatron-core 0.1
 
 if HAS_HYBRID_MODEL:
     compat.check(compat.HYBRID)
+
+# Kinds of computation, for counting FLOPs.
+Part: TypeAlias = Literal["attention", "mlp", "experts", "state"]
 
 _PIPE, _MTP = "|", "/"
 _STATE = "its state would run from one sample of a tree into the next"
@@ -29,13 +32,13 @@ class HybridLayer:
     Attributes:
         name: name of such a layer, in messages.
         submodule: field of ``HybridStackSubmodules`` with its spec.
-        part: kind of its computation, for counting FLOPs.
+        part: kind of its computation.
         refused: reason why it cannot follow a tree; None where it can.
     """
 
     name: str
     submodule: str
-    part: Literal["attention", "mlp", "experts", "state"]
+    part: Part
     refused: str | None = None
 
 
@@ -53,6 +56,11 @@ LAYERS = {
 def layers_of(pattern: str) -> str:
     """Return the letters of a pattern's layers, without boundaries of pipeline stages and multi-token prediction."""
     return pattern.partition(_MTP)[0].replace(_PIPE, "")
+
+
+def parts_of(pattern: str | None) -> list[Part] | None:
+    """Return the kind of computation of each layer of a pattern; None, for a GPT, stays None."""
+    return None if pattern is None else [LAYERS[letter].part for letter in layers_of(pattern)]
 
 
 def check_pattern(pattern: str) -> None:

@@ -1,0 +1,131 @@
+"""A hybrid model that folds packed rows inside answers what the stock HybridModel answers for each row by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness.marks import quick
+from oracles import worst
+from seam_models import VOCAB, tiny_config
+from test_mcore_inside import (
+    FP64,
+    MODELS,
+    ROWS,
+    check_gradients,
+    check_logits,
+    check_losses,
+    log_softmax_alone,
+    packed,
+    some_labels,
+    spans,
+)
+
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.cpu.launcher import single_process
+from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
+from mcore_prefix_tree.mcore.inside import RowLogprobs
+from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL
+
+if not HAS_HYBRID_MODEL:
+    pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)
+
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from test_mcore_hybrid import hybrid, hybrid_stack, twins
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_on_the_cpu():
+    with cpu_emulation(force=True), single_process():
+        yield
+
+
+# pattern of the layers, fields of the config, arguments of HybridModel
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "attention and MLPs": ("*-*-", {}, {}),
+    "tied, ends in attention": ("-**", {}, {"share_embeddings_and_output_weights": True}),
+    "experts": ("*E*-", MODELS["experts"], {}),
+    "latent attention": ("+-", MODELS["latent"], {}),
+    "recomputed": ("*-*-", MODELS["recomputed"], {}),
+}
+
+
+def inside(name: str, **settings: Any) -> tuple[Any, Any]:
+    pattern, fields, model = VARIANTS[name]
+    if not set(pattern) <= Symbols.VALID_LAYERS:
+        pytest.skip("latent attention in a pattern came with megatron-core 0.19")
+    stock, tree = twins(tiny_config(num_layers=len(pattern), **fields), pattern, **model)
+    return fold_inside(tree, **settings), stock
+
+
+@pytest.mark.parametrize("name", quick("attention and MLPs", "experts", of=VARIANTS))
+def test_logits_and_losses(name: str) -> None:
+    # Upstream's scores of experts are in fp32 whatever the dtype of the model.
+    limit = 1e-6 if name == "experts" else FP64
+    model, stock = inside(name, check_first=True)
+    check_logits(model, stock, packed(ROWS, gap=1, tail=2), limit)
+    check_losses(model, stock, packed(ROWS), limit)
+    assert type(model) is HybridModel
+
+
+def test_labels_without_the_fused_head() -> None:
+    model, stock = inside("attention and MLPs", fused_head=False)
+    check_losses(model, stock, packed(ROWS, gap=1))
+
+
+def test_logprobs_and_entropy_of_rows() -> None:
+    """Folding itself answers this output processor; the model has no argument of that name."""
+    model, stock = inside("attention and MLPs")
+    call = packed(ROWS, gap=1)
+    labels = some_labels(call)
+    answer = model(**call, output_processor=RowLogprobs(labels=labels, entropy=True))
+    answer.sum().backward()
+    for span in spans(call):
+        logprob = log_softmax_alone(stock, call, span)
+        of_label, entropy = logprob.gather(1, labels[0, span, None])[:, 0], -(logprob.exp() * logprob).sum(dim=1)
+        assert worst(answer[0, span, 0], of_label) <= FP64
+        assert worst(answer[0, span, 1], entropy) <= FP64
+        (of_label + entropy).sum().backward()
+    check_gradients(model, stock, FP64)
+
+
+def test_values_of_a_scalar_head() -> None:
+    stock, tree = (with_scalar_head(one) for one in twins(tiny_config(num_layers=2), "*-"))
+    tree.load_state_dict(stock.state_dict())
+    check_logits(fold_inside(tree), stock, packed(ROWS, gap=1))
+
+
+def test_a_class_that_folds() -> None:
+    config = tiny_config(num_layers=2)
+    stock = hybrid(config, "*-")
+    model = folding_model(HybridModel)(
+        config, with_prefix_tree(hybrid_stack), VOCAB, 64, hybrid_layer_pattern="*-", position_embedding_type="rope"
+    )
+    assert type(model).__name__ == "FoldingHybridModel"
+    model.double().load_state_dict(stock.state_dict(), strict=True)
+    check_logits(model, stock, packed(ROWS))
+
+
+def test_the_report_counts_the_layers_of_the_pattern() -> None:
+    """Attention in one layer of three: its work is that layer's, and MLPs are in the others."""
+    config = tiny_config(num_layers=1)  # upstream does not compare it with the pattern
+    few, many = (fold_inside(twins(config, pattern)[1]) for pattern in ("*--", "***"))
+    call = packed([*ROWS, ROWS[0]])
+    for model in (few, many):
+        model(**call)
+    assert few.folding.last.fold_ratio == many.folding.last.fold_ratio
+    assert few.folding.last.work.layers == 1
+    assert many.folding.last.work.layers == 3
+    assert few.folding.last.work.token != many.folding.last.work.token
+
+
+def test_what_is_refused() -> None:
+    model, _ = inside("attention and MLPs")
+    with pytest.raises(NotImplementedError, match="HybridModel takes none; pass RowLogprobs, or labels"):
+        model(**packed(ROWS), output_processor=lambda **_: torch.zeros(1))
+    with pytest.raises(NotImplementedError, match="with_prefix_tree"):
+        fold_inside(hybrid(tiny_config(num_layers=2), "*-"))
