@@ -55,7 +55,8 @@ LAYOUTS = {
     "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "pp2-cut": (2, "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *-*|-"),
-    "dp2": (2, ""),
+    # A step of main's loop has all of a collection's turns, which have to divide into its micro-batches.
+    "dp2": (2, "--micro-batch-size 1"),
 }
 # Of micro-batches of several trajectories the stock attention knows nothing, so where they matter both have one.
 FOLDED = {
