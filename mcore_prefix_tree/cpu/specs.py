@@ -1,4 +1,4 @@
-"""Layer specs of stock megatron-core, with what its local layers lack on a CPU.
+"""Layer specs and settings of stock megatron-core, with what it lacks on a CPU.
 
 TransformerEngine has norms for sequence parallelism and an attention for multi-latent heads; megatron-core's own layers
 have the arithmetic of both, but not the classes. A spec that is built under emulation has those classes exchanged.
@@ -22,6 +22,10 @@ from mcore_prefix_tree.cpu.attention import LatentDotProductAttention
 from mcore_prefix_tree.cpu.norms import Norm
 
 S = TypeVar("S")
+
+# Megatron's interleaved schedule frees an output while it is being sent. A GPU's stream keeps the order; gloo reads the
+# memory when the receiver is ready, which may have other contents by then.
+INTERLEAVED_ON_CPU = {"deallocate_pipeline_outputs": False}
 
 
 def exchanged(spec: S, classes: Mapping[type, type]) -> S:

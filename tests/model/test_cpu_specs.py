@@ -10,6 +10,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.cpu.norms import Norm
 from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
+from mcore_prefix_tree.mcore.models.fields import settings_of_run
+from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig
 
 
 def config(**changes: object) -> TransformerConfig:
@@ -73,3 +75,13 @@ def test_a_block_has_its_final_norm_exchanged() -> None:
 def test_layers_that_run_anyway_stay_as_they_are() -> None:
     layer = get_gpt_layer_local_spec()
     assert cpu_spec(layer, config()) is layer
+
+
+@pytest.mark.parametrize(("on_gpu", "chunks", "fixed"), [(False, 2, True), (False, None, False), (True, 2, False)])
+def test_interleaved_stages_keep_outputs_that_gloo_may_still_be_sending(
+    on_gpu: bool, chunks: int | None, fixed: bool
+) -> None:
+    """A recipe decides it, also where Megatron-Bridge's provider would free them."""
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=chunks)
+    found = settings_of_run(ModelConfig(num_layers=4, hidden_size=8, num_attention_heads=2), parallel, on_gpu=on_gpu)
+    assert found.get("deallocate_pipeline_outputs") is (False if fixed else None)
