@@ -153,6 +153,13 @@ HYBRID = (
         f"{_HYBRID}.hybrid_model:HybridModel.forward",
         keywords="input_ids position_ids attention_mask labels packed_seq_params runtime_gather_output",
     ),
+    Uses(
+        f"{_HYBRID}.hybrid_model:HybridModel",
+        attributes="config decoder hybrid_layer_pattern max_sequence_length output_layer position_embedding_type "
+        "post_process pp_group pre_process share_embeddings_and_output_weights shared_embedding_or_output_weight "
+        "tp_group vocab_size vp_stage",
+    ),
+    Uses(f"{_HYBRID}.hybrid_model:HybridModel.set_input_tensor", "input_tensor"),
 )
 
 # Only where TransformerEngine is installed.
@@ -213,8 +220,8 @@ MODELS = (
         "gated_linear_unit activation_func add_bias_linear qk_layernorm qk_l2_norm params_dtype pipeline_dtype "
         "autocast_dtype bf16 fp16 calculate_per_token_loss tensor_model_parallel_size pipeline_model_parallel_size "
         "virtual_pipeline_model_parallel_size sequence_parallel variable_seq_lengths use_cpu_initialization "
-        "moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm masked_softmax_fusion finalize_model_grads_func "
-        "grad_scale_func",
+        "moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm deallocate_pipeline_outputs "
+        "masked_softmax_fusion finalize_model_grads_func grad_scale_func",
     ),
     Uses("megatron.core.transformer.module:Float16Module", "config module"),
     Uses(f"{_STATE}:is_pipeline_first_stage", keywords="ignore_virtual vp_stage"),

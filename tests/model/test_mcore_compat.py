@@ -230,7 +230,7 @@ def imported_from_core(file: Path) -> set[str]:
     [
         (["seam", "readout"], [compat.SEAM, compat.HYBRID, compat.TRANSFORMER_ENGINE]),
         (["engine"], [compat.SEAM, compat.ENGINE]),
-        (["inside"], [compat.SEAM, compat.INSIDE]),
+        (["inside"], [compat.SEAM, compat.HYBRID, compat.INSIDE]),
         (["models"], [compat.SEAM, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MODELS]),
         (["trainer"], [compat.SEAM, compat.ENGINE, compat.MODELS, compat.TRAINER]),
         (["megatron_lm"], [compat.SEAM, compat.HYBRID, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MEGATRON_LM]),

@@ -54,15 +54,20 @@ def naive(logits, layout, needed=None):
     return torch.stack(logprob), torch.stack(entropy)
 
 
+def bent(values):
+    """Not linear, with slopes between 0.7 and 1.3: where a slope is nearly zero, gradients are rounding."""
+    return values + 0.3 * values.sin()
+
+
 def edge_loss_of(edges, *, of_entropy):
     """Not linear, and of all edges of a row and its entropy together."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(len(edges.row), generator=generator, dtype=torch.float64)
 
     def loss(logprob, entropy):
-        per_row = logprob.new_zeros(len(edges.row)).index_add(0, edges.row_of_edge, logprob.sin())
+        per_row = logprob.new_zeros(len(edges.row)).index_add(0, edges.row_of_edge, bent(logprob))
         if of_entropy:
-            per_row = per_row * entropy + entropy.square()
-        return torch.dot(weight.to(logprob.dtype), per_row.square() + per_row)
+            per_row = per_row * (1 + entropy) + entropy.square()
+        return torch.dot(weight.to(logprob.dtype), bent(per_row))
 
     return loss

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from heads import MULTIPLIERS, VOCAB, edge_loss_of, logits_of, naive, parameters, temperatures
+from heads import MULTIPLIERS, VOCAB, bent, edge_loss_of, logits_of, naive, parameters, temperatures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import sample_lists, worst
@@ -37,10 +37,10 @@ def loss_of_terms(edges, terms, *, of_entropy):
     def loss(logprob, entropy):
         total = logprob.new_zeros(())
         for scale, own in zip(weight.to(logprob.dtype), terms, strict=True):
-            value = logprob[own].sin().sum()
+            value = bent(logprob[own]).sum()
             if of_entropy:
                 value = value * (1 + entropy[edges.row_of_edge[own]].sum())
-            total = total + scale * (value.square() + value)
+            total = total + scale * bent(value)
         return total
 
     return loss
