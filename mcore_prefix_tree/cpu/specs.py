@@ -23,10 +23,6 @@ from mcore_prefix_tree.cpu.norms import Norm
 
 S = TypeVar("S")
 
-# Megatron's interleaved schedule frees an output while it is being sent. A GPU's stream keeps the order; gloo reads the
-# memory when the receiver is ready, which may have other contents by then.
-INTERLEAVED_ON_CPU = {"deallocate_pipeline_outputs": False}
-
 
 def exchanged(spec: S, classes: Mapping[type, type]) -> S:
     """Return a copy of a spec, or of its submodules, with other classes wherever those of a table stood.
@@ -53,6 +49,19 @@ def exchanged(spec: S, classes: Mapping[type, type]) -> S:
         parts = {part.name: getattr(result, part.name) for part in fields(result) if part.init}
         result = replace(result, **{name: exchanged(part, classes) for name, part in parts.items()})
     return result  # type: ignore[no-any-return]
+
+
+def interleaving(virtual_stages: int | None, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the fields of a ``TransformerConfig`` that virtual pipeline stages need on this device.
+
+    Megatron's interleaved schedule frees an output while it is being sent. A GPU's stream keeps the order; gloo reads
+    the memory when the receiver is ready, which may have other contents by then.
+
+    Args:
+        virtual_stages: number of model chunks of a rank, None without virtual pipelining.
+        on_gpu: whether the run is on a GPU.
+    """
+    return {} if on_gpu or virtual_stages is None else {"deallocate_pipeline_outputs": False}
 
 
 def cpu_spec(

@@ -31,6 +31,15 @@ _LATENT = "megatron.core.transformer.multi_latent_attention"
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _STATE = "megatron.core.parallel_state"
 _SAVING = "megatron.core.dist_checkpointing.strategies.torch"
+_HYBRID = "megatron.core.models.hybrid"
+
+# The same of GPTModel and HybridModel: arguments of their forward, attributes, and those that folding inside reads too.
+_FORWARD = "input_ids position_ids attention_mask labels packed_seq_params runtime_gather_output"
+_MODEL = (
+    "config decoder max_sequence_length output_layer position_embedding_type share_embeddings_and_output_weights "
+    "shared_embedding_or_output_weight tp_group"
+)
+_STAGE = "post_process pp_group pre_process vocab_size vp_size vp_stage"
 
 SEAM = (
     Uses(
@@ -84,21 +93,14 @@ SEAM = (
     Uses(f"{_SPECS}:get_gpt_layer_with_transformer_engine_spec", keywords="qk_layernorm"),
     Uses("megatron.core.extensions.transformer_engine:HAVE_TE"),
     # The forward step, and what it asks of a model.
-    Uses(
-        "megatron.core.models.gpt:GPTModel.forward",
-        keywords="input_ids position_ids attention_mask labels packed_seq_params runtime_gather_output",
-    ),
+    Uses("megatron.core.models.gpt:GPTModel.forward", keywords=_FORWARD),
     Uses("megatron.core.utils:get_attr_wrapped_model", "model attr", "return_model_obj"),
     Uses("megatron.core.utils:get_model_config", "model"),
     Uses(f"{_STATE}:get_tensor_model_parallel_world_size"),
     Uses(f"{_STATE}:get_tensor_model_parallel_rank"),
     Uses(f"{_STATE}:get_tensor_model_parallel_group"),
     Uses(f"{_STATE}:get_data_parallel_rank"),
-    Uses(
-        "megatron.core.models.gpt:GPTModel",
-        attributes="config decoder max_sequence_length output_layer position_embedding_type "
-        "share_embeddings_and_output_weights shared_embedding_or_output_weight tp_group",
-    ),
+    Uses("megatron.core.models.gpt:GPTModel", attributes=_MODEL),
     # EdgeHeadMixin, which stands before ColumnParallelLinear.
     Uses(
         "megatron.core.tensor_parallel:ColumnParallelLinear",
@@ -141,24 +143,14 @@ SEAM = (
     Uses("megatron.core.transformer.utils:is_layer_window_attention", "window_size window_attn_skip_freq layer_number"),
 )
 
-_HYBRID = "megatron.core.models.hybrid"
-
 # Only where there is a HybridModel: since megatron-core 0.18.
 HYBRID = (
     Uses(f"{_HYBRID}.hybrid_block:HybridStackSubmodules", keywords="attention_layer mlp_layer moe_layer mamba_layer"),
     Uses(f"{_HYBRID}.hybrid_layer_specs:hybrid_stack_spec"),
     # TreeStackMixin, which stands before HybridStack.
     Uses(f"{_HYBRID}.hybrid_block:HybridStack", "config submodules pre_process layer_type_list"),
-    Uses(
-        f"{_HYBRID}.hybrid_model:HybridModel.forward",
-        keywords="input_ids position_ids attention_mask labels packed_seq_params runtime_gather_output",
-    ),
-    Uses(
-        f"{_HYBRID}.hybrid_model:HybridModel",
-        attributes="config decoder hybrid_layer_pattern max_sequence_length output_layer position_embedding_type "
-        "post_process pp_group pre_process share_embeddings_and_output_weights shared_embedding_or_output_weight "
-        "tp_group vocab_size vp_stage",
-    ),
+    Uses(f"{_HYBRID}.hybrid_model:HybridModel.forward", keywords=_FORWARD),
+    Uses(f"{_HYBRID}.hybrid_model:HybridModel", attributes=f"hybrid_layer_pattern {_MODEL} {_STAGE}"),
     Uses(f"{_HYBRID}.hybrid_model:HybridModel.set_input_tensor", "input_tensor"),
 )
 
@@ -202,7 +194,7 @@ INSIDE = (
         "decoder_input labels inference_context packed_seq_params inference_params loss_mask padding_mask",
     ),
     Uses("megatron.core.models.gpt:GPTModel.set_input_tensor", "input_tensor"),
-    Uses("megatron.core.models.gpt:GPTModel", attributes="post_process pp_group pre_process vp_stage"),
+    Uses("megatron.core.models.gpt:GPTModel", attributes=_STAGE),
     Uses("megatron.core.tensor_parallel:scatter_to_sequence_parallel_region", "input_", "group"),
     Uses(f"{_STATE}:get_expert_model_parallel_group"),
 )

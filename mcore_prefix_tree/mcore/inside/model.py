@@ -260,13 +260,13 @@ def _arguments(kind: Any) -> list[str]:
 
 def _check_call(model: Any, call: dict[str, Any]) -> None:
     """Refuse what folding does not support, by the name of the argument."""
-    processor = call.get("output_processor")
-    kind: Any = next(kind for kind in _MODELS if isinstance(model, kind))
-    if processor is not None and not isinstance(processor, RowLogprobs) and "output_processor" not in _arguments(kind):
-        raise NotImplementedError(
-            f"folding inside the model does not support another output_processor than RowLogprobs here: this "
-            f"Megatron-Core's {kind.__name__} takes none; pass RowLogprobs, or labels"
-        )
+    if not isinstance(call.get("output_processor"), RowLogprobs | None):
+        kind: Any = next(kind for kind in _MODELS if isinstance(model, kind))
+        if "output_processor" not in _arguments(kind):
+            raise NotImplementedError(
+                "folding inside the model does not support another output_processor than RowLogprobs here: this "
+                f"Megatron-Core's {kind.__name__} takes none; pass RowLogprobs, or labels"
+            )
     for name, reason in _REFUSED.items():
         if call.get(name) is not None:
             raise NotImplementedError(f"folding inside the model does not support {name}: {reason}")

@@ -123,6 +123,24 @@ def checked_config(args: argparse.Namespace) -> Any:
         NotImplementedError: see :func:`check_config`.
     """
     check_arguments(args)
+    config = config_for_folding(args)
+    if args.prefix_tree_hf is not None:
+        check_same_model(args, config)
+    if not args.prefix_tree_dry_run:
+        check_installed(args)
+        _check_saved_arguments(args)
+    return config
+
+
+def config_for_folding(args: argparse.Namespace) -> Any:
+    """Return Megatron's ``TransformerConfig`` of a model that folding can train.
+
+    Args:
+        args: validated arguments. They gain what folding needs of the model.
+
+    Raises:
+        NotImplementedError: see :func:`check_config`.
+    """
     # Micro-batches differ in length. Megatron's validation switches this off and leaves it to whoever brings the data.
     args.variable_seq_lengths = True
     if args.num_experts is None:
@@ -130,11 +148,6 @@ def checked_config(args: argparse.Namespace) -> Any:
         args.moe_token_dispatcher_type = "alltoall"
     config = core_transformer_config_from_args(args)
     check_config(config)
-    if args.prefix_tree_hf is not None:
-        check_same_model(args, config)
-    if not args.prefix_tree_dry_run:
-        check_installed(args)
-        _check_saved_arguments(args)
     return config
 
 

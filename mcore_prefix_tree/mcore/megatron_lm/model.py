@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.training import get_args, print_rank_0
 
-from mcore_prefix_tree.cpu.specs import INTERLEAVED_ON_CPU, cpu_spec
+from mcore_prefix_tree.cpu.specs import cpu_spec, interleaving
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.megatron_lm.adapter import build_model
 from mcore_prefix_tree.mcore.megatron_lm.arguments import has_scalar_head
@@ -68,8 +68,8 @@ def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = 
         return with_prefix_tree(spec)
 
     print_rank_0(f"building {'GPT' if hybrid_pattern(args) is None else 'hybrid'} model, tree-capable ...")
-    if config.virtual_pipeline_model_parallel_size is not None and not torch.cuda.is_available():
-        vars(config).update(INTERLEAVED_ON_CPU)
+    on_gpu = torch.cuda.is_available()
+    vars(config).update(interleaving(config.virtual_pipeline_model_parallel_size, on_gpu=on_gpu))
     if has_scalar_head(args):  # its embedding is read from a tied checkpoint all the same
         args = argparse.Namespace(**vars(args) | {"untie_embeddings_and_output_weights": True})
     model = build_model(args, config, exchange, vp_stage=vp_stage, **stage)

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from mcore_prefix_tree.cpu.specs import INTERLEAVED_ON_CPU, cpu_spec
+from mcore_prefix_tree.cpu.specs import cpu_spec, interleaving
 from mcore_prefix_tree.inputs import MOST
 from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.recipe import Dtype, ModelConfig, ParallelConfig, RecipeError
@@ -28,7 +28,6 @@ def settings_of_run(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: boo
     dtype = DTYPES[model.dtype]
     if dtype is torch.float64 and model.transformer_impl == "transformer_engine":
         raise RecipeError("model.dtype=float64: TransformerEngine has no such layers; set model.transformer_impl=local")
-    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -46,7 +45,7 @@ def settings_of_run(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: boo
         # Micro-batches differ in length; upstream lets stages exchange lengths with every dispatcher but allgather.
         "variable_seq_lengths": True,
         "use_cpu_initialization": not on_gpu,
-        **(INTERLEAVED_ON_CPU if interleaved and not on_gpu else {}),
+        **interleaving(parallel.virtual_pipeline_model_parallel_size, on_gpu=on_gpu),
     }
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron.training.arguments import core_transformer_config_from_args
-
 from mcore_prefix_tree.mcore.megatron_lm.adapter import check_megatron_lm
-from mcore_prefix_tree.mcore.megatron_lm.checks import as_config, check_machine
+from mcore_prefix_tree.mcore.megatron_lm.checks import as_config, check_machine, config_for_folding
 from mcore_prefix_tree.mcore.megatron_lm.job import check_backend
 from mcore_prefix_tree.mcore.megatron_lm.rl.arguments import check_rl_arguments
 from mcore_prefix_tree.mcore.megatron_lm.rl.script import load_script
@@ -46,12 +44,6 @@ def checked_config(args: argparse.Namespace) -> Any:
     check_rl_arguments(args)
     # What a micro-batch of the loop holds without folding. So a step always fits, and needs no more memory.
     args.prefix_tree_max_tokens = args.micro_batch_size * args.seq_length
-    # Micro-batches differ in length. Megatron's validation switches this off.
-    args.variable_seq_lengths = True
-    if args.num_experts is None:
-        # Upstream refuses allgather, its default, with variable lengths even where no expert is dispatched to.
-        args.moe_token_dispatcher_type = "alltoall"
-    config = core_transformer_config_from_args(args)
-    check_config(config)
+    config = config_for_folding(args)
     check_backend(args, config)
     return config
