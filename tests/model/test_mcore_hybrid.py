@@ -14,8 +14,6 @@ from test_mcore_output_layer import SAMPLES, WARM, alone, assert_same_gradients,
 from test_mcore_output_layer import gradients as taken
 from test_mcore_seam import FP32_INSIDE, LATENT, LATENT_YARN, MOE, YARN, assert_equal, folded, folded_batch, unfolded
 
-from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum
@@ -35,13 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 
-pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_the_cpu():
-    with cpu_emulation(force=True), single_process():
-        yield
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 
 def hybrid(config: Any, pattern: str, spec: Any = hybrid_stack, **model: Any) -> Any:

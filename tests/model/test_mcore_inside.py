@@ -20,24 +20,16 @@ from seam_models import VOCAB, branching_samples, build, local_spec, tiny_config
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.cpu.attention import PackedAttention
-from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.cpu.specs import exchanged
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
 from mcore_prefix_tree.mcore.inside import FoldCheckError, RowLogprobs
 from mcore_prefix_tree.mcore.inside import rows as rows_module
 
-pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 FP64, FP32 = 1e-12, 1e-5
 Rows = list[np.ndarray]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_the_cpu():
-    with cpu_emulation(force=True), single_process():
-        yield
 
 
 def rows_of(samples: list[Sample]) -> Rows:

@@ -22,8 +22,6 @@ from test_mcore_inside import (
     spans,
 )
 
-from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
 from mcore_prefix_tree.mcore.inside import RowLogprobs
 from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL
@@ -35,13 +33,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from test_mcore_hybrid import hybrid, hybrid_stack, twins
 
-pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_the_cpu():
-    with cpu_emulation(force=True), single_process():
-        yield
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 
 # pattern of the layers, fields of the config, arguments of HybridModel

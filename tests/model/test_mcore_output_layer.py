@@ -17,8 +17,6 @@ from oracles import worst
 from seam_models import VOCAB, branching_samples, tiny_config, twins
 
 from mcore_prefix_tree import Sample, Signals, fold
-from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.logprob import chunks, restore
 from mcore_prefix_tree.mcore import with_edge_head
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
@@ -29,13 +27,7 @@ from mcore_prefix_tree.objectives import LossOutput, make_objective, sft_loss
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
 
-pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_the_cpu():
-    with cpu_emulation(force=True), single_process():
-        yield
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 
 SAMPLES = branching_samples()

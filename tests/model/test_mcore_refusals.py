@@ -20,8 +20,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from seam_models import build, local_spec, tiny_config, twins
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.mcore import TreePackedSeqParams, local_layer_spec, te_layer_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward
 from mcore_prefix_tree.mcore.readout import WeightedSum
@@ -33,13 +31,7 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.packed_seq_params import tree_params_of
 from mcore_prefix_tree.mcore.seam.validation import _refusals, check_config, check_model, check_positions
 
-pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_the_cpu():
-    with cpu_emulation(force=True), single_process():
-        yield
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 
 def config_with(**changes):

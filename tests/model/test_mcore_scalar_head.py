@@ -11,21 +11,13 @@ from megatron.core.transformer.module import Float16Module
 from seam_models import VOCAB, branching_samples, local_spec, tiny_config
 
 from mcore_prefix_tree import fold
-from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.mcore import with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.readout import Logits, Logprobs, Values, WeightedSum
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY, ScalarHead, with_scalar_head
 
-pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_the_cpu():
-    with cpu_emulation(force=True), single_process():
-        yield
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 
 def gpt(dtype: torch.dtype = torch.float64, **changes: Any) -> GPTModel:

@@ -21,8 +21,6 @@ from seam_models import LAYERS, branching_samples, heterogeneous_json, local_spe
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention import path
 from mcore_prefix_tree.attention.api import check_case, supporting
-from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore.engine.backend import case_of
 from mcore_prefix_tree.mcore.engine.folding import Folding
@@ -33,15 +31,9 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import sft_loss
 
 # Megatron warns about its own deprecations and about what is not installed, thousands of times.
-pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 ENTROPY_WEIGHT = 0.1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_the_cpu():
-    with cpu_emulation(force=True), single_process():
-        yield
 
 
 SAMPLES = branching_samples()

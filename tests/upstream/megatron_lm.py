@@ -43,6 +43,7 @@ MODEL = (
     "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     f"--padded-vocab-size {VOCAB} --vocab-size {VOCAB}"
 )
+HYBRID_LAYERS = "--spec mcore_prefix_tree.cpu.hybrid hybrid_stack --hybrid-layer-pattern"
 # AdamW divides a gradient by its own size: with a tiny eps, entries that are zero up to rounding move the weights by
 # rounding errors blown up to the learning rate, in any two runs whatsoever.
 TRAIN = (
@@ -53,6 +54,11 @@ TRAIN = (
 FOLDED = "--prefix-tree --prefix-tree-max-tokens 400 --micro-batch-size 4"
 WEIGHTS_ONLY = "--finetune --no-load-optim --no-load-rng"
 UNFOLDED = "--calculate-per-token-loss --dataloader-type external --tokenizer-type NullTokenizer --micro-batch-size 1"
+
+
+def hybrid_model(pattern: str) -> str:
+    """Arguments of the model with these layers."""
+    return MODEL.replace("--num-layers 4", f"{HYBRID_LAYERS} {pattern}")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megatron_lm import (
     FIRST,
     FOLDED,
     HYBRID,
+    HYBRID_LAYERS,
     ITERATIONS,
     LOSS,
     MODEL,
@@ -26,6 +27,7 @@ from megatron_lm import (
     Stock,
     assert_same_tensors,
     each_sample_alone,
+    hybrid_model,
     only_checkpoint,
     require_checkout,
     trained,
@@ -42,15 +44,10 @@ READS_GPTS = (ROOT / "megatron" / "core" / "dist_checkpointing" / "gpt_checkpoin
 reads_gpts = pytest.mark.skipif(not READS_GPTS, reason="HybridModel loads a GPT's checkpoint since core_v0.19")
 
 
-def model(pattern: str) -> str:
-    layers = f"--hybrid-layer-pattern {pattern} --spec mcore_prefix_tree.cpu.hybrid hybrid_stack"
-    return MODEL.replace("--num-layers 4", layers)
-
-
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Stock:
     """Attention and MLPs."""
-    return each_sample_alone(model("*-*-"), tmp_path_factory.mktemp("hybrid"))
+    return each_sample_alone(hybrid_model("*-*-"), tmp_path_factory.mktemp("hybrid"))
 
 
 def check(run: Run, stock: Stock, folder: Path) -> None:
@@ -86,7 +83,7 @@ def test_resumed_from_the_stock_run_in_another_layout(
 ) -> None:
     base = only_checkpoint(hybrid.folder, FIRST, tmp_path / "base")
     folders = f"--load {base} --save {tmp_path / 'saved'}"
-    run = trained(HYBRID, CPU, model(pattern), TRAIN, FOLDED, hybrid.data, folders, layout, ranks=ranks)
+    run = trained(HYBRID, CPU, hybrid_model(pattern), TRAIN, FOLDED, hybrid.data, folders, layout, ranks=ranks)
     check(run, hybrid, tmp_path / "saved")
 
 
@@ -94,7 +91,7 @@ def test_resumed_from_the_stock_run_in_another_layout(
 def test_checkpoint_of_a_gpt_continues_as_a_hybrid_model(stock: Stock, base: Path, tmp_path: Path) -> None:
     """Weights and optimizer: the losses stay those of the GPT, each sample alone."""
     layout = f"--load {base} --save {tmp_path} --tensor-model-parallel-size 2"
-    run = trained(HYBRID, CPU, model("*-*-*-*-"), TRAIN, FOLDED, stock.data, layout, ranks=2)
+    run = trained(HYBRID, CPU, hybrid_model("*-*-*-*-"), TRAIN, FOLDED, stock.data, layout, ranks=2)
     assert sorted(run.losses) == list(range(FIRST + 1, ITERATIONS + 1))
     for iteration, loss in run.losses.items():
         assert loss == pytest.approx(stock.losses[iteration], rel=LOSS), iteration
@@ -105,7 +102,7 @@ def test_checkpoint_of_a_gpt_continues_as_a_hybrid_model(stock: Stock, base: Pat
 def test_critic_starts_from_a_gpt_in_either_model(base: Path, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl")
     given = f"{words(tmp_path / 'rollouts.jsonl', 'critic')} --pretrained-checkpoint {base} --exit-interval 3"
-    programs = {ENTRY: MODEL, HYBRID: model("*-*-*-*-")}
+    programs = {ENTRY: MODEL, HYBRID: hybrid_model("*-*-*-*-")}
     gpt, hybrid = (trained(program, CPU, kind, TRAIN, FOLDED, given) for program, kind in programs.items())
     assert sorted(hybrid.losses) == [1, 2, 3]
     assert hybrid.losses == pytest.approx(gpt.losses, rel=LOSS)
@@ -114,7 +111,7 @@ def test_critic_starts_from_a_gpt_in_either_model(base: Path, tmp_path: Path) ->
 @needs_script
 @pytest.mark.parametrize("pattern", ["*E*E", pytest.param("+-+E", marks=pytest.mark.slow)])
 def test_experts_and_latent_attention(hybrid: Stock, tmp_path: Path, pattern: str) -> None:
-    layers = f"{model(pattern)} {EXPERTS}"
+    layers = f"{hybrid_model(pattern)} {EXPERTS}"
     if "+" in pattern:
         layers = layers.replace("--group-query-attention --num-query-groups 2", "")
         layers += " --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
@@ -142,7 +139,7 @@ def test_experts_and_latent_attention(hybrid: Stock, tmp_path: Path, pattern: st
 )
 def test_an_objective(tmp_path: Path, objective: str, layout: str) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl")
-    data, layers = words(tmp_path / "rollouts.jsonl", objective), model("*-*-")
+    data, layers = words(tmp_path / "rollouts.jsonl", objective), hybrid_model("*-*-")
     whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
     alone = (CPU, layers, TRAIN, whole, data, f"--save {tmp_path / 'alone'}")
     trained(STOCK, *alone, f"--exit-interval {FIRST}")
@@ -160,7 +157,7 @@ def test_an_objective(tmp_path: Path, objective: str, layout: str) -> None:
 
 @needs_script
 def test_dry_run(hybrid: Stock) -> None:
-    run = trained(HYBRID, CPU, model("*-*-"), TRAIN, FOLDED, hybrid.data, "--prefix-tree-dry-run")
+    run = trained(HYBRID, CPU, hybrid_model("*-*-"), TRAIN, FOLDED, hybrid.data, "--prefix-tree-dry-run")
     assert "first step: bound " in run.output
     assert "a rank's memory: no estimate, because Megatron-LM has none of a hybrid model's weights" in run.output
 
@@ -178,28 +175,35 @@ def test_without_the_flag_it_is_megatrons_own_script(tmp_path: Path) -> None:
         "runpy.run_path(os.path.join(root, 'pretrain_hybrid.py'), run_name='__main__')\n"
     )
     mock = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 8 --exit-interval 3"
-    ours, own = (trained(program, CPU, model("*-*-"), TRAIN, mock) for program in (HYBRID, (str(script),)))
+    ours, own = (trained(program, CPU, hybrid_model("*-*-"), TRAIN, mock) for program in (HYBRID, (str(script),)))
     assert len(own.losses) == 3
     assert ours.losses == own.losses
     assert "prefix_tree_" not in ours.output
 
 
-PATTERN = "--spec mcore_prefix_tree.cpu.hybrid hybrid_stack --hybrid-layer-pattern"
 NEW = [
-    (HYBRID, f"{PATTERN} M-*-", "prefix-tree training does not support M (Mamba: its state would run from one sample"),
-    (HYBRID, f"{PATTERN} *-/*-", "prefix-tree training does not support / (multi-token prediction: "),
-    (HYBRID, f"{PATTERN} *E", "--hybrid-layer-pattern *E has layers of experts, E, but no --num-experts"),
+    (
+        HYBRID,
+        f"{HYBRID_LAYERS} M-*-",
+        "prefix-tree training does not support M (Mamba: its state would run from one sample",
+    ),
+    (HYBRID, f"{HYBRID_LAYERS} *-/*-", "prefix-tree training does not support / (multi-token prediction: "),
+    (HYBRID, f"{HYBRID_LAYERS} *E", "--hybrid-layer-pattern *E has layers of experts, E, but no --num-experts"),
     (HYBRID, "--num-layers 4", "pretrain_hybrid.py needs --hybrid-layer-pattern, such as '*-*-'; -m mcore_prefix_tree"),
     (
         ENTRY,
-        f"{PATTERN} *-*-",
+        f"{HYBRID_LAYERS} *-*-",
         "--hybrid-layer-pattern is an argument of pretrain_hybrid.py; pretrain_gpt.py ignores it: start",
     ),
-    (HYBRID, f"{PATTERN} *-*- --prefix-tree-hf .", "--prefix-tree-hf with --hybrid-layer-pattern: its weights are"),
+    (
+        HYBRID,
+        f"{HYBRID_LAYERS} *-*- --prefix-tree-hf .",
+        "--prefix-tree-hf with --hybrid-layer-pattern: its weights are",
+    ),
     (HYBRID, "--hybrid-layer-pattern *-", "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers"),
     (
         HYBRID,
-        f"{PATTERN} *-*- --context-parallel-size 2",
+        f"{HYBRID_LAYERS} *-*- --context-parallel-size 2",
         "prefix-tree training does not support context_parallel_size",
     ),
 ]

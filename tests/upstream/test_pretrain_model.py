@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron_lm import CPU, FOLDED, MODEL, TRAIN, VARIABLE, require_checkout, search_path
+from megatron_lm import CPU, FOLDED, HYBRID_LAYERS, MODEL, TRAIN, VARIABLE, require_checkout, search_path
 
 require_checkout(trains=False)
 
@@ -31,8 +31,7 @@ CASES = {
     "spec": f"{COMMON} --spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local",
 }
 OPTION = "hybrid-layer-pattern"
-LAYERS = "--spec mcore_prefix_tree.cpu.hybrid hybrid_stack --hybrid-layer-pattern"
-HYBRID = COMMON.replace("--num-layers 4", f"{LAYERS} *-*-")
+HYBRID = COMMON.replace("--num-layers 4", f"{HYBRID_LAYERS} *-*-")
 # Of scripts of a newer Megatron-LM, by the option that they came with.
 NEWER = {
     "logits of another type": ("--output-logit-dtype", f"{COMMON} --output-logit-dtype bf16 --bf16"),

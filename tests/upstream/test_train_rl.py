@@ -11,6 +11,7 @@ import pytest
 from megatron_lm import (
     CPU,
     HERE,
+    HYBRID_LAYERS,
     LOSS,
     MODEL,
     RL,
@@ -18,6 +19,7 @@ from megatron_lm import (
     VARIABLE,
     Run,
     assert_same_tensors,
+    hybrid_model,
     megatron,
     require_checkout,
     require_packages,
@@ -45,8 +47,7 @@ LOOP = (
 )
 PER_TOKEN = "--calculate-per-token-loss"
 PACKED = f"--rl-use-sequence-packing {PER_TOKEN}"
-LAYERS = "--spec mcore_prefix_tree.cpu.hybrid hybrid_stack --hybrid-layer-pattern"
-HYBRID_MODEL = MODEL.replace("--num-layers 4", f"{LAYERS} *-*-")
+HYBRID_MODEL = hybrid_model("*-*-")
 # How each run's loss is normalised; its model; and its layout: ranks, and arguments of the folded run alone.
 MODES = {"rows": PER_TOKEN, "mean-of-micro-batches": "", "bins": PACKED, "hybrid": PER_TOKEN}
 MODELS = dict.fromkeys(MODES, MODEL) | {"hybrid": HYBRID_MODEL}
@@ -184,11 +185,11 @@ def test_a_step_in_double_precision(case: str, tmp_path: Path) -> None:
         ),
         pytest.param("--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline stages", marks=pytest.mark.slow),
         pytest.param("--fp16", "--fp16: not proven", marks=pytest.mark.slow),
-        pytest.param(f"{LAYERS} M-*-", "does not support M (Mamba: its state", marks=pytest.mark.slow),
+        pytest.param(f"{HYBRID_LAYERS} M-*-", "does not support M (Mamba: its state", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_be_folded_gets_one_sentence(arguments: str, says: str) -> None:
-    model = MODEL.replace("--num-layers 4", "") if LAYERS in arguments else MODEL
+    model = MODEL.replace("--num-layers 4", "") if HYBRID_LAYERS in arguments else MODEL
     run = megatron(RL, CPU, model, TRAIN, LOOP, PER_TOKEN, "--micro-batch-size 1 --prefix-tree", arguments)
     (error,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert says in error

@@ -63,7 +63,7 @@ class Job:
 
 def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any], int]:
     """Every rank: the step's loss, its parts of the gradients after ``job.steps`` steps, and its micro-batches."""
-    from harness.models import Trainer, build_chunks, tiny_gpt_config
+    from harness.models import Trainer, tiny_gpt_config
     from harness.weights import local_parts
     from megatron.core import parallel_state
 
@@ -72,14 +72,7 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
-    spec = stock_spec if job.native else tree_spec
-    chunks = build_chunks(
-        config,
-        spec if job.pattern is None else hybrid_spec(follows=True),
-        vocab_size=VOCAB,
-        share_embeddings=job.share_embeddings,
-        pattern=job.pattern,
-    )
+    chunks = chunks_of(job, config, stock_spec if job.native else tree_spec)
     if job.way != "logits":
         chunks = [with_edge_head(chunk) for chunk in chunks]
     trainer = Trainer.of(chunks, distributed_optimizer=job.distributed_optimizer, adam_eps=ADAM_EPS)
@@ -147,12 +140,18 @@ def stock_spec(config: Any, vp_stage: int | None) -> Any:
     return cpu_spec(block, config, vp_stage)
 
 
-def hybrid_spec(*, follows: bool) -> Any:
-    """A hybrid stack of local layers, stock or tree-capable."""
-    from mcore_prefix_tree.cpu.hybrid import hybrid_stack
-    from mcore_prefix_tree.mcore import with_prefix_tree
+def chunks_of(job: Any, config: Any, spec: Any, *, follows: bool = True) -> list[Any]:
+    """This rank's chunks of a job's GPT, from ``spec``, or of its HybridModel; a stock one is on one process."""
+    from harness.models import build_chunks
 
-    return with_prefix_tree(hybrid_stack) if follows else hybrid_stack
+    pattern = job.pattern
+    if pattern is not None:
+        from mcore_prefix_tree.cpu.hybrid import hybrid_stack
+        from mcore_prefix_tree.mcore import with_prefix_tree
+
+        spec = with_prefix_tree(hybrid_stack) if follows else hybrid_stack
+        pattern = pattern if follows else pattern.replace("|", "")
+    return build_chunks(config, spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings, pattern=pattern)
 
 
 def step_loss(reported: Sequence[dict[str, torch.Tensor]]) -> float:
@@ -175,17 +174,11 @@ def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tupl
 
     With ``job.steps`` the weights after as many AdamW steps on those gradients.
     """
-    from harness.models import Trainer, build_chunks, tiny_gpt_config
+    from harness.models import Trainer, tiny_gpt_config
     from harness.weights import local_parts
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
-    chunks = build_chunks(
-        config,
-        stock_spec if job.pattern is None else hybrid_spec(follows=False),
-        vocab_size=VOCAB,
-        share_embeddings=job.share_embeddings,
-        pattern=None if job.pattern is None else job.pattern.replace("|", ""),
-    )
+    chunks = chunks_of(job, config, stock_spec, follows=False)
     trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
     for _ in range(job.steps):
         trainer.step(_stock_step, samples, seq_length=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from folded_jobs import ADAM_EPS, VOCAB, hybrid_spec, step_loss, stock_spec, tree_spec
+from folded_jobs import ADAM_EPS, VOCAB, chunks_of, step_loss, stock_spec, tree_spec
 
 from mcore_prefix_tree import Sample
 
@@ -34,7 +34,7 @@ class InsideJob:
 
 def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> tuple[float, list[Any], float]:
     """Every rank: the step's loss, its parts of the gradients, and the fold ratio of all ranks."""
-    from harness.models import Trainer, build_chunks, tiny_gpt_config
+    from harness.models import Trainer, tiny_gpt_config
     from harness.weights import local_parts
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -42,14 +42,7 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
     from mcore_prefix_tree.mcore import fold_inside
 
     config = tiny_gpt_config(layout=layout, **dict(job.config))
-    spec = packed_tree_spec if job.packed_attention else tree_spec
-    chunks = build_chunks(
-        config,
-        spec if job.pattern is None else hybrid_spec(follows=True),
-        vocab_size=VOCAB,
-        share_embeddings=job.share_embeddings,
-        pattern=job.pattern,
-    )
+    chunks = chunks_of(job, config, packed_tree_spec if job.packed_attention else tree_spec)
     chunks = [fold_inside(chunk, check_first=job.check_first) for chunk in chunks]
     trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
     dp, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
