@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ def pytest_runtest_logfinish() -> None:
     if threads() > _kept + LEFT_BEHIND:
         release_groups()
         _kept = threads()
+
+
+@pytest.fixture(scope="module")
+def megatron_on_the_cpu() -> Iterator[None]:
+    """Let a module build Megatron's models in this process; it asks for this with ``usefixtures``."""
+    # Not at the top: machines that run tests/kernels alone need no Megatron.
+    from mcore_prefix_tree.cpu.emulation import cpu_emulation
+    from mcore_prefix_tree.cpu.launcher import single_process
+
+    with cpu_emulation(force=True), single_process():
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

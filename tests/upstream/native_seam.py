@@ -22,7 +22,7 @@ from megatron.core.tree_metadata import TreeMetadata as CoreTreeMetadata
 from oracles import worst
 from seam_models import build, local_spec, tiny_config, twins
 from test_mcore_refusals import MOE_SETTINGS, SETTINGS, config_with, ids_of
-from test_mcore_seam import (  # noqa: F401
+from test_mcore_seam import (
     FP32_INSIDE,
     MOE,
     VARIANTS,
@@ -30,7 +30,6 @@ from test_mcore_seam import (  # noqa: F401
     folded,
     folded_batch,
     gradients,
-    megatron_on_the_cpu,
     sft_step,
     unfolded,
 )
@@ -43,7 +42,7 @@ from mcore_prefix_tree.mcore.seam import native
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES, metadata_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 
 def native_twins(settings: dict[str, Any], model_settings: dict[str, Any], **spec: Any) -> tuple[Any, Any]:
