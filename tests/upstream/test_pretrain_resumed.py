@@ -21,6 +21,7 @@ from megatron_lm import (
     require_checkout,
     trained,
 )
+from test_pretrain_objectives import write_rollouts
 
 require_checkout()
 
@@ -61,7 +62,7 @@ def copied(folder: Path, target: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("", "was trained on other samples than --prefix-tree-data-path gives, though on as many"),
+        ("", "was trained on as many samples as --prefix-tree-data-path gives, but not the same"),
         ("--seed 7", "was trained with seed=1234, this job has seed=7 (--seed)"),
         (
             "--prefix-tree-order file",
@@ -78,6 +79,19 @@ def test_what_would_not_continue_is_refused(
     (said,) = {line for line in run.output.splitlines() if "the checkpoint in --load" in line}
     assert f"the checkpoint in --load {interrupted} {says}; the data would not continue after its 48 samples" in said
     assert run.losses == {}
+
+
+def test_an_objective_that_keeps_other_groups_is_named(tmp_path: Path) -> None:
+    """An objective of pairs reads a pair as one record; the samples are the same, and their order is not."""
+    write_rollouts(tmp_path / "rollouts.jsonl")
+    folder = tmp_path / "saved"
+    trained(ENTRY, *of(tmp_path / "rollouts.jsonl", folder, "--exit-interval 1"))
+    run = megatron(ENTRY, *of(tmp_path / "rollouts.jsonl", folder, f"--load {folder} --prefix-tree-objective simpo"))
+    assert run.status == 2
+    assert (
+        "was trained on as many samples as --prefix-tree-data-path gives, but not the same, or not in the same groups: "
+        "its --prefix-tree-objective was sft, and is simpo now; the data would not continue after its 16 samples"
+    ) in run.output
 
 
 def test_folded_order_goes_on_where_it_stopped(samples: Path, tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
         other = None if before is None else difference(before, now)
         if other is not None and before is not None and not args.prefix_tree_new_data:
             raise ArgumentError(
-                f"the checkpoint in --load {args.load} {_how_data_differ(other, before, now)}; the data would not "
-                f"continue after its {args.consumed_train_samples:,} samples: change it back, or give "
+                f"the checkpoint in --load {args.load} {_how_data_differ(other, before, now, args)}; the data would "
+                f"not continue after its {args.consumed_train_samples:,} samples: change it back, or give "
                 "--prefix-tree-new-data, to begin with the first of the data"
             )
         if args.prefix_tree_new_data and (before is None or are_new_data(before, now)):
@@ -82,14 +82,24 @@ def _of_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
     with contextlib.redirect_stdout(io.StringIO()):
         found = load_args_from_checkpoint(copy.copy(args))
     # It gives back a pair only where there is a checkpoint with arguments.
-    before = getattr(found[1], "prefix_tree_samples", None) if isinstance(found, tuple) else None
+    saved = found[1] if isinstance(found, tuple) else None
+    before = getattr(saved, "prefix_tree_samples", None)
+    if before is not None:
+        before |= {"objective": getattr(saved, "prefix_tree_objective", "sft")}
     first: dict[str, Any] | None = everyone(before)[0]
     if first is not None and "shuffle" in first:  # what older checkpoints have instead of an order
         first |= {"order": "shuffled" if first["shuffle"] else "file", "step": None}
     return first
 
 
-def _how_data_differ(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    if name == CHECKSUMS:
-        return "was trained on other samples than --prefix-tree-data-path gives, though on as many"
-    return f"was trained with {name}={before[name]}, this job has {name}={now[name]} ({_SETTINGS[name]})"
+def _how_data_differ(name: str, before: Mapping[str, Any], now: Mapping[str, Any], args: argparse.Namespace) -> str:
+    if name != CHECKSUMS:
+        return f"was trained with {name}={before[name]}, this job has {name}={now[name]} ({_SETTINGS[name]})"
+    told = "was trained on as many samples as --prefix-tree-data-path gives, but not the same"
+    if before["objective"] == args.prefix_tree_objective:
+        return told
+    # Objectives keep other samples in one record: groups, pairs, or none.
+    return (
+        f"{told}, or not in the same groups: its --prefix-tree-objective was {before['objective']}, and is "
+        f"{args.prefix_tree_objective} now"
+    )

@@ -318,7 +318,8 @@ class Trainer:
 
     def _how_data_differ(self, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         if name == CHECKSUMS:
-            return f"holds other samples than data.path={self._recipe.data.path} gives, though as many"
+            given = f"data.path={self._recipe.data.path}"
+            return f"holds as many samples as {given} gives, but not the same, or not in the same groups"
         return f"was written with {name}={before[name]}, this run has {name}={now[name]}"
 
     def _save(self, iteration: int, reporter: Reporter) -> None:
