@@ -90,7 +90,7 @@ def _filled(args: argparse.Namespace, load_arg: str) -> list[Any]:
 def _first_line(error: BaseException) -> str:
     if isinstance(error, CheckpointException):  # its own text is the tracebacks of all ranks
         error = next((failure for failure, _ in error.failures.values()), RuntimeError("another rank failed"))
-    return str(error).strip().partition("\n")[0][:300]
+    return str(error).strip().partition("\n")[0][:300].rstrip(".")
 
 
 def _named(args: argparse.Namespace, load_arg: str) -> int | str | None:
