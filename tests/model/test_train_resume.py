@@ -249,7 +249,8 @@ def test_as_many_other_samples_are_refused(job: Path, tmp_path: Path, streaming:
     other = write_rows(tmp_path / "other.jsonl", [*rows()[1:], rows()[0]])
     with pytest.raises(RecipeError) as error:
         train(job, *saving(tmp_path / "saved", streaming, f"data.path={other}"), resume=True)
-    assert f"holds as many samples as data.path={other} gives, but not the same, or not in the" in str(error.value)
+    holds = f"holds as many samples as data.path={other} gives, but not the same, or not in the same groups"
+    assert f"{holds}; the data would not" in str(error.value)
 
 
 def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Path) -> None:
