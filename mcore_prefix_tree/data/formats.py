@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mcore_prefix_tree.data.chat import ChatError
+from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.signals import Signals
 

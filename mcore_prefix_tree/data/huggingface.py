@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any
 
@@ -14,7 +15,10 @@ import jinja2
 import numpy as np
 from transformers import AutoTokenizer
 
-from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool, continuation
+from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continuation
+from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.turn_ends import TurnEnds
+from mcore_prefix_tree.data.turns import THINKING
 from mcore_prefix_tree.data.vocabulary import DummySpace, Spelling, Vocabulary
 
 # What a template can ask that is answered differently the next time.
@@ -37,12 +41,32 @@ _TEMPLATE_FAULTS = (
 )
 
 
+# An empty block of thinking, such as <think></think> or [THINK][/THINK], with whitespace in and around it.
+_EMPTY_THINKING = re.compile(
+    r"\s*(?P<opens>[<\[◁]\|?)(?P<tag>[\w:]*(?:think|thought|reason)\w*)(?P<closes>\|?[>\]▷])\s*"
+    r"(?P=opens)/(?P=tag)(?P=closes)\s*",
+    re.IGNORECASE,
+)
+# Variables with which chat templates turn thinking off.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+# A text that a rendering can be searched for, and the conversation around it.
+_PROBE = "7q1Zx"
+_BEFORE_RESULT = (
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "b", "arguments": {}}}],
+    },
+)
+
+
 class HuggingFaceChatTokenizer:
     """Encodes with ``apply_chat_template`` of a local folder.
 
     A turn is one assistant message: the template renders the history with its generation prompt (what the model is
-    given) and the history with the message (what it must continue to). Whitespace that the template writes behind the
-    end-of-turn token is not part of the turn, because the model does not generate it.
+    given) and the history with the message (what it must continue to). What the template writes behind the token that
+    stopped the model is not part of the turn; see :class:`~mcore_prefix_tree.data.turn_ends.TurnEnds`.
 
     A template that reads the clock or draws at random is rejected: a line would have other tokens on another rank, on
     another day and when it is read again. ``chat_template_kwargs`` can set the date.
@@ -67,6 +91,20 @@ class HuggingFaceChatTokenizer:
         self._raw_ids = {token.content: token_id for token_id, token in added.items() if not token.normalized}
         raw = sorted(self._raw_ids, key=len, reverse=True)
         self._separator = re.compile(f"({'|'.join(map(re.escape, raw))})") if raw else None
+        # Words of the templates: keys of messages that none of them names are not given to them.
+        self._words = frozenset(chain.from_iterable(re.findall(r"\w+", template) for template in templates.values()))
+        self._written: dict[str, bool] = {}
+
+    @cached_property
+    def _ends(self) -> TurnEnds:
+        return TurnEnds(
+            self._folder,
+            eos=self._tokenizer.eos_token_id,
+            special=self._special_ids,
+            added=frozenset(self._tokenizer.added_tokens_decoder),
+            encode=lambda messages: self._token_ids([self._render(messages, None, add_generation_prompt=False)])[0],
+            decode=self._text,
+        )
 
     @property
     def name(self) -> str:
@@ -85,33 +123,107 @@ class HuggingFaceChatTokenizer:
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """See ``ChatTokenizer.encode_turns``."""
         told = [tool.definition for tool in tools] or None
-        converted = [_convert(message) for message in messages]
-        turn_indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        prompts = [self._render(converted[:index], told, add_generation_prompt=True) for index in turn_indices]
-        answered = [self._render(converted[: index + 1], told, add_generation_prompt=False) for index in turn_indices]
+        converted = [self._convert(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        prompts, answered = [], []
+        for index in indices:
+            prompt = self._render(converted[:index], told, add_generation_prompt=True)
+            answer = self._render(converted[: index + 1], told, add_generation_prompt=False)
+            written = answer[len(prompt) :] if answer.startswith(prompt) else answer
+            self._check_thinking(messages[index], f"messages[{index}]", written)
+            prompts.append(self._with_empty_thinking(prompt, answer, messages[index], converted[: index + 1], told))
+            answered.append(answer)
         encoded = self._encode(prompts + answered)
+        tokens, wholes = encoded[: len(prompts)], encoded[len(prompts) :]
         turns = []
-        for number, prompt in enumerate(encoded[: len(prompts)]):
-            whole = encoded[len(prompts) + number]
+        for number, index in enumerate(indices):
+            prompt, whole = tokens[number], wholes[number]
             if whole[: len(prompt)] != prompt and answered[number].startswith(prompts[number]):
                 # The tokenizer joins the prompt's last characters with the answer's first, such as two line breaks. The
                 # model was given the one and wrote the other.
                 written = self._written_behind(prompt, answered[number][len(prompts[number]) :], whole)
                 if written is None:
                     raise ChatError(
-                        f"field 'messages[{turn_indices[number]}]' begins with characters that tokenizer "
-                        f"'{self._folder}' joins with its generation prompt, and cannot write apart from it; change "
-                        "how the chat template ends its prompt, for example without a space, or use another tokenizer"
+                        f"field 'messages[{index}]' begins with characters that tokenizer '{self._folder}' joins with "
+                        "its generation prompt, and cannot write apart from it; change how the chat template ends its "
+                        "prompt, for example without a space, or use another tokenizer"
                     )
                 whole = prompt + written
-            if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
-                raise ChatError(
-                    f"field 'messages[{turn_indices[number]}]' does not continue its generation prompt in the chat "
-                    f"template of tokenizer '{self._folder}'; use another tokenizer"
-                )
-            end = self._generated_end(whole, len(prompt))
-            turns.append(EncodedTurn(tokens=np.array(whole[:end], dtype=np.int32), start=len(prompt)))
+            if whole[: len(prompt)] != prompt:
+                raise ChatError(self._discontinued(messages, index))
+            turns.append(self._turn(messages, index, whole, len(prompt), tokens[number + 1 : number + 2]))
         return turns
+
+    def _turn(
+        self, messages: Sequence[ChatMessage], index: int, tokens: list[int], start: int, later: list[list[int]]
+    ) -> EncodedTurn:
+        """Return a turn up to the token that stopped the model; ``later`` holds the next turn's prompt, if any."""
+        is_cut = messages[index].is_cut
+        stop = self._ends.stop(tokens, start)
+        if stop is not None:
+            tokens, end = tokens[: stop + 1], stop if is_cut else stop + 1
+        else:
+            end = len(tokens)
+            if index + 1 < len(messages):
+                role = messages[index + 1].role
+            else:
+                role = "tool" if messages[index].tool_calls else "user"
+            following = later[0][end : end + 1] if later and later[0][:end] == tokens else []
+            opener = None if is_cut else self._ends.opener(role, following)
+            if opener is not None:
+                tokens, end = [*tokens, opener], end + 1
+            elif not is_cut and index + 1 == len(messages):
+                self._ends.warn_unended()
+        return EncodedTurn(tokens=np.array(tokens, dtype=np.int32), start=start, end=end)
+
+    def _with_empty_thinking(
+        self,
+        prompt: str,
+        answered: str,
+        message: ChatMessage,
+        converted: list[dict[str, Any]],
+        told: list[dict[str, Any]] | None,
+    ) -> str:
+        """Return the prompt of a turn, with the empty block of thinking that the template puts before the turn's text.
+
+        A model that wrote no thinking was given that block: by the prompt that the template makes with thinking off,
+        if it has such a switch.
+        """
+        block = _EMPTY_THINKING.match(answered, len(prompt)) if answered.startswith(prompt) else None
+        if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
+            return prompt
+        *history, turn = converted
+        without = self._render(history, told, add_generation_prompt=True, **dict.fromkeys(_THINKING_SWITCHES, False))
+        if len(prompt) < len(without) <= block.end() and answered.startswith(without):
+            return without
+        # The block's last whitespace may be the text's own.
+        other = self._render([*history, turn | {"content": f"b{message.content}"}], told, add_generation_prompt=False)
+        end = len(prompt)
+        while end < block.end() and answered[end] == other[end]:
+            end += 1
+        return answered[:end]
+
+    def _check_thinking(self, message: ChatMessage, field: str, written: str) -> None:
+        """Reject a turn whose thinking the template does not write: it would be trained on as if without."""
+        inline = message.content.partition("</think>")[0].rpartition("<think>")[2]
+        thinking = message.thinking or (inline if "</think>" in message.content else "")
+        if message.weight and thinking.strip() not in written:
+            raise ChatError(
+                f"field '{field}' has thinking that the chat template of tokenizer '{self._folder}' does not write, so "
+                "that the turn would be trained on as if the model had not thought; use a template that writes it, or "
+                "remove it from the data"
+            )
+
+    def _discontinued(self, messages: Sequence[ChatMessage], index: int) -> str:
+        """Return the message for a turn that does not begin with its generation prompt."""
+        if index and messages[index - 1].role == "assistant":
+            way_out = "join it with the assistant message before it"
+        else:
+            way_out = "write it as the template does, or give the 'tokens' that the engine used"
+        return (
+            f"field 'messages[{index}]' does not continue its generation prompt in the chat template of tokenizer "
+            f"'{self._folder}'; {way_out}"
+        )
 
     def encode_completion(self, prompt: str, completion: str) -> EncodedTurn:
         """See ``ChatTokenizer.encode_completion``; control tokens in the text are control tokens."""
@@ -158,7 +270,12 @@ class HuggingFaceChatTokenizer:
         return "always" if has_space(self._tokenizer.convert_ids_to_tokens(special) + "0", 1) else "first"
 
     def _render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        *,
+        add_generation_prompt: bool,
+        **switches: bool,
     ) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(
@@ -166,7 +283,7 @@ class HuggingFaceChatTokenizer:
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **self._template_kwargs,
+                **switches | self._template_kwargs,
             )
         except _TEMPLATE_FAULTS as error:
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
@@ -175,6 +292,47 @@ class HuggingFaceChatTokenizer:
                 f"{kind}{' '.join(str(error).split())[:200]}"
             ) from error
         return str(rendered)
+
+    def _convert(self, message: ChatMessage, field: str) -> dict[str, Any]:
+        """Return a message as the chat template reads it."""
+        role = message.role
+        if not self._writes(role):
+            if role != "developer":
+                raise ChatError(
+                    f"field '{field}' has role '{role}', which the chat template of tokenizer '{self._folder}' does "
+                    "not write; remove it, or use a template that does"
+                )
+            role = "system"
+        converted = {key: one for key, one in message.others.items() if key in self._words}
+        converted |= {"role": role, "content": message.content}
+        if message.thinking:
+            converted |= dict.fromkeys(THINKING, message.thinking)
+        if message.tool_calls:
+            converted["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id is not None:
+            converted["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            converted["name"] = message.name
+        return converted
+
+    def _writes(self, role: str) -> bool:
+        """Return whether the chat template writes messages of a role, rather than drop them in silence."""
+        if role not in self._written:
+            probe = {"role": role, "content": _PROBE}
+            conversation = [*_BEFORE_RESULT, probe] if role == "tool" else [probe, *_BEFORE_RESULT]
+            try:
+                found = self._render(conversation, None, add_generation_prompt=False)
+                self._written[role] = _PROBE in found
+            except ChatError:  # a template that refuses the role says so with the record's own messages
+                self._written[role] = role != "developer"
+        return self._written[role]
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text. The last text is the longest rendering of the conversation.
@@ -226,19 +384,12 @@ class HuggingFaceChatTokenizer:
                 return written
         return None
 
-    def _text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def _token_ids(self, texts: list[str]) -> list[list[int]]:
         ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return ids
-
-    def _generated_end(self, tokens: list[int], start: int) -> int:
-        for end in range(len(tokens), start, -1):
-            if tokens[end - 1] in self._special_ids:
-                tail = self._tokenizer.decode(tokens[end:])
-                return len(tokens) if tail.strip() else end
-        return len(tokens)
 
 
 def _loaded(folder: str) -> Any:
@@ -332,24 +483,6 @@ def _refuse_unsteady(templates: dict[str, str], folder: str, *, has_date: bool) 
                         else "write what the model was given in its place into the chat template of the folder"
                     )
                 )
-
-
-def _convert(message: ChatMessage) -> dict[str, Any]:
-    converted: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        converted["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    if message.role == "tool":
-        converted["tool_call_id"] = message.tool_call_id
-        if message.name is not None:
-            converted["name"] = message.name
-    return converted
 
 
 def _arguments(text: str) -> Any:
