@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import date
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers import AutoTokenizer
 
 from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continuation
 from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.turn_ends import TurnEnds
 from mcore_prefix_tree.data.turns import THINKING
 from mcore_prefix_tree.data.vocabulary import DummySpace, Spelling, Vocabulary
-
-# What a template can ask that is answered differently the next time.
-_CLOCK = "strftime_now"
-_UNSTEADY = (_CLOCK, "lipsum")
-# What a clock may be asked for, of a date at midnight.
-_DATE_LETTERS = "aAbBcdFHIjmMpSTuUVwWxXyY"
-_UNSTEADY_FILTER = "random"
-# A template is a program of its author's, so any of these says that this conversation does not suit it. What speaks of
-# the machine instead passes through: a package that is missing, a file, memory.
-_TEMPLATE_FAULTS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,  # RecursionError, NotImplementedError
-    TypeError,
-    ValueError,
-)
-
 
 # An empty block of thinking, such as <think></think> or [THINK][/THINK], with whitespace in and around it.
 _EMPTY_THINKING = re.compile(
@@ -76,23 +54,13 @@ class HuggingFaceChatTokenizer:
         """Load what ``save_pretrained`` of a tokenizer wrote; see :func:`mcore_prefix_tree.data.load_tokenizer`."""
         self._tokenizer: Any = _loaded(folder)
         self._folder = folder
-        given = dict(chat_template_kwargs or {})
-        templates = _templates_of(self._tokenizer, folder)
-        _refuse_unsteady(templates, folder, has_date=bool({_CLOCK, "date_string"} & given.keys()))
-        known = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        for name in given.keys() & known.keys():
-            raise ValueError(f"chat_template_kwargs has '{name}', which is not for the template to read; leave it out")
-        shown = _date_of(given.pop(_CLOCK, None))
-        self._tokenizer.chat_template = {name: _with_clock(template, shown) for name, template in templates.items()}
-        self._template_kwargs = given
+        self._templates = ChatTemplates(self._tokenizer, folder, chat_template_kwargs or {})
         added = self._tokenizer.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # Tokenizers look for these before anything else, so the text between two of them is encoded by itself.
         self._raw_ids = {token.content: token_id for token_id, token in added.items() if not token.normalized}
         raw = sorted(self._raw_ids, key=len, reverse=True)
         self._separator = re.compile(f"({'|'.join(map(re.escape, raw))})") if raw else None
-        # Words of the templates: keys of messages that none of them names are not given to them.
-        self._words = frozenset(chain.from_iterable(re.findall(r"\w+", template) for template in templates.values()))
         self._written: dict[str, bool] = {}
 
     @cached_property
@@ -277,21 +245,7 @@ class HuggingFaceChatTokenizer:
         add_generation_prompt: bool,
         **switches: bool,
     ) -> str:
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **switches | self._template_kwargs,
-            )
-        except _TEMPLATE_FAULTS as error:
-            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-            raise ChatError(
-                f"field 'messages' does not fit the chat template of tokenizer '{self._folder}': "
-                f"{kind}{' '.join(str(error).split())[:200]}"
-            ) from error
-        return str(rendered)
+        return self._templates.render(messages, tools, add_generation_prompt=add_generation_prompt, **switches)
 
     def _convert(self, message: ChatMessage, field: str) -> dict[str, Any]:
         """Return a message as the chat template reads it."""
@@ -303,7 +257,7 @@ class HuggingFaceChatTokenizer:
                     "not write; remove it, or use a template that does"
                 )
             role = "system"
-        converted = {key: one for key, one in message.others.items() if key in self._words}
+        converted = {key: one for key, one in message.others.items() if key in self._templates.words}
         converted |= {"role": role, "content": message.content}
         if message.thinking:
             converted |= dict.fromkeys(THINKING, message.thinking)
@@ -426,63 +380,6 @@ def _merges_of(tokenizer: Any) -> list[str]:
     merges = [] if model is None else json.loads(model.__getstate__()).get("merges", [])
     # Pairs are lists or, in older files, joined by a space.
     return [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
-
-
-def _templates_of(tokenizer: Any, folder: str) -> dict[str, str]:
-    """Return the chat templates of a tokenizer by name."""
-    found = tokenizer.chat_template
-    if not found:
-        raise ValueError(
-            f"tokenizer '{folder}' has no chat template; add chat_template.jinja to the folder or choose another"
-        )
-    templates = {"default": found} if isinstance(found, str) else found
-    if not isinstance(templates, dict) or not all(isinstance(one, str) for one in templates.values()):
-        raise ValueError(f"tokenizer '{folder}' has a chat template that is not text; write it as Jinja")
-    return templates
-
-
-def _date_of(given: object) -> date | None:
-    try:
-        return None if given is None else date.fromisoformat(str(given))
-    except ValueError:
-        raise ValueError(f"chat_template_kwargs: {_CLOCK} is {given!r}; give a date as 2026-11-20") from None
-
-
-def _with_clock(template: str, shown: date | None) -> str:
-    """Return a template whose ``strftime_now`` is a macro that shows a fixed date, or raises if none is given.
-
-    Transformers hands a template plain data and no functions. The line break belongs to the macro's end.
-    """
-    if _CLOCK not in template:
-        return template
-    if shown is None:
-        body = "{{ raise_exception('it reads the clock: chat_template_kwargs has no strftime_now, as 2026-11-20') }}"
-    else:
-        forms = [f"%{letter}" for letter in _DATE_LETTERS] + ["%-d", "%-m"]
-        shows = "".join(f".replace('{form}', {json.dumps(shown.strftime(form))})" for form in forms)
-        body = f"{{{{ format{shows} }}}}"
-    return f"{{% macro {_CLOCK}(format) %}}{body}{{% endmacro %}}\n{template}"
-
-
-def _refuse_unsteady(templates: dict[str, str], folder: str, *, has_date: bool) -> None:
-    for name in {"default", "tool_use"} & set(templates):  # those that are rendered
-        try:
-            parts = [part for part in jinja2.Environment().lex(templates[name]) if part[1] != "whitespace"]
-        except jinja2.TemplateError as error:
-            raise ValueError(f"tokenizer '{folder}' has a chat template that cannot be parsed: {error}") from error
-        for (_, _, before), (_, kind, word) in pairwise(parts):
-            if kind != "name" or (word == _CLOCK and has_date):
-                continue
-            if (word in _UNSTEADY and before != ".") or (word == _UNSTEADY_FILTER and before == "|"):
-                raise ValueError(
-                    f"tokenizer '{folder}' has a chat template that uses '{word}', which makes other tokens of the "
-                    "same line each time it is read; "
-                    + (
-                        "say which date the model was given: chat_template_kwargs with strftime_now, as 2026-11-20"
-                        if word == _CLOCK
-                        else "write what the model was given in its place into the chat template of the folder"
-                    )
-                )
 
 
 def _arguments(text: str) -> Any:
