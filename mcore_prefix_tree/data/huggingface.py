@@ -29,7 +29,7 @@ _EMPTY_THINKING = re.compile(
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 # A text that a rendering can be searched for, and the conversation around it.
 _PROBE = "7q1Zx"
-_BEFORE_RESULT = (
+_BEFORE_RESULT: tuple[dict[str, Any], ...] = (
     {"role": "user", "content": "a"},
     {
         "role": "assistant",
@@ -102,24 +102,24 @@ class HuggingFaceChatTokenizer:
             prompts.append(self._with_empty_thinking(prompt, answer, messages[index], converted[: index + 1], told))
             answered.append(answer)
         encoded = self._encode(prompts + answered)
-        tokens, wholes = encoded[: len(prompts)], encoded[len(prompts) :]
+        given = encoded[: len(prompts)]
         turns = []
         for number, index in enumerate(indices):
-            prompt, whole = tokens[number], wholes[number]
-            if whole[: len(prompt)] != prompt and answered[number].startswith(prompts[number]):
+            whole = encoded[len(prompts) + number]
+            if whole[: len(given[number])] != given[number] and answered[number].startswith(prompts[number]):
                 # The tokenizer joins the prompt's last characters with the answer's first, such as two line breaks. The
                 # model was given the one and wrote the other.
-                written = self._written_behind(prompt, answered[number][len(prompts[number]) :], whole)
-                if written is None:
+                behind = self._written_behind(given[number], answered[number][len(prompts[number]) :], whole)
+                if behind is None:
                     raise ChatError(
                         f"field 'messages[{index}]' begins with characters that tokenizer '{self._folder}' joins with "
                         "its generation prompt, and cannot write apart from it; change how the chat template ends its "
                         "prompt, for example without a space, or use another tokenizer"
                     )
-                whole = prompt + written
-            if whole[: len(prompt)] != prompt:
+                whole = given[number] + behind
+            if whole[: len(given[number])] != given[number]:
                 raise ChatError(self._discontinued(messages, index))
-            turns.append(self._turn(messages, index, whole, len(prompt), tokens[number + 1 : number + 2]))
+            turns.append(self._turn(messages, index, whole, len(given[number]), given[number + 1 : number + 2]))
         return turns
 
     def _turn(
@@ -279,7 +279,7 @@ class HuggingFaceChatTokenizer:
     def _writes(self, role: str) -> bool:
         """Return whether the chat template writes messages of a role, rather than drop them in silence."""
         if role not in self._written:
-            probe = {"role": role, "content": _PROBE}
+            probe: dict[str, Any] = {"role": role, "content": _PROBE}
             conversation = [*_BEFORE_RESULT, probe] if role == "tool" else [probe, *_BEFORE_RESULT]
             try:
                 found = self._render(conversation, None, add_generation_prompt=False)

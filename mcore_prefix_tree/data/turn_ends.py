@@ -125,7 +125,7 @@ class TurnEnds:
     def _opener(self, role: str) -> int | None:
         if role not in self._openers:
             message = {"role": role, "content": "d"}
-            turns = [_CALLING, _ANSWER] if role == "tool" else [_ANSWER]
+            turns: list[Mapping[str, Any]] = [_CALLING, _ANSWER] if role == "tool" else [_ANSWER]
             found = (self._behind(turn, message) for turn in turns)
             self._openers[role] = next((token for token in found if token is not None), None)
         return self._openers[role]
