@@ -69,9 +69,9 @@ class ChatTemplates:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: list[dict[str, Any]] | None,
+        tools: list[dict[str, Any]] | None = None,
         *,
-        add_generation_prompt: bool,
+        add_generation_prompt: bool = False,
         **switches: bool,
     ) -> str:
         """Return the text of a conversation; ``switches`` are variables of the template that the user has not set.

@@ -16,27 +16,8 @@ from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continua
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.turn_ends import TurnEnds
-from mcore_prefix_tree.data.turns import THINKING
+from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.data.vocabulary import DummySpace, Spelling, Vocabulary
-
-# An empty block of thinking, such as <think></think> or [THINK][/THINK], with whitespace in and around it.
-_EMPTY_THINKING = re.compile(
-    r"\s*(?P<opens>[<\[◁]\|?)(?P<tag>[\w:]*(?:think|thought|reason)\w*)(?P<closes>\|?[>\]▷])\s*"
-    r"(?P=opens)/(?P=tag)(?P=closes)\s*",
-    re.IGNORECASE,
-)
-# Variables with which chat templates turn thinking off.
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
-# A text that a rendering can be searched for, and the conversation around it.
-_PROBE = "7q1Zx"
-_BEFORE_RESULT: tuple[dict[str, Any], ...] = (
-    {"role": "user", "content": "a"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "b", "arguments": {}}}],
-    },
-)
 
 
 class HuggingFaceChatTokenizer:
@@ -55,13 +36,13 @@ class HuggingFaceChatTokenizer:
         self._tokenizer: Any = _loaded(folder)
         self._folder = folder
         self._templates = ChatTemplates(self._tokenizer, folder, chat_template_kwargs or {})
+        self._texts = TurnTexts(self._templates, folder)
         added = self._tokenizer.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # Tokenizers look for these before anything else, so the text between two of them is encoded by itself.
         self._raw_ids = {token.content: token_id for token_id, token in added.items() if not token.normalized}
         raw = sorted(self._raw_ids, key=len, reverse=True)
         self._separator = re.compile(f"({'|'.join(map(re.escape, raw))})") if raw else None
-        self._written: dict[str, bool] = {}
 
     @cached_property
     def _ends(self) -> TurnEnds:
@@ -70,7 +51,7 @@ class HuggingFaceChatTokenizer:
             eos=self._tokenizer.eos_token_id,
             special=self._special_ids,
             added=frozenset(self._tokenizer.added_tokens_decoder),
-            encode=lambda messages: self._token_ids([self._render(messages, None, add_generation_prompt=False)])[0],
+            encode=lambda messages: self._token_ids([self._templates.render(messages)])[0],
             decode=self._text,
         )
 
@@ -90,26 +71,16 @@ class HuggingFaceChatTokenizer:
 
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """See ``ChatTokenizer.encode_turns``."""
-        told = [tool.definition for tool in tools] or None
-        converted = [self._convert(message, f"messages[{index}]") for index, message in enumerate(messages)]
-        indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        prompts, answered = [], []
-        for index in indices:
-            prompt = self._render(converted[:index], told, add_generation_prompt=True)
-            answer = self._render(converted[: index + 1], told, add_generation_prompt=False)
-            written = answer[len(prompt) :] if answer.startswith(prompt) else answer
-            self._check_thinking(messages[index], f"messages[{index}]", written)
-            prompts.append(self._with_empty_thinking(prompt, answer, messages[index], converted[: index + 1], told))
-            answered.append(answer)
-        encoded = self._encode(prompts + answered)
-        given = encoded[: len(prompts)]
+        texts = self._texts.of(messages, tools)
+        encoded = self._encode([text.prompt for text in texts] + [text.answered for text in texts])
+        given = encoded[: len(texts)]
         turns = []
-        for number, index in enumerate(indices):
-            whole = encoded[len(prompts) + number]
-            if whole[: len(given[number])] != given[number] and answered[number].startswith(prompts[number]):
+        for number, text in enumerate(texts):
+            index, whole = text.index, encoded[len(texts) + number]
+            if whole[: len(given[number])] != given[number] and text.answered.startswith(text.prompt):
                 # The tokenizer joins the prompt's last characters with the answer's first, such as two line breaks. The
                 # model was given the one and wrote the other.
-                behind = self._written_behind(given[number], answered[number][len(prompts[number]) :], whole)
+                behind = self._written_behind(given[number], text.answered[len(text.prompt) :], whole)
                 if behind is None:
                     raise ChatError(
                         f"field 'messages[{index}]' begins with characters that tokenizer '{self._folder}' joins with "
@@ -143,44 +114,6 @@ class HuggingFaceChatTokenizer:
             elif not is_cut and index + 1 == len(messages):
                 self._ends.warn_unended()
         return EncodedTurn(tokens=np.array(tokens, dtype=np.int32), start=start, end=end)
-
-    def _with_empty_thinking(
-        self,
-        prompt: str,
-        answered: str,
-        message: ChatMessage,
-        converted: list[dict[str, Any]],
-        told: list[dict[str, Any]] | None,
-    ) -> str:
-        """Return the prompt of a turn, with the empty block of thinking that the template puts before the turn's text.
-
-        A model that wrote no thinking was given that block: by the prompt that the template makes with thinking off,
-        if it has such a switch.
-        """
-        block = _EMPTY_THINKING.match(answered, len(prompt)) if answered.startswith(prompt) else None
-        if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
-            return prompt
-        *history, turn = converted
-        without = self._render(history, told, add_generation_prompt=True, **dict.fromkeys(_THINKING_SWITCHES, False))
-        if len(prompt) < len(without) <= block.end() and answered.startswith(without):
-            return without
-        # The block's last whitespace may be the text's own.
-        other = self._render([*history, turn | {"content": f"b{message.content}"}], told, add_generation_prompt=False)
-        end = len(prompt)
-        while end < block.end() and answered[end] == other[end]:
-            end += 1
-        return answered[:end]
-
-    def _check_thinking(self, message: ChatMessage, field: str, written: str) -> None:
-        """Reject a turn whose thinking the template does not write: it would be trained on as if without."""
-        inline = message.content.partition("</think>")[0].rpartition("<think>")[2]
-        thinking = message.thinking or (inline if "</think>" in message.content else "")
-        if message.weight and thinking.strip() not in written:
-            raise ChatError(
-                f"field '{field}' has thinking that the chat template of tokenizer '{self._folder}' does not write, so "
-                "that the turn would be trained on as if the model had not thought; use a template that writes it, or "
-                "remove it from the data"
-            )
 
     def _discontinued(self, messages: Sequence[ChatMessage], index: int) -> str:
         """Return the message for a turn that does not begin with its generation prompt."""
@@ -236,57 +169,6 @@ class HuggingFaceChatTokenizer:
         if special is None:
             return "first"
         return "always" if has_space(self._tokenizer.convert_ids_to_tokens(special) + "0", 1) else "first"
-
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        *,
-        add_generation_prompt: bool,
-        **switches: bool,
-    ) -> str:
-        return self._templates.render(messages, tools, add_generation_prompt=add_generation_prompt, **switches)
-
-    def _convert(self, message: ChatMessage, field: str) -> dict[str, Any]:
-        """Return a message as the chat template reads it."""
-        role = message.role
-        if not self._writes(role):
-            if role != "developer":
-                raise ChatError(
-                    f"field '{field}' has role '{role}', which the chat template of tokenizer '{self._folder}' does "
-                    "not write; remove it, or use a template that does"
-                )
-            role = "system"
-        converted = {key: one for key, one in message.others.items() if key in self._templates.words}
-        converted |= {"role": role, "content": message.content}
-        if message.thinking:
-            converted |= dict.fromkeys(THINKING, message.thinking)
-        if message.tool_calls:
-            converted["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": _arguments(call.arguments)},
-                }
-                for call in message.tool_calls
-            ]
-        if message.tool_call_id is not None:
-            converted["tool_call_id"] = message.tool_call_id
-        if message.name is not None:
-            converted["name"] = message.name
-        return converted
-
-    def _writes(self, role: str) -> bool:
-        """Return whether the chat template writes messages of a role, rather than drop them in silence."""
-        if role not in self._written:
-            probe: dict[str, Any] = {"role": role, "content": _PROBE}
-            conversation = [*_BEFORE_RESULT, probe] if role == "tool" else [probe, *_BEFORE_RESULT]
-            try:
-                found = self._render(conversation, None, add_generation_prompt=False)
-                self._written[role] = _PROBE in found
-            except ChatError:  # a template that refuses the role says so with the record's own messages
-                self._written[role] = role != "developer"
-        return self._written[role]
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text. The last text is the longest rendering of the conversation.
@@ -380,12 +262,3 @@ def _merges_of(tokenizer: Any) -> list[str]:
     merges = [] if model is None else json.loads(model.__getstate__()).get("merges", [])
     # Pairs are lists or, in older files, joined by a space.
     return [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
-
-
-def _arguments(text: str) -> Any:
-    """Return arguments as the object that templates write with ``tojson``; text that is no object stays text."""
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        return text
-    return parsed if isinstance(parsed, dict) else text
