@@ -88,11 +88,16 @@ class TurnTexts:
         if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
             return prompt
         *history, turn = converted
-        without = self._templates.render(
-            history, told, add_generation_prompt=True, **dict.fromkeys(_THINKING_SWITCHES, False)
+        switches = dict.fromkeys(_THINKING_SWITCHES, False)
+        opens, opens_without = (
+            self._templates.render(history, told, add_generation_prompt=True, **off)[
+                len(self._templates.render(history, told, **off)) :
+            ]
+            for off in ({}, switches)
         )
-        if len(prompt) < len(without) <= block.end() and answered.startswith(without):
-            return without
+        inserted = opens_without.removeprefix(opens)
+        if inserted != opens_without and inserted.strip() and answered.startswith(prompt + inserted):
+            return prompt + inserted
         # The block's last whitespace may be the text's own.
         other = self._templates.render([*history, turn | {"content": f"b{message.content}"}], told)
         end = len(prompt)
@@ -126,8 +131,9 @@ class TurnTexts:
                 other_text = self._templates.render([*history, changed], told)
                 self._parts_written[part, shape] = other_text != answered
             if not self._parts_written[part, shape] and message.weight:
+                named = f"thinking ({', '.join(THINKING)})" if part == "thinking" else part
                 raise ChatError(
-                    f"field '{field}' has {part} that the chat template of tokenizer '{self._folder}' does not write, "
+                    f"field '{field}' has {named} that the chat template of tokenizer '{self._folder}' does not write, "
                     "so that the model would not be trained on it; use a template that writes it, or remove it from "
                     "the data"
                 )
