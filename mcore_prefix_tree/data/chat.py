@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.data.chat_error import ChatError as ChatError
 from mcore_prefix_tree.data.vocabulary import Vocabulary
 
 # Keys of other formats that must not be dropped in silence, and what to give instead.
@@ -32,10 +33,6 @@ _JSON = re.compile(
     r'[\s,:]*(?:"[^"\\]*(?:\\.[^"\\]*)*"|(?P<opens>[\[{])|(?P<closes>[\]}])|true|false|null|NaN|-?Infinity|[-+.\deE]+)',
     re.DOTALL,
 )
-
-
-class ChatError(ValueError):
-    """A conversation that cannot be parsed or encoded. The message names the field; the reader adds file and line."""
 
 
 @dataclass(frozen=True, kw_only=True)
