@@ -14,9 +14,11 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.data.chat import ChatError, ChatMessage, ChatTokenizer, EncodedTurn, parse_messages, parse_tools
 from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.data.foreign_names import fault_of_unread
 from mcore_prefix_tree.data.formats import READ, SIGNALS, Conversation, Text, TokenIds, examples_of, mark_of
 from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
 from mcore_prefix_tree.data.skipped import Kind, Skipped
+from mcore_prefix_tree.data.token_rows import TOKEN_MARKS
 from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals
@@ -109,7 +111,11 @@ def _parse(row: Mapping[str, Any], record: Record, options: LineOptions, seen: s
     source, names = record.source, options.names
     seen.update(theirs for mine, theirs in names.given.items() if theirs is not None and mine in row)
     mark = mark_of(row, source, names.given)
-    if mark != "tokens" and options.tokenizer is None:
+    if mark in TOKEN_MARKS:
+        fault = fault_of_unread(row, READ[mark], names.given)
+        if fault is not None:
+            raise SampleError(f"{source}: {fault}")
+    elif options.tokenizer is None:
         raise SampleError(f"{source}: field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'")
     examples = examples_of(row, source, mark)
     merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
@@ -263,7 +269,7 @@ Part = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
 def _text_part(tokenizer: ChatTokenizer, text: Text) -> Part:
     """Return tokens and loss mask of a text and its continuation."""
-    whole = tokenizer.encode_completion(text.prompt, text.completion)
+    whole = tokenizer.encode_completion(text.prompt, text.completion, ended=text.ended)
     start = whole.start
     if text.rival is not None:
         start = min(start, tokenizer.encode_completion(text.prompt, text.rival).start)

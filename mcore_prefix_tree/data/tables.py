@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
-from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, PROMPT_ALONE
+from mcore_prefix_tree.data.foreign_names import mapping_of, shown
+from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
+from mcore_prefix_tree.data.token_rows import TOKEN_MARKS
 from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.inputs import check_regular
@@ -251,10 +253,18 @@ def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
     if not FORMATS.keys() & set(known.values()):
         if "prompt" in known.values():
             raise SampleError(f"{path}: {PROMPT_ALONE}")
+        mapping = mapping_of(schema.names, FIELDS)
+        name_it = (
+            f"name yours in data.fields (--fields): {shown(mapping)}"
+            if mapping
+            else ("name the one that holds the samples in data.fields")
+        )
         raise SampleError(
             f"{path}: has none of the columns {', '.join(map(names.theirs, FORMATS))}, only "
-            f"{', '.join(schema.names) or 'none'}; name the one that holds the samples in data.fields"
+            f"{', '.join(schema.names) or 'none'}; {name_it}"
         )
+    if not {*TOKEN_MARKS} & set(known.values()):  # those of rows of token ids may be large
+        known = {name: mine for name, mine in known.items() if mine in KNOWN}
     columns = [name for name in schema.names if names.keeps_others or name in known]
     for name in columns:
         if columns.count(name) > 1:
