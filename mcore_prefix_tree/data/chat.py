@@ -99,7 +99,8 @@ class EncodedTurn:
     Attributes:
         tokens: int32 ``[n]``. ``tokens[:start]`` is what the model was given; ``tokens[start:]`` is what it generated:
             its text, its tool calls and the end-of-turn token.
-        start: index of the first generated token, ``0 < start < n``; 0 for text without a prompt.
+        start: index of the first generated token, ``0 < start < n``; 0 for text without a prompt, and n for a text that
+            was cut before its first token.
     """
 
     tokens: npt.NDArray[np.int32]

@@ -64,6 +64,14 @@ def mapping_of(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
     return mapping if mapping.keys() & set(TOKEN_MARKS) else {}
 
 
+def mapping_beside(mark: str, names: Iterable[str], known: Collection[str]) -> dict[str, str | None]:
+    """Return ``mapping_of`` a record whose field of completions holds ids of the response."""
+    mapping: dict[str, str | None] = {**mapping_of([*names, _RESPONSES[0]], known)}
+    if "response_tokens" in mapping:
+        return mapping | {"response_tokens": mark}
+    return mapping | {mark: None}
+
+
 def shown(mapping: Mapping[str, str | None]) -> str:
     """Return the text of a mapping as ``data.fields`` and ``--fields`` both take it."""
     return json.dumps(dict(mapping), ensure_ascii=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mcore_prefix_tree.data.chat import ChatError
-from mcore_prefix_tree.data.foreign_names import mapping_of, shown
+from mcore_prefix_tree.data.foreign_names import mapping_beside, mapping_of, shown
 from mcore_prefix_tree.data.stopping import STOP_KEYS, STOP_LISTS, was_cut, were_cut
 from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
 from mcore_prefix_tree.sample import SampleError
@@ -161,10 +161,6 @@ def _completions(name: str) -> Callable[[Row, str], list[Example]]:
         many, rewards = row[name], row.get("rewards")
         if not isinstance(many, list) or not many:
             raise ChatError(f"field '{name}' must be a list of at least one completion")
-        if isinstance(many[0], int):
-            mapping = mapping_of([*row, "response_ids"], ()) | {"response_tokens": name}
-            mapping.pop("tokens", None)
-            raise ChatError(f"field '{name}' holds token ids; add {shown(mapping)} to data.fields (--fields)")
         if rewards is not None and "reward" in row:
             raise ChatError("fields 'reward' and 'rewards' are both given; give one of them")
         if rewards is not None and (not isinstance(rewards, list) or len(rewards) != len(many)):
@@ -335,7 +331,11 @@ def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     """
     found = [mark for mark in FORMATS if mark in row]
     if len(found) == 1:
-        return found[0]
+        (mark,) = found
+        if mark not in TOKEN_MARKS and isinstance(row[mark], list) and row[mark] and isinstance(row[mark][0], int):
+            mapping = shown(mapping_beside(mark, row, FIELDS))
+            raise SampleError(f"{source}: field '{mark}' holds token ids; add {mapping} to data.fields (--fields)")
+        return mark
     if found:
         raise SampleError(
             f"{source}: has the fields {_listed(found)}, and each of them is a sample by itself; give exactly one, or "

@@ -69,7 +69,7 @@ def read_token_row(row: Mapping[str, Any]) -> TokenRow:
             raise ChatError("fields 'response_tokens' and 'response_length' are both given; give one of them")
         if "prompt_tokens" not in row:
             raise ChatError("field 'prompt_tokens' is missing beside 'response_tokens'; it may be an empty list")
-        ids = [*_ids(row, "prompt_tokens"), *_ids(row, "response_tokens")]
+        ids = _list(_ids(row, "prompt_tokens")) + _list(_ids(row, "response_tokens"))
         response: int | None = len(row["response_tokens"])
     else:
         if "prompt_tokens" in row:
@@ -120,7 +120,7 @@ class _Aligned:
         missing = self.length - self.response
         if isinstance(value, np.ndarray) and value.dtype.kind == "f":  # stays as exact as it is
             return np.concatenate([np.full((missing, *value.shape[1:]), fill, dtype=value.dtype), value])
-        return [fill] * missing + list(value)
+        return [fill] * missing + _list(value)
 
     def mask(self, row: Mapping[str, Any], name: str, says: str) -> BoolArray:
         """Return a mask of 0 and 1 for each token."""
@@ -268,6 +268,11 @@ def _check_agreement(given: Mapping[str, BoolArray], bounds: Mapping[str, BoolAr
                     f"fields '{name}' and '{other}' contradict each other at index {int(np.argmax(differs)) + start}: "
                     "only one of them scores the token; give one of them"
                 )
+
+
+def _list(value: Any) -> list[Any]:
+    listed: list[Any] = value.tolist() if isinstance(value, np.ndarray) else value
+    return listed
 
 
 def _array(value: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
