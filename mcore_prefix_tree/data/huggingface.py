@@ -123,7 +123,8 @@ class HuggingFaceChatTokenizer:
         written = completion if end is None else with_end(completion, end, ended=ended)
         before, whole = self._token_ids([prompt, prompt + written])
         opening = self._opening
-        if whole[: len(opening)] == opening:  # the text begins with it
+        # To some tokenizers one token begins and ends a text: the end is not taken for a beginning.
+        if whole[: len(whole) - ended][: len(opening)] == opening:
             opening = []
         return continuation([*opening, *before], [*opening, *whole], ended=ended)
 

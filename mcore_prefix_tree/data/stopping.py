@@ -1,4 +1,4 @@
-"""How a generation ended: with a token that the model wrote, or cut by a limit, so that no token ends it."""
+"""The end of a generation: a token that the model wrote, or a limit that cut it."""
 
 from __future__ import annotations
 

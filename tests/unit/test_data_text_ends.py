@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mcore_prefix_tree.data import LineOptions, StreamedGroups, load_tokenizer, read_samples
@@ -114,6 +114,7 @@ def test_one_opening_and_one_end(tmp_path, tokenizers, kind, table):
 
 @needs_transformers
 @settings(deadline=None, max_examples=150)
+@example("bos is eos", "", "", False, False, True)
 @given(
     st.sampled_from(list(KINDS)),
     st.text("abc \n", max_size=6),
