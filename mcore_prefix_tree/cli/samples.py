@@ -59,9 +59,9 @@ class TokenizerOnDemand:
         self.conversations += 1
         return self.load().encode_turns(messages, tools)
 
-    def encode_completion(self, prompt: str, completion: str) -> EncodedTurn:
+    def encode_completion(self, prompt: str, completion: str, *, ended: bool = True) -> EncodedTurn:
         """See ``ChatTokenizer``."""
-        return self.load().encode_completion(prompt, completion)
+        return self.load().encode_completion(prompt, completion, ended=ended)
 
     def encode_text(self, text: str) -> list[int]:
         """See ``ChatTokenizer``."""

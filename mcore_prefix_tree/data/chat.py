@@ -87,7 +87,8 @@ class EncodedTurn:
     Attributes:
         tokens: int32 ``[n]``. ``tokens[:start]`` is what the model was given; ``tokens[start:end]`` is what it
             generated: its text, its tool calls and the token that stopped it.
-        start: index of the first generated token, ``0 < start <= n``; 0 for text without a prompt.
+        start: index of the first generated token, ``0 < start <= n``; 0 for text without a prompt, and n for
+            a text that was cut before its first token.
         end: index behind the last generated token. Below n for a turn that was cut: the chat format ends it with
             tokens that the model did not write. None: n.
     """
@@ -125,11 +126,17 @@ class ChatTokenizer(Protocol):
             ChatError: the chat format cannot express the conversation or the tools.
         """
 
-    def encode_completion(self, prompt: str, completion: str) -> EncodedTurn:
+    def encode_completion(self, prompt: str, completion: str, *, ended: bool = True) -> EncodedTurn:
         """Encode a text and its continuation as one text, without a chat format, as TRL does.
 
-        An end-of-sequence token comes behind it. The continuation starts at the first token that the prompt by itself
-        does not have.
+        The tokens that the tokenizer writes before a text come once, also if the text begins with them. The
+        end-of-sequence token comes once behind the continuation, and nowhere else. The continuation starts at the first
+        token that the prompt by itself does not have.
+
+        Args:
+            prompt: text that the model was given.
+            completion: text that it wrote, with or without the end-of-sequence token.
+            ended: whether the model wrote the end-of-sequence token; without it, the continuation may be empty.
 
         Raises:
             ChatError: the continuation has no token, or the tokenizer has no end-of-sequence token.
@@ -146,13 +153,13 @@ class ChatTokenizer(Protocol):
         """
 
 
-def continuation(prompt: Sequence[int], whole: Sequence[int]) -> EncodedTurn:
-    """Return a text that starts where its tokens depart from those of its prompt.
+def continuation(prompt: Sequence[int], whole: Sequence[int], *, ended: bool = True) -> EncodedTurn:
+    """Return a text that starts where its tokens depart from those of its prompt; it may be empty if it did not end.
 
     The rule is that of ``common_prefix_length`` in TRL's ``data_utils.py``: tokens may merge across the border.
     """
     pairs = enumerate(zip(prompt, whole, strict=False))
     start = next((place for place, (one, other) in pairs if one != other), min(len(prompt), len(whole)))
-    if start == len(whole):
+    if not whole or (ended and start == len(whole)):
         raise ChatError("the completion has no token of its own; leave the record out")
     return EncodedTurn(tokens=np.array(whole, dtype=np.int32), start=start)

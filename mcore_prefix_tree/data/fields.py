@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mcore_prefix_tree.data.foreign_names import meaning_of
 from mcore_prefix_tree.data.formats import FIELDS, KNOWN
 from mcore_prefix_tree.sample import SampleError
 
@@ -32,12 +33,15 @@ class FieldNames:
         check_names(self.given)
 
     def ours(self, name: str) -> str | None:
-        """Return our name of a field of the file; None if it is not read."""
+        """Return our name of a field of the file; None if it is not looked at.
+
+        A field that says by another name what is trained on is looked at, for an error to name it.
+        """
         if self.given:
             for mine, theirs in self.given.items():
                 if name == theirs:
                     return mine
-        return name if name in KNOWN and name not in self.given else None
+        return name if (name in KNOWN or meaning_of(name) is not None) and name not in self.given else None
 
     def of_file(self, names: Iterable[str]) -> dict[str, str]:
         """Return our names of those of a file's fields that are read."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.foreign_names import mapping_beside, mapping_of, shown
+from mcore_prefix_tree.data.stopping import STOP_KEYS, STOP_LISTS, was_cut, were_cut
+from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.signals import Signals
 
@@ -46,12 +49,14 @@ class Conversation:
         names: name of each message in the record, for errors.
         tools: tools that the model could call.
         prompt: number of messages at the start whose turns are not scored.
+        ended: whether the model ended the last assistant message; otherwise it was cut.
     """
 
     messages: list[Any]
     names: list[str]
     tools: Any = None
     prompt: int = 0
+    ended: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +67,13 @@ class Text:
         prompt: text that is not scored.
         completion: text behind the prompt.
         rival: continuation that the completion is compared with: both are scored from the same token on.
+        ended: whether the model ended the completion; otherwise it was cut.
     """
 
     prompt: str
     completion: str
     rival: str | None = None
+    ended: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +117,12 @@ class Format:
 
 
 def _tokens(row: Row, source: str) -> list[Example]:
-    return [Example(content=TokenIds(ids=row["tokens"], loss_mask=row.get("loss_mask")))]
+    found = read_token_row(row)
+    return [Example(content=TokenIds(ids=found.ids, loss_mask=found.loss_mask), signals=found.signals)]
 
 
 def _messages(row: Row, source: str) -> list[Example]:
-    return [Example(content=_conversation(row["messages"], "messages", row))]
+    return [Example(content=replace(_conversation(row["messages"], "messages", row), ended=not was_cut(row)))]
 
 
 def _sharegpt(row: Row, source: str) -> list[Example]:
@@ -123,7 +131,7 @@ def _sharegpt(row: Row, source: str) -> list[Example]:
     names, system = whole.names, row.get("system")
     if system:
         messages, names = [{"role": "system", "content": system}, *messages], ["system", *names]
-    return [Example(content=Conversation(messages=messages, names=names, tools=whole.tools))]
+    return [Example(content=replace(whole, messages=messages, names=names, ended=not was_cut(row)))]
 
 
 def _from_sharegpt(entry: Any, name: str) -> Any:
@@ -147,7 +155,7 @@ def _from_sharegpt(entry: Any, name: str) -> Any:
 
 
 def _completion(row: Row, source: str) -> list[Example]:
-    return [Example(content=_continued(_prompt_of(row), row["completion"], "completion", row))]
+    return [Example(content=_continued(_prompt_of(row), row["completion"], "completion", row, cut=was_cut(row)))]
 
 
 def _completions(name: str) -> Callable[[Row, str], list[Example]]:
@@ -160,9 +168,10 @@ def _completions(name: str) -> Callable[[Row, str], list[Example]]:
         if rewards is not None and (not isinstance(rewards, list) or len(rewards) != len(many)):
             raise ChatError(f"field 'rewards' must be a list of {len(many)} numbers, one for each of '{name}'")
         prompt, group = _prompt_of(row), row.get("group", source)
+        cut = were_cut(row, len(many), name)
         return [
             Example(
-                content=_continued(prompt, one, f"{name}[{place}]", row),
+                content=_continued(prompt, one, f"{name}[{place}]", row, cut=cut[place]),
                 signals={"group": group} | ({} if rewards is None else {"reward": rewards[place]}),
                 part=f"completion {place}",
             )
@@ -196,11 +205,11 @@ def _preference(row: Row, source: str) -> list[Example]:
     sides = ("chosen", chosen, rejected), ("rejected", rejected, chosen)
     return [
         Example(
-            content=_continued(prompt, one, name, row, rival=rival),
+            content=_continued(prompt, one, name, row, rival=rival, cut=cut),
             signals={"pair": pair, "chosen": name == "chosen"},
             part=name,
         )
-        for name, one, rival in sides
+        for (name, one, rival), cut in zip(sides, were_cut(row, 2, "chosen and rejected"), strict=True)
     ]
 
 
@@ -221,11 +230,13 @@ def _prompt_of(row: Row) -> Any:
     return row["prompt"]
 
 
-def _continued(prompt: Any, completion: Any, name: str, row: Row, rival: Any = None) -> Conversation | Text:
+def _continued(
+    prompt: Any, completion: Any, name: str, row: Row, rival: Any = None, *, cut: bool = False
+) -> Conversation | Text:
     if isinstance(prompt, str) and isinstance(completion, str):
         if row.get("tools"):
             raise ChatError("field 'tools' goes with messages, but the prompt is text")
-        return Text(prompt=prompt, completion=completion, rival=rival)
+        return Text(prompt=prompt, completion=completion, rival=rival, ended=not cut)
     if isinstance(prompt, str) or not isinstance(completion, (str, list)):
         wanted = "text" if isinstance(prompt, str) else "text or a list of messages"
         raise ChatError(f"field '{name}' must be {wanted}, as the prompt is")
@@ -243,6 +254,7 @@ def _continued(prompt: Any, completion: Any, name: str, row: Row, rival: Any = N
         names=[*before.names, *names],
         tools=before.tools,
         prompt=len(before.messages),
+        ended=not cut,
     )
 
 
@@ -257,38 +269,45 @@ def _conversation(value: Any, name: str, row: Row) -> Conversation:
     return Conversation(messages=value, names=names, tools=row.get("tools"))
 
 
-_ROLLOUTS = ("prompt", "rewards", "tools")
+_STOPS = (*STOP_KEYS, *STOP_LISTS)
+_ROLLOUTS = ("prompt", "rewards", "tools", *_STOPS)
 _STEPS = _UNSUPPORTED | {"labels": "it scores the steps of one answer"}
 FORMATS: Mapping[str, Format] = {
-    "tokens": Format(others=("loss_mask",), examples=_tokens, refused={}),
-    "messages": Format(others=("tools",), examples=_messages),
-    "conversations": Format(others=("system", "tools"), examples=_sharegpt),
-    "completion": Format(others=("prompt", "tools"), examples=_completion),
+    "tokens": Format(others=("loss_mask", *TOKEN_FIELDS), examples=_tokens, refused={}),
+    "messages": Format(others=("tools", *STOP_KEYS), examples=_messages),
+    "conversations": Format(others=("system", "tools", *STOP_KEYS), examples=_sharegpt),
+    "completion": Format(others=("prompt", "tools", *STOP_KEYS), examples=_completion),
     "completions": Format(others=_ROLLOUTS, examples=_completions("completions"), refused=_STEPS),
     "responses": Format(others=_ROLLOUTS, examples=_completions("responses"), refused=_STEPS),
-    "rejected": Format(others=("prompt", "chosen", "tools"), examples=_preference),
+    "rejected": Format(others=("prompt", "chosen", "tools", *_STOPS), examples=_preference),
+    "response_tokens": Format(others=("loss_mask", *TOKEN_FIELDS), examples=_tokens, refused={}),
 }
 # Fields of all formats, beside the signals.
 COMMON = ("merge_key", "temperature")
 # All that is read of a record, by its mark.
 READ = {mark: frozenset((mark, *one.others, *COMMON, *SIGNALS)) for mark, one in FORMATS.items()}
-# All fields that samples have, under any mark.
+_OF_TOKENS = {"tokens", "response_tokens", "loss_mask", *TOKEN_FIELDS, *COMMON, *SIGNALS}
+# All fields that samples have, under any mark; those that few records have come last.
 FIELDS = tuple(
-    dict.fromkeys([*(name for mark, one in FORMATS.items() for name in (mark, *one.others)), *COMMON, *SIGNALS])
+    sorted(
+        dict.fromkeys([*(name for mark, one in FORMATS.items() for name in (mark, *one.others)), *COMMON, *SIGNALS]),
+        key=(*TOKEN_FIELDS, *_STOPS).__contains__,
+    )
 )
 _REFUSED = tuple(name for one in FORMATS.values() for name in one.refused)
 # All that are looked at, and those of them that tables give as JSON Lines would.
 KNOWN = frozenset((*FIELDS, *_REFUSED))
-JSON_FIELDS = KNOWN - {"tokens", "loss_mask", *COMMON, *SIGNALS} | {"chosen"}
+JSON_FIELDS = KNOWN - _OF_TOKENS | {"chosen"}
 
 
 def examples_of(row: Row, source: str, mark: str) -> list[Example]:
     """Return the examples of a record of a mark's format; raises SampleError for a malformed one."""
     try:
-        if mark != "tokens" and "loss_mask" in row:
+        if mark not in TOKEN_MARKS and "loss_mask" in row:
             raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from what is answered")
         for name, why in FORMATS[mark].refused.items():
-            if row.get(name):
+            value = row.get(name)
+            if value is not None and (len(value) if hasattr(value, "__len__") else value):
                 raise ChatError(f"field '{name}' is not supported with '{mark}': {why}")
         return FORMATS[mark].examples(row, source)
     except ChatError as error:
@@ -315,7 +334,11 @@ def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     """
     found = [mark for mark in FORMATS if mark in row]
     if len(found) == 1:
-        return found[0]
+        (mark,) = found
+        if mark not in TOKEN_MARKS and isinstance(row[mark], list) and row[mark] and isinstance(row[mark][0], int):
+            mapping = shown(mapping_beside(mark, row, FIELDS))
+            raise SampleError(f"{source}: field '{mark}' holds token ids; add {mapping} to data.fields (--fields)")
+        return mark
     if found:
         raise SampleError(
             f"{source}: has the fields {_listed(found)}, and each of them is a sample by itself; give exactly one, or "
@@ -325,11 +348,11 @@ def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     if missing:
         mark, theirs = missing[0]
         raise SampleError(f"{source}: does not have the field '{theirs}', which data.fields reads as '{mark}'")
-    if "prompt" in row:
+    mapping = mapping_of(row, FIELDS)
+    if "prompt" in row and not mapping:
         raise SampleError(f"{source}: {PROMPT_ALONE}")
-    raise SampleError(
-        f"{source}: has none of the fields {_listed(list(FORMATS))}; give one of them, or name yours in data.fields"
-    )
+    yours = f"yours in data.fields (--fields): {shown(mapping)}" if mapping else "yours in data.fields"
+    raise SampleError(f"{source}: has none of the fields {_listed(list(FORMATS))}; give one of them, or name {yours}")
 
 
 def _listed(names: Sequence[str]) -> str:

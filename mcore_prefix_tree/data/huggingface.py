@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continuation
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.chat_template import ChatTemplates
+from mcore_prefix_tree.data.stopping import with_end
 from mcore_prefix_tree.data.turn_ends import TurnEnds
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.data.vocabulary import DummySpace, Spelling, Vocabulary
@@ -126,14 +127,31 @@ class HuggingFaceChatTokenizer:
             f"'{self._folder}'; {way_out}"
         )
 
-    def encode_completion(self, prompt: str, completion: str) -> EncodedTurn:
+    def encode_completion(self, prompt: str, completion: str, *, ended: bool = True) -> EncodedTurn:
         """See ``ChatTokenizer.encode_completion``; control tokens in the text are control tokens."""
         end = self._tokenizer.eos_token
-        if end is None:
+        if end is None and ended:
             raise ChatError(f"tokenizer '{self._folder}' has no eos_token to end a completion with; set one")
-        whole = prompt + completion + ("" if completion.endswith(end) else end)
-        ids: list[list[int]] = self._tokenizer([prompt, whole])["input_ids"]
-        return continuation(*ids)
+        written = completion if end is None else with_end(completion, end, ended=ended)
+        before, whole = self._token_ids([prompt, prompt + written])
+        opening = self._opening
+        # To some tokenizers one token begins and ends a text: the end is not taken for a beginning.
+        if whole[: len(whole) - ended][: len(opening)] == opening:
+            opening = []
+        return continuation([*opening, *before], [*opening, *whole], ended=ended)
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        """Token ids that the tokenizer writes before a text, mostly the one that begins a sequence.
+
+        What it writes behind a text belongs to no prompt, and ends no completion that the model did not end.
+        """
+        for text in ("0", "a", "."):
+            ids, bare = self._tokenizer(text)["input_ids"], self._token_ids([text])[0]
+            places = [at for at in range(len(ids)) if bare and ids[at : at + len(bare)] == bare]
+            if places:
+                return list(ids[: places[0]])
+        return []
 
     def encode_text(self, text: str) -> list[int]:
         """See ``ChatTokenizer.encode_text``."""

@@ -24,6 +24,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continuation
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.json_fields import check_json_depth
+from mcore_prefix_tree.data.stopping import with_end
 from mcore_prefix_tree.data.vocabulary import Vocabulary
 
 # v1 and v2 are left out: v1 knows no tools and no control tokens, v2 drops the tool calls of earlier turns.
@@ -107,10 +108,14 @@ class MistralChatTokenizer:
             for turn, end in zip(turns, turn_ends, strict=True)
         ]
 
-    def encode_completion(self, prompt: str, completion: str) -> EncodedTurn:
-        """See ``ChatTokenizer.encode_completion``; no part of the text becomes a control token."""
-        encode = self._text_tokenizer.encode
-        return continuation(encode(prompt, bos=True, eos=False), encode(prompt + completion, bos=True, eos=True))
+    def encode_completion(self, prompt: str, completion: str, *, ended: bool = True) -> EncodedTurn:
+        """See ``ChatTokenizer.encode_completion``; no other part of the text becomes a control token."""
+        encode, piece = self._text_tokenizer.encode, self._text_tokenizer.id_to_piece
+        begin, end = str(piece(self._text_tokenizer.bos_id)), str(piece(self._end_of_turn))
+        written = with_end(completion, end, ended=False)
+        whole = (prompt + written).removeprefix(begin)
+        before = encode(prompt.removeprefix(begin), bos=True, eos=False)
+        return continuation(before, encode(whole, bos=True, eos=ended), ended=ended)
 
     def encode_text(self, text: str) -> list[int]:
         """See ``ChatTokenizer.encode_text``."""

@@ -15,10 +15,12 @@ import numpy.typing as npt
 from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.data.foreign_names import fault_of_unread
 from mcore_prefix_tree.data.formats import READ, SIGNALS, Conversation, Text, TokenIds, examples_of, mark_of
 from mcore_prefix_tree.data.messages import parse_messages
 from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
 from mcore_prefix_tree.data.skipped import Kind, Skipped
+from mcore_prefix_tree.data.token_rows import TOKEN_MARKS
 from mcore_prefix_tree.data.tools import parse_tools
 from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Sample, SampleError, Tempered
@@ -112,7 +114,11 @@ def _parse(row: Mapping[str, Any], record: Record, options: LineOptions, seen: s
     source, names = record.source, options.names
     seen.update(theirs for mine, theirs in names.given.items() if theirs is not None and mine in row)
     mark = mark_of(row, source, names.given)
-    if mark != "tokens" and options.tokenizer is None:
+    if mark in TOKEN_MARKS:
+        fault = fault_of_unread(row, READ[mark], names.given)
+        if fault is not None:
+            raise SampleError(f"{source}: {fault}")
+    elif options.tokenizer is None:
         raise SampleError(f"{source}: field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'")
     examples = examples_of(row, source, mark)
     merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
@@ -219,6 +225,9 @@ def _encoded_samples(
         encoded = [[_text_part(one, content)] for one in tokenizers]
     else:
         messages = parse_messages(content.messages, content.names)
+        if not content.ended:
+            last = max(index for index, message in enumerate(messages) if message.role == "assistant")
+            messages[last] = replace(messages[last], is_cut=True)
         tools = parse_tools(content.tools)
         encoded = [
             _parts(
@@ -267,7 +276,7 @@ Part = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
 def _text_part(tokenizer: ChatTokenizer, text: Text) -> Part:
     """Return tokens and loss mask of a text and its continuation."""
-    whole = tokenizer.encode_completion(text.prompt, text.completion)
+    whole = tokenizer.encode_completion(text.prompt, text.completion, ended=text.ended)
     start = whole.start
     if text.rival is not None:
         start = min(start, tokenizer.encode_completion(text.prompt, text.rival).start)
@@ -319,7 +328,8 @@ def _parts(
     weighted = [(turn, weight) for turn, weight in weighted if weight] or weighted[-1:]
     whole = weighted[-1][0].tokens
     for turn, _ in weighted:
-        if not np.array_equal(whole[: len(turn.tokens)], turn.tokens):
+        written = turn.tokens[: turn.end]
+        if not np.array_equal(whole[: len(written)], written):
             number = next(number for number, one in enumerate(turns) if one is turn)
             raise SampleError(
                 f"{source}: field 'messages' cannot be one sample, because {_departure(tokenizer, turn, whole)} "

@@ -64,6 +64,16 @@ def were_cut(given: Mapping[str, Any], count: int, name: str) -> list[bool]:
     return cut
 
 
+def with_end(completion: str, end: str, *, ended: bool) -> str:
+    """Return a completion with the text of the end token behind it once, or without it if the model did not write it.
+
+    A template that rendered the completion may have written the end token already, and whitespace behind it.
+    """
+    rendered = completion.rstrip()
+    before = next((one.removesuffix(end) for one in (completion, rendered) if one.endswith(end)), completion)
+    return f"{before}{end}" if ended else before
+
+
 def _is_cut(value: object, key: str, field: str) -> bool:
     if value is None:
         return False

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
-from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, PROMPT_ALONE
+from mcore_prefix_tree.data.foreign_names import mapping_of, shown
+from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
 from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.inputs import check_regular
@@ -112,6 +113,10 @@ def _is_list(kind: Any) -> bool:
         or types.is_list_view(kind)
         or types.is_large_list_view(kind)
     )
+
+
+def _has_integers(kind: Any) -> bool:
+    return _is_list(kind) and bool(types.is_integer(kind.value_type))
 
 
 def _is_plain(kind: Any) -> bool:
@@ -249,12 +254,19 @@ def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
     known = names.of_file(schema.names)
     notice_unread((name for name in schema.names if name not in known), FIELDS, path)
     if not FORMATS.keys() & set(known.values()):
-        if "prompt" in known.values():
+        mapping = mapping_of(schema.names, FIELDS)
+        if "prompt" in known.values() and not mapping:
             raise SampleError(f"{path}: {PROMPT_ALONE}")
+        way_out = "name the one that holds the samples in data.fields"
+        if mapping:
+            way_out = f"name yours in data.fields (--fields): {shown(mapping)}"
         raise SampleError(
             f"{path}: has none of the columns {', '.join(map(names.theirs, FORMATS))}, only "
-            f"{', '.join(schema.names) or 'none'}; name the one that holds the samples in data.fields"
+            f"{', '.join(schema.names) or 'none'}; {way_out}"
         )
+    ids = [name for name, kind in zip(schema.names, schema.types, strict=True) if name in known and _has_integers(kind)]
+    if not {known[name] for name in ids} & FORMATS.keys():  # what only rows of token ids are asked for may be large
+        known = {name: mine for name, mine in known.items() if mine in KNOWN}
     columns = [name for name in schema.names if names.keeps_others or name in known]
     for name in columns:
         if columns.count(name) > 1:

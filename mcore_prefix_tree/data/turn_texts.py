@@ -18,8 +18,11 @@ _EMPTY_THINKING = re.compile(
     r"(?P=opens)/(?P=tag)(?P=closes)\s*",
     re.IGNORECASE,
 )
+# Its first tag at the end of a prompt.
+_OPENED_THINKING = re.compile(r"[<\[◁]\|?[\w:]*(?:think|thought|reason)\w*\|?[>\]▷]\s*\Z", re.IGNORECASE)
 # Variables with which chat templates turn thinking off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
+_LONGEST_TAG = 64
 # A text that a rendering can be searched for, and the conversation around it.
 _PROBE = "7q1Zx"
 _BEFORE_RESULT: tuple[dict[str, Any], ...] = (
@@ -84,7 +87,9 @@ class TurnTexts:
         A model that wrote no thinking was given that block: by the prompt that the template makes with thinking off,
         if it has such a switch.
         """
-        block = _EMPTY_THINKING.match(answered, len(prompt)) if answered.startswith(prompt) else None
+        opened = _OPENED_THINKING.search(prompt[-_LONGEST_TAG:])
+        start = len(prompt) - (len(opened[0]) if opened else 0)
+        block = _EMPTY_THINKING.match(answered, start) if answered.startswith(prompt) else None
         if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
             return prompt
         *history, turn = converted

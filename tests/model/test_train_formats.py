@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from test_train_objectives import rows as signal_rows
 from train_jobs import FLOAT64, command, train, write_job, write_rows
@@ -12,6 +14,7 @@ from train_jobs import FLOAT64, command, train, write_job, write_rows
 from mcore_prefix_tree.data import load_tokenizer, read_samples
 from mcore_prefix_tree.data.write import row_of
 
+SAMPLES_BY_GROUP = "batch.global_batch_size=null"
 STEPS = ("train_iters=2", "batch.max_tokens=400", "batch.global_batch_size=4", *FLOAT64)
 
 
@@ -69,3 +72,38 @@ def test_names_on_the_command_line(tmp_path: Path) -> None:
         failed = command("plan", path, "--max-tokens", "9", "--fields", fields)
         assert failed.exit_code != 0
         assert says in failed.output
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_rows_of_other_trainers_train_as_their_tokens_do(tmp_path: Path, streaming: bool, form: str) -> None:
+    """Labels and padding, fields as long as the response, prompt and response apart: one loss, in SFT and in GRPO."""
+    prompt, answers = [5, 6, 7], [[8, 9, 10], [8, 11], [12], [13, 14]]
+    plain, given = [], []
+    for place, answer in enumerate(answers):
+        tokens, scores = prompt + answer, [-0.5 * (at + 1) for at in range(len(answer))]
+        mask = [1] * (len(answer) - 1) + [place % 2]
+        ids = {"reward": float(place), "group": "q"}
+        plain.append({"tokens": tokens, "loss_mask": [0] * 3 + mask, "old_logprobs": [None] * 3 + scores, **ids})
+        labels = [-100] * 3 + [token if scored else -100 for token, scored in zip(answer, mask, strict=True)]
+        padding = 4 - len(answer)
+        given.append(
+            {
+                "input_ids": [0, 0, *tokens, *[0] * padding],
+                "attention_mask": [0, 0, *[1] * len(tokens), *[0] * padding],
+                "labels": [-100, -100, *labels, *[-100] * padding],
+                "response_mask": mask + [0] * padding,
+                "old_log_probs": scores + [0.0] * padding,
+                **ids,
+            }
+        )
+    recipe, path = write_job(tmp_path, plain), tmp_path / f"given.{form}"
+    write_rows(path, given)
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist(given), path)
+    names = f"data.path={path}", "data.fields={tokens: input_ids, old_logprobs: old_log_probs}"
+    steps = (*STEPS, "data.order=file", f"data.streaming={str(streaming).lower()}", "data.num_workers=0")
+    for objective in (("objective.name=sft",), ("objective.name=grpo", "batch.groups_per_step=1", SAMPLES_BY_GROUP)):
+        losses = train(recipe, *steps, *objective).losses
+        assert losses == train(recipe, *steps, *objective, *names).losses
+        assert len(losses) == 2

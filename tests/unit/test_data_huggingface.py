@@ -23,20 +23,26 @@ CHATML = (
 # As thinking models do: the reasoning of earlier turns is removed.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Only the answer is as it was written.
 LAST_DIFFERS = (
     "{% for m in messages %}<|im_start|>"
-    "{{ m.content if loop.last and not add_generation_prompt else m.content.strip() }}<|im_end|>{% endfor %}"
+    "{{ m.content if loop.last and not add_generation_prompt else m.content.strip() }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
 NO_CONTINUATION = (
-    "{% if add_generation_prompt %}ready?{% else %}{% for m in messages %}{{ m.content }}{% endfor %}{% endif %}"
+    "{% if add_generation_prompt %}ready?{% else %}{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    "{% endif %}"
 )
 PLAIN = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 PROMPT_ENDS_WITH_SPACE = PLAIN.replace("assistant:", "assistant: ")

@@ -1,0 +1,123 @@
+"""Names that other trainers and engines give to fields of rows of token ids, and the fields that they are here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mcore_prefix_tree.data.token_rows import MASKS, TOKEN_MARKS
+
+_PROMPTS = ("prompt_ids", "prompt_token_ids", "prompt_input_ids", "prompts")
+_RESPONSES = (
+    "completion_ids", "completion_token_ids", "output_ids", "output_token_ids", "response_ids", "response_token_ids",
+    "token_ids",
+)  # fmt: skip
+_IDS = {"input_ids": "tokens"} | dict.fromkeys(_PROMPTS, "prompt_tokens") | dict.fromkeys(_RESPONSES, "response_tokens")
+_LENGTHS = dict.fromkeys(("completion_length", "response_len", "response_lengths"), "response_length")
+# What their names say, with the field that they are.
+_MASK = re.compile(r"mask", re.IGNORECASE)
+_LABELS = re.compile(r"(^|_)(labels|label_ids)(_|$)", re.IGNORECASE)
+_LOGPROBS = re.compile(r"log_?probs?(_|$)|(^|_)logps?(_|$)", re.IGNORECASE)
+_WHOSE = (("teacher", "teacher"), ("ref", "ref_logprobs"), ("old", "old_logprobs"), ("prev", "old_logprobs"))
+# Names that say so of what is never scored.
+_HARMLESS = frozenset({"special_tokens_mask", "prompt_logprobs"})
+
+
+def meaning_of(name: str) -> str | None:
+    """Return the field of ours that a field of this name seems to be; None if its name does not say."""
+    if name in _HARMLESS:
+        return None
+    if name in _IDS or name in _LENGTHS:
+        return _IDS.get(name) or _LENGTHS[name]
+    if _LOGPROBS.search(name):
+        return next((ours for part, ours in _WHOSE if part in name.lower()), "rollout_logprobs")
+    if _LABELS.search(name):
+        return "labels"
+    return "loss_mask" if _MASK.search(name) else None
+
+
+def mapping_of(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
+    """Return how the names of a record without a mark could be given in ``data.fields``; empty if none is an id.
+
+    Args:
+        names: fields of the record.
+        known: fields that are read under these names.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        meant = None if name in known else meaning_of(name)
+        if meant is not None:
+            found.setdefault(meant, name)
+    if found.get("response_tokens") == "token_ids" and not found.keys() & {"tokens", "prompt_tokens"}:
+        found["tokens"] = "token_ids"
+    if found.keys() >= {"prompt_tokens", "response_tokens"}:
+        surplus = {"tokens", "response_length"}
+    elif "tokens" in found:
+        surplus = {"prompt_tokens", "response_tokens"}
+    else:
+        surplus = set()
+    mapping = {meant: name for meant, name in found.items() if meant not in surplus}
+    return mapping if mapping.keys() & set(TOKEN_MARKS) else {}
+
+
+def mapping_beside(mark: str, names: Iterable[str], known: Collection[str]) -> dict[str, str | None]:
+    """Return ``mapping_of`` a record whose field of completions holds ids of the response."""
+    mapping: dict[str, str | None] = {**mapping_of([*names, _RESPONSES[0]], known)}
+    if "response_tokens" in mapping:
+        return mapping | {"response_tokens": mark}
+    return mapping | {mark: None}
+
+
+def shown(mapping: Mapping[str, str | None]) -> str:
+    """Return the text of a mapping as ``data.fields`` and ``--fields`` both take it."""
+    return json.dumps(dict(mapping), ensure_ascii=False)
+
+
+def fault_of_unread(row: Mapping[str, Any], read: Collection[str], given: Mapping[str, str | None]) -> str | None:
+    """Return what is wrong with a row of token ids that has fields which change what is trained on and are not read.
+
+    A field is no fault if the row has the field of ours that it seems to be, or ``data.fields`` names that one.
+
+    Args:
+        row: fields of the row.
+        read: fields that are read.
+        given: the file's names of fields, by our names.
+    """
+    has_mask = bool(row.keys() & {*MASKS, "response_length", "response_tokens"})
+    for name in row:
+        meant = None if name in read else meaning_of(name)
+        if meant is None or meant in given or meant in row:
+            continue
+        if name in _IDS or name in _LENGTHS:
+            if has_mask or name == "input_ids":
+                continue
+        elif not _has_entries(row[name]) or _is_settled(name, meant, row):
+            continue
+        if name == "prompt_mask":
+            return (
+                "field 'prompt_mask' is not read; give the prompt without padding, and 'loss_mask' with an entry for "
+                "each token of prompt and response"
+            )
+        return (
+            f"field '{name}' is not read, though its name says that it is '{meant}'; add {shown({meant: name})} to "
+            f"data.fields (--fields), or {shown({meant: None})} if it has nothing to do with training"
+        )
+    return None
+
+
+def _is_settled(name: str, meant: str, row: Mapping[str, Any]) -> bool:
+    """Return whether other fields of the row settle what this one could say."""
+    if name == "prompt_mask" and "prompt_tokens" in row:  # nothing of the prompt is scored; without padding it is even
+        return len(np.unique(np.asarray(row[name], dtype=object).astype(str))) == 1
+    return meant in ("loss_mask", "labels") and bool(row.keys() & {"loss_mask", "labels"})
+
+
+def _has_entries(value: object) -> bool:
+    """Return whether a value has entries as a field per token has: a list of anything but text, or an object."""
+    if isinstance(value, (list, np.ndarray)):
+        return len(value) > 0 and not isinstance(value[0], str)
+    return isinstance(value, dict)

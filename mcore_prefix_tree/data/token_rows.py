@@ -1,0 +1,283 @@
+"""Rows of token ids: masks, labels, padding, and fields that are as long as the response.
+
+Trainers write them in several shapes. Here each becomes the ids of a sample, the weight of each token, and signals with
+an entry for each token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.signals import PER_TOKEN
+
+# Marks of rows of token ids.
+TOKEN_MARKS = ("tokens", "response_tokens")
+# Masks that bound what is scored, by the names that Hugging Face, TRL and verl give them: all of them must score it.
+_BOUNDS = ("response_mask", "completion_mask", "assistant_masks")
+# Fields that say which tokens are scored.
+MASKS = ("loss_mask", "labels", *_BOUNDS)
+# Fields that these rows have beside their marks, ``loss_mask`` and signals.
+TOKEN_FIELDS = ("prompt_tokens", "response_length", "attention_mask", "labels", *_BOUNDS)
+# Label of a token that is not scored, as in torch's cross_entropy.
+_IGNORED = -100
+_TEACHER_ROWS = ("token_ids", "logprobs")
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRow:
+    """A row without padding, with an entry for each token in every field.
+
+    Attributes:
+        ids: token ids, not checked yet.
+        loss_mask: weight of each token, not checked yet; None scores all.
+        signals: those signals of the row that have an entry for each token.
+    """
+
+    ids: Any
+    loss_mask: Any
+    signals: Mapping[str, Any]
+
+
+def read_token_row(row: Mapping[str, Any]) -> TokenRow:
+    """Read a row of one of ``TOKEN_MARKS``.
+
+    Tokens are ``tokens``, or ``prompt_tokens`` and ``response_tokens`` behind them. The response is
+    ``response_tokens``, or the last ``response_length`` tokens, or as many as ``response_mask`` or ``completion_mask``
+    have entries. Fields with an entry for each token may have one for each token of the response instead. Without a
+    mask, only the response is scored, if it is known.
+
+    ``attention_mask`` is 0 for padding on either side, which is removed from all fields. ``labels`` are the token ids,
+    or -100 for a token that is not scored. Of ``response_mask``, ``completion_mask`` and ``assistant_masks``, a token
+    that one of them excludes is not scored, as in TRL.
+
+    Raises:
+        ChatError: a field is malformed or contradicts another; names both.
+    """
+    if not row.keys() & {"response_tokens", *TOKEN_FIELDS}:
+        return TokenRow(ids=row["tokens"], loss_mask=row.get("loss_mask"), signals={})
+    if "response_tokens" in row:
+        if "response_length" in row:
+            raise ChatError("fields 'response_tokens' and 'response_length' are both given; give one of them")
+        if "prompt_tokens" not in row:
+            raise ChatError("field 'prompt_tokens' is missing beside 'response_tokens'; it may be an empty list")
+        ids = _list(_ids(row, "prompt_tokens")) + _list(_ids(row, "response_tokens"))
+        response: int | None = len(row["response_tokens"])
+    else:
+        if "prompt_tokens" in row:
+            raise ChatError(
+                "fields 'tokens' and 'prompt_tokens' are both given; give 'response_tokens' with the latter"
+            )
+        ids = _ids(row, "tokens")
+        response = _response_length(row, len(ids))
+    aligned = _Aligned(length=len(ids), response=response)
+    kept = _kept(row, aligned)
+    mask = _loss_mask(row, ids, aligned, kept)
+    signals = {name: aligned.field(row, name)[kept] for name in PER_TOKEN if name in row}
+    if isinstance(row.get("advantage"), (list, np.ndarray)):
+        signals["advantage"] = aligned.field(row, "advantage")[kept]
+    if isinstance(row.get("teacher"), dict) and set(row["teacher"]) == set(_TEACHER_ROWS):
+        signals["teacher"] = aligned.teacher(row["teacher"], kept)
+    return TokenRow(ids=ids[kept], loss_mask=mask, signals=signals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Aligned:
+    """Give fields an entry for each token.
+
+    Attributes:
+        length: number of tokens.
+        response: number of tokens of the response, at their end; None if it is not known.
+    """
+
+    length: int
+    response: int | None
+
+    def field(self, row: Mapping[str, Any], name: str, fill: Any = None) -> Any:
+        """Return a list or array with an entry for each token, ``fill`` for those of the prompt."""
+        return self.value(row[name], name, fill)
+
+    def value(self, value: Any, name: str, fill: Any = None) -> Any:
+        """Return ``field`` for a value."""
+        if not isinstance(value, (list, np.ndarray)) or np.ndim(value) == 0:
+            raise ChatError(f"field '{name}' must be a list with an entry for each token")
+        if len(value) == self.length:
+            return value
+        if self.response is None or len(value) != self.response:
+            of_response = "" if self.response is None else f", of which {self.response} are the response's"
+            raise ChatError(
+                f"field '{name}' has {len(value)} entries, but there are {self.length} tokens{of_response}; it must "
+                "have an entry for each of them"
+            )
+        missing = self.length - self.response
+        if isinstance(value, np.ndarray) and value.dtype.kind == "f":  # stays as exact as it is
+            return np.concatenate([np.full((missing, *value.shape[1:]), fill, dtype=value.dtype), value])
+        return [fill] * missing + _list(value)
+
+    def mask(self, row: Mapping[str, Any], name: str, says: str) -> BoolArray:
+        """Return a mask of 0 and 1 for each token."""
+        value = self.field(row, name, fill=0)
+        array = _array(value)
+        if array.ndim != 1 or array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
+            raise ChatError(f"field '{name}' must be a list of 0 and 1: {says}")
+        return array.astype(bool)
+
+    def teacher(self, teacher: Mapping[str, Any], kept: slice) -> dict[str, Any]:
+        """Return the rows of a teacher for each token that is kept."""
+        found = {}
+        for name in _TEACHER_ROWS:
+            rows = teacher[name]
+            width = np.size(rows[0]) if isinstance(rows, (list, np.ndarray)) and len(rows) else 1
+            nothing = [0] * width if name == "token_ids" else [None] * width
+            found[name] = self.value(rows, f"teacher.{name}", nothing)[kept]
+        return found
+
+
+def _ids(row: Mapping[str, Any], name: str) -> Any:
+    """Return a list or array of ids; the range is checked later."""
+    value = row[name]
+    if isinstance(value, np.ndarray):
+        flat = value.ndim == 1 and (value.dtype.kind in "iu" or not len(value))
+    else:
+        flat = isinstance(value, list) and set(map(type, value)) <= {int}
+    if not flat:
+        raise ChatError(f"field '{name}' must be a flat list of integers")
+    return value
+
+
+def _response_length(row: Mapping[str, Any], length: int) -> int | None:
+    """Return the number of tokens of the response, if a field of a row with ``tokens`` gives it."""
+    if "response_length" in row:
+        found = row["response_length"]
+        if not _is_count(found) or found > length:
+            raise ChatError(
+                f"field 'response_length' is {json.dumps(found, default=str):.40}; it must be the number of tokens at "
+                f"the end of 'tokens' that are the response, 0 to {length}"
+            )
+        return int(found)
+    for name in ("response_mask", "completion_mask"):
+        value = row.get(name)
+        if isinstance(value, (list, np.ndarray)) and len(value) < length:
+            return len(value)
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    is_number = isinstance(value, (int, float, np.integer)) and not isinstance(value, bool)
+    return bool(is_number and value >= 0 and value == value // 1)
+
+
+def _kept(row: Mapping[str, Any], aligned: _Aligned) -> slice:
+    """Return the tokens that are no padding."""
+    length = aligned.length
+    if "attention_mask" not in row:
+        return slice(0, length)
+    whole = _Aligned(length=length, response=None)  # padding may lie in the prompt too
+    seen = np.flatnonzero(whole.mask(row, "attention_mask", "1 for a token and 0 for padding"))
+    if not len(seen):
+        raise ChatError("field 'attention_mask' is 0 for all tokens, so that nothing is left of the sample; remove it")
+    first, end = int(seen[0]), int(seen[-1]) + 1
+    if end - first != len(seen):
+        hole = int(np.flatnonzero(np.diff(seen) > 1)[0])
+        raise ChatError(
+            f"field 'attention_mask' is 0 at index {seen[hole] + 1} between tokens that it shows; only padding at the "
+            "start and the end can be removed"
+        )
+    if end < length and "response_length" in row:
+        raise ChatError(
+            f"fields 'response_length' and 'attention_mask' do not say whether the {length - end} tokens of padding at "
+            "the end count as response; give 'tokens' without padding, and no 'attention_mask'"
+        )
+    return slice(first, end)
+
+
+def _loss_mask(row: Mapping[str, Any], ids: Any, aligned: _Aligned, kept: slice) -> Any:
+    """Return the weight of each token that is kept, or None where all are scored."""
+    bounds = {}
+    for name in _BOUNDS:
+        if name in row:
+            bound = aligned.mask(row, name, "1 for a token that is scored and 0 for any other")
+            if len(row[name]) < aligned.length and bound[kept.stop :].any():
+                raise ChatError(
+                    f"field '{name}' has no entries for the padding at the end that 'attention_mask' shows; give it an "
+                    "entry for each token, or the tokens without padding"
+                )
+            bounds[name] = bound[kept]
+    given: dict[str, BoolArray] = {}
+    weights = None
+    if "loss_mask" in row:
+        weights = _array(aligned.field(row, "loss_mask", fill=0))
+        if weights.ndim != 1 or weights.dtype.kind not in "biuf":
+            raise ChatError("field 'loss_mask' must be a flat list of numbers")
+        weights = weights[kept]
+        given["loss_mask"] = weights != 0
+    if "labels" in row:
+        given["labels"] = _scored_by_labels(row, ids, aligned, kept)
+    _check_agreement(given, bounds, kept.start)
+    if weights is not None:
+        return weights
+    if given or bounds:
+        return given["labels"] if given else np.logical_and.reduce(list(bounds.values()))
+    if aligned.response is None:
+        return None
+    return (np.arange(aligned.length) >= aligned.length - aligned.response)[kept]
+
+
+def _scored_by_labels(row: Mapping[str, Any], ids: Any, aligned: _Aligned, kept: slice) -> BoolArray:
+    labels = _array(aligned.field(row, "labels", fill=_IGNORED))
+    if labels.ndim != 1 or (labels.size and labels.dtype.kind not in "iu"):
+        raise ChatError("field 'labels' must be a flat list of integers: token ids, or -100 where nothing is scored")
+    tokens = np.asarray(ids)
+    scored = labels != _IGNORED
+    wrong = (scored & (labels != tokens))[kept]
+    if not wrong.any():
+        return scored[kept]
+    at = int(np.argmax(wrong)) + kept.start
+    # The last one has nothing behind it to be compared with.
+    behind = slice(kept.start, kept.stop - 1)
+    shifted = (labels[:-1] == tokens[1:])[behind]
+    if scored[:-1][behind].any() and shifted[scored[:-1][behind]].all():
+        raise ChatError(
+            f"field 'labels' is shifted by one: index {at} has the token of index {at + 1}; give labels[t] = tokens[t] "
+            "where a token is scored, as Hugging Face does, and -100 where not"
+        )
+    raise ChatError(
+        f"field 'labels' is {labels[at]} at index {at}, but the token there is {tokens[at]}; a label is its token, or "
+        "-100 where nothing is scored"
+    )
+
+
+def _check_agreement(given: Mapping[str, BoolArray], bounds: Mapping[str, BoolArray], start: int) -> None:
+    """Check that two fields do not say different things of a token; nothing predicts the first token."""
+    names = list(given)
+    for name, scored in given.items():
+        against = [(other, given[other] != scored) for other in names if other != name]
+        against += [(other, scored & ~bound) for other, bound in bounds.items()]
+        for other, differs in against:
+            differs[:1] = False
+            if differs.any():
+                raise ChatError(
+                    f"fields '{name}' and '{other}' contradict each other at index {int(np.argmax(differs)) + start}: "
+                    "only one of them scores the token; give one of them"
+                )
+
+
+def _list(value: Any) -> list[Any]:
+    listed: list[Any] = value.tolist() if isinstance(value, np.ndarray) else value
+    return listed
+
+
+def _array(value: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array; one without a dimension for what is none."""
+    try:
+        return np.asarray(value)
+    except ValueError:  # a ragged list
+        return np.empty(())
