@@ -42,8 +42,8 @@ NO_CONTINUATION = (
 )
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 PROMPT_ENDS_WITH_SPACE = PLAIN.replace("assistant:", "assistant: ")
 REFUSING = "{{ raise_exception('system messages are not supported') }}"
