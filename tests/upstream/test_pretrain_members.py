@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_lm import BATCH, CPU, ENTRY, FOLDED, MODEL, TRAIN, megatron
+from megatron_lm import BATCH, CPU, ENTRY, FOLDED, MODEL, TRAIN, megatron, require_checkout
+
+require_checkout(trains=False)  # a dry run ends before
 
 WAY_OUT = "give samples with an assistant turn, or with a 'loss_mask' that is above 0 behind the first token"
 DRY = "--prefix-tree-dry-run"
