@@ -109,6 +109,11 @@ class Sample:
         return other
 
     @property
+    def is_scored(self) -> bool:
+        """Return whether any of its tokens is scored."""
+        return bool(self.loss_mask[1:].any())
+
+    @property
     def temperature(self) -> float:
         """Return the divisor of the logits of its predictions."""
         return self.merge_key.temperature if isinstance(self.merge_key, Tempered) else 1.0

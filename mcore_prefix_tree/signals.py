@@ -153,9 +153,13 @@ def _check_roles(signals: Signals, source: str) -> None:
         value = getattr(signals, name)
         if value is not None and not isinstance(value, (bool, np.bool_)):
             raise SampleError(f"{source}: field '{name}' must be true or false, not {value!r}")
-    turn = signals.turn
+    check_turn(signals.turn, source)
+
+
+def check_turn(turn: object, source: str) -> None:
+    """Raise SampleError unless a turn is an integer from 0, or None."""
     if turn is not None and (not isinstance(turn, int) or isinstance(turn, bool) or turn < 0):
-        raise SampleError(f"{source}: field 'turn' must be an integer from 0, not {signals.turn!r}")
+        raise SampleError(f"{source}: field 'turn' must be an integer from 0, not {turn!r}")
 
 
 def _reward(signals: Signals, scored: npt.NDArray[np.bool_], source: str) -> float | npt.NDArray[np.float64]:

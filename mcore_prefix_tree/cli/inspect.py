@@ -54,6 +54,7 @@ def inspect(
             "steps": steps_json(steps, order),
             "skipped": samples.skipped.count,
             "skipped_by_kind": samples.skipped.kinds,
+            "excluded": samples.skipped.excluded,
             "longest_sample": longest,
             "tokenizer": samples.tokenizer.name if samples.tokenizer.loaded else None,
             "largest_trees": [

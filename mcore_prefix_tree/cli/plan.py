@@ -108,7 +108,8 @@ def plan(
     if plot is not None:
         draw_ranks(report, unit, plot)
     if as_json:
-        left_out = {"skipped": samples.skipped.count, "skipped_by_kind": samples.skipped.kinds}
+        skipped = samples.skipped
+        left_out = {"skipped": skipped.count, "skipped_by_kind": skipped.kinds, "excluded": skipped.excluded}
         more = {
             "imbalance": report.imbalance,
             "over_lower_bound": report.over_lower_bound,

@@ -259,7 +259,7 @@ class SampleOptions:
                 names=FieldNames(given=data.fields),
             )
             lines = list(iter_sample_groups(data.path, options, on_error=data.on_error, skipped=skipped))
-        if skipped.count:
+        if skipped:
             typer.echo(str(skipped), err=True)
         return Samples(lines=lines, tokenizer=tokenizer, skipped=skipped, options=self)
 

@@ -61,7 +61,7 @@ def inspect_alignment(
         say_line(console, _heading(pair))  # with the path of the file
         console.print(alignment_table(pair, pairing, chunks))
         say(console, _summary(pair, chunks))
-    if skipped.count:
+    if skipped:
         typer.echo(str(skipped), err=True)
 
 

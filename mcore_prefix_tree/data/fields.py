@@ -18,7 +18,8 @@ class FieldNames:
     Attributes:
         given: the file's name of each field, by our name; None for one that the file uses otherwise and that is not
             read.
-        keeps_others: whether samples carry the fields that are not read; see ``Sample.carried``.
+        keeps_others: whether samples carry the fields that are not read, see ``Sample.carried``; then those that their
+            records exclude are kept too, and carry that they are.
         may_lack: whether all records may lack a name of ``given``.
 
     Raises:

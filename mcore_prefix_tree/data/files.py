@@ -111,8 +111,9 @@ def is_table(path: str) -> bool:
 def no_samples(paths: Sequence[str], skipped: Skipped) -> SampleError:
     """Return the error for files that hold nothing to train on."""
     why = "there are no rows" if all(map(is_table, paths)) else "every line is blank"
-    if skipped.count:
-        why = f"all are bad: {skipped}"
+    if skipped:
+        kinds = ["bad"] * bool(skipped.count) + ["excluded"] * bool(skipped.excluded)
+        why = f"all are {' or '.join(kinds)}: {skipped}"
     return SampleError(f"{', '.join(paths)}: no samples; {why}")
 
 

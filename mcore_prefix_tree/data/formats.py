@@ -271,6 +271,8 @@ def _conversation(value: Any, name: str, row: Row) -> Conversation:
 
 _STOPS = (*STOP_KEYS, *STOP_LISTS)
 _ROLLOUTS = ("prompt", "rewards", "tools", *_STOPS)
+# Formats of records that are a group.
+_LISTS = ("completions", "responses")
 _STEPS = _UNSUPPORTED | {"labels": "it scores the steps of one answer"}
 FORMATS: Mapping[str, Format] = {
     "tokens": Format(others=("loss_mask", *TOKEN_FIELDS), examples=_tokens, refused={}),
@@ -283,7 +285,7 @@ FORMATS: Mapping[str, Format] = {
     "response_tokens": Format(others=("loss_mask", *TOKEN_FIELDS), examples=_tokens, refused={}),
 }
 # Fields of all formats, beside the signals.
-COMMON = ("merge_key", "temperature")
+COMMON = ("merge_key", "temperature", "exclude")
 # All that is read of a record, by its mark.
 READ = {mark: frozenset((mark, *one.others, *COMMON, *SIGNALS)) for mark, one in FORMATS.items()}
 _OF_TOKENS = {"tokens", "response_tokens", "loss_mask", *TOKEN_FIELDS, *COMMON, *SIGNALS}
@@ -297,7 +299,7 @@ FIELDS = tuple(
 _REFUSED = tuple(name for one in FORMATS.values() for name in one.refused)
 # All that are looked at, and those of them that tables give as JSON Lines would.
 KNOWN = frozenset((*FIELDS, *_REFUSED))
-JSON_FIELDS = KNOWN - _OF_TOKENS | {"chosen"}
+JSON_FIELDS = KNOWN - _OF_TOKENS | {"chosen", "exclude"}
 
 
 def examples_of(row: Row, source: str, mark: str) -> list[Example]:
@@ -312,6 +314,33 @@ def examples_of(row: Row, source: str, mark: str) -> list[Example]:
         return FORMATS[mark].examples(row, source)
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error
+
+
+def excluded_of(row: Row, source: str, mark: str | None = None) -> bool | list[bool]:
+    """Return whether a record, or of several completions each, must not count.
+
+    Args:
+        row: fields of the record.
+        source: place of the record.
+        mark: mark of the record's format; None where it is not known yet, and a list is not looked into.
+
+    Raises:
+        SampleError: the field is neither true, false, 1 or 0, nor a list of one of them for each completion.
+    """
+    value = row.get("exclude", False)
+    many = row[mark] if mark in _LISTS else None
+    if isinstance(value, list) and (mark is None or (many is not None and len(value) == len(many))):
+        return [one if mark is None else _is_true(one, source) for one in value]
+    return _is_true(value, source)
+
+
+def _is_true(value: Any, source: str) -> bool:
+    if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+        raise SampleError(
+            f"{source}: field 'exclude' is {json.dumps(value, default=str):.40}; it must be true or false, or with "
+            f"{' and '.join(map(repr, _LISTS))} a list of one for each; data.fields={{exclude: null}} leaves it unread"
+        )
+    return bool(value)
 
 
 # What is wrong with the data that an engine samples from.

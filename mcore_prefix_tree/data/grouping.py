@@ -108,32 +108,60 @@ def _key(sample: Sample, *, by: GroupedBy, setting: str) -> Hashable:
 def _check_apart(samples: Sequence[Sample], *, by: GroupedBy) -> None:
     """Check that a group whose lines lie apart is one, and not two that were given the same id.
 
-    All samples of a group begin with its prompt: the shortest beginning that is not scored. Pairs are recognised by
+    Two groups show if a turn of a rollout is there twice: ids that start anew in each file or epoch. Otherwise it is
+    one group if all samples begin with its prompt, the shortest beginning that is not scored. Samples of subagents have
+    other prompts: then each sample has to name its rollout and, among several, its turn, and the lines must not fall
+    into two parts, one behind the other, that have neither a rollout nor a prompt in common. Pairs are recognised by
     their size.
 
     Raises:
-        SampleError: a sample begins otherwise, or a turn of a rollout is there twice.
+        SampleError: the lines are those of two groups, or nothing shows that they are one's.
     """
     if by == "pair":
         return
     name = repr(getattr(samples[0].signals, by))
     way_out = f"give each {by} its own id, or put its lines next to each other"
-    if by == "rollout":
-        turns: dict[int, Sample] = {}
-        for sample in samples:
-            turn = sample.signals.turn
-            if turn is not None and turns.setdefault(turn, sample) is not sample:
-                raise SampleError(
-                    f"{sample.source}: turn {turn} of rollout {name} is at {turns[turn].source} too; {way_out}"
-                )
+    turns: dict[tuple[Hashable, int | None], Sample] = {}
+    for sample in samples:
+        rollout, turn = sample.signals.rollout, sample.signals.turn
+        if rollout is None or turns.setdefault((rollout, turn), sample) is sample or turn is None:
+            continue
+        of_group = "" if by == "rollout" else f" of group {name}"
+        raise SampleError(
+            f"{sample.source}: turn {turn} of rollout {rollout!r}{of_group} is at {turns[rollout, turn].source} too; "
+            f"{way_out}"
+        )
     prompts = [_prompt(sample) for sample in samples]
     first = min(range(len(samples)), key=lambda at: len(prompts[at]))
-    for sample in samples:
-        if not np.array_equal(sample.tokens[: len(prompts[first])], prompts[first]):
-            raise SampleError(
-                f"{sample.source}: {by} {name} has another prompt here than at {samples[first].source}, and other "
-                f"lines between; {way_out}"
-            )
+    other = next((at for at, sample in enumerate(samples) if not _begins(sample, prompts[first])), None)
+    is_named = len(turns) == len(samples)
+    if is_named and other is not None:
+        first, other = 0, _second_part(samples, prompts)
+    if other is not None:
+        named = "" if is_named else "; lines of one group may lie apart if each has its 'rollout' and 'turn'"
+        raise SampleError(
+            f"{samples[other].source}: {by} {name} has another prompt here than at {samples[first].source}, and other "
+            f"lines between; {way_out}{named}"
+        )
+
+
+def _second_part(samples: Sequence[Sample], prompts: Sequence[npt.NDArray[np.int32]]) -> int | None:
+    """Return the first sample that, with all behind it, has no rollout and no prompt of those before; None if none."""
+    last = {sample.signals.rollout: at for at, sample in enumerate(samples)}
+    reach = 0
+    for at in range(1, len(samples)):
+        reach = max(reach, last[samples[at - 1].signals.rollout])
+        if reach < at and not any(
+            _begins(samples[after], prompts[before]) or _begins(samples[before], prompts[after])
+            for after in range(at, len(samples))
+            for before in range(at)
+        ):
+            return at
+    return None
+
+
+def _begins(sample: Sample, prompt: npt.NDArray[np.int32]) -> bool:
+    return np.array_equal(sample.tokens[: len(prompt)], prompt)
 
 
 def _prompt(sample: Sample) -> npt.NDArray[np.int32]:

@@ -53,8 +53,9 @@ def iter_sample_groups(
     the shape that ``parse_messages`` describes, or of another format of :mod:`mcore_prefix_tree.data.formats`; with an
     optional ``merge_key`` (string, number, boolean or null) and the fields of
     :class:`~mcore_prefix_tree.signals.Signals` under their own names (``reward``, ``group``, ``old_logprobs``, ...;
-    those with an entry for each token go with ``tokens``). Other keys and columns are ignored, blank lines are skipped,
-    and a null in a row is a field that it does not have.
+    those with an entry for each token go with ``tokens``). A record whose ``exclude`` is true (or 1; a list for several
+    completions) is left out as if it were not there, and counted. Other keys and columns are ignored, blank lines are
+    skipped, and a null in a row is a field that it does not have.
 
     In a conversation, the tokens that the assistant generated have mask 1 (text, tool calls, end of turn), all others
     0. What follows the last assistant turn is left out: nothing scored depends on it. A record with ``tokens`` is
@@ -86,7 +87,7 @@ def iter_sample_groups(
     empty = True
     for path in resolved:
         for record in read_records(path, options.names):
-            samples = samples_of_record(record, options, left_out if on_error == "skip" else None, seen)
+            samples = samples_of_record(record, options, left_out if on_error == "skip" else None, seen, left_out)
             if samples:
                 yield samples
                 empty = False

@@ -16,7 +16,16 @@ from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.foreign_names import fault_of_unread
-from mcore_prefix_tree.data.formats import READ, SIGNALS, Conversation, Text, TokenIds, examples_of, mark_of
+from mcore_prefix_tree.data.formats import (
+    READ,
+    SIGNALS,
+    Conversation,
+    Text,
+    TokenIds,
+    examples_of,
+    excluded_of,
+    mark_of,
+)
 from mcore_prefix_tree.data.messages import parse_messages
 from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
 from mcore_prefix_tree.data.skipped import Kind, Skipped
@@ -70,15 +79,20 @@ class Record(Protocol):
 
 
 def samples_of_record(
-    record: Record, options: LineOptions, skipped: Skipped | None, seen: set[str] | None = None
+    record: Record,
+    options: LineOptions,
+    skipped: Skipped | None,
+    seen: set[str] | None = None,
+    left_out: Skipped | None = None,
 ) -> list[Sample]:
-    """Return the samples of one record; none for a blank line.
+    """Return the samples of one record; none for a blank line, or one that is excluded.
 
     Args:
         record: a line or a row.
         options: settings that its samples depend on.
         skipped: counter of bad data.
         seen: set that takes the names of ``options.names`` that the record has.
+        left_out: counter of what is excluded.
 
     Raises:
         SampleError: bad data, without ``skipped``, which otherwise counts it.
@@ -87,7 +101,7 @@ def samples_of_record(
     try:
         row = record.fields(options.names)
         kind = "malformed"
-        samples = [] if row is None else _parse(row, record, options, set() if seen is None else seen)
+        samples = [] if row is None else _parse(row, record, options, set() if seen is None else seen, left_out)
     except SampleError as error:
         if skipped is None:
             raise
@@ -110,9 +124,15 @@ def samples_of_record(
     return kept
 
 
-def _parse(row: Mapping[str, Any], record: Record, options: LineOptions, seen: set[str]) -> list[Sample]:
+def _parse(
+    row: Mapping[str, Any], record: Record, options: LineOptions, seen: set[str], left_out: Skipped | None
+) -> list[Sample]:
     source, names = record.source, options.names
     seen.update(theirs for mine, theirs in names.given.items() if theirs is not None and mine in row)
+    left_out = Skipped() if left_out is None else left_out
+    if excluded_of(row, source) is True and not names.keeps_others:
+        left_out.excluded += 1
+        return []  # nothing else of it is looked into: it may be a rollout that has crashed
     mark = mark_of(row, source, names.given)
     if mark in TOKEN_MARKS:
         fault = fault_of_unread(row, READ[mark], names.given)
@@ -125,17 +145,18 @@ def _parse(row: Mapping[str, Any], record: Record, options: LineOptions, seen: s
     notice_unread((name for name in row if name not in READ[mark]), READ[mark], source)
     carried = record.others({names.theirs(name) for name in READ[mark]}) if names.keeps_others else {}
     common = {name: row[name] for name in SIGNALS if name in row}
-    return [
-        sample.carrying(carried) if carried else sample
-        for example in examples
-        for sample in _samples(
-            example.content,
-            common | dict(example.signals),
-            merge_key,
-            f"{source} {example.part}" if example.part else source,
-            options,
-        )
-    ]
+    excluded = excluded_of(row, source, mark)
+    samples = []
+    for place, example in enumerate(examples):
+        is_excluded = excluded[place] if isinstance(excluded, list) else excluded
+        if is_excluded and not names.keeps_others:
+            left_out.excluded += 1
+            continue
+        part = f"{source} {example.part}" if example.part else source
+        own = {**carried, names.theirs("exclude"): True} if is_excluded else carried
+        made = _samples(example.content, common | dict(example.signals), merge_key, part, options)
+        samples += [sample.carrying(own) for sample in made] if own else made
+    return samples
 
 
 def _samples(

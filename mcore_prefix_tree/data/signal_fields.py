@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_prefix_tree.signals import PER_TOKEN, SampleError, Signals, Teacher
+from mcore_prefix_tree.signals import PER_TOKEN, SampleError, Signals, Teacher, check_turn
 
 _NAMES = tuple(field.name for field in fields(Signals))
 _IDS = ("group", "rollout", "pair")
@@ -53,9 +53,14 @@ def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | No
 
 
 def signals_of_turns(row: Mapping[str, Any], source: str, turns: int) -> list[Signals]:
-    """Return the signals of each turn of a conversation, the turns being the parts of one rollout."""
+    """Return the signals of each turn of a conversation, the turns being parts of one rollout.
+
+    They are counted from 0, or from the record's ``turn`` where other records have the rollout's other turns.
+    """
     signals = signals_of_conversation(row, source) or Signals()
-    if isinstance(signals.reward, (list, np.ndarray)) and len(signals.reward) != turns:
+    check_turn(signals.turn, source)
+    first = signals.turn or 0
+    if signals.turn is None and isinstance(signals.reward, (list, np.ndarray)) and len(signals.reward) != turns:
         raise SampleError(
             f"{source}: field 'reward' has {len(signals.reward)} entries, but 'messages' has {turns} assistant turns; "
             "give one reward for every turn, or a single number"
@@ -66,4 +71,4 @@ def signals_of_turns(row: Mapping[str, Any], source: str, turns: int) -> list[Si
             "data.expand_turns=false"
         )
     rollout = source if signals.rollout is None else signals.rollout
-    return [replace(signals, rollout=rollout, turn=turn) for turn in range(turns)]
+    return [replace(signals, rollout=rollout, turn=turn) for turn in range(first, first + turns)]

@@ -41,6 +41,7 @@ class Source:
         on_error: handling of bad lines.
         is_streamed: whether samples are read when a step needs them.
         objective: setting that names the objective, for messages.
+        path_setting: setting that names the files, for messages.
         streaming: setting that streams, for messages.
         step_setting: setting that determines ``step``, for messages.
         ranks: ranks that read the samples.
@@ -57,6 +58,7 @@ class Source:
     on_error: OnError = "raise"
     is_streamed: bool = False
     objective: str = ""
+    path_setting: str = "data.path"
     streaming: str
     step_setting: StepSetting = RECIPE_STEP
     ranks: Ranks = ALONE
@@ -66,6 +68,7 @@ class Source:
         *,
         check: Callable[[Sequence[Sample]], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        is_scored: bool = True,
     ) -> tuple[SampleOrder, Skipped]:
         """Read all samples, or where they are; all ranks together.
 
@@ -74,12 +77,14 @@ class Source:
         Args:
             check: check of whole groups, before the first step, that no sample lacks what the objective reads.
             progress: function for streamed samples, called with the bytes read and the bytes in all.
+            is_scored: whether a loss is computed, which files without one scored token do not have.
 
         Returns:
-            The samples in order, and the bad ones that were left out.
+            The samples in order, and what was left out.
 
         Raises:
-            SampleError: bad data; names file, line and field. Or ranks that read different data; names them.
+            SampleError: bad data; names file, line and field. Or ranks that read different data; names them. Or no
+                token is scored.
             ValueError: the data has fewer samples than a step of whole units takes.
         """
         skipped = Skipped()
@@ -95,7 +100,7 @@ class Source:
                 progress=progress,
                 check=check,
             )
-            with _naming_what_was_skipped(skipped):
+            with _naming_what_was_left_out(skipped):
                 groups = (
                     stream()
                     if self.grouped_by is None
@@ -107,12 +112,12 @@ class Source:
                         step_setting=self.step_setting,
                     )
                 )
-            if groups.fault:
-                raise SampleError(groups.fault)
+                if groups.fault:
+                    raise SampleError(groups.fault)
         else:
-            groups, skipped = self._whole(self.paths, self.grouped_by, self._samples_of_a_step)
-            if check is not None:
-                _check_all(groups, check)
+            groups, skipped = self._whole(self.paths, self.grouped_by, self._samples_of_a_step, check)
+        if is_scored:
+            _check_scored(groups, self.paths, self.path_setting)
         return self._in_order(groups), skipped
 
     def of_lines(self, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
@@ -135,7 +140,7 @@ class Source:
         )
 
     def held_out(
-        self, paths: Sequence[str], by: GroupedBy | None, check: Callable[[Sequence[Sample]], None]
+        self, paths: Sequence[str], by: GroupedBy | None, check: Callable[[Sequence[Sample]], None], *, setting: str
     ) -> tuple[Sequence[Sequence[Sample]], Skipped]:
         """Return all samples of other files, read as these are, and what was left out.
 
@@ -145,20 +150,28 @@ class Source:
             paths: files and globs.
             by: units that stay whole; None for lines.
             check: check of whole groups, as for :meth:`read`.
+            setting: setting that names the files, for messages.
 
         Raises:
             SampleError: see :meth:`read`; or the files have no samples.
         """
-        groups, skipped = replace(self, options=self.options.lenient())._whole(paths, by, None)
-        _check_all(groups, check)
+        groups, skipped = replace(self, options=self.options.lenient())._whole(paths, by, None, check)
+        _check_scored(groups, paths, setting)
         return groups, skipped
 
     def _whole(
-        self, paths: Sequence[str], by: GroupedBy | None, step: int | None
+        self,
+        paths: Sequence[str],
+        by: GroupedBy | None,
+        step: int | None,
+        check: Callable[[Sequence[Sample]], None] | None,
     ) -> tuple[Sequence[Sequence[Sample]], Skipped]:
         lines, skipped = self._lines(paths)
-        with _naming_what_was_skipped(skipped):
-            return self._joined(lines, by, step), skipped
+        with _naming_what_was_left_out(skipped):
+            groups = self._joined(lines, by, step)
+            if check is not None:
+                _check_all(groups, check)
+        return groups, skipped
 
     def _joined(
         self, lines: Sequence[Sequence[Sample]], by: GroupedBy | None, step: int | None
@@ -187,14 +200,27 @@ class Source:
 
 
 @contextmanager
-def _naming_what_was_skipped(skipped: Skipped) -> Iterator[None]:
-    """Name the lines that were left out: without them a group or a pair may be incomplete."""
+def _naming_what_was_left_out(skipped: Skipped) -> Iterator[None]:
+    """Name what was left out: without it a group or a pair may be incomplete."""
     try:
         yield
     except SampleError as error:
-        if skipped.count:
+        if skipped and str(skipped) not in str(error):
             raise SampleError(f"{error} ({skipped})") from None
         raise
+
+
+def _check_scored(groups: Sequence[Sequence[Sample]], paths: Sequence[str], setting: str) -> None:
+    """Raise SampleError if no token is scored: a loss of 0 would look like one that was computed."""
+    if isinstance(groups, StreamedGroups):
+        is_scored = groups.is_scored
+    else:
+        is_scored = any(sample.is_scored for group in groups for sample in group)
+    if not is_scored:
+        raise SampleError(
+            f"{', '.join(paths)}: no token is scored, so {setting} has no loss; give samples with an assistant turn, "
+            "or with a 'loss_mask' that is above 0 behind the first token"
+        )
 
 
 def _check_all(groups: Sequence[Sequence[Sample]], check: Callable[[Sequence[Sample]], None]) -> None:

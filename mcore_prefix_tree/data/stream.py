@@ -94,6 +94,7 @@ class StreamedGroups(Sequence[list[Sample]]):
     Attributes:
         sizes: int32 ``[len(self)]``, number of samples of each record, or group.
         fault: first error that ``check`` raised, or "".
+        is_scored: whether any token of any sample is scored.
 
     Raises:
         SampleError: bad data, the first in the order of the files, on every rank; or other files on some rank, see
@@ -133,6 +134,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         own = _go_through(index, records, options, skips=self._skips, progress=progress, key=key, check=check)
         everyone: list[_Found] = ranks.gather(own)
         _raise_failure(everyone, resolved, options, skipped)
+        self.is_scored = any(found.is_scored for found in everyone)
         self.sizes = self._record_sizes = np.concatenate([found.sizes for found in everyone])
         if key is None:
             self.fault = next((found.fault for found in everyone if found.fault), "")
@@ -251,11 +253,12 @@ class _Found:
     Attributes:
         sizes: int32 ``[N]``, samples of each record.
         digests: uint64 ``[N, 2]``, digest of each record's key.
-        left_out: bad samples.
+        left_out: bad and excluded samples.
         seen: names of ``options.names`` that the records have.
         failure: error that ended the pass, or "".
         fault: first error of ``check`` among neighbouring records of this rank with the same key, or "".
         fault_at: first of these records.
+        is_scored: whether any token of the samples is scored.
     """
 
     sizes: npt.NDArray[np.int32]
@@ -265,6 +268,7 @@ class _Found:
     failure: str = ""
     fault: str = ""
     fault_at: int = 0
+    is_scored: bool = False
 
 
 def _go_through(
@@ -282,10 +286,12 @@ def _go_through(
     groups = _CheckedGroups(check, keyed=key is not None)
     try:
         for place, record in enumerate(_reporting(index, records, progress)):
-            samples = samples_of_record(index.read(record), options, found.left_out if skips else None, found.seen)
+            bad = found.left_out if skips else None
+            samples = samples_of_record(index.read(record), options, bad, found.seen, found.left_out)
             found.sizes[place] = len(samples)
             if not samples:
                 continue
+            found.is_scored = found.is_scored or any(sample.is_scored for sample in samples)
             digest = None if key is None else _digest(_key_of(samples, key), record)
             if digest is not None:
                 found.digests[place] = np.frombuffer(digest, dtype=np.uint64)

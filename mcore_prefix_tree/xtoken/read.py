@@ -50,13 +50,13 @@ class PairReader:
             renderings=[pairing.teacher_tokenizer] if rendering == "own" else [],
         )
 
-    def of_record(self, record: Record, skipped: Skipped | None = None) -> list[Pair]:
-        """Return the pairs of one record; none for a blank line.
+    def of_record(self, record: Record, skipped: Skipped | None = None, left_out: Skipped | None = None) -> list[Pair]:
+        """Return the pairs of one record; none for a blank line, or one that is excluded, which ``left_out`` counts.
 
         Raises:
             SampleError: bad data, or text that cannot be aligned; without ``skipped``, which otherwise counts it.
         """
-        samples = samples_of_record(record, self._options, skipped)
+        samples = samples_of_record(record, self._options, skipped, left_out=left_out)
         pairs = (self._pair(sample, skipped) for sample in samples)
         return [pair for pair in pairs if pair is not None]
 
@@ -95,7 +95,7 @@ def iter_pairs(
     empty = True
     for path in resolved:
         for record in read_records(path):
-            pairs = reader.of_record(record, left_out if on_error == "skip" else None)
+            pairs = reader.of_record(record, left_out if on_error == "skip" else None, left_out)
             if pairs:
                 yield pairs
                 empty = False

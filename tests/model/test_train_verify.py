@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from harness.marks import quick
-from train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, command, resolved, train, world_of_one, write_job
+from train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, command, resolved, rows, train, world_of_one, write_job
 
 from mcore_prefix_tree import FlatLayout, fold
 from mcore_prefix_tree.attention import path
@@ -238,8 +238,9 @@ def test_masks_that_float32_cannot_add_up(tmp_path: Path) -> None:
 
 def test_a_batch_in_which_nothing_is_scored_proves_nothing(tmp_path: Path) -> None:
     unscored = [{"tokens": [1, 2, token], "loss_mask": [1, 0, 0]} for token in range(3, 3 + BATCH)]
+    job = write_job(tmp_path, [*unscored, *rows()])
     with pytest.raises(SampleError, match=r"data.jsonl:\d+: neither this nor another sample of the first step has a "):
-        run_once(load_recipe(write_job(tmp_path, unscored)), verify_first)
+        run_once(load_recipe(job, ["data.order=file"]), verify_first)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -71,9 +71,6 @@ BAD = {
         [{"content": "x"}],
         "field 'messages[0].role' is null; roles are system, developer, user, assistant, tool",
     ),
-        [{"content": "x"}],
-        "field 'messages[0].role' is null; roles are system, developer, user, assistant, tool",
-    ),
     "no content": ([{"role": "user"}], "field 'messages[0].content' must be a string, not null"),
     "content parts": (
         [{"role": "user", "content": [{"type": "text"}]}],

@@ -31,7 +31,7 @@ class ScoreReport:
         iteration: iteration of the checkpoint, or ``release``; the policy's, the critic's, the reward model's or the
             teacher's.
         reference_iteration: iteration of the reference's checkpoint.
-        skipped: description of the bad samples; empty without any.
+        skipped: description of the samples that were left out; empty without any.
         samples: number of lines in the file.
         tokens: scored tokens of all samples.
         logical_tokens: tokens of the samples.
@@ -93,6 +93,10 @@ class ScoreOptions:
     def column(self, objective: type[Objective]) -> str:
         """Return the column for the scores of a model that an objective trains."""
         return objective.scored_as if self.teacher_top_k is None else TEACHER
+
+    def reads_mask(self, objective: type[Objective]) -> bool:
+        """Return whether only scored tokens get scores, and not all, or the last of each sample."""
+        return not self.all_tokens and objective.scored_as != "reward"
 
     def check(self, objective: type[Objective], *, setting: str, vocab_size: int | None) -> None:
         """Check that the model supports these options.

@@ -60,10 +60,11 @@ def read_order(
     """
     names = FieldNames(given=args.prefix_tree_fields, may_lack=validates)
     check = None if objective.is_weighted_sum else partial(check_samples, objective, scored_by=_SCORES)
-    samples, skipped = source_of(args, paths, order, objective, names=names).read(
-        check=check, progress=ReadingProgress()
-    )
-    if skipped.count:
+    source = source_of(args, paths, order, objective, names=names)
+    if validates:
+        source = replace(source, path_setting="--prefix-tree-valid-data-path")
+    samples, skipped = source.read(check=check, progress=ReadingProgress())
+    if skipped:
         print_rank_0(f"> {skipped}")
     return samples
 
@@ -100,6 +101,7 @@ def source_of(
         on_error=args.prefix_tree_on_error,
         is_streamed=args.prefix_tree_streaming,
         objective=f"--prefix-tree-objective {args.prefix_tree_objective}",
+        path_setting="--prefix-tree-data-path",
         streaming="give --prefix-tree-streaming",
         step_setting=_STEP,
         ranks=all_ranks(),

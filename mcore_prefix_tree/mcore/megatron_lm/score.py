@@ -44,7 +44,7 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
     names = FieldNames(given=args.prefix_tree_fields, keeps_others=True)
     # Whatever the objective reads of a sample: it may need these very scores.
     source = source_of(args, args.prefix_tree_data_path, "file", None, names=names)
-    order, skipped = source.read(progress=ReadingProgress())
+    order, skipped = source.read(progress=ReadingProgress(), is_scored=options.reads_mask(kind))
     job = job_of(args, folding_of(args, device=device_of_this_rank()), objective_of(args), order)
     models = {options.column(kind): _filled(args, "load")}
     if options.reference is not None:
@@ -59,7 +59,7 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
         ScoreReport(
             iteration=_named(args, "load") or args.prefix_tree_hf,
             reference_iteration=_named(args, _REFERENCE_ARGUMENT),
-            skipped=str(skipped) if skipped.count else "",
+            skipped=str(skipped) if skipped else "",
         ),
         per_step=args.global_batch_size,
         folding=job.folding,

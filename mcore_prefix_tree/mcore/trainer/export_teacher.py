@@ -89,7 +89,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         report = ScoreReport(
             iteration=str(teacher.checkpoint.save or teacher.model.hf),
             reference_iteration=None,
-            skipped=str(data.skipped) if data.skipped.count else "",
+            skipped=str(data.skipped) if data.skipped else "",
         )
         with rows_file(output) if is_main_rank() else nullcontext() as writer:
             for samples in batches(data.order, recipe.batch.per_step):

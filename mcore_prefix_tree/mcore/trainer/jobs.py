@@ -120,7 +120,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             on_main_rank(partial(check_not_overwritten, recipe.checkpoint.save, saved))
         progress = reporter.reading if is_main_rank() else None
         data = read_data(joined, objective, checked=True, progress=progress)
-        if data.skipped.count:
+        if data.skipped:
             say(str(data.skipped))
         held_out = _read_held_out(recipe.validation, objective, data, say)
         _report_order(data, say)
@@ -143,7 +143,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             with EndRequest():
                 export_model(recipe.model, chunks, target, scalar_head=objective.has_scalar_head)
             say(f"the {'weights are' if recipe.model.lora is None else 'adapter is'} exported to {target}")
-        if data.skipped.count:
+        if data.skipped:
             say(f"not trained on: {data.skipped}")
         if is_main_rank():
             folder = recipe.checkpoint.save
@@ -173,8 +173,10 @@ def _read_held_out(
     if options.path is None:
         return None
     paths = [options.path] if isinstance(options.path, str) else options.path
-    groups, skipped = data.source.held_out(paths, objective.grouped_by, partial(check_samples, objective))
-    if skipped.count:
+    groups, skipped = data.source.held_out(
+        paths, objective.grouped_by, partial(check_samples, objective), setting="validation.path"
+    )
+    if skipped:
         say(f"of validation.path: {skipped}")
     return groups
 

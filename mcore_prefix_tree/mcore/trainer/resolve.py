@@ -42,7 +42,7 @@ class Data:
     Attributes:
         source: source of the samples.
         order: order in which steps take the samples.
-        skipped: bad samples, left out under ``data.on_error=skip``.
+        skipped: samples that were left out: bad ones, and those that are excluded.
     """
 
     source: Source
@@ -57,6 +57,7 @@ def read_data(
     every_sample: bool = False,
     keeps_others: bool = False,
     checked: bool = False,
+    is_scored: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Data:
     """Read a recipe's samples; all ranks together.
@@ -67,6 +68,7 @@ def read_data(
         every_sample: whether an epoch leaves no sample out.
         keeps_others: whether samples carry the fields that are not read.
         checked: whether to check before the first step that no sample lacks what the objective reads.
+        is_scored: whether at least one token has to be scored.
         progress: function that receives the bytes read and their total, for streamed samples.
 
     Raises:
@@ -79,7 +81,7 @@ def read_data(
     source = source_of(recipe, objective, ranks=all_ranks(), every_sample=every_sample, keeps_others=keeps_others)
     check = partial(check_samples, objective) if checked and objective is not None else None
     try:
-        order, skipped = source.read(check=check, progress=progress)
+        order, skipped = source.read(check=check, progress=progress, is_scored=is_scored)
     except SampleError:
         raise
     except ValueError as error:

@@ -82,7 +82,7 @@ def run_score(
         objective = objective_of(recipe)
         # Whatever the objective reads of a sample: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
-        data = read_data(joined, grouping, every_sample=True, keeps_others=True)
+        data = read_data(joined, grouping, every_sample=True, keeps_others=True, is_scored=options.reads_mask(kind))
         run = resolve(joined, objective, data)
         models = {column: run.new_model() for column in weights}
         for column, one in weights.items():
@@ -90,7 +90,7 @@ def run_score(
         report = ScoreReport(
             iteration=names[main],
             reference_iteration=names.get(REFERENCE),
-            skipped=str(data.skipped) if data.skipped.count else "",
+            skipped=str(data.skipped) if data.skipped else "",
         )
         report = write_scores(
             output,

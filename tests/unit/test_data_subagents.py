@@ -1,0 +1,205 @@
+"""Groups as agents make them: samples of one rollout have other prompts, and lines of other groups lie between."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_data_grouping import Words
+from test_data_stream_groups import streamed, told, write
+
+from mcore_prefix_tree import SampleError
+from mcore_prefix_tree.data import LineOptions, iter_sample_groups
+from mcore_prefix_tree.data.grouping import whole_groups
+from mcore_prefix_tree.objectives import make_objective
+
+WAY_OUT = "give each group its own id, or put its lines next to each other"
+UNNAMED = "; lines of one group may lie apart if each has its 'rollout' and 'turn'"
+
+
+def line(group, rollout=None, turn=None, *, prompt, answer=1, reward=0.0, mask=None):
+    given = {"group": group, "rollout": rollout, "turn": turn, "reward": reward}
+    tokens = [*prompt, answer]
+    mask = [0] * len(prompt) + [1] if mask is None else mask
+    return {"tokens": tokens, "loss_mask": mask} | {k: v for k, v in given.items() if v is not None}
+
+
+def held(paths, by="group", step=None):
+    return whole_groups(list(iter_sample_groups(paths)), by, step=step, setting="the test")
+
+
+def both(folder, *files, by="group", size=1):
+    """The groups of the lines in memory, which are those streamed; or the error, in the same words."""
+    paths = write(folder, *([json.dumps(one) for one in lines] for lines in files))
+    try:
+        groups = held(paths, by)
+    except SampleError as error:
+        with pytest.raises(SampleError, match=f"^{re.escape(str(error))}$"):
+            streamed(paths, by, size=size)
+        raise SampleError(str(error).replace(f"{folder}/", "")) from None
+    assert told(streamed(paths, by, size=size)) == told(groups)
+    return groups
+
+
+MAIN, SUB, OTHER = [11, 12, 13], [70, 71], [90]
+INTERLEAVED = [
+    line("q", "r0", 0, prompt=MAIN),
+    line("q", "r0", 1, prompt=SUB),
+    line("z", "s0", prompt=OTHER),
+    line("q", "r1", 0, prompt=MAIN, answer=2),
+    line("q", "r1", 1, prompt=[*SUB, 72]),
+    line("z", "s1", prompt=OTHER, answer=2),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_subagents_of_interleaved_groups_are_members(tmp_path, size):
+    groups = both(tmp_path, INTERLEAVED, size=size)
+    assert [[one.source.rpartition(":")[2] for one in group] for group in groups] == [list("1245"), list("36")]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [1, 2, 4, 0, 3, 5],  # a subagent's sample before its main agent's
+        [0, 2, 1, 3, 5],  # one rollout spawned no subagent
+        [0, 2, 3, 5, 4, 1],  # also a rollout's lines apart
+    ],
+)
+def test_order_and_number_of_a_rollouts_lines_are_free(tmp_path, lines):
+    groups = both(tmp_path, [INTERLEAVED[at] for at in lines])
+    assert sorted(map(len, groups)) == [2, len(lines) - 2]
+
+
+def test_rollout_of_one_sample_needs_no_turn(tmp_path):
+    lines = [*INTERLEAVED[:3], line("q", "r1", prompt=MAIN), INTERLEAVED[5]]
+    assert [len(group) for group in both(tmp_path, lines)] == [3, 2]
+
+
+def test_unscored_member_has_its_groups_prompt(tmp_path):
+    """An overlong rollout is not trained on and counts in the baseline: its mask does not say where its prompt ends."""
+    lines = [*INTERLEAVED[:3], line("q", "r1", 0, prompt=MAIN, answer=2, mask=[0] * 4), INTERLEAVED[5]]
+    assert [len(group) for group in both(tmp_path, lines)] == [3, 2]
+
+
+def test_rollouts_with_lines_apart(tmp_path):
+    lines = [INTERLEAVED[at] for at in (0, 3, 1, 4, 2, 5)]
+    assert [len(group) for group in both(tmp_path, lines, by="rollout")] == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("by", ["group", "rollout"])
+def test_ids_that_start_anew_in_another_file(tmp_path, by, size):
+    again = [dict(one, tokens=[one["tokens"][0] + 1, *one["tokens"][1:]]) for one in INTERLEAVED]
+    of_group = " of group 'q'" if by == "group" else ""
+    way_out = WAY_OUT.replace("group", by)
+    with pytest.raises(
+        SampleError, match=f"^1.jsonl:1: turn 0 of rollout 'r0'{of_group} is at 0.jsonl:1 too; {way_out}$"
+    ):
+        both(tmp_path, INTERLEAVED, again, by=by, size=size)
+
+
+def test_ids_that_start_anew_in_another_epoch(tmp_path):
+    """The prompts are the same, and two rollouts would count as one."""
+    lines = [line(group, rollout, 0, prompt=[group, 5]) for _ in range(2) for group in (1, 2) for rollout in (0, 1)]
+    with pytest.raises(
+        SampleError, match=f"^0.jsonl:5: turn 0 of rollout 0 of group 1 is at 0.jsonl:1 too; {WAY_OUT}$"
+    ):
+        both(tmp_path, lines)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (
+            # Groups were numbered anew, rollouts were not.
+            [*INTERLEAVED, line("q", "r2", 0, prompt=[14]), line("q", "r2", 1, prompt=[73])],
+            f"0.jsonl:7: group 'q' has another prompt here than at 0.jsonl:1, and other lines between; {WAY_OUT}",
+        ),
+        (
+            [{k: v for k, v in one.items() if k != "turn"} for one in INTERLEAVED],
+            f"0.jsonl:1: group 'q' has another prompt here than at 0.jsonl:2, and other lines between; {WAY_OUT}"
+            + UNNAMED,
+        ),
+        (
+            [{k: v for k, v in one.items() if k != "rollout"} for one in INTERLEAVED],
+            f"0.jsonl:1: group 'q' has another prompt here than at 0.jsonl:2, and other lines between; {WAY_OUT}"
+            + UNNAMED,
+        ),
+    ],
+)
+def test_lines_that_nothing_shows_to_be_one_group(tmp_path, lines, says):
+    with pytest.raises(SampleError, match=f"^{re.escape(says)}$"):
+        both(tmp_path, lines)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_order_of_named_samples_makes_the_same_groups(tmp_path_factory, data):
+    """Groups of rollouts of a main agent and of subagents; only ids that start anew are refused, never an order."""
+    lines = []
+    for group in range(data.draw(st.integers(1, 3))):
+        for rollout in range(data.draw(st.integers(1, 3))):
+            turns = data.draw(st.lists(st.sampled_from(["main", "sub"]), max_size=3))
+            for turn, kind in enumerate(["main", *turns]):
+                own = [group, 30 + turn] if kind == "main" else [50 + data.draw(st.integers(0, 20))]
+                lines.append(line(group, rollout, turn, prompt=[group] if turn == 0 else own, answer=rollout))
+    lines = data.draw(st.permutations(lines))
+    groups = both(tmp_path_factory.mktemp("files"), lines, size=data.draw(st.sampled_from([1, 2])))
+    expected = {}
+    for number, one in enumerate(lines, start=1):
+        expected.setdefault(one["group"], []).append(number)
+    assert [[int(one.source.rpartition(":")[2]) for one in group] for group in groups] == list(expected.values())
+
+
+def test_subagents_lines_count_on_with_expanded_turns(tmp_path):
+    """The record's turn is that of its first; the rewards of all turns are the rollout's."""
+
+    def chat(rollout, turn, messages, text):
+        roles = ("user", "assistant") * (messages // 2)
+        said = [{"role": role, "content": text} for role in roles]
+        return {"messages": said, "group": "q", "rollout": rollout, "turn": turn, "reward": [0.0, 1.0, 2.0]}
+
+    path = tmp_path / "chats.jsonl"
+    rows = [chat("r0", 0, 4, "a"), chat("r1", 0, 4, "a"), chat("r0", 2, 2, "b"), chat("r1", 2, 2, "b")]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = LineOptions(tokenizer=Words(), expand_turns=True)
+    (group,) = whole_groups(list(iter_sample_groups(path, options)), "group", step=None, setting="the test")
+    assert [(one.signals.rollout, one.signals.turn) for one in group] == [
+        ("r0", 0), ("r0", 1), ("r1", 0), ("r1", 1), ("r0", 2), ("r1", 2),
+    ]  # fmt: skip
+    targets = make_objective("reinforce").targets(group)
+    assert targets.columns["advantage"].tolist() == [3, 3, 3, 3, 2, 2], "what its own and all later turns have earned"
+
+
+@pytest.mark.parametrize(("turn", "says"), [("x", "not 'x'"), (-1, "not -1"), (True, "not True")])
+def test_turn_of_an_expanded_record_is_checked(tmp_path, turn, says):
+    path = tmp_path / "chats.jsonl"
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "turn": turn}
+    path.write_text(json.dumps(row))
+    with pytest.raises(SampleError, match=f"chats.jsonl:1: field 'turn' must be an integer from 0, {says}$"):
+        list(iter_sample_groups(path, LineOptions(tokenizer=Words(), expand_turns=True)))
+
+
+def test_subagents_count_their_rollouts_reward_once(tmp_path):
+    """Rollouts differ in size: the baseline is that of rollouts, and each sample has the advantage of its own."""
+    lines = [
+        line("q", "r0", 0, prompt=MAIN, reward=1.0),
+        line("q", "r1", 0, prompt=MAIN, reward=0.0),
+        line("q", "r0", 1, prompt=SUB, reward=1.0),
+        line("q", "r0", 2, prompt=OTHER, reward=1.0),
+        line("q", "r2", 0, prompt=MAIN, reward=-4.0),
+    ]
+    paths = write(tmp_path, [json.dumps(one) for one in lines])
+    samples = [sample for group in held(paths) for sample in group]
+    targets = make_objective("dr_grpo", {"on_policy": True}).targets(samples)
+    assert targets.columns["advantage"].tolist() == [2, 1, 2, 2, -3]
+    lines[2]["reward"] = 0.5
+    paths = write(tmp_path, [json.dumps(one) for one in lines])
+    samples = [sample for group in held(paths) for sample in group]
+    says = f"{paths[0]}:3: field 'reward' differs from that of {paths[0]}:1, which belongs to the same rollout 'r0'"
+    with pytest.raises(SampleError, match=re.escape(says)):
+        make_objective("dr_grpo", {"on_policy": True}).targets(samples)
