@@ -30,6 +30,8 @@ _NO_MEMORY = re.compile(
     + re.escape(os.strerror(errno.EAGAIN))  # of a thread that cannot start
 )
 _NO_FILES = os.strerror(errno.EMFILE)
+# What tempfile says of all folders if it cannot write a word to a file.
+_NO_FOLDER, _TRIED = "No usable temporary directory", 16
 _ASKED_FOR = re.compile(r"(?:tried|Tried|Unable) to allocate ([0-9.]+) (\w+)")
 
 
@@ -111,11 +113,22 @@ def sentence_of(error: BaseException) -> str:
     if _NO_FILES in str(error):  # gloo and torch raise a RuntimeError
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"too many open files: this process may have {limit} (ulimit -n); raise that"
+    if isinstance(error, OSError) and _may_not_grow(error):
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}files of this process may have {limit:,} bytes (ulimit -f); raise that"
     if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
         return f"{_no_memory(error)}; use a machine with more, or fewer processes"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename or repr('')}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _may_not_grow(error: OSError) -> bool:
+    """Return whether a limit of this process kept a file from growing, such as the one that tempfile tries."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    is_limited = limit != resource.RLIM_INFINITY
+    return is_limited and (error.errno == errno.EFBIG or (limit < _TRIED and _NO_FOLDER in str(error)))
 
 
 def tell(sentence: str | None) -> None:
@@ -129,8 +142,11 @@ def tell(sentence: str | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE_S if os.environ.get("TORCHELASTIC_ERROR_FILE") else _PATIENCE_ELSEWHERE_S)
     if sentence is not None:
-        sys.stderr.write(f"error: {sentence}\n")
-        sys.stderr.flush()
+        for stream in (sys.stderr, sys.stdout):
+            stream.write(f"error: {sentence}\n")
+            stream.flush()
+            if not getattr(stream, "is_lost", False):
+                break
 
 
 def speaks_first() -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import threading
+from collections import Counter
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 PathLike = str | os.PathLike[str]
 
@@ -31,6 +33,50 @@ def open_input(path: PathLike) -> BinaryIO:
     return opened[0]
 
 
+def open_regular(path: PathLike) -> BinaryIO:
+    """Open a file of a folder that a program wrote, such as a checkpoint.
+
+    Raises:
+        OSError: the path is missing, or names no regular file: a pipe would be waited for, and a device has no end.
+    """
+    # Without waiting for whoever writes to a pipe; a regular file does not notice.
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise _not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: PathLike) -> bytes:
+    """Return the content of a file; see :func:`open_regular`."""
+    with open_regular(path) as stream:
+        return stream.read()
+
+
+def check_files_of(folder: PathLike) -> None:
+    """Check that a folder holds regular files and folders, before a library opens what it finds there.
+
+    Raises:
+        OSError: the folder cannot be listed, or an entry is a pipe, a socket or a device; names it.
+    """
+    for entry in os.scandir(folder):
+        if not (entry.is_file() or entry.is_dir() or _leads_nowhere(entry)):
+            raise _not_regular(entry.path)
+
+
+def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
+    return entry.is_symlink() and not os.path.exists(entry.path)
+
+
+def _not_regular(path: PathLike) -> OSError:
+    return OSError(errno.EINVAL, "is not a regular file; put the file itself there", os.fspath(path))
+
+
 def read_text(path: PathLike) -> str:
     """Return the content of a small file in UTF-8, such as a recipe.
 
@@ -45,10 +91,32 @@ def read_text(path: PathLike) -> str:
     return content.decode("utf-8-sig")
 
 
+def json_of(text: str) -> Any:
+    """Return the value of an option in JSON; raises ValueError too if an object has a key twice."""
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key '{twice}' is there twice; remove one")
+    return found
+
+
 def check_regular(path: PathLike) -> None:
     """Raise OSError unless a path names a regular file, which can be read from any place in it."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.ESPIPE, "is not a regular file, and cannot be read from the middle", os.fspath(path))
+
+
+def is_utf8(path: PathLike) -> bool:
+    """Return whether the name of a path is text; Python keeps the bytes of others as half surrogate pairs."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_same_file(one: PathLike, other: PathLike) -> bool:

@@ -32,6 +32,7 @@ class LostOutput:
 
     def __init__(self, stream: TextIO, when_lost: Callable[[OSError], None]) -> None:
         self._stream, self.when_lost = stream, when_lost
+        self.is_lost = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -52,6 +53,7 @@ class LostOutput:
         try:
             yield
         except OSError as error:
+            self.is_lost = True
             # Otherwise the interpreter tries again to write what is buffered when it ends, and reports that.
             with suppress(OSError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -38,6 +38,9 @@ def quiet_upstream() -> None:
     """Spare the terminal what megatron-core warns of on every rank: optional packages, torch's names of its calls."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    # Megatron reads the part that all ranks share in each rank, and gives torch its arguments in an older order.
+    for message in ("torch.distributed is disabled, unavailable", "The argument order of load has been changed"):
+        warnings.filterwarnings("ignore", message, UserWarning, module=r"torch\.distributed\.checkpoint")
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -14,7 +14,7 @@ from mcore_prefix_tree.choices import OnError, Order, Share
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import SEEDS
 from mcore_prefix_tree.errors import naming_memory
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.inputs import MOST, json_of
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
@@ -75,9 +75,11 @@ class TokenizerOnDemand:
 def object_of(given: str | None, option: str = "--chat-template-kwargs") -> dict[str, Any] | None:
     """Return the value of an option; raises ValueError if it is not a JSON object."""
     try:
-        found = None if given is None else json.loads(given)
-    except (ValueError, RecursionError) as error:
+        found = None if given is None else json_of(given)
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{option}: {given!r:.60} is not JSON ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
     if not isinstance(found, dict | None):
         raise ValueError(f"{option}: {given!r} is not a JSON object")
     return found

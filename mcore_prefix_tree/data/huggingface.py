@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -16,9 +17,11 @@ from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continua
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.stopping import with_end
+from mcore_prefix_tree.data.tokenizer_probe import check_encodes_text
 from mcore_prefix_tree.data.turn_ends import TurnEnds
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.data.vocabulary import DummySpace, Spelling, Vocabulary
+from mcore_prefix_tree.inputs import check_files_of, is_utf8
 
 
 class HuggingFaceChatTokenizer:
@@ -247,13 +250,20 @@ class HuggingFaceChatTokenizer:
 
 
 def _loaded(folder: str) -> Any:
+    if not is_utf8(folder):
+        raise ValueError(f"tokenizer '{folder}': transformers opens no path that is not UTF-8; rename the folder")
+    for opened in (folder, os.path.join(folder, "additional_chat_templates")):
+        if os.path.isdir(opened):
+            check_files_of(opened)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # a damaged file makes transformers and tokenizers raise nearly anything
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"tokenizer '{folder}': transformers cannot load this folder: {reason}") from error
+    check_encodes_text(loaded, folder)
+    return loaded
 
 
 def _spelling_of(tokenizer: Any, folder: str) -> Spelling:

@@ -10,6 +10,7 @@ from itertools import chain
 
 from mcore_prefix_tree.choices import OnError, Order
 from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.equal_pairs import EqualPairs
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.grouping import RECIPE_STEP, StepSetting, streamed_whole_groups, whole_groups
 from mcore_prefix_tree.data.jsonl import STDIN
@@ -87,7 +88,9 @@ class Source:
                 token is scored.
             ValueError: the data has fewer samples than a step of whole units takes.
         """
-        skipped = Skipped()
+        skipped, pairs = Skipped(), EqualPairs(ranks=self.ranks)
+        if self.grouped_by == "pair":
+            check = pairs.noting(check)
         groups: Sequence[Sequence[Sample]]
         if self.is_streamed:
             stream = partial(
@@ -118,6 +121,8 @@ class Source:
             groups, skipped = self._whole(self.paths, self.grouped_by, self._samples_of_a_step, check)
         if is_scored:
             _check_scored(groups, self.paths, self.path_setting)
+        if self.grouped_by == "pair":
+            pairs.warn()
         return self._in_order(groups), skipped
 
     def of_lines(self, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
@@ -155,8 +160,12 @@ class Source:
         Raises:
             SampleError: see :meth:`read`; or the files have no samples.
         """
-        groups, skipped = replace(self, options=self.options.lenient())._whole(paths, by, None, check)
+        pairs = EqualPairs(ranks=self.ranks)
+        noting = pairs.noting(check) if by == "pair" else check
+        groups, skipped = replace(self, options=self.options.lenient())._whole(paths, by, None, noting)
         _check_scored(groups, paths, setting)
+        if by == "pair":
+            pairs.warn()
         return groups, skipped
 
     def _whole(

@@ -22,7 +22,7 @@ from mcore_prefix_tree.data.foreign_names import mapping_of, shown
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
 from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.data.unread import notice_unread
-from mcore_prefix_tree.inputs import check_regular
+from mcore_prefix_tree.inputs import check_regular, is_utf8
 from mcore_prefix_tree.sample import SampleError
 
 # Rows that are decoded together where rows are read in order.
@@ -243,6 +243,8 @@ class _Table(Protocol):
 
 def _open(path: str, names: FieldNames) -> _Table:
     check_regular(path)
+    if not is_utf8(path):
+        raise SampleError(f"{path}: Arrow opens no path that is not UTF-8; rename the file")
     if path.lower().endswith(".parquet"):
         return _Parquet(path, names)
     mapped = pa.memory_map(path).read_buffer()

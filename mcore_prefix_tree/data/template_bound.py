@@ -26,10 +26,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 
 # What an element of a list, a loop's iteration or a call costs, in characters: about its memory.
-STEP = 16
+STEP = 64
 SMALLEST_BUDGET = 1 << 26
 # Limit for one operation after another that costs little and takes long, such as a search in a long list.
-SECONDS = 30.0
+SECONDS = 10.0
 
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\d+|\*)?(?:\.(\d+|\*))?")
 # Filters that hand on elements of their value; they neither join nor write them.
@@ -41,6 +41,7 @@ _ELEMENTWISE = frozenset(
     )
 )
 _CONSTANT = frozenset(["attr", "count", "d", "default", "first", "items", "last", "length"])
+_UNORDERED: tuple[type, ...] = (set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
 _OF_CALLS = ("_block_vars", "_loop_vars", "caller")
 
 
@@ -88,8 +89,7 @@ class Meter:
                 elif isinstance(value, int):
                     largest = max(largest, abs(value))
                     self.spend(value.bit_length() // 3)
-                else:
-                    held = _held(value)
+                elif held := _held(value):
                     elements += len(held)
                     self.spend(STEP * len(held))
                     inner += held
@@ -279,7 +279,7 @@ def _held(value: Any) -> Sequence[Any]:
         return [*value, *value.values()]
     if isinstance(value, (list, tuple, range)):
         return value
-    if isinstance(value, (set, frozenset, type({}.keys()), type({}.values()), type({}.items()))):
+    if isinstance(value, _UNORDERED):
         return list(value)
     if isinstance(value, Namespace):
         attributes: dict[str, Any] = object.__getattribute__(value, "_Namespace__attrs")
@@ -300,11 +300,11 @@ def _extent(value: Any) -> int:
 
 def _product(operator: str, left: Any, right: Any) -> int:
     """Return what ``*`` or ``**`` costs."""
-    if operator == "**":
-        whole = isinstance(left, int) and isinstance(right, int)
-        return left.bit_length() * max(right, 0) // 3 if whole else 0
     if isinstance(left, int) and isinstance(right, int):
-        return _extent(left) + _extent(right)
+        digits = _extent(left) * max(right, 1) if operator == "**" else max(_extent(left), _extent(right))
+        return digits * digits // 16  # their time is nearly that
+    if operator == "**":
+        return 0
     times, repeated = (left, right) if isinstance(left, int) else (right, left)
     return _extent(repeated) * max(times, 0) if isinstance(times, int) else 0
 

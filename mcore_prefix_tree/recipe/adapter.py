@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from mcore_prefix_tree.inputs import check_files_of
 from mcore_prefix_tree.recipe.hf import PICKLES, HuggingFaceFolder, read_json, tensors_in
 from mcore_prefix_tree.recipe.model import LoraConfig, LoraTarget
 
@@ -63,6 +64,7 @@ class AdapterFolder:
         folder = Path(path)
         if not (folder / CONFIG).is_file():
             raise ValueError(f"{folder} is not a folder with an {CONFIG}; give the local folder that PEFT wrote")
+        check_files_of(folder)
         config = read_json(folder / CONFIG)
         _check(folder / CONFIG, config)
         pickles = sorted(one.name for one in folder.iterdir() if one.suffix in PICKLES)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_prefix_tree.inputs import read_text
+from mcore_prefix_tree.inputs import check_files_of, open_regular, read_text
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -88,6 +88,7 @@ class HuggingFaceFolder:
             raise ValueError(
                 f"{folder} is not a folder with a {CONFIG}; download the model first and give its local folder"
             )
+        check_files_of(folder)
         config = read_json(folder / CONFIG)
         _check_config(folder, config)
         files = dict(_files(folder))
@@ -304,7 +305,7 @@ def tensors_in(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
     if not file.is_file():
         raise ValueError(f"{file} is missing; download the folder again")
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         length = int.from_bytes(stream.read(8), "little")
         text = stream.read(length) if length <= min(size - 8, _LONGEST_HEADER) else b""
     found: dict[str, tuple[str, Sequence[int]]]

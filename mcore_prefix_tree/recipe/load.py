@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,8 @@ from mcore_prefix_tree.recipe.keys import instead_of
 from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
 from mcore_prefix_tree.recipe.values import AT_ODDS
+
+logger = logging.getLogger(__name__)
 
 # Numbers that YAML 1.1 does not read as they look: 1:30 is 90, to base 60, and 010 is 8.
 _MISLEADING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
@@ -54,6 +58,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"recipe {path} is a list; it must map keys to values")
     for override in overrides:
         merged = _with_override(merged, override)
+    _notice_doubled(overrides)
     try:
         content = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except _UNREADABLE as error:
@@ -99,6 +104,16 @@ def _check_adapter(model: ModelConfig) -> None:
         AdapterFolder.read(model.adapter).check_fits(folder)
 
 
+def _notice_doubled(overrides: Sequence[str]) -> None:
+    """Warn of a key that is set twice, on the first rank: the last value counts, as a script may want that adds one."""
+    given: dict[str, str] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if given.setdefault(key, value) != value and os.environ.get("RANK", "0") == "0":
+            logger.warning("%s is set twice, to %s and to %s; the last counts", key, _short(given[key]), _short(value))
+        given[key] = value
+
+
 def _with_override(recipe: Any, override: str) -> Any:
     if "=" not in override or not all(override.partition("=")[0].split(".")):
         raise RecipeError(f"{override!r} is not an override; write key=value, for example train_iters=10")
@@ -110,6 +125,8 @@ def _with_override(recipe: Any, override: str) -> Any:
         _check_scalars(value)
         # It changes the recipe, which nobody else has, rather than copy all of it for each override.
         return OmegaConf.unsafe_merge(recipe, OmegaConf.from_dotlist([f"{key}={value}"]))
+    except UnicodeEncodeError:
+        raise RecipeError(f"override {_short(override)!r} is not UTF-8; rename the file that it names") from None
     except _UNREADABLE as error:
         raise RecipeError(f"override {_short(override)!r}: {_one_line(error)}") from error
 

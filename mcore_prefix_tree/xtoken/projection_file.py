@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.write import whole_file
+from mcore_prefix_tree.inputs import open_regular
 from mcore_prefix_tree.xtoken.projection import Projection, entries, from_entries
 from mcore_prefix_tree.xtoken.projection_build import Entries
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
@@ -135,6 +136,7 @@ def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[st
     """Return the arrays of a safetensors file, and its metadata."""
     from safetensors import SafetensorError, safe_open
 
+    open_regular(path).close()
     try:
         with safe_open(str(path), framework="numpy") as file:
             about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
@@ -196,6 +198,7 @@ def _torch_bytes(projection: Projection, student_name: str, teacher_name: str, *
 def _read_torch(path: str | Path, student: TokenBytes, teacher: TokenBytes, scale_column: bool) -> Projection:
     import torch
 
+    open_regular(path).close()
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):

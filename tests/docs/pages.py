@@ -18,6 +18,27 @@ PAGES = sorted(
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 
 
+def fences_of(page: Path) -> list[tuple[int, str, int]]:
+    """Return the fenced blocks of a page: the lines of both fences, from 1, and what stands behind the first.
+
+    Raises:
+        ValueError: a fence is never closed.
+    """
+    found: list[tuple[int, str, int]] = []
+    opened: tuple[int, str] | None = None
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        if not line.lstrip().startswith("```"):
+            continue
+        if opened is None:
+            opened = number, line.lstrip().removeprefix("```")
+        else:
+            found.append((*opened, number))
+            opened = None
+    if opened is not None:
+        raise ValueError(f"the fence in line {opened[0]} is never closed")
+    return found
+
+
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,6 +100,14 @@ def test_each_sample_as_if_alone(job: Path, reference: Path, tmp_path: Path, all
     assert f"{len(samples):,} samples, {scored_tokens:,} scored tokens by iteration 2 and the reference's 2;" in (
         result.output
     )
+
+
+def test_nothing_is_said_beside_the_result(job: Path, tmp_path: Path) -> None:
+    """Neither are torch's warnings of how Megatron calls it."""
+    words = [sys.executable, "-m", "mcore_prefix_tree", "score", str(job), "--output", str(tmp_path / "scored.jsonl")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=job.parent)
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 1
 
 
 def test_the_file_is_data_to_train_on(job: Path, reference: Path, tmp_path: Path) -> None:

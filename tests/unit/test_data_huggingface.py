@@ -487,3 +487,44 @@ def test_code_of_a_tokenizer_folder_is_not_run(tmp_path, monkeypatch):
     with suppress(ValueError):
         load_tokenizer(str(folder))
     assert not marker.exists()
+
+
+def emptied(folder, change):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(added_tokens=[]) or content["model"].update(vocab={}, merges=[]),
+        lambda content: content["model"].update(vocab={}, merges=[]),
+        lambda content: content["model"].update(vocab={"<unk>": 0}, merges=[], unk_token="<unk>"),
+        lambda content: content.update(model={"type": "WordLevel", "vocab": {"<|im_end|>": 0}, "unk_token": "?"}),
+        lambda content: content.update(normalizer={"type": "Replace", "pattern": {"Regex": "[\\s\\S]"}, "content": ""}),
+    ],
+    ids=["all", "vocabulary", "only unknown", "words", "normalizer"],
+)
+def test_folder_that_makes_nothing_of_text_is_refused(tmp_path, change):
+    folder = make_folder(tmp_path / "folder", CHATML)
+    emptied(tmp_path / "folder", change)
+    with pytest.raises(ValueError, match=r"^tokenizer '.*folder' (makes (nothing|unknown|control)|: transformers)"):
+        load_tokenizer(str(folder))
+
+
+@needs_transformers
+def test_tokenizer_of_few_words_is_accepted(tmp_path):
+    folder = make_folder(tmp_path / "folder", CHATML)
+    words = {"<|im_start|>": 0, "<|im_end|>": 1, "?": 2, "ᚠᚢᚦ": 3}
+    emptied(
+        tmp_path / "folder",
+        lambda content: content.update(
+            model={"type": "WordLevel", "vocab": words, "unk_token": "?"},
+            pre_tokenizer={"type": "Whitespace"},
+            decoder=None,
+        ),
+    )
+    assert load_tokenizer(str(folder)).encode_text("ᚠᚢᚦ") == [3]

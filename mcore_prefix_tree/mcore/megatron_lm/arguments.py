@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.write import check_rows_output
+from mcore_prefix_tree.inputs import check_files_of
 from mcore_prefix_tree.mcore.engine.score_file import ScoreOptions
 from mcore_prefix_tree.mcore.megatron_lm.pattern import check_layers
 from mcore_prefix_tree.mcore.models.checkpoint import TRACKER
@@ -82,6 +85,9 @@ _UNSUPPORTED_VALUES: tuple[tuple[str, str, str], ...] = (
     ("non_persistent_ckpt_type", "local", "which samples it was trained on cannot be read of it; use global"),
     ("position_embedding_type", "mrope", "its positions are three-dimensional; use rope"),
 )
+
+
+_CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 
 
 def _splits_latents(args: argparse.Namespace) -> bool:
@@ -179,6 +185,22 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
     if found:
         raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
     check_layers(args)
+
+
+def check_checkpoints(args: argparse.Namespace) -> None:
+    """Check that the folders of checkpoints hold files, which Megatron-LM opens: it would wait for ever at a pipe.
+
+    Raises:
+        OSError: an entry is a pipe, a socket or a device; names it.
+    """
+    for name in ("load", "pretrained_checkpoint"):
+        folder = getattr(args, name, None)
+        if folder is None or not os.path.isdir(folder):
+            continue
+        check_files_of(folder)
+        for checkpoint in (entry for entry in os.scandir(folder) if _CHECKPOINT.fullmatch(entry.name)):
+            if checkpoint.is_dir():
+                check_files_of(checkpoint)
 
 
 def check_arguments(args: argparse.Namespace) -> None:

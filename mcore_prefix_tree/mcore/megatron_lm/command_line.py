@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from mcore_prefix_tree.ending import end_without_stacks
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, check_unused
+from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, check_checkpoints, check_unused
 from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
 
 
@@ -71,6 +71,7 @@ class CheckedParser(argparse.ArgumentParser):
             parsed = super().parse_args(args, namespace)
             if parsed.prefix_tree:
                 end_without_stacks()  # a site's own script has no other place
+                check_checkpoints(parsed)
                 self.check(parsed, words)
             else:
                 check_unused(words)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_prefix_tree.data.fields import check_names
+from mcore_prefix_tree.inputs import json_of
 from mcore_prefix_tree.mcore.megatron_lm.folding_arguments import add_folding_arguments, whole_number
 from mcore_prefix_tree.objectives import OBJECTIVES
 
@@ -35,9 +36,11 @@ class _Enable(argparse.Action):
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = json_of(text)
+    except json.JSONDecodeError:
         found = None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return found

@@ -27,6 +27,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_prefix_tree.data.same import name_ranks
+from mcore_prefix_tree.inputs import check_files_of, read_regular
 from mcore_prefix_tree.mcore.models.hf import ADAPTER
 from mcore_prefix_tree.mcore.models.integrity import (
     DamagedCheckpointError,
@@ -89,11 +90,12 @@ def latest_iteration(folder: str | Path) -> int | None:
 
     Raises:
         RecipeError: the tracker file does not hold a number.
+        OSError: it cannot be read, or is not a regular file.
     """
     tracker = Path(folder) / TRACKER
     if not tracker.exists():
         return None
-    text = tracker.read_bytes().decode("ascii", errors="backslashreplace").strip()
+    text = read_regular(tracker).decode("ascii", errors="backslashreplace").strip()
     if not re.fullmatch(r"\d{1,18}", text):
         raise RecipeError(f"{tracker} holds {text!r:.40} instead of an iteration; write the last complete one there")
     return int(text)
@@ -102,7 +104,7 @@ def latest_iteration(folder: str | Path) -> int | None:
 def latest_weights(folder: str | Path) -> int | str | None:
     """Return :func:`latest_iteration`, or ``release``, which Megatron-LM's converters write instead of an iteration."""
     tracker = Path(folder) / TRACKER
-    if tracker.exists() and tracker.read_bytes().strip() == RELEASE.encode():
+    if tracker.exists() and read_regular(tracker).strip() == RELEASE.encode():
         return RELEASE
     return latest_iteration(folder)
 
@@ -307,6 +309,7 @@ def _existing(folder: str | Path, iteration: int | str) -> Path:
     source = iteration_folder(folder, iteration)
     if not source.is_dir():
         raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
+    on_main_rank(partial(check_files_of, source))
     with _reading(source):
         on_main_rank(partial(check_metadata, source))
         on_main_rank(partial(check_holds_only_data, source))

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from mcore_prefix_tree.inputs import open_regular, read_regular
 from mcore_prefix_tree.mcore.models.settings import FILE as SETTINGS
 from mcore_prefix_tree.mcore.models.vetting import read_metadata
 from mcore_prefix_tree.mcore.ranks import all_ranks, everyone, on_main_rank
@@ -104,7 +105,7 @@ def _read_manifest(path: Path) -> Mapping[str, str] | None:
     if not path.exists():
         return None
     try:
-        files = json.loads(path.read_bytes())["files"]
+        files = json.loads(read_regular(path))["files"]
         return {str(name): str(digest) for name, digest in files.items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise DamagedCheckpointError(f"{path} is damaged; restore it, or use another checkpoint") from None
@@ -128,9 +129,9 @@ def _archives(metadata: Metadata) -> dict[str, list[Any]]:
 def _digest(path: Path, items: list[Any]) -> str:
     """Return the SHA-256 of a small file, or of the CRC-32s of the archives that a file of tensors is made of."""
     if path.suffix != _TENSORS:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_regular(path)).hexdigest()
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for stored in items:
             for record in _archive(file, stored).infolist():
                 line = f"{stored.offset} {stored.length} {record.filename} {record.CRC} {record.file_size}\n"
@@ -139,7 +140,7 @@ def _digest(path: Path, items: list[Any]) -> str:
 
 
 def _check_records(path: Path, items: list[Any]) -> None:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for stored in items:
             if _archive(file, stored).testzip() is not None:
                 raise zipfile.BadZipFile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from omegaconf import OmegaConf
 
+from mcore_prefix_tree.inputs import read_regular
 from mcore_prefix_tree.recipe import ModelConfig, RecipeError
 from mcore_prefix_tree.recipe.hf import SAME_FUNCTION
 
@@ -67,7 +69,7 @@ def check_same_function(folder: Path, model: ModelConfig) -> None:
 def _read(folder: Path) -> Mapping[str, Any] | None:
     """Return the recipe in a checkpoint's folder. It informs; a run does not depend on it."""
     try:
-        written: Any = OmegaConf.to_container(OmegaConf.load(folder / FILE), resolve=False)
+        written: Any = OmegaConf.to_container(OmegaConf.load(io.BytesIO(read_regular(folder / FILE))), resolve=False)
     except Exception:  # missing, damaged, or not YAML
         return None
     return written if isinstance(written, Mapping) else None

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from mcore_prefix_tree.inputs import open_regular, read_regular
 from mcore_prefix_tree.recipe import RecipeError
 
 _BACKEND = "torch_dist"
@@ -81,17 +82,17 @@ def check_holds_only_data(folder: Path) -> None:
     for name in sorted({str(stored.relative_path) for stored in metadata.storage_data.values()}):
         _check_inside(folder, name)
     for key, stored in _objects(metadata):
-        with open(folder / stored.relative_path, "rb") as file:
+        with open_regular(folder / stored.relative_path) as file:
             file.seek(stored.offset)
             _check_object(folder / stored.relative_path, key, file.read(stored.length))
     common = folder / "common.pt"
     if common.exists():
-        _load_data(common.read_bytes(), str(common))
+        _load_data(read_regular(common), str(common))
 
 
 def _check_backend(path: Path) -> None:
     try:
-        backend = json.loads(path.read_bytes())["sharded_backend"]
+        backend = json.loads(read_regular(path))["sharded_backend"]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise UnsafeCheckpointError(f"{path} is damaged: it does not name a sharded_backend") from None
     if backend != _BACKEND:
@@ -104,7 +105,7 @@ def read_metadata(path: Path) -> Metadata:
     Raises:
         UnsafeCheckpointError: the file names anything that is not data.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         try:
             metadata = _MetadataUnpickler(file).load()
         except Exception as error:  # a malformed pickle raises nearly anything

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mcore_prefix_tree.data.write import check_output, whole_file
+from mcore_prefix_tree.inputs import read_regular
 from mcore_prefix_tree.mcore.ranks import on_main_rank
 from mcore_prefix_tree.mcore.trainer.claim import hold
 from mcore_prefix_tree.recipe import LogConfig
@@ -276,7 +277,7 @@ class _Wandb:
 
         self._setting = f"log.wandb={project}"
         kept = None if folder is None else Path(folder) / _WANDB_ID
-        known = kept.read_text().strip() if kept is not None and done and kept.exists() else None
+        known = read_regular(kept).decode().strip() if kept is not None and done and kept.exists() else None
         try:
             self._run: Any = wandb.init(
                 project=project,
