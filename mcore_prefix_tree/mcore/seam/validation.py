@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.mcore.seam.hybrid import check_pattern
+from mcore_prefix_tree.randomness import random_part
 
 _FLAGS = {
     "cache_mla_latents": "it is for inference alone",  # a field of MLATransformerConfig
@@ -162,6 +164,17 @@ def check_model(model: Any) -> None:
             "prefix-tree training does not support position_embedding_type='mrope': its positions are "
             "three-dimensional; use 'rope', 'yarn', 'learned_absolute' or 'none'"
         )
+
+
+def check_draws(model: torch.nn.Module) -> None:
+    """Refuse modules that draw random numbers as the model is now: adapters and modes change after it was built.
+
+    Raises:
+        NotImplementedError: one sentence, with the path of the module, its rate and the way out.
+    """
+    part = random_part(model)
+    if part is not None:
+        raise NotImplementedError(f"prefix-tree training does not support dropout: {part}")
 
 
 def check_step(model: Any) -> None:
