@@ -32,7 +32,7 @@ from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.provider import provided_spec
-from mcore_prefix_tree.mcore.seam.validation import check_draws, check_model, check_positions
+from mcore_prefix_tree.mcore.seam.validation import check_draws, check_interleaving, check_model, check_positions
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.upload import moved, upload
 
@@ -143,14 +143,17 @@ class Folding:
             position_ids=call.get("position_ids") if learned else None,
         )
         check_positions(model, int(rows.length.max(initial=1)))
-        folds = self._always_folds or rows.fold_ratio > self._settings.least_fold_ratio
+        # Stock layers fail on no tokens; the folded micro-batch of no rows has one of padding.
+        folds = self._always_folds or not rows.logical_tokens or rows.fold_ratio > self._settings.least_fold_ratio
         to_check = model.training in self._unchecked
         if folds or to_check:
             check_draws(model)
             folded = rows.fold(pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1)
         if to_check:
             compare(model, folded, call, partial(self._folded, model, folded))
-            self._unchecked.remove(model.training)
+            # Without rows nothing was compared; but ranks that share experts have to check the same micro-batches.
+            if rows.logical_tokens or model.config.expert_model_parallel_size > 1:
+                self._unchecked.remove(model.training)
         if folds:
             return (), self._folded(model, folded, call)
         self._record(FoldReport.of_stock(rows.length, self._work))
@@ -306,6 +309,7 @@ def _check_model(model: Any) -> None:
             "variable_seq_lengths=False: pipeline stages send each other folded micro-batches of many sizes; set "
             "variable_seq_lengths=True"
         )
+    check_interleaving(model.config, lengths_differ=True)
     if getattr(model.config, "moe_enable_routing_replay", False):
         raise NotImplementedError(
             "moe_enable_routing_replay=True: rows that share a token may have recorded different routes for it; set "

@@ -166,6 +166,29 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_interleaving(config: Any, *, lengths_differ: bool) -> None:
+    """Refuse an interleaved schedule whose messages between two stages are mistaken for each other.
+
+    Without overlap, an output for the next chunk and a gradient for the one before go to the same rank at once.
+
+    Args:
+        config: a ``TransformerConfig`` of a model that trains.
+        lengths_differ: whether its micro-batches differ in length, so that stages send their sizes too.
+
+    Raises:
+        NotImplementedError: names the settings and the way out.
+    """
+    chunks = config.virtual_pipeline_model_parallel_size
+    two_at_once = config.pipeline_model_parallel_size == 2 and chunks is not None and not config.overlap_p2p_comm
+    if two_at_once and (lengths_differ or config.batch_p2p_comm):
+        raise NotImplementedError(
+            "prefix-tree training does not support overlap_p2p_comm=False with pipeline_model_parallel_size=2 and "
+            f"virtual_pipeline_model_parallel_size={chunks}: Megatron-Core mistakes two messages that go to the same "
+            "stage at once for each other if micro-batches differ in length; set overlap_p2p_comm=True and "
+            "batch_p2p_comm=False"
+        )
+
+
 def check_draws(model: torch.nn.Module) -> None:
     """Refuse modules that draw random numbers as the model is now: adapters and modes change after it was built.
 

@@ -172,7 +172,7 @@ class _LogprobFolding:
             return None
         ids = call["input_ids"]
         rows = read_rows(ids, params.cu_seqlens_q, pad=get_tokenizer().pad)
-        check_positions(model, int(rows.length.max()))
+        check_positions(model, int(rows.length.max(initial=1)))
         check_draws(model)
         folded = rows.fold(pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1)
         metadata = TreeMetadata.from_layout(folded.layout, device=rows.device)
