@@ -65,17 +65,19 @@ def _rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float
     stack: list[tuple[torch.nn.Module, Collection[str] | None]] = [(model, None)]
     while stack:
         module, active = stack.pop()
-        if _is_tuner(type(module)):
+        kind: Any = type(module)
+        if _is_tuner(kind):
             active = _active_adapters(module)
         if module.training:
             for name in _rate_names(module):
-                value = getattr(module, name, None)
-                values = [value] if active is None or not isinstance(value, Mapping) else map(value.get, active)
+                value: Any = getattr(module, name, None)
+                by_adapter = active is not None and isinstance(value, Mapping)
+                values: list[Any] = [value[one] for one in active or () if one in value] if by_adapter else [value]
                 yield from ((module, name, float(rate)) for rate in values if _draws(name, rate))
         children = module._modules
         if active is not None and isinstance(module, torch.nn.ModuleDict):
             children = {name: child for name, child in children.items() if name in active}
-        inner = active if isinstance(module, torch.nn.ModuleDict) or _is_tuner(type(module)) else None
+        inner = active if isinstance(module, torch.nn.ModuleDict) or _is_tuner(kind) else None
         stack.extend((child, inner) for child in reversed(children.values()) if child is not None)
 
 

@@ -128,12 +128,14 @@ SEAM = (
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",
         keywords="apply_rope_fusion attention_dropout attention_output_gate batch_p2p_comm context_parallel_size "
-        "cuda_graph_impl defer_embedding_wgrad_compute experimental_attention_variant fp4 fp8 fused_single_qkv_rope hidden_dropout "
-        "kv_channels log_max_attention_logit moe_aux_loss_coeff moe_expert_capacity_factor moe_input_jitter_eps "
-        "moe_router_bias_update_rate moe_router_enable_expert_bias moe_router_force_load_balancing "
-        "moe_router_load_balancing_type moe_z_loss_coeff mtp_num_layers multi_latent_attention num_moe_experts "
-        "overlap_moe_expert_parallel_comm overlap_p2p_comm pipeline_model_parallel_size qk_clip quant_recipe "
-        "softmax_type use_kitchen virtual_pipeline_model_parallel_size window_attn_skip_freq window_size",
+        "cuda_graph_impl defer_embedding_wgrad_compute experimental_attention_variant fp4 fp8 "
+        "fused_single_qkv_rope hidden_dropout kv_channels log_max_attention_logit moe_aux_loss_coeff "
+        "moe_expert_capacity_factor moe_input_jitter_eps moe_router_bias_update_rate "
+        "moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_load_balancing_type "
+        "moe_z_loss_coeff mtp_num_layers multi_latent_attention num_moe_experts "
+        "overlap_moe_expert_parallel_comm overlap_p2p_comm pipeline_model_parallel_size qk_clip "
+        "quant_recipe softmax_type use_kitchen virtual_pipeline_model_parallel_size "
+        "window_attn_skip_freq window_size",
     ),
     Uses(
         "megatron.core.transformer.transformer_config:MLATransformerConfig",
