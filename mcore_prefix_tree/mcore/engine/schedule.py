@@ -46,8 +46,7 @@ def run_schedule(
         NotImplementedError: see :func:`check_interleaving`.
     """
     if not (forward_only or one_stage):
-        lengths = {batch.input_ids.shape[-1] for batch in micro_batches}
-        check_interleaving(get_model_config(chunks[0]), lengths_differ=len(lengths) > 1)
+        check_interleaving(get_model_config(chunks[0]), [batch.input_ids.shape[-1] for batch in micro_batches])
     device = next(chunks[0].parameters()).device
     waiting = [
         WaitingMicroBatch(batch, device, chunks=len(chunks)) if isinstance(batch, MicroBatch) else batch

@@ -309,7 +309,7 @@ def _check_model(model: Any) -> None:
             "variable_seq_lengths=False: pipeline stages send each other folded micro-batches of many sizes; set "
             "variable_seq_lengths=True"
         )
-    check_interleaving(model.config, lengths_differ=True)
+    check_interleaving(model.config)
     if getattr(model.config, "moe_enable_routing_replay", False):
         raise NotImplementedError(
             "moe_enable_routing_replay=True: rows that share a token may have recorded different routes for it; set "

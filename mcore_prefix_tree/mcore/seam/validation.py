@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -166,26 +167,27 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_interleaving(config: Any, *, lengths_differ: bool) -> None:
+def check_interleaving(config: Any, lengths: Sequence[int] | None = None) -> None:
     """Refuse an interleaved schedule whose messages between two stages are mistaken for each other.
 
-    Without overlap, an output for the next chunk and a gradient for the one before go to the same rank at once.
+    Without overlap, an output for the next chunk and a gradient for the one before go to the same rank at once. That is
+    right for three and more micro-batches of one length; with two, one stage waits for ever.
 
     Args:
         config: a ``TransformerConfig`` of a model that trains.
-        lengths_differ: whether its micro-batches differ in length, so that stages send their sizes too.
+        lengths: padded lengths of the micro-batches of a step; None if they are not known.
 
     Raises:
         NotImplementedError: names the settings and the way out.
     """
     chunks = config.virtual_pipeline_model_parallel_size
-    two_at_once = config.pipeline_model_parallel_size == 2 and chunks is not None and not config.overlap_p2p_comm
-    if two_at_once and (lengths_differ or config.batch_p2p_comm):
+    if config.pipeline_model_parallel_size != 2 or chunks is None or config.overlap_p2p_comm:
+        return
+    if lengths is None or len(set(lengths)) > 1 or len(lengths) < 3 or config.batch_p2p_comm:
         raise NotImplementedError(
             "prefix-tree training does not support overlap_p2p_comm=False with pipeline_model_parallel_size=2 and "
-            f"virtual_pipeline_model_parallel_size={chunks}: Megatron-Core mistakes two messages that go to the same "
-            "stage at once for each other if micro-batches differ in length; set overlap_p2p_comm=True and "
-            "batch_p2p_comm=False"
+            f"virtual_pipeline_model_parallel_size={chunks}: micro-batches differ in length, and Megatron-Core mistakes "
+            "two messages that go to one stage at once for each other; set overlap_p2p_comm=True, batch_p2p_comm=False"
         )
 
 
