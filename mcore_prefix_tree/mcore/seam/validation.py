@@ -186,8 +186,9 @@ def check_interleaving(config: Any, lengths: Sequence[int] | None = None) -> Non
     if lengths is None or len(set(lengths)) > 1 or len(lengths) < 3 or config.batch_p2p_comm:
         raise NotImplementedError(
             "prefix-tree training does not support overlap_p2p_comm=False with pipeline_model_parallel_size=2 and "
-            f"virtual_pipeline_model_parallel_size={chunks}: micro-batches differ in length, and Megatron-Core mistakes "
-            "two messages that go to one stage at once for each other; set overlap_p2p_comm=True, batch_p2p_comm=False"
+            f"virtual_pipeline_model_parallel_size={chunks}: micro-batches differ in length, and Megatron-Core "
+            "mistakes two messages that go to one stage at once for each other; set overlap_p2p_comm=True and "
+            "batch_p2p_comm=False"
         )
 
 
