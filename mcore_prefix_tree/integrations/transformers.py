@@ -20,6 +20,7 @@ from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges, edge_logprobs, restore
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.randomness import Draws, LayerDraws, drew, random_part
 from mcore_prefix_tree.upload import upload
 
 NAME = "prefix_tree"
@@ -66,7 +67,7 @@ def attend(
         ``[1, P, H, W]``, and None for the attention weights.
 
     Raises:
-        ValueError: an argument is not supported.
+        ValueError: an argument is not supported, or the layer or the model draws random numbers.
     """
     where = f"attn_implementation={NAME!r}"
     if prefix_tree is None:
@@ -89,6 +90,9 @@ def attend(
             f"prefix_tree is on {prefix_tree.subtree_end.device}, the model on {query.device}: "
             "pass prefix_tree.with_plans_on(model.device)"
         )
+    draws = None if torch.compiler.is_compiling() else prefix_tree.derived("draws", lambda _: LayerDraws())
+    if draws is not None:
+        _begin(module, draws)
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     options = AttentionOptions(
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, sinks=s_aux
@@ -103,7 +107,19 @@ def attend(
         window=options.window,
         sinks=options.sinks,
     )
+    if draws is not None:
+        draws.after(getattr(module, "layer_idx", None), query.device)
     return output[None], None
+
+
+def _begin(module: torch.nn.Module, draws: LayerDraws) -> None:
+    """Refuse random draws in an attention layer, and between it and the one before."""
+    layer = getattr(module, "layer_idx", None)
+    part = random_part(module)
+    if part is not None:
+        raise ValueError(f"attn_implementation={NAME!r} does not support dropout: in attention layer {layer}, {part}")
+    if draws.before(layer):
+        raise ValueError(f"attn_implementation={NAME!r} does not support {drew(module, f'before layer {layer}')}")
 
 
 def _backend(setting: str, tree: TreeMetadata, case: Case) -> str:
@@ -137,7 +153,10 @@ AttentionMaskInterface.register(NAME, pass_mask)
 
 
 def check_model(model: Any) -> None:
-    """Raise ValueError that names the part of a model that cannot be folded."""
+    """Raise ValueError that names the part of a model that cannot be folded, as it is now.
+
+    Random draws of modules in training mode are among them, so call it again after a change of mode.
+    """
     config = model.config.get_text_config()
     name = type(model).__name__
     # Flash attention gets all of its description in arguments; other layers may get theirs in a mask only.
@@ -149,6 +168,8 @@ def check_model(model: Any) -> None:
         raise ValueError(f"{name} mixes tokens by {', '.join(sorted(mixers))}, which cannot be folded")
     if ropes := _rope_types(config) & _BATCH_ROPES:
         raise ValueError(f"{name} has rope_type={ropes.pop()!r}, which depends on the longest sample of a batch")
+    if part := random_part(model):
+        raise ValueError(f"{name} does not support dropout when it is folded: {part}")
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -198,8 +219,15 @@ def sample_logprobs(model: Any, layout: FlatLayout, *, backend: str = AUTO) -> l
     Returns:
         ``[n]`` for each sample, in the order of samples; entry t scores ``tokens[t]``, and entry 0 is 0. Logits are
         divided by the temperature of the samples, if they have one.
+
+    Raises:
+        ValueError: see :func:`model_inputs`; or the model drew random numbers.
     """
-    logits = model(**model_inputs(model, layout, backend=backend)).logits[0]
+    inputs = model_inputs(model, layout, backend=backend)
+    draws = Draws(model.device)
+    logits = model(**inputs).logits[0]
+    if draws.any(coins=model.config.get_text_config().num_hidden_layers):
+        raise ValueError(f"{type(model).__name__} does not support {drew(model, 'in its forward pass')}")
     temperature = None if layout.temperature is None else upload(layout.temperature, logits.device)
     edges = Edges.from_layout(layout, device=logits.device)
     return restore(edge_logprobs(logits, edges, temperature=temperature)[0], layout)

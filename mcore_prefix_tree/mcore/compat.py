@@ -127,13 +127,15 @@ SEAM = (
     # What check_config refuses is asked by name.
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",
-        keywords="apply_rope_fusion attention_dropout attention_output_gate context_parallel_size cuda_graph_impl "
-        "defer_embedding_wgrad_compute experimental_attention_variant fp4 fp8 fused_single_qkv_rope hidden_dropout "
-        "kv_channels log_max_attention_logit moe_aux_loss_coeff moe_expert_capacity_factor moe_input_jitter_eps "
-        "moe_router_bias_update_rate moe_router_enable_expert_bias moe_router_force_load_balancing "
-        "moe_router_load_balancing_type moe_z_loss_coeff mtp_num_layers multi_latent_attention num_moe_experts "
-        "overlap_moe_expert_parallel_comm qk_clip quant_recipe softmax_type use_kitchen window_attn_skip_freq "
-        "window_size",
+        keywords="apply_rope_fusion attention_dropout attention_output_gate batch_p2p_comm context_parallel_size "
+        "cuda_graph_impl defer_embedding_wgrad_compute experimental_attention_variant fp4 fp8 "
+        "fused_single_qkv_rope hidden_dropout kv_channels log_max_attention_logit moe_aux_loss_coeff "
+        "moe_expert_capacity_factor moe_input_jitter_eps moe_router_bias_update_rate "
+        "moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_load_balancing_type "
+        "moe_z_loss_coeff mtp_num_layers multi_latent_attention num_moe_experts "
+        "overlap_moe_expert_parallel_comm overlap_p2p_comm pipeline_model_parallel_size qk_clip "
+        "quant_recipe softmax_type use_kitchen virtual_pipeline_model_parallel_size "
+        "window_attn_skip_freq window_size",
     ),
     Uses(
         "megatron.core.transformer.transformer_config:MLATransformerConfig",
@@ -156,6 +158,10 @@ HYBRID = (
 
 # Only where TransformerEngine is installed.
 TRANSFORMER_ENGINE = (
+    # Generators of Megatron's, which a comparison restores.
+    Uses("megatron.core.tensor_parallel:get_cuda_rng_tracker"),
+    Uses("megatron.core.tensor_parallel.random:CudaRNGStatesTracker.get_states"),
+    Uses("megatron.core.tensor_parallel.random:CudaRNGStatesTracker.set_states", "states"),
     Uses(
         "megatron.core.extensions.transformer_engine:TEDotProductAttention",
         "config layer_number",
@@ -170,6 +176,10 @@ TRANSFORMER_ENGINE = (
 )
 
 ENGINE = (
+    # Generators of Megatron's, which a comparison restores.
+    Uses("megatron.core.tensor_parallel:get_cuda_rng_tracker"),
+    Uses("megatron.core.tensor_parallel.random:CudaRNGStatesTracker.get_states"),
+    Uses("megatron.core.tensor_parallel.random:CudaRNGStatesTracker.set_states", "states"),
     Uses(f"{_STATE}:get_data_parallel_group", keywords="with_context_parallel"),
     Uses("megatron.core.process_groups_config:ProcessGroupCollection.use_mpu_process_groups"),
     Uses(f"{_STATE}:get_tensor_and_data_parallel_group", keywords="with_context_parallel"),
@@ -195,6 +205,9 @@ INSIDE = (
     ),
     Uses("megatron.core.models.gpt:GPTModel.set_input_tensor", "input_tensor"),
     Uses("megatron.core.models.gpt:GPTModel", attributes=_STAGE),
+    # Recomputation, which a comparison in training mode switches off.
+    Uses("megatron.core.transformer.transformer_config:TransformerConfig", keywords="recompute_granularity"),
+    Uses("megatron.core.transformer.attention:SelfAttention", attributes="checkpoint_core_attention"),
     Uses("megatron.core.tensor_parallel:scatter_to_sequence_parallel_region", "input_", "group"),
     Uses(f"{_STATE}:get_expert_model_parallel_group"),
 )

@@ -201,6 +201,27 @@ def test_packed_forms(call: dict[str, Any]) -> None:
     check_losses(model, stock, call)
 
 
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("check_first", [False, True])
+@pytest.mark.parametrize(("tokens", "borders"), [(0, [0]), (0, [0, 0]), (3, [0]), (2, [0, 0, 0])])
+def test_a_micro_batch_without_tokens_answers_nothing(
+    tokens: int, borders: list[int], check_first: bool, packs: bool
+) -> None:
+    """Also where the stock attention takes packed rows: its layers fail on no tokens."""
+    config = tiny_config()
+    spec = with_prefix_tree(packed_attention_spec(config) if packs else local_spec(config))
+    model = fold_inside(build(config, spec), check_first=check_first)
+    ends, ids = torch.tensor(borders, dtype=torch.int32), torch.full((1, tokens), 7)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=0, max_seqlen_kv=0)
+    call = {"input_ids": ids, "position_ids": None, "attention_mask": None, "packed_seq_params": params}
+    assert model(**call).shape == (1, tokens, VOCAB)
+    losses = model(**call, labels=ids)
+    assert losses.tolist() == [[0.0] * tokens]
+    losses.sum().backward()
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    assert model.folding._unchecked == ({True, False} if check_first else set())
+
+
 @given(sample_lists(max_samples=6, min_samples=1))
 def test_random_forests(samples: list[Sample]) -> None:
     model, stock = random_pair()
@@ -543,6 +564,7 @@ def refused_calls() -> dict[str, tuple[dict[str, Any], str]]:
         "no rows": (call | {"packed_seq_params": None}, "qkv_format='thd'.*not None"),
         "another format": (with_params(qkv_format="bshd", cu_seqlens_q=ends), "not qkv_format='bshd'"),
         "no borders": (with_params(), "cu_seqlens_q is missing"),
+        "no first border": (with_params(cu_seqlens_q=ends[:0]), "cu_seqlens_q has no entry"),
         "too many tokens": (with_params(cu_seqlens_q=ends + ends.max()), "must both begin at 0"),
         "beyond the end": (with_params(cu_seqlens_q=torch.tensor([0, 10_000])), "ends at 10000"),
         "a row larger than its slot": (
@@ -597,9 +619,12 @@ def test_models_that_are_refused() -> None:
         ("moe_enable_routing_replay", True, "moe_enable_routing_replay=True"),
         ("fp8", "e4m3", "fp8"),
         ("pipeline_model_parallel_size", 2, "variable_seq_lengths"),
+        ("virtual_pipeline_model_parallel_size", 2, "overlap_p2p_comm=False with pipeline_model_parallel_size=2"),
     ):
         changed = tiny_config(num_moe_experts=2, moe_router_load_balancing_type="none", num_layers=1)
         _, tree = twins(changed)
+        if name == "virtual_pipeline_model_parallel_size":
+            changed.pipeline_model_parallel_size, changed.variable_seq_lengths = 2, True
         setattr(changed, name, value)
         with pytest.raises(NotImplementedError, match=message):
             fold_inside(tree)

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from harness.marks import quick
+from megatron.core.transformer.mlp import MLP
 from train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, command, resolved, rows, train, world_of_one, write_job
 
 from mcore_prefix_tree import FlatLayout, fold
@@ -310,6 +312,20 @@ def test_broken_folding_is_caught(
     assert not report.passed
     above = {name for name, (error, limit) in report.checks.items() if not error <= limit}
     assert above == set(caught)
+
+
+def test_random_draws_in_training_are_refused(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer that shows no rate: only a second run tells."""
+    plain = MLP.forward
+
+    def noisy(layer: Any, hidden: torch.Tensor, **options: Any) -> Any:
+        return plain(layer, F.dropout(hidden, 0.01, layer.training), **options)
+
+    monkeypatch.setattr(MLP, "forward", noisy)
+    result = command("train", job, "verify.enabled=true")
+    assert result.exit_code == 2
+    assert "verify: a second run on the same tokens in training mode gives other answers" in result.output
+    assert "step 1" not in result.output
 
 
 def test_a_nan_does_not_pass(job: Path, broken: Callable[[Break], None]) -> None:

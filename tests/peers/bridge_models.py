@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from harness.worlds import Layout
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -136,6 +137,31 @@ def run(folder: str, rows: list[Any], layout: Any) -> dict[str, Any]:
         for answers in (alone, together)
     ]
     return {"alone": whole[0], "together": whole[1], "errors": errors, "report": folds.folding.last.to_log()}
+
+
+def refused(folder: str, rows: list[Any], kind: str) -> list[str]:
+    """Every rank: what a model that folds says of adapters of Megatron-Bridge with dropout, and of the same without."""
+    model = model_of(folder, Layout(), check_first=True)
+    from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+    from megatron.bridge.peft.dora import DoRA
+    from megatron.bridge.peft.lora import LoRA
+
+    queries = ["linear_q", "linear_k", "linear_v"]
+    kinds = {
+        "lora": (LoRA, ["linear_proj"]),
+        "dora": (DoRA, ["linear_proj"]),
+        "canonical_lora": (CanonicalLoRA, queries),
+    }
+    adapter, targets = kinds[kind]
+    model = adapter(target_modules=targets, dim=2, dropout=0.1)(model, training=True)
+    said = []
+    for mode in (True, False):
+        model.train(mode)
+        try:
+            model(**packed(rows, 1))
+        except NotImplementedError as error:
+            said.append(str(error))
+    return said
 
 
 def read_back() -> str:

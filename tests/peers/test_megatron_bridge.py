@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-from bridge_models import logged, read_back, run
+from bridge_models import logged, read_back, refused, run
 from harness.worlds import Layout, world
 from hf_folders import folder_of, rows
 
@@ -46,6 +46,15 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 def test_rows_in_layouts(family: str, layout: Layout, tmp_path: Path) -> None:
     folder, logits = folder_of(family, tmp_path)
     check(world(2).run(run, folder, rows(), layout, layout=layout), logits)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "canonical_lora"])
+def test_dropout_of_its_adapters_is_refused_in_training(kind: str, tmp_path: Path) -> None:
+    folder, _ = folder_of("Llama 3", tmp_path)
+    (said,) = world(1).run(refused, folder, rows(), kind, layout=Layout())
+    (sentence,) = said
+    assert "decoder.layers.0.self_attention.linear_" in sentence
+    assert "dropout has p=0.1" in sentence
 
 
 def test_checkpoints_name_the_spec() -> None:

@@ -70,3 +70,12 @@ def test_a_failed_verification_is_told_once(job: Path) -> None:
     assert failed.losses == {}
     assert len(failed.errors) == 1
     assert failed.errors[0].startswith("error: folded and unfolded runs differ by more than rounding, ")
+
+
+def test_two_interleaved_stages_without_overlap_are_refused(job: Path) -> None:
+    stages = [f"parallel.{kind}pipeline_model_parallel_size=2" for kind in ("", "virtual_")]
+    done = run(2, "train", job, *stages, "model.num_layers=4", "model.transformer.overlap_p2p_comm=false")
+    assert done.code != 0
+    assert "overlap_p2p_comm=False with pipeline_model_parallel_size=2" in done.errors[0]
+    assert "set overlap_p2p_comm=True" in done.errors[0]
+    assert "Traceback" not in done.err

@@ -26,6 +26,7 @@ ALLOWED = {
     "output": {"errors"},
     "launchers": set(),
     "memory": set(),
+    "randomness": set(),
     "versions": set(),
     "signals": set(),
     "upload": {"lazy_torch"},
@@ -46,9 +47,11 @@ ALLOWED = {
     "mcore": {
         "choices", "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
         "objectives", "recipe", "launchers", "memory", "upload", "errors", "ending", "inputs",
-        "cpu", "xtoken",
+        "cpu", "randomness", "xtoken",
     },
-    "integrations": {"sample", "trie", "layout", "metadata", "attention", "logprob", "upload", "plan", "mcore"},
+    "integrations": {
+        "sample", "trie", "layout", "metadata", "attention", "logprob", "randomness", "upload", "plan", "mcore",
+    },
     "bench": {"versions", "recipe", "mcore"},
     "pretrain_gpt": {
         "ending", "errors", "launchers", "output", "sample", "data", "layout", "plan", "metadata", "attention",

@@ -121,6 +121,10 @@ OTHER = [
         "a step has 1 micro-batches on each rank, but an interleaved pipeline of 2 stages takes them 2 at a time",
     ),
     (
+        f"WORLD_SIZE=4 {INTERLEAVED} --micro-batch-size 2 --no-overlap-p2p-communication",
+        "Megatron-LM does not take these arguments: When interleaved schedule is used and p2p ",
+    ),
+    (
         "--prefix-tree-order folded --prefix-tree-streaming",
         "--prefix-tree-order folded sorts all samples in memory; leave --prefix-tree-streaming out, or use ",
     ),

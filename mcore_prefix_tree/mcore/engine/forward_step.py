@@ -12,7 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from mcore_prefix_tree.mcore.readout import Logits, Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.seam.validation import check_positions, check_step
+from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions, check_step
 from mcore_prefix_tree.objectives import LossOutput, Objective, Targets
 
 Reported = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
@@ -32,11 +32,13 @@ def tree_forward(model: Any, batch: MicroBatch, readout: Readout[Any] = Logits()
         hidden states before.
 
     Raises:
+        NotImplementedError: see :func:`check_draws`.
         ValueError: the longest path does not fit the model's learned positions, or the output layer of the last stage
             cannot answer the readout.
     """
     gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
     check_positions(gpt_model, batch.layout.max_path_len)
+    check_draws(gpt_model)
     output: torch.Tensor = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,

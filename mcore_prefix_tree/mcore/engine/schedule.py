@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, tree_forward
 from mcore_prefix_tree.mcore.readout import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
+from mcore_prefix_tree.mcore.seam.validation import check_interleaving
 
 T = TypeVar("T")
 
@@ -39,7 +41,12 @@ def run_schedule(
 
     Returns:
         The report of the loss function for each micro-batch, on the last pipeline stage; an empty list elsewhere.
+
+    Raises:
+        NotImplementedError: see :func:`check_interleaving`.
     """
+    if not (forward_only or one_stage):
+        check_interleaving(get_model_config(chunks[0]), [batch.input_ids.shape[-1] for batch in micro_batches])
     device = next(chunks[0].parameters()).device
     waiting = [
         WaitingMicroBatch(batch, device, chunks=len(chunks)) if isinstance(batch, MicroBatch) else batch

@@ -8,7 +8,7 @@ model, the values of the samples are compared instead, and half their square is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,6 +22,8 @@ from megatron.core import parallel_state
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.objective import plain
+from mcore_prefix_tree.mcore.engine.outcome import Outcome, Rows, compare_outcomes, rounding_of
+from mcore_prefix_tree.mcore.engine.repeats import kept_buffers, kept_generators, why_not_the_same
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
 from mcore_prefix_tree.mcore.engine.score import score
 from mcore_prefix_tree.mcore.engine.steps import FoldedStep, fold_step
@@ -120,19 +122,6 @@ class VerifyReport:
         return fields | {"passed": self.passed}
 
 
-# Of one sample, by what they are: log-probabilities and entropies, or values.
-_Rows = Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Outcome:
-    """Results of one run: rows by sample index (of all ranks), the summed loss, and this rank's gradients by name."""
-
-    rows: dict[int, _Rows]
-    loss: float
-    gradients: dict[str, torch.Tensor]
-
-
 def verify(
     chunks: Sequence[torch.nn.Module],
     samples: Sequence[Sample],
@@ -145,7 +134,8 @@ def verify(
     """Run a batch folded and unfolded, and compare the model's outputs for each sample and the loss of :func:`plain`.
 
     Args:
-        chunks: bare model chunks, before Megatron's DDP; weights and gradients are left as they were.
+        chunks: bare model chunks, before Megatron's DDP, in the mode that they train in; weights, gradients, buffers
+            and random generators are left as they were.
         samples: samples of the whole batch, the same on every rank.
         job: job of the chunks.
         in_dtype: function that builds the same model in another dtype, with its ``TransformerConfig``; the weights are
@@ -159,6 +149,7 @@ def verify(
 
     Raises:
         CannotVerifyError: a sample is too long for the stock attention.
+        NotImplementedError: the model draws random numbers.
         SampleError: no token of the batch is scored, so there is nothing to compare.
     """
     if not job.objective.has_scalar_head and not any(sample.loss_mask[1:].any() for sample in samples):
@@ -166,17 +157,30 @@ def verify(
             f"{samples[0].source}: neither this nor another sample of the first step has a token to train on after its "
             "first: 'loss_mask' is 0 in all of them"
         )
-    dtype = job.config.params_dtype
-    companion = COMPANION[dtype] if tolerance is None else None
+    companion = COMPANION[job.config.params_dtype] if tolerance is None else None
     obstacle = why_stock_does_not_fit(samples, job, companion=companion)
     if obstacle is not None:
         raise CannotVerifyError(f"verify cannot run the unfolded side: {obstacle}; verify on shorter samples")
+    with kept_generators(), kept_buffers(chunks):
+        return _verified(chunks, samples, job, in_dtype, tolerance, companion, progress)
+
+
+def _verified(
+    chunks: Sequence[torch.nn.Module],
+    samples: Sequence[Sample],
+    job: Job,
+    in_dtype: Callable[[torch.dtype], tuple[Sequence[torch.nn.Module], Any]],
+    tolerance: float | None,
+    companion: torch.dtype | None,
+    progress: Callable[[int, int], None] | None,
+) -> VerifyReport:
+    dtype = job.config.params_dtype
     job, samples = plain(job, samples)
     step = fold_step(samples, job)
     alone = plan_unfolded(samples, job)
     begun = _Begun(progress, len(step.micro_batches) + (1 if companion is None else 2) * len(alone.micro_batches))
-    folded = _run_folded(chunks, step, job, begun)
-    folded = replace(folded, rows=dict(enumerate(_folded_rows(chunks, samples, job))))
+    rows = _repeated(partial(_folded_rows, chunks, samples, job))
+    folded = replace(_run_folded(chunks, step, job, begun), rows=dict(enumerate(rows)))
     unfolded = _run_unfolded(chunks, alone, job, begun)
     reference, rounding = unfolded, None
     if companion is not None:
@@ -187,10 +191,10 @@ def verify(
         if dtype is torch.float64:
             # Nothing is wider: what float32 loses, scaled to the digits of float64.
             scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-            rounding = {name: scale * error for name, error in _rounding(other, unfolded, samples).items()}
+            rounding = {name: scale * error for name, error in rounding_of(other, unfolded, samples).items()}
         else:
-            reference, rounding = other, _rounding(unfolded, other, samples)
-    errors, worst, count = _compare(folded, reference)
+            reference, rounding = other, rounding_of(unfolded, other, samples)
+    errors, worst, count = compare_outcomes(folded, reference)
     return VerifyReport(
         **errors,
         worst_parameter=worst,
@@ -230,23 +234,23 @@ def _least_limit(config: Any) -> float:
     return 1e-5 if dtype is torch.float64 and fp32_inside else LEAST[dtype]
 
 
-def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job, begun: _Begun) -> _Outcome:
+def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job, begun: _Begun) -> Outcome:
     """Return the loss and the gradients of the same step that training takes."""
 
-    def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
+    def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
         return job.readout.read(output, batch).loss, []
 
     forward, no_rows = partial(tree_forward, readout=job.readout), tuple(() for _ in step.micro_batches)
     return _run(chunks, step.micro_batches, no_rows, forward, loss, job, begun)
 
 
-def _folded_rows(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], job: Job) -> list[_Rows]:
+def _folded_rows(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], job: Job) -> list[Rows]:
     if job.objective.has_scalar_head:
         return [
             {"value": np.append(one.values[1:], one.last).astype(np.float64)}
             for one in score(chunks, samples, job.folding, Values(), all_tokens=True)
         ]
-    found: list[_Rows] = []
+    found: list[Rows] = []
     readout = Logprobs(entropy=True, fused=job.fused_head)
     for scores in score(chunks, samples, job.folding, readout, all_tokens=True):
         assert scores.entropy is not None
@@ -259,10 +263,24 @@ def _folded_rows(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], j
     return found
 
 
-def _run_unfolded(chunks: Sequence[torch.nn.Module], step: UnfoldedStep, job: Job, begun: _Begun) -> _Outcome:
+def _repeated(run: Callable[[], list[Rows]]) -> list[Rows]:
+    """Return the rows of a run, which are the same on every rank, if another run gives them too."""
+    rows: list[Rows] = []
+
+    def flat() -> torch.Tensor:
+        rows[:] = run()
+        return torch.from_numpy(np.concatenate([values for row in rows for values in row.values()]))
+
+    reason = why_not_the_same(flat)
+    if reason is not None:
+        raise NotImplementedError(f"verify: {reason}")
+    return rows
+
+
+def _run_unfolded(chunks: Sequence[torch.nn.Module], step: UnfoldedStep, job: Job, begun: _Begun) -> Outcome:
     of_values = job.objective.has_scalar_head
 
-    def score(batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[_Rows]]:
+    def score(batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
         if of_values:
             values = output.flatten()
             return stock_square_loss(values, batch), [{"value": _on_host(values[: batch.length])}]
@@ -284,11 +302,11 @@ def _run(
     micro_batches: Sequence[Any],
     sample_index: Sequence[tuple[int, ...]],
     forward: Callable[[Any, Any], torch.Tensor],
-    score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[_Rows]]],
+    score: Callable[[Any, torch.Tensor], tuple[torch.Tensor, list[Rows]]],
     job: Job,
     begun: _Begun,
-) -> _Outcome:
-    rows: dict[int, _Rows] = {}
+) -> Outcome:
+    rows: dict[int, Rows] = {}
     losses: list[float] = []
     indices = iter(sample_index)
 
@@ -311,7 +329,7 @@ def _run(
         _reduce(chunks, gradients)
     # Tensor-parallel ranks all know the rows of their replica; one of them speaks for it.
     of_all = everyone((rows, sum(losses)) if has_logits() else ({}, 0.0))
-    return _Outcome(
+    return Outcome(
         rows={index: row for rank_rows, _ in of_all for index, row in rank_rows.items()},
         loss=sum(loss for _, loss in of_all),
         gradients=gradients,
@@ -370,64 +388,3 @@ def _reduce(chunks: Sequence[torch.nn.Module], gradients: dict[str, torch.Tensor
             dist.all_reduce(gradients[name], group=parallel_state.get_tensor_model_parallel_group())
         if getattr(parameter, "shared_embedding", False) and parallel_state.is_rank_in_embedding_group():
             dist.all_reduce(gradients[name], group=parallel_state.get_embedding_group())
-
-
-def _compare(run: _Outcome, reference: _Outcome) -> tuple[dict[str, float], str, int]:
-    """Return the errors by name, the worst parameter over all ranks, and the number of tensors compared."""
-    by_parameter = [
-        (_relative_error(run.gradients[name].double(), gradient.double()), name)
-        for name, gradient in reference.gradients.items()
-    ]
-    of_all = everyone((max(by_parameter, default=(0.0, "none"), key=_nan_first), len(by_parameter)))
-    worst = max(range(len(of_all)), key=lambda rank: _nan_first(of_all[rank][0]))
-    gradient_error, name = of_all[worst][0]
-    errors = _worst_rows(run.rows, reference.rows) | {
-        "loss_error": _relative_error(_scalar(run.loss), _scalar(reference.loss)),
-        "gradient_error": gradient_error,
-    }
-    return errors, f"{name} (rank {worst})", sum(count for _, count in of_all)
-
-
-def _rounding(run: _Outcome, reference: _Outcome, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the errors of an unfolded run in bfloat16 or float32, whose loss is summed in float32, as measures."""
-    errors, _, _ = _compare(run, reference)
-    off = [
-        _loss_of(run.rows[index], sample) - _loss_of(reference.rows[index], sample)
-        for index, sample in enumerate(samples)
-    ]
-    of_samples = float(np.abs(off).sum()) / (abs(reference.loss) or 1.0)
-    return errors | {"loss_error": of_samples + torch.finfo(torch.float32).eps}
-
-
-def _loss_of(rows: _Rows, sample: Sample) -> float:
-    """Return one sample's part of the loss, from its rows."""
-    mask = sample.loss_mask[1:].astype(np.float64)
-    if "value" in rows:
-        return float(np.dot(mask, np.square(rows["value"][:-1]))) / 2
-    return -float(np.dot(mask, rows["logprob"]))
-
-
-def _nan_first(entry: tuple[float, str]) -> float:
-    """Sort key under which a NaN is the worst of all."""
-    return float("inf") if entry[0] != entry[0] else entry[0]
-
-
-def _worst_rows(run: dict[int, _Rows], reference: dict[int, _Rows]) -> dict[str, float]:
-    """Return the largest error over samples for every kind of row."""
-    assert run.keys() == reference.keys(), "both runs see the same samples"
-    errors: dict[str, list[tuple[float, str]]] = {}
-    for index, rows in reference.items():
-        for name, row in rows.items():
-            error = _relative_error(torch.from_numpy(run[index][name]), torch.from_numpy(row))
-            errors.setdefault(f"{name}_error", []).append((error, ""))
-    return {name: max(of_samples, key=_nan_first)[0] for name, of_samples in errors.items()}
-
-
-def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """``|a - b| / |b|``; the absolute error where the reference is zero."""
-    scale = torch.linalg.vector_norm(reference)
-    return float(torch.linalg.vector_norm(value - reference) / (scale if scale > 0 else torch.ones_like(scale)))
-
-
-def _scalar(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float64)

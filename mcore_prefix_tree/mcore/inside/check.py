@@ -1,5 +1,7 @@
 """The first micro-batch twice: folded, and each row by itself through the same weights with the tree switched off.
 
+Both runs are in the mode that the model is in. In training mode a model that draws random numbers fails.
+
 Each pipeline stage compares its own part and gives both runs the input that it received. So nothing is sent twice, and
 if every stage is right, the model is. The gradients compared are those of half the sum of the squared answers; they do
 not reach the parameters' ``.grad``.
@@ -8,7 +10,7 @@ not reach the parameters' ``.grad``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 
+from mcore_prefix_tree.mcore.engine.repeats import kept_buffers, kept_generators, why_not_the_same
 from mcore_prefix_tree.mcore.inside.answers import expand, own_part, whole
 from mcore_prefix_tree.mcore.inside.rows import FoldedRows
 
@@ -23,6 +26,8 @@ from mcore_prefix_tree.mcore.inside.rows import FoldedRows
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 # A gradient below this share of the norm of all is judged as if it had it: some are zero but for rounding.
 _LEAST_SHARE = 1e-3
+# Settings of recomputation that are read when a layer runs; others are refused.
+_OF_BLOCK, _OF_ATTENTION = "recompute_granularity", ("checkpoint_core_attention", "offload_core_attention")
 
 
 class FoldCheckError(RuntimeError):
@@ -51,7 +56,7 @@ def compare(
     """Compare a stage's answers and gradients, folded and row by row.
 
     It compares logits, or losses if ``labels`` are given, or hidden states on stages without a head. It takes the time
-    of the rows one after another and memory for two more sets of gradients.
+    of the rows one after another and memory for two more sets of gradients. Generators and buffers are restored.
 
     Args:
         model: bare model of this stage.
@@ -60,7 +65,8 @@ def compare(
         folded: function that makes the arguments of the folded micro-batch from them.
 
     Raises:
-        FoldCheckError: a row or parameter differs by more than :data:`TOLERANCE`; names the first.
+        FoldCheckError: a row or parameter differs by more than :data:`TOLERANCE`, and the first is named; or the model
+            draws random numbers.
     """
     limit = TOLERANCE[model.config.params_dtype]
     call = {name: value for name, value in call.items() if not name.startswith("output_processor")}
@@ -69,13 +75,10 @@ def compare(
     lengths = rows.layout.cu_sample_lens[1:] - rows.layout.cu_sample_lens[:-1]
     spans = list(zip(rows.start.tolist(), lengths.tolist(), strict=True))
     stock: dict[str, torch.Tensor] = {}
-    with _in_evaluation(model) as sent:
-        arguments = folded(call)
-        output = model.forward(**arguments)
-        if model.post_process:
-            answers = arguments["packed_seq_params"].finish(output)[0]
-        else:
-            answers = expand(whole(output, model), rows, dim=0)
+    with _undisturbed(model) as sent:
+        if model.training:
+            _check_repeats(lambda: _folded(model, rows, folded(call)))
+        answers = _folded(model, rows, folded(call))
         gradients = _gradients(model, sent, answers)
         for index in range(_most_rows(model, len(spans))):
             start, length = spans[index] if index < len(spans) else (0, 1)
@@ -94,21 +97,46 @@ def compare(
         _check(f"the gradient of {name} differs", gradients[name], expected, limit, floor)
 
 
+def _folded(model: Any, rows: FoldedRows, arguments: dict[str, Any]) -> torch.Tensor:
+    """Return the folded model's answers for the packed micro-batch, ``[T, ...]``."""
+    output = model.forward(**arguments)
+    if model.post_process:
+        answers: torch.Tensor = arguments["packed_seq_params"].finish(output)[0]
+        return answers
+    return expand(whole(output, model), rows, dim=0)
+
+
+def _check_repeats(run: Callable[[], torch.Tensor]) -> None:
+    with torch.no_grad():
+        reason = why_not_the_same(run)
+    if reason is not None:
+        raise FoldCheckError(f"check_first: {reason}")
+
+
 @contextmanager
-def _in_evaluation(model: Any) -> Iterator[torch.Tensor | None]:
-    """Let the model run without recomputation, yield the stage's input as a leaf, and restore everything."""
+def _undisturbed(model: Any) -> Iterator[torch.Tensor | None]:
+    """Let the model run in its own mode without recomputation, yield the stage's input as a leaf, and restore all."""
     sent = None if model.pre_process else model.decoder.input_tensor
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        leaf = None if sent is None else sent.detach().clone().requires_grad_()
+    leaf = None if sent is None else sent.detach().clone().requires_grad_()
+    with ExitStack() as restored:
+        restored.enter_context(kept_generators())
+        restored.enter_context(kept_buffers([model]))
+        # torch.autograd.grad does not go through it; and offloading waits for a schedule.
+        for owner, name, value in _recomputation(model):
+            restored.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        restored.callback(model.set_input_tensor, sent)
         model.set_input_tensor(leaf)
         with torch.enable_grad():
             yield leaf
-    finally:
-        model.set_input_tensor(sent)
-        for module, mode in modes:
-            module.training = mode
+
+
+def _recomputation(model: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the owner, name and off value of each setting of recomputation that layers read in training mode."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    yield from ((config, _OF_BLOCK, None) for config in configs.values() if getattr(config, _OF_BLOCK, None))
+    for module in model.modules():
+        yield from ((module, name, False) for name in _OF_ATTENTION if getattr(module, name, False))
 
 
 def _alone(

@@ -32,7 +32,7 @@ from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.provider import provided_spec
-from mcore_prefix_tree.mcore.seam.validation import check_model, check_positions
+from mcore_prefix_tree.mcore.seam.validation import check_draws, check_interleaving, check_model, check_positions
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.upload import moved, upload
 
@@ -70,7 +70,8 @@ class Inside:
             logits of all unique tokens.
         least_fold_ratio: fold ratio up to which micro-batches go through the stock model as they are, if its attention
             takes packed rows. A common first token is no gain.
-        check_first: whether to compare the first micro-batch with the stock model; see :func:`compare`.
+        check_first: whether to compare the first micro-batch with the stock model, in training mode and in evaluation
+            mode; see :func:`compare`.
         log_every: number of micro-batches after which the first rank logs the savings, at level INFO; 0 logs nothing.
 
     Raises:
@@ -104,7 +105,7 @@ class Folding:
         self._log_every = settings.log_every if is_first and not model.vp_stage else 0
         self._settings = settings
         self._backend: str | None = None
-        self._to_check = settings.check_first
+        self._unchecked = {True, False} if settings.check_first else set()  # modes: training or not
         self._work = work_of(model)
         # Megatron's local attention takes no packed rows.
         self._always_folds = any(isinstance(module, DotProductAttention) for module in model.modules())
@@ -127,7 +128,7 @@ class Folding:
 
         Raises:
             FoldCheckError: see :func:`compare`.
-            NotImplementedError: folding does not support an argument; names it.
+            NotImplementedError: folding does not support an argument, or a module that draws random numbers; names it.
             ValueError: the arguments do not describe packed rows.
         """
         call = dict(zip(_arguments(model.__class__), args, strict=False)) | kwargs
@@ -142,12 +143,17 @@ class Folding:
             position_ids=call.get("position_ids") if learned else None,
         )
         check_positions(model, int(rows.length.max(initial=1)))
-        folds = self._always_folds or rows.fold_ratio > self._settings.least_fold_ratio
-        if folds or self._to_check:
+        # Stock layers fail on no tokens; the folded micro-batch of no rows has one of padding.
+        folds = self._always_folds or not rows.logical_tokens or rows.fold_ratio > self._settings.least_fold_ratio
+        to_check = model.training in self._unchecked
+        if folds or to_check:
+            check_draws(model)
             folded = rows.fold(pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1)
-        if self._to_check:
+        if to_check:
             compare(model, folded, call, partial(self._folded, model, folded))
-            self._to_check = False
+            # Without rows nothing was compared; but ranks that share experts have to check the same micro-batches.
+            if rows.logical_tokens or model.config.expert_model_parallel_size > 1:
+                self._unchecked.remove(model.training)
         if folds:
             return (), self._folded(model, folded, call)
         self._record(FoldReport.of_stock(rows.length, self._work))
@@ -303,6 +309,7 @@ def _check_model(model: Any) -> None:
             "variable_seq_lengths=False: pipeline stages send each other folded micro-batches of many sizes; set "
             "variable_seq_lengths=True"
         )
+    check_interleaving(model.config)
     if getattr(model.config, "moe_enable_routing_replay", False):
         raise NotImplementedError(
             "moe_enable_routing_replay=True: rows that share a token may have recorded different routes for it; set "

@@ -157,6 +157,10 @@ def read_rows(
         raise ValueError("packed_seq_params.cu_seqlens_q is missing: it tells where each row begins and ends")
     checked = [] if position_ids is None else [position_ids]
     ids, borders, slots, *positions = _on_host([input_ids, borders, borders if slots is None else slots, *checked])
+    if not len(borders) or not len(slots):
+        raise ValueError(
+            "packed_seq_params.cu_seqlens_q has no entry: it begins with 0, also for a micro-batch without rows, [0]"
+        )
     length = np.diff(borders)
     if borders[0] or slots[0] or len(borders) != len(slots) or (length < 0).any() or (length > np.diff(slots)).any():
         raise ValueError(

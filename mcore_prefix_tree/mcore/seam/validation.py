@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.mcore.seam.hybrid import check_pattern
+from mcore_prefix_tree.randomness import random_part
 
 _FLAGS = {
     "cache_mla_latents": "it is for inference alone",  # a field of MLATransformerConfig
@@ -162,6 +165,42 @@ def check_model(model: Any) -> None:
             "prefix-tree training does not support position_embedding_type='mrope': its positions are "
             "three-dimensional; use 'rope', 'yarn', 'learned_absolute' or 'none'"
         )
+
+
+def check_interleaving(config: Any, lengths: Sequence[int] | None = None) -> None:
+    """Refuse an interleaved schedule whose messages between two stages are mistaken for each other.
+
+    Without overlap, an output for the next chunk and a gradient for the one before go to the same rank at once. That is
+    right for three and more micro-batches of one length; with two, one stage waits for ever.
+
+    Args:
+        config: a ``TransformerConfig`` of a model that trains.
+        lengths: padded lengths of the micro-batches of a step; None if they are not known.
+
+    Raises:
+        NotImplementedError: names the settings and the way out.
+    """
+    chunks = config.virtual_pipeline_model_parallel_size
+    if config.pipeline_model_parallel_size != 2 or chunks is None or config.overlap_p2p_comm:
+        return
+    if lengths is None or len(set(lengths)) > 1 or len(lengths) < 3 or config.batch_p2p_comm:
+        raise NotImplementedError(
+            "prefix-tree training does not support overlap_p2p_comm=False with pipeline_model_parallel_size=2 and "
+            f"virtual_pipeline_model_parallel_size={chunks}: micro-batches differ in length, and Megatron-Core "
+            "mistakes two messages that go to one stage at once for each other; set overlap_p2p_comm=True and "
+            "batch_p2p_comm=False"
+        )
+
+
+def check_draws(model: torch.nn.Module) -> None:
+    """Refuse modules that draw random numbers as the model is now: adapters and modes change after it was built.
+
+    Raises:
+        NotImplementedError: one sentence, with the path of the module, its rate and the way out.
+    """
+    part = random_part(model)
+    if part is not None:
+        raise NotImplementedError(f"prefix-tree training does not support dropout: {part}")
 
 
 def check_step(model: Any) -> None:

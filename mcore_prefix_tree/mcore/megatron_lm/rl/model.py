@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.megatron_lm.model import tree_model
 from mcore_prefix_tree.mcore.megatron_lm.rl.checks import checked_config
 from mcore_prefix_tree.mcore.seam.output_layer import request_arguments
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
-from mcore_prefix_tree.mcore.seam.validation import check_positions
+from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.upload import upload
@@ -172,7 +172,8 @@ class _LogprobFolding:
             return None
         ids = call["input_ids"]
         rows = read_rows(ids, params.cu_seqlens_q, pad=get_tokenizer().pad)
-        check_positions(model, int(rows.length.max()))
+        check_positions(model, int(rows.length.max(initial=1)))
+        check_draws(model)
         folded = rows.fold(pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1)
         metadata = TreeMetadata.from_layout(folded.layout, device=rows.device)
         tree: Any = RowsPackedSeqParams.from_metadata(

@@ -1,0 +1,175 @@
+"""Random draws in a model's forward pass. Folding cannot repeat them: samples that share a token would share its draw.
+
+Two looks find them: at the rates that a model's modules have, before it runs, and at torch's generator, while it runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+
+# Attributes that hold a rate: dropout, attn_pdrop, layerdrop, drop_path, router_jitter_noise, neftune_noise_alpha, ...
+_RATE = re.compile("drop|jitter|noise")
+_NOISE = re.compile("jitter|noise")
+# Attributes that hold the rate of a class whose name says what it does, such as DropPath.
+_OF_DROPOUT = {"p", "prob", "rate"}
+
+SHARED = "samples that share a token would share its random draw"
+
+
+def random_part(model: torch.nn.Module) -> str | None:
+    """Return a sentence about the modules of a model that draw random numbers as it is now, or None without any.
+
+    A module in evaluation mode draws nothing. Neither does a rate of 0 or 1, or an adapter that PEFT has switched off.
+    It takes about a microsecond for each module.
+
+    Args:
+        model: model, or a part of one, that is about to run.
+    """
+    found = list(_rates(model))
+    if not found:
+        return None
+    module, name, rate = found[0]
+    path = next(path for path, other in model.named_modules(remove_duplicate=False) if other is module)
+    more = f", like {len(found) - 1} more," if len(found) > 1 else ""
+    return (
+        f"{path or type(module).__name__} has {name}={rate:g}{more} and is in training mode: {SHARED}; set it to 0, or "
+        "keep the module in evaluation mode"
+    )
+
+
+def drew(model: Any, when: str) -> str:
+    """Return what is not supported of a model that drew random numbers, with the rates in its configuration.
+
+    Args:
+        model: model or a part of it; one with ``config`` has its rates named.
+        when: when it drew them.
+    """
+    settings = vars(getattr(model, "config", drew))
+    rates = [f"{name}={rate:g}" for name, rate in settings.items() if _RATE.search(name) and _draws(name, rate)]
+    named = f" (its config has {', '.join(rates)})" if rates else ""
+    return (
+        f"random draws, and the model drew numbers {when}{named}: {SHARED}; set dropout and noise to 0, or "
+        "call model.eval()"
+    )
+
+
+def _rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float]]:
+    """Yield the module, attribute and value of every rate that is in effect, in the order of the modules."""
+    # Inside a layer of PEFT, the active adapters too: its containers hold all by name.
+    stack: list[tuple[torch.nn.Module, Collection[str] | None]] = [(model, None)]
+    while stack:
+        module, active = stack.pop()
+        kind: Any = type(module)
+        if _is_tuner(kind):
+            active = _active_adapters(module)
+        if module.training:
+            for name in _rate_names(module):
+                value: Any = getattr(module, name, None)
+                by_adapter = active is not None and isinstance(value, Mapping)
+                values: list[Any] = [value[one] for one in active or () if one in value] if by_adapter else [value]
+                yield from ((module, name, float(rate)) for rate in values if _draws(name, rate))
+        children = module._modules
+        if active is not None and isinstance(module, torch.nn.ModuleDict):
+            children = {name: child for name, child in children.items() if name in active}
+        inner = active if isinstance(module, torch.nn.ModuleDict) or _is_tuner(kind) else None
+        stack.extend((child, inner) for child in reversed(children.values()) if child is not None)
+
+
+def _draws(name: str, rate: Any) -> bool:
+    """Return whether the value of an attribute is a rate at which something is drawn."""
+    if not isinstance(rate, int | float) or isinstance(rate, bool):
+        return False
+    return rate > 0 and (rate < 1 or _NOISE.search(name.lower()) is not None)
+
+
+_NAMES: dict[tuple[type, int], tuple[str, ...]] = {}
+
+
+def _rate_names(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the attributes of a module that may hold a rate; looked up once for a class and a number of attributes."""
+    attributes, kind = vars(module), type(module)
+    known = _NAMES.get((kind, len(attributes)))
+    if known is None:
+        drops = issubclass(kind, _DropoutNd) or "drop" in kind.__name__.lower()
+        known = tuple(name for name in attributes if _RATE.search(name.lower()) or (drops and name in _OF_DROPOUT))
+        _NAMES[kind, len(attributes)] = known
+    return known
+
+
+@cache
+def _is_tuner(kind: type) -> bool:
+    """Return whether a class is a layer of PEFT, which names its active adapters."""
+    return all(isinstance(getattr(kind, name, None), property) for name in ("active_adapters", "disable_adapters"))
+
+
+def _active_adapters(layer: Any) -> Collection[str]:
+    return () if layer.disable_adapters or getattr(layer, "merged", False) else layer.active_adapters
+
+
+class Draws:
+    """Look at the random numbers that torch's generator of a device gave since this was made.
+
+    Args:
+        device: device of the model; generators of other devices than a CPU and CUDA's are not looked at.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator: torch.Generator | None = None
+        if device.type == "cpu":
+            self._generator = torch.default_generator
+        elif device.type == "cuda":
+            self._generator = torch.cuda.default_generators[
+                torch.cuda.current_device() if device.index is None else device.index
+            ]
+        self._before = self._state()
+
+    def any(self, *, coins: int) -> bool:
+        """Return whether there were any, other than up to ``coins`` draws of a single number.
+
+        Stochastic depth draws one for each layer, also at a rate of 0, at which it falls one way.
+        """
+        if self._generator is None or torch.equal(self._before, now := self._state()):
+            return False
+        if self._generator.device.type != "cpu":
+            return True
+        replay = torch.Generator()
+        replay.set_state(self._before)
+        return not any(_after_a_coin(replay, now) for _ in range(coins))
+
+    def _state(self) -> torch.Tensor:
+        return torch.empty(0) if self._generator is None else self._generator.get_state()
+
+
+def _after_a_coin(generator: torch.Generator, state: torch.Tensor) -> bool:
+    torch.rand([], generator=generator)
+    return torch.equal(generator.get_state(), state)
+
+
+class LayerDraws:
+    """Look for draws between the attention of one layer and that of the next, of a model, by its attention layers."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, bool, Draws] | None = None
+
+    def before(self, layer: int | None) -> bool:
+        """Return whether the model drew random numbers since the attention of the layer before.
+
+        Args:
+            layer: index of the layer whose attention begins.
+        """
+        if self._last is None or layer is None:
+            return False
+        last, with_grad, draws = self._last
+        # Between other calls the caller may have drawn some.
+        follows = layer == last + 1 and with_grad == torch.is_grad_enabled()
+        return follows and draws.any(coins=1)
+
+    def after(self, layer: int | None, device: torch.device) -> None:
+        """Note that the attention of a layer has ended."""
+        self._last = None if layer is None else (layer, torch.is_grad_enabled(), Draws(device))
