@@ -61,7 +61,9 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     own.spec, own.spec_to_fold = (__name__, "layer_spec"), args.spec
     model = get_model_provider_func(own)(pre_process, post_process, vp_stage=vp_stage)
     model.register_forward_pre_hook(partial(_ask_for_logprobs, args), with_kwargs=True)
-    return fold_inside(model, **getattr(args, "prefix_tree", None) or {})
+    # slime generates with as many tokens: it cuts the padding off the weights that it sends.
+    settings = {"vocab_size": getattr(args, "vocab_size", None)} | (getattr(args, "prefix_tree", None) or {})
+    return fold_inside(model, **settings)
 
 
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:

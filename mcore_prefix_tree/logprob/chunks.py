@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.logprob.edges import Edges, wide
+from mcore_prefix_tree.logprob.padding import mask_padding_
 from mcore_prefix_tree.logprob.rows import EdgeGrads
 
 # Logits of a chunk, and the rows that it has at least: a chunk costs a pass over the weight and over the sum of its
@@ -86,8 +87,8 @@ class Head:
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
         head_chunk_rows: C; :func:`default_chunk_rows` if None.
         weight_grad: receiver of the weight's gradient; None leaves it to autograd.
-        columns: number of this rank's columns that stand for tokens; the others, padding, have no probability. None
-            means all.
+        vocab_size: number of tokens of the vocabulary; columns from this id on are padding, which has no probability.
+            None means no padding.
     """
 
     edges: Edges
@@ -97,7 +98,7 @@ class Head:
     group: dist.ProcessGroup | None = None
     head_chunk_rows: int | None = None
     weight_grad: WeightGradSink | None = None
-    columns: int | None = None
+    vocab_size: int | None = None
 
 
 class Chunks:
@@ -139,9 +140,7 @@ class Chunks:
             logits.mul_(self.head.multiplier)
         if self.temperature is not None:
             logits.div_(self.temperature[rows, None])
-        if self.head.columns is not None:
-            logits[:, self.head.columns :] = -torch.inf
-        return logits
+        return mask_padding_(logits, self.head.vocab_size, self.head.vocab_start)
 
     def scratch(self, rows: slice) -> torch.Tensor:
         """Memory of the size of some rows' logits, the same for every chunk."""

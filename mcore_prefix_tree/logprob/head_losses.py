@@ -210,7 +210,8 @@ class _Scores:
 
     def __init__(self, chunks: Chunks, *, with_entropy: bool) -> None:
         head, rows = chunks.head, len(chunks.hidden)
-        uniform = math.log(len(chunks.weight) * (1 if head.group is None else dist.get_world_size(head.group)))
+        columns = len(chunks.weight) * (1 if head.group is None else dist.get_world_size(head.group))
+        uniform = math.log(head.vocab_size or columns)
         self._chunks = chunks
         self.logprob = chunks.hidden.new_full((len(head.edges.token_id),), -uniform, dtype=chunks.dtype)
         self.entropy = self.logprob.new_full((rows,), uniform) if with_entropy else None

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.logprob.edges import ROWS, slices, wide
+from mcore_prefix_tree.logprob.padding import mask_padding_
 from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_sums_
 
 
@@ -30,8 +31,8 @@ def top_logprobs(
         row: int64 ``[R]``, flat indices.
         k: number of tokens, at most the whole vocabulary.
         temperature: ``[P]``, divisor of each row of logits; None means 1.
-        vocab_size: first column of padding: from it on, columns take part in the softmax, as in stock Megatron-Core,
-            and are no tokens. None means no padding.
+        vocab_size: number of tokens of the vocabulary; columns from this id on are padding, which has no probability.
+            None means no padding.
         vocab_start: id of the first column.
         group: tensor-parallel group over which the vocabulary is split evenly, None if it is not.
 
@@ -42,7 +43,6 @@ def top_logprobs(
         ValueError: k is more than the vocabulary.
     """
     vocabulary = vocab_size or logits.shape[1] * (1 if group is None else dist.get_world_size(group))
-    padding = max(0, vocabulary - vocab_start)  # this rank's first column of it
     if not 1 <= k <= vocabulary:
         raise ValueError(f"{k} tokens were asked for, and the vocabulary has {vocabulary}")
     ids = torch.empty(len(row), k, dtype=torch.int64, device=logits.device)
@@ -52,8 +52,8 @@ def top_logprobs(
         block = logits[row[part]].to(values.dtype)  # a copy
         if temperature is not None:
             block = block / temperature[row[part], None].to(values.dtype)
+        mask_padding_(block, vocab_size, vocab_start)
         sums[part].set(softmax_sums_(block.clone()))
-        block[:, padding:] = -torch.inf
         found, column = block.topk(min(k, block.shape[1]), dim=1)
         values[part], ids[part] = _of_all_ranks(found, column + vocab_start, k, group)
     return ids, over_ranks(sums, group).logprob(values)

@@ -12,6 +12,7 @@ from mcore_prefix_tree.mcore.seam.layer_specs import local_layer_spec, te_layer_
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head  # noqa: E402
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams  # noqa: E402
 from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head  # noqa: E402
+from mcore_prefix_tree.mcore.seam.vocabulary import with_vocab_size  # noqa: E402
 
 __all__ = [
     "TreePackedSeqParams",
@@ -22,6 +23,7 @@ __all__ = [
     "with_edge_head",
     "with_prefix_tree",
     "with_scalar_head",
+    "with_vocab_size",
 ]
 
 # A patched Megatron-Core lets micro-batches name the attention back-ends of this package.

@@ -104,7 +104,10 @@ SEAM = (
     # EdgeHeadMixin, which stands before ColumnParallelLinear.
     Uses(
         "megatron.core.tensor_parallel:ColumnParallelLinear",
-        attributes="bias config gradient_accumulation_fusion sequence_parallel tp_group weight",
+        attributes=(
+            "bias config gradient_accumulation_fusion output_size output_size_per_partition sequence_parallel tp_group "
+            "weight"
+        ),
     ),
     Uses("megatron.core.tensor_parallel:ColumnParallelLinear.forward", "input_", "weight runtime_gather_output"),
     Uses(

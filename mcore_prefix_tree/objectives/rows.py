@@ -36,7 +36,7 @@ class LossRows:
 
     Attributes:
         count: the micro-batch's part of the step's divisor.
-        vocab_size: V of the model, padding included; the forward step fills it in.
+        vocab_size: V of the model, without padding; the forward step fills it in.
     """
 
     count: int

@@ -8,7 +8,7 @@ from mcore_prefix_tree.data import ChatTokenizer, FieldNames, LineOptions, Ranks
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe.model import ModelConfig
-from mcore_prefix_tree.recipe.sections import BatchConfig, DataConfig, ParallelConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import BatchConfig, DataConfig, Recipe, RecipeError
 
 
 def source_of(
@@ -46,7 +46,7 @@ def source_of(
     renderings = () if objective is None else objective.renderings
     return Source(
         paths=[data.path] if isinstance(data.path, str) else data.path,
-        options=options or _line_options(data, batch, recipe.model, recipe.parallel, renderings, keeps_others),
+        options=options or _line_options(data, batch, recipe.model, renderings, keeps_others),
         seed=recipe.seed,
         order=data.order,
         step=batch.per_step,
@@ -65,7 +65,6 @@ def _line_options(
     data: DataConfig,
     batch: BatchConfig,
     model: ModelConfig,
-    parallel: ParallelConfig,
     renderings: Sequence[ChatTokenizer],
     keeps_others: bool,
 ) -> LineOptions:
@@ -80,15 +79,15 @@ def _line_options(
     return LineOptions(
         tokenizer=tokenizer,
         expand_turns=data.expand_turns,
-        vocab_size=_vocab_size(model, parallel, None if tokenizer is None else tokenizer.vocab_size),
+        vocab_size=_vocab_size(model, None if tokenizer is None else tokenizer.vocab_size),
         limits=limits,
         renderings=renderings,
         names=FieldNames(given=data.fields, keeps_others=keeps_others),
     )
 
 
-def _vocab_size(model: ModelConfig, parallel: ParallelConfig, tokenizer_size: int | None) -> int:
-    """Return the recipe's size, or else the tokenizer's, padded."""
+def _vocab_size(model: ModelConfig, tokenizer_size: int | None) -> int:
+    """Return the recipe's size, or else the tokenizer's."""
     size = model.vocab_size
     if size is None and tokenizer_size is None:
         raise RecipeError("model.vocab_size is missing; set it, or name a data.tokenizer to take it from")
@@ -101,4 +100,4 @@ def _vocab_size(model: ModelConfig, parallel: ParallelConfig, tokenizer_size: in
         raise RecipeError(
             f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or leave it out"
         )
-    return size or parallel.padded_vocab_size(tokenizer_size or 0)
+    return size or tokenizer_size or 0

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from harness.weights import fill
 from harness.worlds import Layout
 from mcore_prefix_tree.cpu.specs import cpu_spec
+from mcore_prefix_tree.mcore.seam.vocabulary import with_vocab_size
 
 # It came with megatron-core 0.18.
 HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
@@ -99,7 +100,7 @@ def build_chunks(
             rank has all layers.
         spec: a layer's spec, a block's, or a function of the configuration and the virtual stage that makes one;
             Megatron's local layer by default, with what it lacks on a CPU (:func:`cpu_spec`).
-        vocab_size: the padded one, divisible by the tensor-parallel degree.
+        vocab_size: number of tokens; padded to a multiple of the tensor-parallel degree, and without probability there.
         max_sequence_length: as in ``GPTModel``.
         share_embeddings: tie the output layer to the word embeddings.
         seed: of the weights, which are the same in every layout: see :mod:`harness.weights`.
@@ -114,7 +115,7 @@ def build_chunks(
     for stage in stages:
         chosen = spec
         stage_settings: dict[str, Any] = {
-            "vocab_size": vocab_size,
+            "vocab_size": -(-vocab_size // config.tensor_model_parallel_size) * config.tensor_model_parallel_size,
             "max_sequence_length": max_sequence_length,
             "pre_process": pp_rank == 0 and stage in (None, 0),
             "post_process": pp_rank == last_pp_rank and (stage is None or stage == stages[-1]),
@@ -139,7 +140,7 @@ def build_chunks(
         # The norms of PyTorch start in the default dtype, whatever params_dtype says.
         chunks.append(chunk.to(config.params_dtype))
     fill(chunks, seed=seed)
-    return chunks
+    return [with_vocab_size(chunk, vocab_size) for chunk in chunks]
 
 
 @dataclass(frozen=True, kw_only=True)

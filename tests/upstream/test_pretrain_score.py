@@ -33,6 +33,8 @@ from megatron_lm import (
 from test_pretrain_objectives import write_rollouts
 from train_jobs import command
 
+from mcore_prefix_tree.mcore.compat import installed_version
+
 require_checkout()
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -172,6 +174,27 @@ def test_options_are_those_of_score(
     run = score(models, kind, tmp_path / "out.jsonl", ours, layout, ranks=2)
     assert run.status == 0, run.output[-8000:]
     assert_same_file(lines(tmp_path / "out.jsonl"), models.scored(kind, *options), "old_logprobs", "entropy")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--make-vocab-size-divisible-by 96",
+        pytest.param("--padded-vocab-size 300 --prefix-tree-no-fused-head", marks=pytest.mark.ci),
+        pytest.param("--padded-vocab-size 300 --tokenizer-type NullTokenizer", marks=pytest.mark.ci),
+    ],
+)
+def test_padding_of_the_vocabulary_has_no_probability(models: Models, tmp_path: Path, arguments: str) -> None:
+    unpadded = f"--padded-vocab-size {VOCAB} --vocab-size {VOCAB}"
+    assert unpadded in MODEL
+    # In core_v0.16 this tokenizer has a token more, the end of a document.
+    size = VOCAB - 1 if "NullTokenizer" in arguments and installed_version().startswith("0.16") else VOCAB
+    model = MODEL.replace(unpadded, f"--vocab-size {size} {arguments}")
+    common = (CPU, model, "--prefix-tree --prefix-tree-max-tokens 400", models.samples, TP2)
+    sizes = f"--global-batch-size {BATCH} --load {models.saved('policy')}"
+    run = megatron(ENTRY, *common, sizes, f"--prefix-tree-score {tmp_path / 'out.jsonl'}", ranks=2)
+    assert run.status == 0, run.output[-8000:]
+    assert_same_file(lines(tmp_path / "out.jsonl"), models.scored("policy"), "old_logprobs", "entropy")
 
 
 @pytest.mark.ci

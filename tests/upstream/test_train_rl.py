@@ -17,6 +17,7 @@ from megatron_lm import (
     RL,
     STOCK_RL,
     VARIABLE,
+    VOCAB,
     Run,
     assert_same_tensors,
     hybrid_model,
@@ -157,6 +158,27 @@ def test_rollouts_train_folded_as_each_trajectory_alone(
     assert max(found["fold ratio"].values()) > 1.3
     assert "fold ratio" in run.output
     assert_same_tensors(tmp_path, wanted, ITERATIONS)
+
+
+@pytest.mark.parametrize("arguments", ["", pytest.param("--prefix-tree-no-fused-head", marks=pytest.mark.slow)])
+def test_padding_of_the_vocabulary_has_no_probability(
+    alone: functools._lru_cache_wrapper[Path],
+    base: functools._lru_cache_wrapper[Path],
+    tmp_path: Path,
+    arguments: str,
+) -> None:
+    """The checkout's own steps, on a vocabulary without padding, are the oracle."""
+    wanted, padded = alone("rows", 1), MODEL.replace(f"--padded-vocab-size {VOCAB}", "--padded-vocab-size 200")
+    assert padded != MODEL
+    ranks, layout = LAYOUTS["tp2-sp"]
+    asked = (MODES["rows"], FOLDED["rows"], layout, "--prefix-tree", arguments)
+    loop(RL, padded, base(MODEL), tmp_path, *asked, ranks=ranks)
+    found, expected = figures(tmp_path / "logs"), figures(wanted / "logs")
+    for name in sorted(LOGGED | {"grad-norm"}):
+        assert len(found[name]) == ITERATIONS, name
+        for iteration, value in expected[name].items():
+            assert found[name][iteration] == pytest.approx(value, rel=LOSS, abs=LOSS), (name, iteration)
+    assert_same_tensors(tmp_path, wanted, ITERATIONS, padded=True)
 
 
 @pytest.mark.parametrize("case", STEPS)

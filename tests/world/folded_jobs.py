@@ -59,6 +59,7 @@ class Job:
     way: str = "logits"  # or "logprobs", "weighted sum"
     config: tuple[tuple[str, Any], ...] = ()
     pattern: str | None = None  # of a HybridModel
+    vocab_size: int = VOCAB
 
 
 def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any], int]:
@@ -151,7 +152,7 @@ def chunks_of(job: Any, config: Any, spec: Any, *, follows: bool = True) -> list
 
         spec = with_prefix_tree(hybrid_stack) if follows else hybrid_stack
         pattern = pattern if follows else pattern.replace("|", "")
-    return build_chunks(config, spec, vocab_size=VOCAB, share_embeddings=job.share_embeddings, pattern=pattern)
+    return build_chunks(config, spec, vocab_size=job.vocab_size, share_embeddings=job.share_embeddings, pattern=pattern)
 
 
 def step_loss(reported: Sequence[dict[str, torch.Tensor]]) -> float:

@@ -19,11 +19,11 @@ HIDDEN = 6
 COLUMNS = (23, 11, 7)  # of each rank: no two have as many
 
 
-def head_problem(dtype: torch.dtype) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+def head_problem(dtype: torch.dtype, padding: int = 0) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A layout, hidden states ``[P, h]``, the whole weight and temperatures ``[P]``."""
     generator = torch.Generator().manual_seed(3)
     vocabulary = sum(COLUMNS)
-    tokens = torch.randint(0, vocabulary, (9, 4), generator=generator).tolist()
+    tokens = torch.randint(0, vocabulary - padding, (9, 4), generator=generator).tolist()
     layout = fold([Sample(tokens=[1, 2, *row]) for row in tokens], pad_to_multiple_of=4)
     hidden = torch.randn(layout.padded_size, HIDDEN, generator=generator, dtype=torch.float64)
     weight = 2 * torch.randn(vocabulary, HIDDEN, generator=generator, dtype=torch.float64)
@@ -31,16 +31,19 @@ def head_problem(dtype: torch.dtype) -> tuple[Any, torch.Tensor, torch.Tensor, t
     return layout, hidden.to(dtype), weight.to(dtype), temperature
 
 
-def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str) -> tuple[Any, ...]:
-    """Scores, the summed gradient of the hidden states, and this rank's of its columns."""
+def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str, padding: int = 0) -> tuple[Any, ...]:
+    """Scores, the summed gradient of the hidden states, and this rank's of its columns.
+
+    So many of the last ranks' columns are padding, which the oracle does not have.
+    """
     import torch.distributed as dist
 
     from mcore_prefix_tree.logprob import Edges, Head, head_edge_loss, head_logprobs, head_weighted_sum
 
-    layout, hidden, weight, temperature = head_problem(dtype)
+    layout, hidden, weight, temperature = head_problem(dtype, padding)
     rank, size = dist.get_rank(), dist.get_world_size()
     # One rank alone has all columns: the oracle.
-    start, stop = (0, len(weight)) if size == 1 else (sum(COLUMNS[:rank]), sum(COLUMNS[: rank + 1]))
+    start, stop = (0, len(weight) - padding) if size == 1 else (sum(COLUMNS[:rank]), sum(COLUMNS[: rank + 1]))
     hidden.requires_grad_()
     own = weight[start:stop].clone().requires_grad_()
     edges = Edges.from_layout(layout)
@@ -51,6 +54,7 @@ def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str) -> tuple[Any, 
         vocab_start=start,
         group=None if size == 1 else dist.group.WORLD,
         head_chunk_rows=5,
+        vocab_size=len(weight) - padding if padding and size > 1 else None,
     )
     weights = torch.linspace(-1, 2, layout.padded_size, dtype=torch.float64)
     entropy = None
@@ -90,6 +94,7 @@ class ScoringJob:
     all_tokens: bool = False
     entropy: bool = True
     config: tuple[tuple[str, Any], ...] = ()
+    vocab_size: int = VOCAB
 
 
 class Seen:
@@ -119,7 +124,7 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     from mcore_prefix_tree.mcore.readout import EdgeLoss, Logprobs
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
-    chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)
+    chunks = build_chunks(config, tree_spec, vocab_size=job.vocab_size)
     trainer = Trainer.of([with_edge_head(chunk) for chunk in chunks])
     folding = Folding(
         max_tokens=job.max_tokens,
@@ -160,8 +165,8 @@ def stock_scores(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> lis
     from folded_jobs import stock_spec
     from harness.models import build_chunks, tiny_gpt_config
 
-    config = tiny_gpt_config(layout=layout, dtype=torch.float64)
-    (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)
+    config = tiny_gpt_config(layout=layout, dtype=torch.float64, **dict(job.config))
+    (model,) = build_chunks(config, stock_spec, vocab_size=job.vocab_size)
     rows = []
     for sample in samples:
         ids = torch.tensor(sample.tokens.tolist()).unsqueeze(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ class InsideJob:
     share_embeddings: bool = False
     packed_attention: bool = False
     pattern: str | None = None
+    vocab_size: int = VOCAB
     config: tuple[tuple[str, Any], ...] = ()
 
 
@@ -42,8 +43,9 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
     from mcore_prefix_tree.mcore import fold_inside
 
     config = tiny_gpt_config(layout=layout, **dict(job.config))
-    chunks = chunks_of(job, config, packed_tree_spec if job.packed_attention else tree_spec)
-    chunks = [fold_inside(chunk, check_first=job.check_first) for chunk in chunks]
+    padded = replace(job, vocab_size=-(-job.vocab_size // layout.tp) * layout.tp)
+    chunks = chunks_of(padded, config, packed_tree_spec if job.packed_attention else tree_spec)
+    chunks = [fold_inside(chunk, check_first=job.check_first, vocab_size=job.vocab_size) for chunk in chunks]
     trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
     dp, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     multiple = layout.tp if layout.sequence_parallel else 1

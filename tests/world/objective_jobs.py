@@ -39,6 +39,7 @@ class Job:
     dtype: torch.dtype = torch.float64
     config: Options = ()
     teacher_config: Options = ()
+    vocab_size: int = VOCAB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     from mcore_prefix_tree.plan import ModelWork
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
-    chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)
+    chunks = build_chunks(config, tree_spec, vocab_size=job.vocab_size)
     objective: Any = make_objective(job.name, dict(job.options))
     if objective.has_scalar_head:
         chunks = [with_scalar_head(chunk) for chunk in chunks]
@@ -163,7 +164,7 @@ def teacher_of(job: Job, layout: Layout) -> Any:
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.teacher_config))
-    chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
+    chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=job.vocab_size)]
     fill(chunks, seed=TEACHER_SEED)
     return TeacherModel(chunks=chunks, attention_backend="reference", attention_cases=())
 
@@ -179,7 +180,14 @@ def sft_loss(objective: Any, world: Any) -> torch.Tensor:
 ORACLES: dict[str, Any] = {"dpo": pair_loss, "ipo": pair_loss, "kto": kto_loss, "sft": sft_loss, "distill": top_k_loss}
 
 
-def teacher_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int, k: int) -> list[Any]:
+def teacher_rows(
+    layout: Layout,
+    samples: Sequence[Sample],
+    max_tokens: int,
+    k: int,
+    vocab_size: int = VOCAB,
+    changes: Options = (),
+) -> list[Any]:
     """Every rank: the likeliest tokens of every prediction of all samples."""
     from harness.models import build_chunks, tiny_gpt_config
     from megatron.core import parallel_state
@@ -189,8 +197,8 @@ def teacher_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int, k: 
     from mcore_prefix_tree.mcore.readout import TopLogprobs
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 
-    config = tiny_gpt_config(layout=layout, dtype=torch.float64)
-    chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]
+    config = tiny_gpt_config(layout=layout, dtype=torch.float64, **dict(changes))
+    chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=vocab_size)]
     folding = Folding(
         max_tokens=max_tokens,
         dp_size=parallel_state.get_data_parallel_world_size(),
@@ -238,12 +246,14 @@ def stock_values(samples: Sequence[Sample]) -> list[np.ndarray]:
     return [(alone.hidden(sample.tokens.tolist()).detach() @ head[0]).numpy() for sample in samples]
 
 
-def stock_distributions(samples: Sequence[Sample]) -> list[torch.Tensor]:
+def stock_distributions(
+    samples: Sequence[Sample], vocab_size: int = VOCAB, changes: Options = ()
+) -> list[torch.Tensor]:
     """One process, stock specs, each sample alone: ``[n - 1, V]``."""
     from harness.models import build_chunks, tiny_gpt_config
 
-    config = tiny_gpt_config(layout=Layout(), dtype=torch.float64)
-    (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)
+    config = tiny_gpt_config(layout=Layout(), dtype=torch.float64, **dict(changes))
+    (model,) = build_chunks(config, stock_spec, vocab_size=vocab_size)
     alone = OneByOne(model)
     return [torch.log_softmax(alone.logits(sample.tokens.tolist())[:-1].detach(), dim=-1) for sample in samples]
 
@@ -262,7 +272,7 @@ def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[f
     from mcore_prefix_tree.objectives import make_objective
 
     config = tiny_gpt_config(layout=Layout(), dtype=job.dtype, **dict(job.config))
-    (model,) = build_chunks(config, stock_spec, vocab_size=VOCAB)
+    (model,) = build_chunks(config, stock_spec, vocab_size=job.vocab_size)
     objective: Any = make_objective(job.name, dict(job.options))
     if rounded:
         fill_rounded([model], fill)
@@ -278,7 +288,7 @@ def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[f
         world = Alone(alone.logits, samples)
         if job.teacher_config:
             of_teacher = tiny_gpt_config(layout=Layout(), dtype=job.dtype, **dict(job.teacher_config))
-            (teacher,) = build_chunks(of_teacher, stock_spec, vocab_size=VOCAB)
+            (teacher,) = build_chunks(of_teacher, stock_spec, vocab_size=job.vocab_size)
             fill([teacher], seed=TEACHER_SEED)
             oracle = functools.partial(full_loss, teacher=Alone(OneByOne(teacher).logits, samples))
     loss = oracle(objective, world)

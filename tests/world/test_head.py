@@ -36,6 +36,8 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
+# Without padding, on the last rank, on all of it and some of the rank before.
+@pytest.mark.parametrize("padding", [0, 3, 9])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(
     ("with_entropy", "way"),
@@ -49,8 +51,10 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
         (True, "loss of edges"),
     ],
 )
-def test_a_vocabulary_in_uneven_parts(dtype: torch.dtype, limit: float, with_entropy: bool, way: str) -> None:
-    arguments = (dtype, with_entropy, way)
+def test_a_vocabulary_in_uneven_parts(
+    dtype: torch.dtype, limit: float, with_entropy: bool, way: str, padding: int
+) -> None:
+    arguments = (dtype, with_entropy, way, padding)
     (whole,) = world(1).run(uneven_head, *arguments, layout=Layout())
     parts = world(len(COLUMNS)).run(uneven_head, *arguments, layout=Layout())
     for total, logprob, entropy, grad_hidden, _ in parts:
@@ -61,7 +65,9 @@ def test_a_vocabulary_in_uneven_parts(dtype: torch.dtype, limit: float, with_ent
         if entropy is not None:
             assert error(entropy, whole[2]) < min(limit, 1e-5)
         assert error(grad_hidden, whole[3]) < limit
-    assert error(torch.cat([part[4] for part in parts]), whole[4]) < limit
+    grad_weight = torch.cat([part[4] for part in parts])
+    assert error(grad_weight[: len(whole[4])], whole[4]) < limit
+    assert not grad_weight[len(whole[4]) :].any()
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from mcore_prefix_tree.mcore.readout import Logits, Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions, check_step
+from mcore_prefix_tree.mcore.seam.vocabulary import unpadded_vocab_size
 from mcore_prefix_tree.objectives import LossOutput, Objective, Targets
 
 Reported = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
@@ -69,7 +70,8 @@ def for_model(batch: MicroBatch, model: Any) -> MicroBatch:
     """Return a micro-batch whose rows have the vocabulary size of the model that scores them."""
     if batch.rows is None:
         return batch
-    return replace(batch, rows=replace(batch.rows, vocab_size=get_attr_wrapped_model(model, "vocab_size")))
+    bare = get_attr_wrapped_model(model, "vocab_size", return_model_obj=True)
+    return replace(batch, rows=replace(batch.rows, vocab_size=unpadded_vocab_size(bare)))
 
 
 def divisor_part(batch: MicroBatch) -> int:

@@ -204,12 +204,12 @@ class PairedTeachers(Teacher):
 
     def _cross_entropy(self, number: int, found: Sequence[TeacherHidden], asked: Sequence[MicroBatch]) -> float:
         """Return a teacher's own mean negative log-likelihood of the step's chunks, token by token."""
-        columns = self._both(number, len(found[0].weight)).teacher.width
+        size = self._both(number, len(found[0].weight)).teacher.size
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for one, batch in zip(found, asked, strict=True):
             weight = torch.from_numpy(batch.layout.loss_weight).to(self.device)
             with torch.no_grad():
-                logprob, _ = head_logprobs(one.hidden, one.weight, replace(one.head, columns=columns))
+                logprob, _ = head_logprobs(one.hidden, one.weight, replace(one.head, vocab_size=size))
             assert one.head.edges.token is not None
             weight = weight[one.head.edges.token]
             sums += torch.stack([-torch.dot(weight, logprob[one.head.edges.token].double()), weight.sum()])

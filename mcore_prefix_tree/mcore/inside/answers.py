@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs
 from mcore_prefix_tree.mcore.inside.rows import FoldedRows, PackedRows
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
+from mcore_prefix_tree.mcore.seam.vocabulary import unpadded_vocab_size
 from mcore_prefix_tree.upload import upload
 
 # Columns of half-precision gradients that are summed in fp32 at a time.
@@ -51,12 +52,12 @@ class RowLogprobs:
             temperature = torch.full((edges.padded_size,), self.temperature, dtype=torch.float64, device=rows.device)
 
         def answer(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-            vocabulary = len(weight) * (1 if head.group is None else head.group.size())
+            columns = len(weight) * (1 if head.group is None else head.group.size())
             logprob, entropy = head_logprobs(hidden, weight, head, with_entropy=self.entropy)
-            columns = [_at_positions(logprob, edges, position, rows, vocabulary)]
+            found = [_at_positions(logprob, edges, position, rows, head.vocab_size or columns)]
             if entropy is not None:
-                columns.append(expand(entropy, rows, dim=0) if isinstance(rows, FoldedRows) else entropy)
-            return torch.stack(columns, dim=1)
+                found.append(expand(entropy, rows, dim=0) if isinstance(rows, FoldedRows) else entropy)
+            return torch.stack(found, dim=1)
 
         return HeadRequest(edges=edges, temperature=temperature, head_chunk_rows=None, answer=answer)
 
@@ -96,7 +97,7 @@ def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, rows: FoldedRows,
         group=model.tp_group if model.tp_group.size() > 1 else None,
         in_place=True,
     )
-    return -_at_positions(logprob, edges, position, rows, model.vocab_size).unsqueeze(0)
+    return -_at_positions(logprob, edges, position, rows, unpadded_vocab_size(model)).unsqueeze(0)
 
 
 def expand(values: torch.Tensor, rows: FoldedRows, dim: int) -> torch.Tensor:

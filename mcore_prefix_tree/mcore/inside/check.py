@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from mcore_prefix_tree.mcore.engine.repeats import kept_buffers, kept_generators, why_not_the_same
 from mcore_prefix_tree.mcore.inside.answers import expand, own_part, whole
 from mcore_prefix_tree.mcore.inside.rows import FoldedRows
+from mcore_prefix_tree.mcore.seam.vocabulary import unpadded_vocab_size
 
 # Relative errors that are allowed. A wrong key costs 1e-2 and more. Megatron computes the loss of labels in fp32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -71,7 +72,7 @@ def compare(
     limit = TOLERANCE[model.config.params_dtype]
     call = {name: value for name, value in call.items() if not name.startswith("output_processor")}
     if call.get("labels") is not None:
-        call["labels"] = call["labels"].clamp(0, model.vocab_size - 1)  # others have no loss
+        call["labels"] = call["labels"].clamp(0, unpadded_vocab_size(model) - 1)  # others have no loss
     lengths = rows.layout.cu_sample_lens[1:] - rows.layout.cu_sample_lens[:-1]
     spans = list(zip(rows.start.tolist(), lengths.tolist(), strict=True))
     stock: dict[str, torch.Tensor] = {}

@@ -33,6 +33,7 @@ from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arg
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.provider import provided_spec
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_interleaving, check_model, check_positions
+from mcore_prefix_tree.mcore.seam.vocabulary import with_vocab_size
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.upload import moved, upload
 
@@ -72,6 +73,9 @@ class Inside:
             takes packed rows. A common first token is no gain.
         check_first: whether to compare the first micro-batch with the stock model, in training mode and in evaluation
             mode; see :func:`compare`.
+        vocab_size: number of tokens of the vocabulary; the columns of the output layer from this id on are padding, and
+            get no probability. None takes the ``vocab_size`` of a model's Megatron-Bridge provider, and otherwise no
+            padding.
         log_every: number of micro-batches after which the first rank logs the savings, at level INFO; 0 logs nothing.
 
     Raises:
@@ -82,6 +86,7 @@ class Inside:
     fused_head: bool = True
     least_fold_ratio: float = 1.02
     check_first: bool = False
+    vocab_size: int | None = None
     log_every: int = 100
 
     def __post_init__(self) -> None:
@@ -345,6 +350,7 @@ def fold_inside(target: Target, **settings: Any) -> Target:
         check_comparable(model.config)
     if hasattr(model, "folding"):
         raise ValueError("this model folds inside already")
+    with_vocab_size(model, inside.vocab_size or getattr(model.config, "vocab_size", None))
     if inside.fused_head and model.post_process and isinstance(model.output_layer, ColumnParallelLinear):
         with_edge_head(model)
     model.folding = Folding(model, inside)

@@ -351,6 +351,7 @@ def _set_vocabulary(args: argparse.Namespace, args_defaults: Mapping[str, Any] |
     if args.use_checkpoint_args:
         # The checkpoint has the rest. Of a tokenizer Megatron takes its type from there and not its size.
         args.vocab_size = args.vocab_size or size
+        args.prefix_tree_vocab_size = args.vocab_size
         return
     if given is None and size is None:
         if args_defaults is None and (args.vocab_file or args.tokenizer_model):
@@ -363,7 +364,8 @@ def _set_vocabulary(args: argparse.Namespace, args_defaults: Mapping[str, Any] |
     # Megatron wants a tokenizer of its own, which has nothing to do here; left alone it would add a token to the
     # vocabulary.
     args.tokenizer_type = "NullTokenizer"
-    args.vocab_size = args.vocab_size or size or given
+    args.vocab_size = max(args.vocab_size or 0, size or 0) or given
+    args.prefix_tree_vocab_size = args.vocab_size
     if args.padded_vocab_size is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple

@@ -16,10 +16,12 @@ from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.hf import load_weights
 from mcore_prefix_tree.mcore.megatron_lm.loaded import head_starts_new
 from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
+from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
 from mcore_prefix_tree.mcore.seam.layer_specs import is_hybrid_stack, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.scalar_head import start_new_head, with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
+from mcore_prefix_tree.mcore.seam.vocabulary import with_vocab_size
 
 
 @readable_errors(is_of_this_package)
@@ -89,6 +91,7 @@ def with_head(args: argparse.Namespace, model: Any) -> Any:
         NotImplementedError: see :func:`with_scalar_head`.
     """
     if not has_scalar_head(args):
+        with_vocab_size(model, vocab_size_of(args))
         return with_edge_head(model) if args.prefix_tree_fused_head else model
     with_scalar_head(model)
     source = head_starts_new(args)

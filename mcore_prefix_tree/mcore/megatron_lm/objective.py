@@ -14,6 +14,7 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.teacher import Teacher
 from mcore_prefix_tree.mcore.megatron_lm.arguments import NAMES, objective_section
+from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
 from mcore_prefix_tree.mcore.models.teacher import check_teachers, load_teachers
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import BatchConfig, DataConfig, ModelConfig, ParallelConfig, Recipe
@@ -62,13 +63,15 @@ def teacher_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: C
     """
     if not (job.objective.asks_model or job.objective.across_tokenizers):
         return None
-    recipe = _recipe_of(args)
+    recipe, vocab_size = _recipe_of(args), vocab_size_of(args)
+    assert vocab_size is not None, "a dry run loads no teacher"
     return load_teachers(
         teacher_recipes(recipe, NAMES) if job.objective.asks_model else [],
         recipe,
         job,
         first_step=lambda: order.take(0, args.global_batch_size),
-        vocab_size=args.padded_vocab_size,
+        vocab_size=vocab_size,
+        padded_vocab_size=args.padded_vocab_size,
         say=say,
         on_last_stage=True,
         names=NAMES,

@@ -30,6 +30,7 @@ from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider, with_
 from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of, teacher_of
 from mcore_prefix_tree.mcore.megatron_lm.resumed import consumed_before
 from mcore_prefix_tree.mcore.megatron_lm.sizes import current_size, evaluation_size, is_constant
+from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.objectives import Objective
 
@@ -88,7 +89,7 @@ def source_of(
         options=LineOptions(
             tokenizer=None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs),
             expand_turns=args.prefix_tree_expand_turns,
-            vocab_size=args.padded_vocab_size,
+            vocab_size=vocab_size_of(args),
             renderings=() if objective is None else objective.renderings,
             limits={"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens},
             names=names,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.training import get_tokenizer, print_rank_0
+from megatron.training import print_rank_0
 from megatron.training.checkpointing import load_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -22,6 +22,7 @@ from mcore_prefix_tree.mcore.megatron_lm.loaded import checkpoint_of
 from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.providers import ReadingProgress, source_of
+from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
 
 _REFERENCE_ARGUMENT = "prefix_tree_score_reference"
 
@@ -53,9 +54,7 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
         args.prefix_tree_score,
         order,
         models,
-        options.readouts(
-            kind, vocab_size=args.vocab_size or get_tokenizer().vocab_size, fused_head=args.prefix_tree_fused_head
-        ),
+        options.readouts(kind, vocab_size=vocab_size_of(args), fused_head=args.prefix_tree_fused_head),
         ScoreReport(
             iteration=_named(args, "load") or args.prefix_tree_hf,
             reference_iteration=_named(args, _REFERENCE_ARGUMENT),

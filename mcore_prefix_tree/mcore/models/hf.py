@@ -168,7 +168,7 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, o
     if provider.vocab_size % parallel.tensor_model_parallel_size:
         raise RecipeError(
             f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size} does not divide the vocabulary "
-            f"of model.hf={model.hf}, {provider.vocab_size}: logits of padding would count as tokens"
+            f"of model.hf={model.hf}, {provider.vocab_size}; choose a size that divides it"
         )
     stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
     if provider.num_layers % stages:

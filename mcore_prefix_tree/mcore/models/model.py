@@ -27,6 +27,7 @@ from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_pref
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
+from mcore_prefix_tree.mcore.seam.vocabulary import with_vocab_size
 from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.plan import LatentAttention, ModelWork
 from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig, RecipeError
@@ -83,6 +84,7 @@ def build_chunks(
     config: TransformerConfig,
     *,
     vocab_size: int,
+    padded_vocab_size: int | None = None,
     device: torch.device,
     scalar_head: bool = False,
     fused_head: bool = True,
@@ -93,7 +95,8 @@ def build_chunks(
     Args:
         model: model to build.
         config: configuration of the model; its parallel degrees are those of ``parallel_state``.
-        vocab_size: padded size of the vocabulary.
+        vocab_size: number of tokens of the vocabulary.
+        padded_vocab_size: number of rows of the embedding; None means no padding.
         device: device of the weights.
         scalar_head: whether the model ends in a scalar head instead of a vocabulary.
         fused_head: whether the output layer can score a chunk of logits at a time.
@@ -124,7 +127,7 @@ def build_chunks(
             chunk = GPTModel(
                 config,
                 _block_spec(model, config, vp_stage),
-                vocab_size=vocab_size,
+                vocab_size=padded_vocab_size or vocab_size,
                 max_sequence_length=model.max_position_embeddings,
                 share_embeddings_and_output_weights=not (model.untie_embeddings_and_output_weights or scalar_head),
                 position_embedding_type=model.position_embedding_type,
@@ -138,8 +141,10 @@ def build_chunks(
         check_model(chunk)
         if scalar_head:
             with_scalar_head(chunk)
-        elif fused_head:
-            with_edge_head(chunk)
+        else:
+            with_vocab_size(chunk, vocab_size)
+            if fused_head:
+                with_edge_head(chunk)
         if model.lora is not None:
             with_lora(chunk, model.lora)
         # Torch's norms start in the default dtype, whatever params_dtype says.

@@ -95,6 +95,7 @@ def load_teachers(
     *,
     first_step: Callable[[], Sequence[Sample]],
     vocab_size: int,
+    padded_vocab_size: int,
     say: Callable[[str], None],
     on_last_stage: bool = False,
     names: SettingNames = IN_RECIPES,
@@ -106,7 +107,8 @@ def load_teachers(
         student: recipe of the job.
         job: job without its teachers.
         first_step: function that returns samples for a teacher's ``attention_backend: auto`` to look at.
-        vocab_size: padded size of the student's vocabulary.
+        vocab_size: number of tokens of the student's vocabulary.
+        padded_vocab_size: number of rows of its embedding.
         say: function that receives which weights they are, on every rank.
         on_last_stage: whether all layers of a teacher are on the student's last pipeline stage; else it has the same
             stages.
@@ -139,10 +141,11 @@ def load_teachers(
     if not job.objective.across_tokenizers:
         if not recipes:
             return None
-        _check_divides(vocab_size, layout, names)
-        return load(recipes[0], vocab_size, ranks=TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage))
+        _check_divides(padded_vocab_size, layout, names)
+        ranks = TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage)
+        return load(recipes[0], vocab_size, padded_vocab_size, ranks=ranks)
     objective = cast("BoundCrossTokenizer", job.objective)
-    columns = vocab_size // student.parallel.tensor_model_parallel_size
+    columns = padded_vocab_size // student.parallel.tensor_model_parallel_size
     if not recipes:
         return ExportedTeacher(objective=objective, models=(), student_columns=columns, device=device)
     # As many columns on each rank of the teacher, and on each of the student.
@@ -157,7 +160,10 @@ def load_teachers(
             f"{max(sizes)} of them; give their recipes one model.vocab_size"
         )
     ranks = TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage)
-    models = [load(recipe, of_teacher, ranks=ranks) for recipe, of_teacher in zip(recipes, sizes, strict=True)]
+    models = [
+        load(recipe, side.teacher_size, size, ranks=ranks)
+        for recipe, side, size in zip(recipes, objective.sides, sizes, strict=True)
+    ]
     return PairedTeachers(objective=objective, models=models, student_columns=columns, device=device)
 
 
@@ -194,6 +200,7 @@ def vocabulary_of(model: ModelConfig, tokens: int) -> int:
 def load_model(
     recipe: Recipe,
     vocab_size: int,
+    padded_vocab_size: int,
     *,
     first_step: Callable[[], Sequence[Sample]],
     device: torch.device,
@@ -204,7 +211,8 @@ def load_model(
 
     Args:
         recipe: recipe of the teacher, with its parallel layout.
-        vocab_size: padded size of the vocabulary.
+        vocab_size: number of tokens of the vocabulary.
+        padded_vocab_size: number of rows of the embedding.
         first_step: function that returns samples for ``attention_backend: auto`` to look at.
         device: device of the model.
         say: function that receives which weights they are, on every rank.
@@ -226,7 +234,9 @@ def load_model(
     groups = None if ranks is None else ranks.groups
     chunks = []
     if ranks is None or ranks.is_here:
-        chunks = build_chunks(model, config, vocab_size=vocab_size, device=device, groups=groups)
+        chunks = build_chunks(
+            model, config, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, device=device, groups=groups
+        )
     weights = _fill(chunks, recipe.checkpoint.save, model, replicas=None if groups is None else groups.dp_cp)
     for chunk in chunks:
         chunk.requires_grad_(False)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron.core import parallel_state
 
 from mcore_prefix_tree.logprob import top_logprobs
 from mcore_prefix_tree.mcore.readout.base import Readout, SampleScores, VocabularyReadout, split_logits
@@ -46,7 +45,7 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
 
     Attributes:
         k: number of tokens of each prediction, at most the vocabulary.
-        vocab_size: size of the vocabulary before padding; None takes the padding for tokens too.
+        vocab_size: size of the vocabulary before padding; None means no padding.
     """
 
     fused: bool = False
@@ -84,10 +83,8 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
 class ExportedRows(Readout[Any]):
     """The likeliest tokens of every prediction, and the log-probability of the token that follows.
 
-    Padded columns take no part: distillation across tokenizers reads none, and their number depends on the layout.
-
     Attributes:
-        top: readout of the likeliest tokens; it has the vocabulary size before padding.
+        top: readout of the likeliest tokens.
         realised: readout of the token that follows.
     """
 
@@ -100,10 +97,6 @@ class ExportedRows(Readout[Any]):
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> tuple[Any, Any]:
         """Read the likeliest tokens and the token that follows."""
-        assert self.top.vocab_size is not None, "the size of the tokenizer"
-        start = parallel_state.get_tensor_model_parallel_rank() * output.shape[-1]
-        # Not -inf: a rank may have padding alone, whose softmax would be NaN.
-        output[..., max(0, self.top.vocab_size - start) :] = torch.finfo(output.dtype).min
         return self.top.read(output, batch), self.realised.read(output, batch)
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import (
 
 from mcore_prefix_tree.logprob import Edges, Head
 from mcore_prefix_tree.mcore.seam.attention import tree_class
+from mcore_prefix_tree.mcore.seam.vocabulary import vocab_size_of_layer
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -89,10 +90,7 @@ def _why_not(layer: Any) -> str | None:
 
 
 class EdgeHeadMixin:
-    """Output layer that answers a :class:`HeadRequest` a chunk of logits at a time; without one, the base class.
-
-    Padded columns of the vocabulary take part in the softmax, as in stock Megatron-Core.
-    """
+    """Output layer that answers a :class:`HeadRequest` a chunk of logits at a time; without one, the base class."""
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: Any = None
@@ -144,6 +142,7 @@ def _head(
         group=layer.tp_group if layer.tp_group.size() > 1 else None,
         head_chunk_rows=head_chunk_rows,
         weight_grad=_MainGrad(weight) if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") else None,
+        vocab_size=vocab_size_of_layer(layer),
     )
 
 

@@ -67,7 +67,8 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         check_rows_output(output, [*recipe.inputs, *teacher.inputs])
     except ValueError as error:
         raise RecipeError(f"--output {error}") from None
-    vocab_size = teacher.parallel.padded_vocab_size(vocabulary_of(teacher.model, pairing.teacher.vocab_size))
+    tokens = pairing.teacher.vocab_size
+    padded_vocab_size = teacher.parallel.padded_vocab_size(vocabulary_of(teacher.model, tokens))
     with session(replace(teacher, objective=ObjectiveConfig(), fused_head=True)) as joined:
         read = replace(recipe, data=replace(recipe.data, order="file"))
         data = read_data(replace(joined, recipe=read), None, every_sample=True)
@@ -78,13 +79,14 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
 
         model = load_model(
             joined.recipe,
-            vocab_size,
+            tokens,
+            padded_vocab_size,
             first_step=lambda: [pair.teacher for pair in paired(data.order.take(0, recipe.batch.per_step))],
             device=joined.device,
             say=logger.info,
         )
         folding = _folding(joined, model, recipe.batch.sharing)
-        readout = ExportedRows(top=TopLogprobs(k=top_k, vocab_size=pairing.teacher.vocab_size))
+        readout = ExportedRows(top=TopLogprobs(k=top_k, vocab_size=tokens))
         names = FieldNames(given=recipe.data.fields)
         report = ScoreReport(
             iteration=str(teacher.checkpoint.save or teacher.model.hf),

@@ -131,7 +131,13 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         run = resolve(joined, objective, data, say=reporter.message)
         chunks = run.model_to_fill() if saved is not None else run.starting_model(say)
         teacher = load_teachers(
-            teachers, recipe, run.job, first_step=run.first_step, vocab_size=run.padded_vocab_size, say=say
+            teachers,
+            recipe,
+            run.job,
+            first_step=run.first_step,
+            vocab_size=run.vocab_size,
+            padded_vocab_size=run.padded_vocab_size,
+            say=say,
         )
         run = replace(run, job=replace(run.job, teacher=teacher))
         if recipe.verify.enabled and saved is None:

@@ -110,9 +110,14 @@ class Resolved:
     @property
     def padded_vocab_size(self) -> int:
         """Number of rows of the model's embedding."""
+        return self.recipe.parallel.padded_vocab_size(self.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens of the model's vocabulary, without padding."""
         size = self.recipe.model.vocab_size
         assert size is not None, "resolved"
-        return self.recipe.parallel.padded_vocab_size(size)
+        return size
 
     def new_model(self, config: Any = None) -> list[torch.nn.Module]:
         """Return the model with new weights, under its ``TransformerConfig`` or another, such as of another dtype."""
@@ -120,7 +125,8 @@ class Resolved:
         return build_chunks(
             recipe.model,
             config or self.job.config,
-            vocab_size=self.padded_vocab_size,
+            vocab_size=self.vocab_size,
+            padded_vocab_size=self.padded_vocab_size,
             device=self.job.folding.device,
             scalar_head=self.job.objective.has_scalar_head,
             fused_head=self.job.fused_head,

@@ -1,0 +1,29 @@
+"""Columns of logits that stand for no token: they fill a vocabulary up to a multiple of the tensor-parallel ranks.
+
+How many there are depends on the parallel layout, so they have no probability: log-probabilities, entropies and
+gradients are those of a vocabulary without them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Its exponential is 0 beside any logit. It is finite, because a product of a probability of 0 and -inf is NaN.
+_NEVER = -1e30
+
+
+def mask_padding_(logits: torch.Tensor, vocab_size: int | None, vocab_start: int = 0) -> torch.Tensor:
+    """Give the columns of padding no probability, in place; other columns are not touched.
+
+    Args:
+        logits: ``[..., Vl]``, this rank's columns, in any floating dtype.
+        vocab_size: number of tokens of the vocabulary; columns from this id on are padding. None means no padding.
+        vocab_start: id of the first column.
+
+    Returns:
+        The same tensor.
+    """
+    if vocab_size is not None and vocab_size < vocab_start + logits.shape[-1]:
+        lowest = torch.finfo(logits.dtype).min / 2
+        logits[..., max(0, vocab_size - vocab_start) :] = max(_NEVER, lowest)
+    return logits
