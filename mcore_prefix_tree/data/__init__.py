@@ -1,23 +1,17 @@
 """Samples from JSONL, Parquet and Arrow files: tokens as they are, chat messages through a tokenizer's chat format."""
 
-from mcore_prefix_tree.data.chat import (
-    ChatError,
-    ChatMessage,
-    ChatTokenizer,
-    EncodedTurn,
-    Tool,
-    ToolCall,
-    parse_messages,
-    parse_tools,
-)
+from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn, Tool, ToolCall
+from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.files import resolve_paths
+from mcore_prefix_tree.data.messages import parse_messages
 from mcore_prefix_tree.data.read import iter_sample_groups, read_samples
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.same import Ranks, check_same_samples
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
+from mcore_prefix_tree.data.tools import parse_tools
 
 __all__ = [
     "DEFAULT_TOKENIZER",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mcore_prefix_tree.data.chat import ChatError
+from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.foreign_names import mapping_beside, mapping_of, shown
 from mcore_prefix_tree.data.stopping import STOP_KEYS, STOP_LISTS, was_cut, were_cut
 from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row

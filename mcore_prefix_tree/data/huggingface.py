@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import date
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers import AutoTokenizer
 
-from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool, continuation
+from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continuation
+from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.stopping import with_end
+from mcore_prefix_tree.data.turn_ends import TurnEnds
+from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.data.vocabulary import DummySpace, Spelling, Vocabulary
-
-# What a template can ask that is answered differently the next time.
-_CLOCK = "strftime_now"
-_UNSTEADY = (_CLOCK, "lipsum")
-# What a clock may be asked for, of a date at midnight.
-_DATE_LETTERS = "aAbBcdFHIjmMpSTuUVwWxXyY"
-_UNSTEADY_FILTER = "random"
-# A template is a program of its author's, so any of these says that this conversation does not suit it. What speaks of
-# the machine instead passes through: a package that is missing, a file, memory.
-_TEMPLATE_FAULTS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,  # RecursionError, NotImplementedError
-    TypeError,
-    ValueError,
-)
 
 
 class HuggingFaceChatTokenizer:
     """Encodes with ``apply_chat_template`` of a local folder.
 
     A turn is one assistant message: the template renders the history with its generation prompt (what the model is
-    given) and the history with the message (what it must continue to). Whitespace that the template writes behind the
-    end-of-turn token is not part of the turn, because the model does not generate it.
+    given) and the history with the message (what it must continue to). What the template writes behind the token that
+    stopped the model is not part of the turn; see :class:`~mcore_prefix_tree.data.turn_ends.TurnEnds`.
 
     A template that reads the clock or draws at random is rejected: a line would have other tokens on another rank, on
     another day and when it is read again. ``chat_template_kwargs`` can set the date.
@@ -54,21 +36,25 @@ class HuggingFaceChatTokenizer:
         """Load what ``save_pretrained`` of a tokenizer wrote; see :func:`mcore_prefix_tree.data.load_tokenizer`."""
         self._tokenizer: Any = _loaded(folder)
         self._folder = folder
-        given = dict(chat_template_kwargs or {})
-        templates = _templates_of(self._tokenizer, folder)
-        _refuse_unsteady(templates, folder, has_date=bool({_CLOCK, "date_string"} & given.keys()))
-        known = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        for name in given.keys() & known.keys():
-            raise ValueError(f"chat_template_kwargs has '{name}', which is not for the template to read; leave it out")
-        shown = _date_of(given.pop(_CLOCK, None))
-        self._tokenizer.chat_template = {name: _with_clock(template, shown) for name, template in templates.items()}
-        self._template_kwargs = given
+        self._templates = ChatTemplates(self._tokenizer, folder, chat_template_kwargs or {})
+        self._texts = TurnTexts(self._templates, folder)
         added = self._tokenizer.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # Tokenizers look for these before anything else, so the text between two of them is encoded by itself.
         self._raw_ids = {token.content: token_id for token_id, token in added.items() if not token.normalized}
         raw = sorted(self._raw_ids, key=len, reverse=True)
         self._separator = re.compile(f"({'|'.join(map(re.escape, raw))})") if raw else None
+
+    @cached_property
+    def _ends(self) -> TurnEnds:
+        return TurnEnds(
+            self._folder,
+            eos=self._tokenizer.eos_token_id,
+            special=self._special_ids,
+            added=frozenset(self._tokenizer.added_tokens_decoder),
+            encode=lambda messages: self._token_ids([self._templates.render(messages)])[0],
+            decode=self._text,
+        )
 
     @property
     def name(self) -> str:
@@ -86,34 +72,60 @@ class HuggingFaceChatTokenizer:
 
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """See ``ChatTokenizer.encode_turns``."""
-        told = [tool.definition for tool in tools] or None
-        converted = [_convert(message) for message in messages]
-        turn_indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        prompts = [self._render(converted[:index], told, add_generation_prompt=True) for index in turn_indices]
-        answered = [self._render(converted[: index + 1], told, add_generation_prompt=False) for index in turn_indices]
-        encoded = self._encode(prompts + answered)
+        texts = self._texts.of(messages, tools)
+        encoded = self._encode([text.prompt for text in texts] + [text.answered for text in texts])
+        given = encoded[: len(texts)]
         turns = []
-        for number, prompt in enumerate(encoded[: len(prompts)]):
-            whole = encoded[len(prompts) + number]
-            if whole[: len(prompt)] != prompt and answered[number].startswith(prompts[number]):
+        for number, text in enumerate(texts):
+            index, whole = text.index, encoded[len(texts) + number]
+            if whole[: len(given[number])] != given[number] and text.answered.startswith(text.prompt):
                 # The tokenizer joins the prompt's last characters with the answer's first, such as two line breaks. The
                 # model was given the one and wrote the other.
-                written = self._written_behind(prompt, answered[number][len(prompts[number]) :], whole)
-                if written is None:
+                behind = self._written_behind(given[number], text.answered[len(text.prompt) :], whole)
+                if behind is None:
                     raise ChatError(
-                        f"field 'messages[{turn_indices[number]}]' begins with characters that tokenizer "
-                        f"'{self._folder}' joins with its generation prompt, and cannot write apart from it; change "
-                        "how the chat template ends its prompt, for example without a space, or use another tokenizer"
+                        f"field 'messages[{index}]' begins with characters that tokenizer '{self._folder}' joins with "
+                        "its generation prompt, and cannot write apart from it; change how the chat template ends its "
+                        "prompt, for example without a space, or use another tokenizer"
                     )
-                whole = prompt + written
-            if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
-                raise ChatError(
-                    f"field 'messages[{turn_indices[number]}]' does not continue its generation prompt in the chat "
-                    f"template of tokenizer '{self._folder}'; use another tokenizer"
-                )
-            end = self._generated_end(whole, len(prompt))
-            turns.append(EncodedTurn(tokens=np.array(whole[:end], dtype=np.int32), start=len(prompt)))
+                whole = given[number] + behind
+            if whole[: len(given[number])] != given[number]:
+                raise ChatError(self._discontinued(messages, index))
+            turns.append(self._turn(messages, index, whole, len(given[number]), given[number + 1 : number + 2]))
         return turns
+
+    def _turn(
+        self, messages: Sequence[ChatMessage], index: int, tokens: list[int], start: int, later: list[list[int]]
+    ) -> EncodedTurn:
+        """Return a turn up to the token that stopped the model; ``later`` holds the next turn's prompt, if any."""
+        is_cut = messages[index].is_cut
+        stop = self._ends.stop(tokens, start)
+        if stop is not None:
+            tokens, end = tokens[: stop + 1], stop if is_cut else stop + 1
+        else:
+            end = len(tokens)
+            if index + 1 < len(messages):
+                role = messages[index + 1].role
+            else:
+                role = "tool" if messages[index].tool_calls else "user"
+            following = later[0][end : end + 1] if later and later[0][:end] == tokens else []
+            opener = None if is_cut else self._ends.opener(role, following)
+            if opener is not None:
+                tokens, end = [*tokens, opener], end + 1
+            elif not is_cut and index + 1 == len(messages):
+                self._ends.warn_unended()
+        return EncodedTurn(tokens=np.array(tokens, dtype=np.int32), start=start, end=end)
+
+    def _discontinued(self, messages: Sequence[ChatMessage], index: int) -> str:
+        """Return the message for a turn that does not begin with its generation prompt."""
+        if index and messages[index - 1].role == "assistant":
+            way_out = "join it with the assistant message before it"
+        else:
+            way_out = "write it as the template does, or give the 'tokens' that the engine used"
+        return (
+            f"field 'messages[{index}]' does not continue its generation prompt in the chat template of tokenizer "
+            f"'{self._folder}'; {way_out}"
+        )
 
     def encode_completion(self, prompt: str, completion: str, *, ended: bool = True) -> EncodedTurn:
         """See ``ChatTokenizer.encode_completion``; control tokens in the text are control tokens."""
@@ -176,25 +188,6 @@ class HuggingFaceChatTokenizer:
             return "first"
         return "always" if has_space(self._tokenizer.convert_ids_to_tokens(special) + "0", 1) else "first"
 
-    def _render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool
-    ) -> str:
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._template_kwargs,
-            )
-        except _TEMPLATE_FAULTS as error:
-            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-            raise ChatError(
-                f"field 'messages' does not fit the chat template of tokenizer '{self._folder}': "
-                f"{kind}{' '.join(str(error).split())[:200]}"
-            ) from error
-        return str(rendered)
-
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text. The last text is the longest rendering of the conversation.
 
@@ -245,19 +238,12 @@ class HuggingFaceChatTokenizer:
                 return written
         return None
 
-    def _text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def _token_ids(self, texts: list[str]) -> list[list[int]]:
         ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return ids
-
-    def _generated_end(self, tokens: list[int], start: int) -> int:
-        for end in range(len(tokens), start, -1):
-            if tokens[end - 1] in self._special_ids:
-                tail = self._tokenizer.decode(tokens[end:])
-                return len(tokens) if tail.strip() else end
-        return len(tokens)
 
 
 def _loaded(folder: str) -> Any:
@@ -294,87 +280,3 @@ def _merges_of(tokenizer: Any) -> list[str]:
     merges = [] if model is None else json.loads(model.__getstate__()).get("merges", [])
     # Pairs are lists or, in older files, joined by a space.
     return [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
-
-
-def _templates_of(tokenizer: Any, folder: str) -> dict[str, str]:
-    """Return the chat templates of a tokenizer by name."""
-    found = tokenizer.chat_template
-    if not found:
-        raise ValueError(
-            f"tokenizer '{folder}' has no chat template; add chat_template.jinja to the folder or choose another"
-        )
-    templates = {"default": found} if isinstance(found, str) else found
-    if not isinstance(templates, dict) or not all(isinstance(one, str) for one in templates.values()):
-        raise ValueError(f"tokenizer '{folder}' has a chat template that is not text; write it as Jinja")
-    return templates
-
-
-def _date_of(given: object) -> date | None:
-    try:
-        return None if given is None else date.fromisoformat(str(given))
-    except ValueError:
-        raise ValueError(f"chat_template_kwargs: {_CLOCK} is {given!r}; give a date as 2026-11-20") from None
-
-
-def _with_clock(template: str, shown: date | None) -> str:
-    """Return a template whose ``strftime_now`` is a macro that shows a fixed date, or raises if none is given.
-
-    Transformers hands a template plain data and no functions. The line break belongs to the macro's end.
-    """
-    if _CLOCK not in template:
-        return template
-    if shown is None:
-        body = "{{ raise_exception('it reads the clock: chat_template_kwargs has no strftime_now, as 2026-11-20') }}"
-    else:
-        forms = [f"%{letter}" for letter in _DATE_LETTERS] + ["%-d", "%-m"]
-        shows = "".join(f".replace('{form}', {json.dumps(shown.strftime(form))})" for form in forms)
-        body = f"{{{{ format{shows} }}}}"
-    return f"{{% macro {_CLOCK}(format) %}}{body}{{% endmacro %}}\n{template}"
-
-
-def _refuse_unsteady(templates: dict[str, str], folder: str, *, has_date: bool) -> None:
-    for name in {"default", "tool_use"} & set(templates):  # those that are rendered
-        try:
-            parts = [part for part in jinja2.Environment().lex(templates[name]) if part[1] != "whitespace"]
-        except jinja2.TemplateError as error:
-            raise ValueError(f"tokenizer '{folder}' has a chat template that cannot be parsed: {error}") from error
-        for (_, _, before), (_, kind, word) in pairwise(parts):
-            if kind != "name" or (word == _CLOCK and has_date):
-                continue
-            if (word in _UNSTEADY and before != ".") or (word == _UNSTEADY_FILTER and before == "|"):
-                raise ValueError(
-                    f"tokenizer '{folder}' has a chat template that uses '{word}', which makes other tokens of the "
-                    "same line each time it is read; "
-                    + (
-                        "say which date the model was given: chat_template_kwargs with strftime_now, as 2026-11-20"
-                        if word == _CLOCK
-                        else "write what the model was given in its place into the chat template of the folder"
-                    )
-                )
-
-
-def _convert(message: ChatMessage) -> dict[str, Any]:
-    converted: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        converted["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    if message.role == "tool":
-        converted["tool_call_id"] = message.tool_call_id
-        if message.name is not None:
-            converted["name"] = message.name
-    return converted
-
-
-def _arguments(text: str) -> Any:
-    """Return arguments as the object that templates write with ``tojson``; text that is no object stays text."""
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        return text
-    return parsed if isinstance(parsed, dict) else text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import as_file, files
 from typing import Any
 
@@ -20,7 +21,9 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, SpecialTok
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from mcore_prefix_tree.data.chat import ChatError, ChatMessage, EncodedTurn, Tool, check_json_depth, continuation
+from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continuation
+from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.json_fields import check_json_depth
 from mcore_prefix_tree.data.stopping import with_end
 from mcore_prefix_tree.data.vocabulary import Vocabulary
 
@@ -32,6 +35,12 @@ FILES = {
 }
 
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+# mistral-common takes no answer without text; the tokens of this one are removed again.
+_STAND_IN = "."
+
+
+def _is_empty(message: ChatMessage) -> bool:
+    return message.role == "assistant" and not message.content and not message.tool_calls
 
 
 class MistralChatTokenizer:
@@ -81,6 +90,7 @@ class MistralChatTokenizer:
         """See ``ChatTokenizer.encode_turns``."""
         is_assistant = [message.role == "assistant" for message in messages] + [False]
         turn_ends = [i + 1 for i in range(len(messages)) if is_assistant[i] and not is_assistant[i + 1]]
+        empty = [_is_empty(messages[end - 1]) for end in turn_ends]
         if not self._history_is_stable:  # v3 decodes what tools answer, where it is JSON
             for index, message in enumerate(messages[: turn_ends[-1]]):
                 if message.role == "tool":
@@ -89,9 +99,14 @@ class MistralChatTokenizer:
         told = [self._told(tool, f"tools[{index}]") for index, tool in enumerate(tools)] or None
         turns: list[EncodedTurn] = []
         for ends in self._encoded_together(messages, turn_ends, told is not None):
-            turns += self._turns(self._encode(converted[: ends[-1]], told))[-len(ends) :]
+            turns += self._turns(self._encode(converted[: ends[-1]], told), empty[: turn_ends.index(ends[-1]) + 1])[
+                -len(ends) :
+            ]
         assert len(turns) == len(turn_ends)
-        return turns
+        return [
+            replace(turn, end=len(turn.tokens) - 1) if messages[end - 1].is_cut else turn
+            for turn, end in zip(turns, turn_ends, strict=True)
+        ]
 
     def encode_completion(self, prompt: str, completion: str, *, ended: bool = True) -> EncodedTurn:
         """See ``ChatTokenizer.encode_completion``; no other part of the text becomes a control token."""
@@ -150,12 +165,34 @@ class MistralChatTokenizer:
                 together.setdefault((last_user, end == 1), []).append(end)
         return list(together.values())
 
-    def _turns(self, tokens: npt.NDArray[np.int32]) -> list[EncodedTurn]:
-        """Cut at the control tokens. Text cannot forge them: it is never encoded to a control token's id."""
+    def _turns(self, tokens: npt.NDArray[np.int32], empty: Sequence[bool] = ()) -> list[EncodedTurn]:
+        """Cut at the control tokens. Text cannot forge them: it is never encoded to a control token's id.
+
+        Of an empty turn, the text that stands in for it is removed, here and in the history of later turns.
+        """
         ends = np.flatnonzero(tokens == self._end_of_turn) + 1
         openings = np.flatnonzero(np.isin(tokens, self._before_turn)) + 1
         starts = openings[np.searchsorted(openings, ends) - 1]
+        if any(empty):
+            kept = np.ones(len(tokens), dtype=bool)
+            for start, end, is_empty in zip(starts, ends, empty, strict=True):
+                kept[start : end - 1] = not is_empty
+            before = np.concatenate([[0], np.cumsum(kept)])
+            tokens, starts, ends = tokens[kept], before[starts], before[ends]
         return [EncodedTurn(tokens=tokens[:end], start=int(start)) for start, end in zip(starts, ends, strict=True)]
+
+    def _check(self, message: ChatMessage, field: str) -> None:
+        """Reject what the format cannot write."""
+        if message.thinking:
+            raise ChatError(
+                f"field '{field}' has thinking apart from its content, which the chat format of tokenizer "
+                f"'{self._name}' does not write; write it into content, as the model did"
+            )
+        if message.role == "tool" and message.tool_call_id is None:
+            raise ChatError(
+                f"field '{field}' answers a call that is text, and the chat format of tokenizer '{self._name}' pairs "
+                "each tool result with a call; give the call as tool_calls"
+            )
 
     def _told(self, tool: Tool, field: str) -> MistralTool:
         """Return a tool in mistral-common's form of OpenAI's shape; keys that it would drop are rejected."""
@@ -185,6 +222,8 @@ class MistralChatTokenizer:
         return np.array(encoded.tokens, dtype=np.int32)
 
     def _convert(self, messages: Sequence[ChatMessage]) -> list[Any]:
+        for index, message in enumerate(messages):
+            self._check(message, f"messages[{index}]")
         keep_ids = all(_CALL_ID.fullmatch(call.id) for message in messages for call in message.tool_calls)
         renamed: dict[str, str] = {}
         calls_seen = 0
@@ -196,12 +235,13 @@ class MistralChatTokenizer:
                 renamed[call.id] = call.id if keep_ids else f"call{calls_seen:05d}"
                 function = FunctionCall(name=call.name, arguments=call.arguments)
                 calls.append(MistralToolCall(id=renamed[call.id], function=function))
-            if message.role == "system":
+            if message.role in ("system", "developer"):
                 converted.append(mistral.SystemMessage(content=message.content))
             elif message.role == "user":
                 converted.append(mistral.UserMessage(content=message.content))
             elif message.role == "assistant":
-                converted.append(mistral.AssistantMessage(content=message.content or None, tool_calls=calls or None))
+                content = _STAND_IN if _is_empty(message) else message.content or None
+                converted.append(mistral.AssistantMessage(content=content, tool_calls=calls or None))
             else:
                 assert message.tool_call_id is not None
                 call_id = renamed[message.tool_call_id]

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.chat import ChatError, ChatMessage, ChatTokenizer, EncodedTurn, parse_messages, parse_tools
+from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn
+from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.foreign_names import fault_of_unread
 from mcore_prefix_tree.data.formats import READ, SIGNALS, Conversation, Text, TokenIds, examples_of, mark_of
+from mcore_prefix_tree.data.messages import parse_messages
 from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
 from mcore_prefix_tree.data.skipped import Kind, Skipped
 from mcore_prefix_tree.data.token_rows import TOKEN_MARKS
+from mcore_prefix_tree.data.tools import parse_tools
 from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals
@@ -226,12 +229,13 @@ def _encoded_samples(
         encoded = [
             _parts(
                 one,
-                one.encode_turns(messages, tools),
-                _turns_of_prompt(messages, content.prompt),
+                turns,
+                _weights_of_turns(messages, len(turns), content.prompt),
                 options.expand_turns,
                 source,
             )
             for one in tokenizers
+            for turns in [one.encode_turns(messages, tools)]
         ]
     parts = encoded[0]
     for rendering, others in zip(options.renderings, encoded[1:], strict=True):
@@ -273,43 +277,61 @@ def _text_part(tokenizer: ChatTokenizer, text: Text) -> Part:
     start = whole.start
     if text.rival is not None:
         start = min(start, tokenizer.encode_completion(text.prompt, text.rival).start)
-    return whole.tokens, _mask(len(whole.tokens), [(start, len(whole.tokens))])
+    return whole.tokens, _mask(len(whole.tokens), [(replace(whole, start=start), 1.0)])
 
 
-def _turns_of_prompt(messages: Sequence[ChatMessage], prompt: int) -> Callable[[int], int]:
-    """Return a function that gives the number of turns in a prompt, for the number of turns of the conversation.
+def _messages_of_turns(messages: Sequence[ChatMessage], turns: int) -> list[list[int]]:
+    """Return the assistant messages of each turn, by index in the conversation.
 
     To some chat formats each assistant message is a turn, to others a run of them; they differ in how many there are.
     """
-    roles = [message.role for message in messages]
-    each = [role == "assistant" for role in roles]
-    runs = [each[at] and (at == 0 or not each[at - 1]) for at in range(len(each))]
+    each = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if turns == len(each):
+        return [[index] for index in each]
+    runs: list[list[int]] = []
+    for index in each:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
 
-    def count(turns: int) -> int:
-        return sum((each if turns == sum(each) else runs)[:prompt])
 
-    return count
+def _weights_of_turns(messages: Sequence[ChatMessage], turns: int, prompt: int) -> list[float | None]:
+    """Return the weight of each turn; None for the turns of a prompt, which are not the record's own."""
+    weights: list[float | None] = []
+    for indices in _messages_of_turns(messages, turns):
+        weight, *others = {messages[index].weight for index in indices}
+        if others:
+            raise ChatError(
+                f"fields 'messages[{indices[0]}]' and 'messages[{indices[-1]}]' are one turn in this chat format, but "
+                "only a part of it is trained on; join them or give both the same weight"
+            )
+        weights.append(None if indices[0] < prompt else weight)
+    return weights
 
 
 def _parts(
     tokenizer: ChatTokenizer,
     turns: Sequence[EncodedTurn],
-    turns_of_prompt: Callable[[int], int],
+    weights: Sequence[float | None],
     expand_turns: bool,
     source: str,
 ) -> list[Part]:
     """Return tokens and loss mask of each sample of a conversation."""
-    turns = turns[turns_of_prompt(len(turns)) :]
+    weighted = [(turn, weight) for turn, weight in zip(turns, weights, strict=True) if weight is not None]
     if expand_turns:
-        return [(turn.tokens, _mask(len(turn.tokens), [(turn.start, len(turn.tokens))])) for turn in turns]
-    whole = turns[-1].tokens
-    for number, turn in enumerate(turns):
+        return [(turn.tokens, _mask(len(turn.tokens), [(turn, weight)])) for turn, weight in weighted]
+    weighted = [(turn, weight) for turn, weight in weighted if weight] or weighted[-1:]
+    whole = weighted[-1][0].tokens
+    for turn, _ in weighted:
         if not np.array_equal(whole[: len(turn.tokens)], turn.tokens):
+            number = next(number for number, one in enumerate(turns) if one is turn)
             raise SampleError(
                 f"{source}: field 'messages' cannot be one sample, because {_departure(tokenizer, turn, whole)} "
                 f"after turn {number}; set data.expand_turns, or use a tokenizer that keeps it, such as mistral-v7"
             )
-    return [(whole, _mask(len(whole), [(turn.start, len(turn.tokens)) for turn in turns]))]
+    return [(whole, _mask(len(whole), weighted))]
 
 
 def _departure(tokenizer: ChatTokenizer, turn: EncodedTurn, whole: npt.NDArray[np.int32]) -> str:
@@ -319,10 +341,10 @@ def _departure(tokenizer: ChatTokenizer, turn: EncodedTurn, whole: npt.NDArray[n
     return f"the chat format of tokenizer '{tokenizer.name}' rewrites the history"
 
 
-def _mask(length: int, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
+def _mask(length: int, turns: Sequence[tuple[EncodedTurn, float]]) -> npt.NDArray[np.float32]:
     mask = np.zeros(length, dtype=np.float32)
-    for start, end in spans:
-        mask[start:end] = 1.0
+    for turn, weight in turns:
+        mask[turn.start : len(turn.tokens) if turn.end is None else turn.end] = weight
     return mask
 
 

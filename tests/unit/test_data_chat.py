@@ -65,9 +65,9 @@ BAD = {
     "text": (["hi"], "field 'messages[0]' must be an object with 'role' and 'content', not a string"),
     "role": (
         [{"role": "bot", "content": "x"}],
-        "field 'messages[0].role' is \"bot\"; roles are system, user, assistant, tool",
+        "field 'messages[0].role' is \"bot\"; roles are system, developer, user, assistant, tool",
     ),
-    "no role": ([{"content": "x"}], "field 'messages[0].role' is null; roles are system, user, assistant, tool"),
+    "no role": ([{"content": "x"}], "field 'messages[0].role' is null; roles are system, developer, user, assistant, tool"),
     "no content": ([{"role": "user"}], "field 'messages[0].content' must be a string, not null"),
     "content parts": (
         [{"role": "user", "content": [{"type": "text"}]}],
@@ -77,11 +77,6 @@ BAD = {
         json.loads(r'[{"role": "user", "content": "ab\ud83d"}]'),
         "field 'messages[0].content' has half of a surrogate pair at character 2, which is not text; remove it",
     ),
-    "silent assistant": (
-        [assistant(content="")],
-        "field 'messages[0]' is an assistant message with neither content nor tool_calls; remove it",
-    ),
-    "null assistant": ([assistant()], "field 'messages[0].content' must be a string, not null"),
     "nothing scored": (
         [{"role": "user", "content": "hi"}],
         "field 'messages' has no assistant message, so no token of it would be scored",
@@ -104,8 +99,8 @@ BAD = {
         "field 'messages[0].tool_calls[1].name' must be a string, not a number",
     ),
     "call arguments": (
-        [assistant(tool_calls=[{"name": "f"}])],
-        "field 'messages[0].tool_calls[0].arguments' must be an object or its JSON text, not null",
+        [assistant(tool_calls=[call(arguments=3)])],
+        "field 'messages[0].tool_calls[0].arguments' must be an object or its JSON text, not a number",
     ),
     "call id": (
         [assistant(tool_calls=[call(id=True)])],
@@ -122,14 +117,48 @@ BAD = {
             f"field 'messages[0].{name}' changes what is trained on, and is not supported: {way_out}",
         )
         for name, value, way_out in [
-            ("reasoning_content", "hm", "write it into content, as the model did"),
             ("function_call", {"name": "f"}, "give it as tool_calls"),
-            ("weight", 0, "give 'tokens' with a 'loss_mask'"),
+            ("train_detail", [{"begin_offset": 0}], "give 'tokens' with a 'loss_mask'"),
+            ("mask", [1], "say which messages are trained on with 'loss'"),
         ]
     },
     "result of nothing": (
-        [assistant(content="hi"), tool()],
+        [{"role": "user", "content": "hi"}, tool()],
         "field 'messages[1]' is a tool result, but no assistant message before it has an open call",
+    ),
+    "switches that contradict each other": (
+        [assistant(content="hi", loss=True, masked=1)],
+        "fields 'messages[0].loss' and 'messages[0].masked' contradict each other: their weights are 1 and 0; give one "
+        "of them",
+    ),
+    "a switch that is text": (
+        [assistant(content="hi", train="no")],
+        "field 'messages[0].train' must be true, false or a number of at least 0, not a string",
+    ),
+    "a negative weight": (
+        [assistant(content="hi", weight=-1)],
+        "field 'messages[0].weight' must be true, false or a number of at least 0, not -1",
+    ),
+    "half masked": (
+        [assistant(content="hi", masked=0.5)],
+        "field 'messages[0].masked' must be true, false, 0 or 1, not 0.5",
+    ),
+    "a user's switch": (
+        [{"role": "user", "content": "hi", "loss": 1}, assistant(content="hi")],
+        "field 'messages[0].loss' asks to train on a message of role 'user', but only assistant messages are scored; "
+        "remove it or set it to 0, or give 'tokens' with a 'loss_mask'",
+    ),
+    "two thoughts": (
+        [assistant(content="hi", reasoning="a", thinking="b")],
+        "fields 'messages[0].reasoning' and 'messages[0].thinking' hold different texts; give one of them",
+    ),
+    "a user's thought": (
+        [{"role": "user", "content": "hi", "thinking": "b"}, assistant(content="hi")],
+        "field 'messages[0].thinking' belongs to an assistant message, not to role 'user'",
+    ),
+    "a thought that is no text": (
+        [assistant(content="hi", reasoning={})],
+        "field 'messages[0].reasoning' must be a string, not an object",
     ),
     "second result": (
         [assistant(tool_calls=[call()]), tool(), tool(name="f")],

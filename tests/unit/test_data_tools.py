@@ -15,7 +15,7 @@ from test_data_tables import write_table
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import ChatError, load_tokenizer, parse_messages, parse_tools, read_samples
-from mcore_prefix_tree.data.chat import MAX_DEPTH
+from mcore_prefix_tree.data.json_fields import MAX_DEPTH
 
 # A Tekken vocabulary takes a second to load.
 tokenizer_of = cache(load_tokenizer)

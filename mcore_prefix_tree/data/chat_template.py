@@ -1,0 +1,162 @@
+"""Chat templates of a Hugging Face folder: what is wrong with them, and what they render of a conversation."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date
+from itertools import pairwise
+from typing import Any
+
+import jinja2
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.template_bound import BoundedEnvironment
+
+# What a template can ask that is answered differently the next time.
+_CLOCK = "strftime_now"
+_UNSTEADY = (_CLOCK, "lipsum")
+# What a clock may be asked for, of a date at midnight.
+_DATE_LETTERS = "aAbBcdFHIjmMpSTuUVwWxXyY"
+_UNSTEADY_FILTER = "random"
+# A template is a program of its author's, so any of these says that this conversation does not suit it. What speaks of
+# the machine instead passes through: a package that is missing, a file, memory.
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,  # RecursionError, NotImplementedError
+    TypeError,
+    ValueError,
+)
+
+
+class ChatTemplates:
+    """Renders conversations as ``apply_chat_template`` of a tokenizer does, within a budget of memory and time.
+
+    A template that reads the clock or draws at random is rejected: a line would have other tokens on another rank, on
+    another day and when it is read again. ``given`` can set the date.
+    """
+
+    def __init__(self, tokenizer: Any, folder: str, given: Mapping[str, Any]) -> None:
+        """Check the templates of a tokenizer and the variables given to them.
+
+        Raises:
+            ValueError: there is no template, a template gives other output each time, or ``given`` holds what is not a
+                template's.
+        """
+        variables = dict(given)
+        templates = _templates_of(tokenizer, folder)
+        _refuse_unsteady(templates, folder, has_date=bool({_CLOCK, "date_string"} & variables.keys()))
+        known = inspect.signature(tokenizer.apply_chat_template).parameters
+        for name in variables.keys() & known.keys():
+            raise ValueError(f"chat_template_kwargs has '{name}', which is not for the template to read; leave it out")
+        shown = _date_of(variables.pop(_CLOCK, None))
+        tokenizer.chat_template = {name: _with_clock(template, shown) for name, template in templates.items()}
+        self._tokenizer = tokenizer
+        self._folder = folder
+        self._variables = variables
+        # Keys of messages that no template names need not be given to one.
+        self.words = frozenset(word for one in templates.values() for word in re.findall(r"\w+", one))
+        self._environment = BoundedEnvironment(_compile_jinja_template("").environment)
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        **switches: bool,
+    ) -> str:
+        """Return the text of a conversation; ``switches`` are variables of the template that the user has not set.
+
+        Raises:
+            ChatError: the conversation does not suit the template.
+        """
+        try:
+            template = self._template(self._tokenizer.get_chat_template(None, tools))
+            # The variables that apply_chat_template gives a template.
+            variables = {
+                **self._tokenizer.special_tokens_map,
+                **switches,
+                **self._variables,
+                "messages": messages,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            return self._environment.render(template, variables)
+        except _TEMPLATE_FAULTS as error:
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            raise ChatError(
+                f"field 'messages' does not fit the chat template of tokenizer '{self._folder}': "
+                f"{kind}{' '.join(str(error).split())[:200]}"
+            ) from error
+
+    def _template(self, text: str) -> jinja2.Template:
+        if text not in self._compiled:
+            self._compiled[text] = self._environment.from_string(text)
+        return self._compiled[text]
+
+
+def _templates_of(tokenizer: Any, folder: str) -> dict[str, str]:
+    """Return the chat templates of a tokenizer by name."""
+    found = tokenizer.chat_template
+    if not found:
+        raise ValueError(
+            f"tokenizer '{folder}' has no chat template; add chat_template.jinja to the folder or choose another"
+        )
+    templates = {"default": found} if isinstance(found, str) else found
+    if not isinstance(templates, dict) or not all(isinstance(one, str) for one in templates.values()):
+        raise ValueError(f"tokenizer '{folder}' has a chat template that is not text; write it as Jinja")
+    return templates
+
+
+def _date_of(given: object) -> date | None:
+    try:
+        return None if given is None else date.fromisoformat(str(given))
+    except ValueError:
+        raise ValueError(f"chat_template_kwargs: {_CLOCK} is {given!r}; give a date as 2026-11-20") from None
+
+
+def _with_clock(template: str, shown: date | None) -> str:
+    """Return a template whose ``strftime_now`` is a macro that shows a fixed date, or raises if none is given.
+
+    Transformers hands a template plain data and no functions. The line break belongs to the macro's end.
+    """
+    if _CLOCK not in template:
+        return template
+    if shown is None:
+        body = "{{ raise_exception('it reads the clock: chat_template_kwargs has no strftime_now, as 2026-11-20') }}"
+    else:
+        forms = [f"%{letter}" for letter in _DATE_LETTERS] + ["%-d", "%-m"]
+        shows = "".join(f".replace('{form}', {json.dumps(shown.strftime(form))})" for form in forms)
+        body = f"{{{{ format{shows} }}}}"
+    return f"{{% macro {_CLOCK}(format) %}}{body}{{% endmacro %}}\n{template}"
+
+
+def _refuse_unsteady(templates: dict[str, str], folder: str, *, has_date: bool) -> None:
+    for name in {"default", "tool_use"} & set(templates):  # those that are rendered
+        try:
+            parts = [part for part in jinja2.Environment().lex(templates[name]) if part[1] != "whitespace"]
+        except jinja2.TemplateError as error:
+            raise ValueError(f"tokenizer '{folder}' has a chat template that cannot be parsed: {error}") from error
+        for (_, _, before), (_, kind, word) in pairwise(parts):
+            if kind != "name" or (word == _CLOCK and has_date):
+                continue
+            if (word in _UNSTEADY and before != ".") or (word == _UNSTEADY_FILTER and before == "|"):
+                raise ValueError(
+                    f"tokenizer '{folder}' has a chat template that uses '{word}', which makes other tokens of the "
+                    "same line each time it is read; "
+                    + (
+                        "say which date the model was given: chat_template_kwargs with strftime_now, as 2026-11-20"
+                        if word == _CLOCK
+                        else "write what the model was given in its place into the chat template of the folder"
+                    )
+                )

@@ -1,0 +1,88 @@
+"""Checks of JSON values in chat records: text, depth, and what JSON calls a type."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from mcore_prefix_tree.data.chat_error import ChatError
+
+# Levels of objects and lists in arguments and tools. What encodes them calls itself for each level, so that without a
+# limit a record would pass or fail with how deep the caller happens to be in calls of its own.
+MAX_DEPTH = 64
+_TOO_DEEP = f"field '{{field}}' is nested more than {MAX_DEPTH} levels deep; flatten or remove it"
+# What JSON consists of, for text to be walked without decoding it.
+_JSON = re.compile(
+    r'[\s,:]*(?:"[^"\\]*(?:\\.[^"\\]*)*"|(?P<opens>[\[{])|(?P<closes>[\]}])|true|false|null|NaN|-?Infinity|[-+.\deE]+)',
+    re.DOTALL,
+)
+
+
+def check_depths(values: dict[str, Any], field: str) -> None:
+    """Check the depth of each value of an object."""
+    for name, value in values.items():
+        check_depth(value, f"{field}.{name}")
+
+
+def check_depth(value: object, field: str) -> None:
+    """Reject more than ``MAX_DEPTH`` levels, without a call for each."""
+    level, depth = [value], 0
+    while level := [one for one in level if isinstance(one, (dict, list, tuple))]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ChatError(_TOO_DEEP.format(field=field))
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+
+
+def check_json_depth(text: str, field: str) -> None:
+    """Reject JSON text of more than ``MAX_DEPTH`` levels, without decoding it. Text that is not JSON passes."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    depth = at = 0
+    while part := _JSON.match(text, at):
+        at = part.end()
+        depth += (part["opens"] is not None) - (part["closes"] is not None)
+        if depth > MAX_DEPTH:
+            raise ChatError(_TOO_DEEP.format(field=field))
+        if depth <= 0:  # the value has ended; whatever follows makes it no JSON
+            return
+
+
+def text_of(value: object, field: str, expected: str = "a string") -> str:
+    """Return a value that must be text; raises ChatError."""
+    if not isinstance(value, str):
+        raise ChatError(f"field '{field}' must be {expected}, not {json_kind(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ChatError(
+            f"field '{field}' has half of a surrogate pair at character {error.start}, which is not text; remove it"
+        ) from None
+    return value
+
+
+def check_escapes(arguments: str, field: str) -> None:
+    """Reject escapes that stop being text when a chat format decodes the JSON."""
+    if "\\u" not in arguments:
+        return
+    try:
+        decoded = json.loads(arguments)
+    except ValueError:
+        return  # it stays text
+    json_text_of(decoded, field)
+
+
+def json_text_of(value: object, field: str) -> str:
+    """Return the JSON text of a value."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:  # from a table: bytes, dates
+        raise ChatError(f"field '{field}' cannot be written as JSON: {error}") from None
+    return text_of(text, field)
+
+
+def json_kind(value: object) -> str:
+    """Return JSON's name for the type of ``value``."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)

@@ -1,0 +1,158 @@
+"""The token that stopped the model at the end of a turn, as a chat template and a generation config name it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_prefix_tree.data.chat_error import ChatError
+
+logger = logging.getLogger(__name__)
+
+# A conversation that every chat template takes.
+_QUESTION = {"role": "user", "content": "a"}
+_ANSWER = {"role": "assistant", "content": "b."}  # no letter: some tokens are none beside one
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "c", "arguments": {}}}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class TurnEnds:
+    """Finds the end of assistant turns in their tokens.
+
+    Three things say what stops the model: ``eos_token_id`` of the folder's generation config, the tokenizer's
+    end-of-sequence token, and the token with which the chat template ends an answer. If the template ends an answer
+    with no token, as GLM's does, the model stops with the token that opens the next message.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        eos: int | None,
+        special: frozenset[int],
+        added: frozenset[int],
+        encode: Callable[[Messages], list[int]],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        """Read the generation config of a tokenizer's folder, if it has one, and render an answer.
+
+        Args:
+            folder: tokenizer folder.
+            eos: the tokenizer's end-of-sequence token.
+            special: ids of its control tokens.
+            added: ids of all its added tokens, control tokens included.
+            encode: function that returns the tokens of rendered messages; raises ChatError.
+            decode: function that returns the text of tokens.
+
+        Raises:
+            ValueError: the generation config is malformed.
+        """
+        self._folder, self._special, self._added = folder, special, added
+        self._encode, self._decode = encode, decode
+        self._declared = declared_stops(folder)
+        stops = {*self._declared, *(() if eos is None else (eos,))}
+        # The tokens with which the template ends an answer, and the index of the one that stops the model.
+        self._ending: list[int] = []
+        self._at: int | None = None
+        try:
+            answer = encode([_QUESTION, _ANSWER])
+        except ChatError:  # a template for other conversations
+            self._is_ended = True
+        else:
+            self._ending = answer[self._tail(answer, 0, stops | added) :]
+            ends = (at for at, token in enumerate(self._ending) if token in added or token in stops)
+            self._at = next(ends, None)
+            self._is_ended = self._at is not None
+            stops |= set() if self._at is None else {self._ending[self._at]}
+        self._stops = frozenset(stops)
+        self._openers: dict[str, int | None] = {}
+        self._has_warned = False
+
+    def stop(self, tokens: list[int], start: int) -> int | None:
+        """Return the index of the token that ends a turn, or None if the turn has no such token.
+
+        Args:
+            tokens: tokens of the conversation up to the end of the turn.
+            start: index of the first token of the turn.
+        """
+        at = len(tokens) - len(self._ending) + (self._at or 0)
+        if self._at is None or at < start or tokens[at - self._at :] != self._ending:
+            # A turn of another kind may end otherwise, such as a call; and text may end with the token itself.
+            at = self._tail(tokens, start, frozenset()) - 1
+            if at < start or tokens[at] not in (self._stops | self._special if self._is_ended else self._stops):
+                return None
+        while at > start and tokens[at - 1] == tokens[at]:  # the text ends with the token, and the template repeats it
+            at -= 1
+        return at
+
+    def opener(self, role: str, following: Sequence[int]) -> int | None:
+        """Return the token that opens a message and so stopped the model before it; None if there is no such token.
+
+        Args:
+            role: role of the message behind the turn.
+            following: its first tokens, if they are known.
+        """
+        if self._is_ended or role == "assistant":
+            return None
+        token = following[0] if following else self._opener(role)
+        if token is None or not (token in self._declared if self._declared else token in self._added):
+            return None
+        return token
+
+    def warn_unended(self) -> None:
+        """Warn once that a turn ends with no token that stops the model."""
+        if not self._has_warned and os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "tokenizer '%s': its chat template ends an assistant turn with no token, so that nothing trains the "
+                "model to stop; add the end-of-turn token to the template",
+                self._folder,
+            )
+        self._has_warned = True
+
+    def _tail(self, tokens: Sequence[int], start: int, controls: Collection[int]) -> int:
+        """Return the index of the first of the control tokens and the whitespace that end a turn."""
+        at = len(tokens)
+        while at > start and (tokens[at - 1] in controls or not self._decode(tokens[at - 1 : at]).strip()):
+            at -= 1
+        return at
+
+    def _opener(self, role: str) -> int | None:
+        if role not in self._openers:
+            message = {"role": role, "content": "d"}
+            turns: list[Mapping[str, Any]] = [_CALLING, _ANSWER] if role == "tool" else [_ANSWER]
+            found = (self._behind(turn, message) for turn in turns)
+            self._openers[role] = next((token for token in found if token is not None), None)
+        return self._openers[role]
+
+    def _behind(self, turn: Mapping[str, Any], message: Mapping[str, Any]) -> int | None:
+        try:
+            before, after = self._encode([_QUESTION, turn]), self._encode([_QUESTION, turn, message])
+        except ChatError:
+            return None
+        return after[len(before)] if after[: len(before)] == before and len(after) > len(before) else None
+
+
+def declared_stops(folder: str) -> frozenset[int]:
+    """Return ``eos_token_id`` of a folder's generation config; empty without one.
+
+    Raises:
+        ValueError: the file is not JSON, or the entry is neither an integer nor a list of integers.
+    """
+    path = Path(folder) / "generation_config.json"
+    if not path.is_file():
+        return frozenset()
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is not valid JSON; restore it from the model's folder") from None
+    value = config.get("eos_token_id") if isinstance(config, dict) else None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not isinstance(config, dict) or not all(type(token) is int for token in ids):
+        raise ValueError(f"{path}: eos_token_id must be a token id or a list of token ids")
+    return frozenset(ids)

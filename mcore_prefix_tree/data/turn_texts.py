@@ -1,0 +1,189 @@
+"""Assistant turns as a chat template writes them: the text that the model was given, and how it continued."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mcore_prefix_tree.data.chat import ChatMessage, Tool
+from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.chat_template import ChatTemplates
+from mcore_prefix_tree.data.turns import THINKING
+
+# An empty block of thinking, such as <think></think> or [THINK][/THINK], with whitespace in and around it.
+_EMPTY_THINKING = re.compile(
+    r"\s*(?P<opens>[<\[◁]\|?)(?P<tag>[\w:]*(?:think|thought|reason)\w*)(?P<closes>\|?[>\]▷])\s*"
+    r"(?P=opens)/(?P=tag)(?P=closes)\s*",
+    re.IGNORECASE,
+)
+# Variables with which chat templates turn thinking off.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+# A text that a rendering can be searched for, and the conversation around it.
+_PROBE = "7q1Zx"
+_BEFORE_RESULT: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "b", "arguments": {}}}],
+    },
+)
+
+
+class TurnText(NamedTuple):
+    """Text of one assistant turn.
+
+    Attributes:
+        index: index of its message.
+        prompt: text that the model was given.
+        answered: text of the conversation with the turn, as the template writes it.
+    """
+
+    index: int
+    prompt: str
+    answered: str
+
+
+class TurnTexts:
+    """Renders turns, and rejects what a template would drop of them in silence."""
+
+    def __init__(self, templates: ChatTemplates, folder: str) -> None:
+        """``folder`` is the tokenizer's, for messages."""
+        self._templates = templates
+        self._folder = folder
+        # Roles that the templates write, and parts of a turn, by the parts that it has.
+        self._roles_written: dict[str, bool] = {}
+        self._parts_written: dict[tuple[str, tuple[frozenset[str], bool]], bool] = {}
+
+    def of(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[TurnText]:
+        """Return the texts of every assistant turn; raises ChatError if the template does not write all of it."""
+        told = [tool.definition for tool in tools] or None
+        converted = [self._convert(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        texts = []
+        for index, message in enumerate(messages):
+            if message.role == "assistant":
+                prompt = self._templates.render(converted[:index], told, add_generation_prompt=True)
+                answered = self._templates.render(converted[: index + 1], told)
+                self._check_written(message, f"messages[{index}]", answered, converted[: index + 1], told)
+                prompt = self._with_empty_thinking(prompt, answered, message, converted[: index + 1], told)
+                texts.append(TurnText(index, prompt, answered))
+        return texts
+
+    def _with_empty_thinking(
+        self,
+        prompt: str,
+        answered: str,
+        message: ChatMessage,
+        converted: list[dict[str, Any]],
+        told: list[dict[str, Any]] | None,
+    ) -> str:
+        """Return the prompt of a turn, with the empty block of thinking that the template puts before the turn's text.
+
+        A model that wrote no thinking was given that block: by the prompt that the template makes with thinking off,
+        if it has such a switch.
+        """
+        block = _EMPTY_THINKING.match(answered, len(prompt)) if answered.startswith(prompt) else None
+        if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
+            return prompt
+        *history, turn = converted
+        switches = dict.fromkeys(_THINKING_SWITCHES, False)
+        opens, opens_without = (
+            self._templates.render(history, told, add_generation_prompt=True, **off)[
+                len(self._templates.render(history, told, **off)) :
+            ]
+            for off in ({}, switches)
+        )
+        inserted = opens_without.removeprefix(opens)
+        if inserted != opens_without and inserted.strip() and answered.startswith(prompt + inserted):
+            return prompt + inserted
+        # The block's last whitespace may be the text's own.
+        other = self._templates.render([*history, turn | {"content": f"b{message.content}"}], told)
+        end = len(prompt)
+        while end < block.end() and answered[end] == other[end]:
+            end += 1
+        return answered[:end]
+
+    def _check_written(
+        self,
+        message: ChatMessage,
+        field: str,
+        answered: str,
+        converted: list[dict[str, Any]],
+        told: list[dict[str, Any]] | None,
+    ) -> None:
+        """Reject a scored turn of which the template drops a part: it would be trained on as if that were not there."""
+        *history, turn = converted
+        parts = {}
+        if message.thinking:
+            parts["thinking"] = turn | dict.fromkeys(THINKING, message.thinking + _PROBE)
+        elif "</think>" in message.content:
+            parts["thinking"] = turn | {"content": message.content.replace("</think>", f"{_PROBE}</think>", 1)}
+        if message.tool_calls:
+            other = {"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
+            parts["tool_calls"] = turn | {"tool_calls": [other]}
+            if message.content:
+                parts["content"] = turn | {"content": message.content + _PROBE}
+        shape = frozenset(parts), bool(message.thinking)
+        for part, changed in parts.items():
+            if (part, shape) not in self._parts_written:
+                other_text = self._templates.render([*history, changed], told)
+                self._parts_written[part, shape] = other_text != answered
+            if not self._parts_written[part, shape] and message.weight:
+                named = f"thinking ({', '.join(THINKING)})" if part == "thinking" else part
+                raise ChatError(
+                    f"field '{field}' has {named} that the chat template of tokenizer '{self._folder}' does not write, "
+                    "so that the model would not be trained on it; use a template that writes it, or remove it from "
+                    "the data"
+                )
+
+    def _convert(self, message: ChatMessage, field: str) -> dict[str, Any]:
+        """Return a message as the chat template reads it."""
+        role = message.role
+        if not self._writes(role):
+            if role != "developer":
+                raise ChatError(
+                    f"field '{field}' has role '{role}', which the chat template of tokenizer '{self._folder}' does "
+                    "not write; remove it, or use a template that does"
+                )
+            role = "system"
+        converted = {key: one for key, one in message.others.items() if key in self._templates.words}
+        converted |= {"role": role, "content": message.content}
+        if message.thinking:
+            converted |= dict.fromkeys(THINKING, message.thinking)
+        if message.tool_calls:
+            converted["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id is not None:
+            converted["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            converted["name"] = message.name
+        return converted
+
+    def _writes(self, role: str) -> bool:
+        """Return whether the chat template writes messages of a role, rather than drop them in silence."""
+        if role not in self._roles_written:
+            probe: dict[str, Any] = {"role": role, "content": _PROBE}
+            conversation = [*_BEFORE_RESULT, probe] if role == "tool" else [probe, *_BEFORE_RESULT]
+            try:
+                found = self._templates.render(conversation)
+                self._roles_written[role] = _PROBE in found
+            except ChatError:  # a template that refuses the role says so with the record's own messages
+                self._roles_written[role] = role != "developer"
+        return self._roles_written[role]
+
+
+def _arguments(text: str) -> Any:
+    """Return arguments as the object that templates write with ``tojson``; text that is no object stays text."""
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return text
+    return parsed if isinstance(parsed, dict) else text

@@ -1,0 +1,540 @@
+"""The assistant mask: tokens of random conversations against transformers, scored spans against who wrote what.
+
+Each rule has its examples too. ``[[...]]`` marks what is scored.
+"""
+
+import json
+from itertools import groupby
+
+import pytest
+from chat_conversations import (
+    CUT_KEYS,
+    ON_SWITCHES,
+    REASONING_NAMES,
+    WHOLE_KEYS,
+    conversations,
+    expected_turns,
+    off_switches,
+    on_switches,
+    pieces_of_turn,
+    rendered,
+)
+from harness.chat_families import BY_NAME, FAMILIES
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_prefix_tree.data import load_tokenizer, read_samples
+from mcore_prefix_tree.sample import SampleError
+
+transformers = pytest.importorskip("transformers")
+
+EVERY_FAMILY = pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Family, our tokenizer and transformers' own, by the family's name; changes make another folder."""
+
+    def load(name, *, template_kwargs=None, **changes):
+        key = name, str(template_kwargs), str(changes)
+        if key not in loaded:
+            family = type(BY_NAME[name])(**(vars(BY_NAME[name]) | changes))
+            folder = family.make(tmp_path_factory.mktemp(name))
+            official = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            loaded[key] = family, load_tokenizer(folder, template_kwargs), official
+        return loaded[key]
+
+    loaded = {}
+    return load
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory):
+    """Read records as a JSONL file."""
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+
+    def samples(tokenizer, *records, expand=False):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return read_samples(path, tokenizer=tokenizer, expand_turns=expand)
+
+    return samples
+
+
+# Random conversations
+
+
+@EVERY_FAMILY
+@given(data=st.data())
+def test_script_writes_what_the_template_writes(made, name, data):
+    family, _, official = made(name)
+    case = data.draw(conversations(family))
+    whole = "".join(piece.text for piece in family.script(case.messages, case.tools))
+    assert whole == rendered(family, official, case.messages, case.tools, tokenize=False)
+    for turn in case.turns:
+        prompt, answer, stop, added = pieces_of_turn(family, case, turn)
+        history = case.messages[: turn.at]
+        shown = rendered(family, official, history, case.tools, tokenize=False, add_generation_prompt=True)
+        assert prompt.startswith(shown)
+        assert prompt[len(shown) :] in ("", "<think>\n\n</think>\n\n", "\n</think>\n\n", "\n<think></think>")
+        answered = rendered(family, official, case.messages[: turn.at + 1], case.tools, tokenize=False)
+        assert answered == prompt + answer + ("" if family.ended_by_next else stop) + added
+
+
+@EVERY_FAMILY
+@given(data=st.data())
+def test_every_turn_is_what_the_model_wrote(made, read, name, data):
+    family, tokenizer, official = made(name)
+    case = data.draw(conversations(family))
+    samples = read(tokenizer, case.record, expand=True)
+    expected = expected_turns(family, official, case)
+    assert [sample.source.rpartition(" turn ")[2] for sample in samples] == [str(at) for at in range(len(expected))]
+    for sample, right, turn in zip(samples, expected, case.turns, strict=True):
+        check(sample, right.tokens, right.mask, open_end=turn.open_end)
+
+
+@EVERY_FAMILY
+@given(data=st.data())
+def test_conversation_scores_every_turn_or_is_refused(made, read, name, data):
+    family, tokenizer, official = made(name)
+    case = data.draw(conversations(family))
+    expected = expected_turns(family, official, case)
+    whole = expected[-1]
+    rewritten = [not whole.text.startswith(right.text) for right in expected]
+    scored = [any(right.mask) for right in expected]
+    if any(differs and on for differs, on in zip(rewritten, scored, strict=True)):
+        with pytest.raises(SampleError, match="cannot be one sample"):
+            read(tokenizer, case.record)
+        return
+    tokens_differ = any(right.tokens != whole.tokens[: len(right.tokens)] for right in expected)
+    if any(rewritten) or tokens_differ or not any(scored):
+        return  # nothing is lost if it is refused, nor if it is not
+    mask = [0.0] * len(whole.tokens)
+    for right in expected:
+        for at, weight in enumerate(right.mask):
+            mask[at] = weight or mask[at]
+    (sample,) = read(tokenizer, case.record)
+    check(sample, whole.tokens, mask, open_end=case.turns[-1].open_end)
+
+
+def check(sample, tokens, mask, *, open_end):
+    """Compare a sample with what is right of it; with ``open_end`` it may lack tokens behind the last scored one."""
+    found, weights = sample.tokens.tolist(), sample.loss_mask.tolist()
+    shortest = len(tokens) if not open_end else max((at + 1 for at, weight in enumerate(mask) if weight), default=1)
+    assert found == tokens[: max(len(found), shortest)]
+    assert weights == mask[: len(weights)]
+
+
+# Each rule by example
+
+
+def marked(tokenizer, sample):
+    """Return the text of a sample, ``[[`` and ``]]`` around what is scored."""
+    pairs = zip(sample.tokens.tolist(), sample.loss_mask.tolist(), strict=True)
+    runs = [(on, [token for token, _ in run]) for on, run in groupby(pairs, key=lambda pair: pair[1] != 0)]
+    return "".join(f"[[{tokenizer.decode(ids)}]]" if on else tokenizer.decode(ids) for on, ids in runs)
+
+
+@pytest.fixture
+def shown(made, read):
+    """Texts of the samples of records or of one conversation, with what is scored marked."""
+
+    def texts(name, *records, expand=False, **changes):
+        _, tokenizer, _ = made(name, **changes)
+        given = [record if isinstance(record, dict) else {"messages": record} for record in records]
+        return [marked(tokenizer, sample) for sample in read(tokenizer, *given, expand=expand)]
+
+    return texts
+
+
+def user(content, **keys):
+    return {"role": "user", "content": content, **keys}
+
+
+def said(content, **keys):
+    return {"role": "assistant", "content": content, **keys}
+
+
+def tool(content, **keys):
+    return {"role": "tool", "content": content, **keys}
+
+
+def call(**arguments):
+    return [{"name": "find", "arguments": arguments}]
+
+
+# Rule 1 and 2: the sample ends with the token that stopped the model.
+
+
+def test_turn_of_phi_ends_ahead_of_the_text_behind_it(shown):
+    messages = [user("a"), said("b"), user("c"), said("d")]
+    assert shown("phi", messages, expand=True) == [
+        "<|user|>\na<|end|>\n<|assistant|>\n[[b<|end|>]]",
+        "<|user|>\na<|end|>\n<|assistant|>\nb<|end|>\n<|user|>\nc<|end|>\n<|assistant|>\n[[d<|end|>]]",
+    ]
+    assert shown("phi", messages) == [
+        "<|user|>\na<|end|>\n<|assistant|>\n[[b<|end|>]]\n<|user|>\nc<|end|>\n<|assistant|>\n[[d<|end|>]]"
+    ]
+
+
+@pytest.mark.parametrize("stops", [None, ("<|endoftext|>", "<|end|>"), ("<|endoftext|>",)])
+def test_turn_of_phi_ends_alike_with_any_generation_config(shown, stops):
+    assert shown("phi", [user("a"), said("b")], stops=stops) == ["<|user|>\na<|end|>\n<|assistant|>\n[[b<|end|>]]"]
+
+
+def test_generation_config_with_a_number_lists_one_stop(made, read, tmp_path):
+    family, _, _ = made("gemma")
+    folder = family.make(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
+    tokenizer = load_tokenizer(folder)
+    (sample,) = read(tokenizer, {"messages": [user("a"), said("b")]})
+    assert marked(tokenizer, sample) == (
+        "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\n[[b<end_of_turn>]]"
+    )
+
+
+def test_turn_ends_at_the_first_of_two_stop_tokens(shown):
+    assert shown("chatml", [user("a"), said("b<|im_end|>")]) == [
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[[b<|im_end|>]]"
+    ]
+
+
+def test_tokens_that_close_a_call_stop_nothing(shown):
+    assert shown("deepseek", [user("a"), said("b", tool_calls=call(k=1)), tool("c"), said("d")]) == [
+        "<｜begin▁of▁sentence｜><｜User｜>a<｜Assistant｜></think>[[b<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find"
+        '<｜tool▁sep｜>{"k": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>]]<｜tool▁output▁begin｜>c'
+        "<｜tool▁output▁end｜>[[d<｜end▁of▁sentence｜>]]"
+    ]
+
+
+def test_tool_call_of_llama_is_stopped_by_its_own_token(shown):
+    messages = [user("a"), said("", tool_calls=call(k=1)), tool("c"), said("d")]
+    assert shown("llama", messages) == [
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\na<|eot_id|><|start_header_id|>assistant"
+        '<|end_header_id|>\n\n[[{"name": "find", "parameters": {"k": 1}}<|eom_id|>]]<|start_header_id|>ipython'
+        "<|end_header_id|>\n\nc<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[[d<|eot_id|>]]"
+    ]
+
+
+def test_channels_of_harmony_are_one_turn(shown):
+    messages = [user("a"), said("", reasoning="hm", tool_calls=call(k=1)), tool("c"), said("d", reasoning="so")]
+    first = (
+        "<|start|>user<|message|>a<|end|><|start|>assistant[[<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+        ' to=functions.find<|channel|>commentary json<|message|>{"k": 1}<|call|>]]'
+    )
+    second = (
+        '<|start|>functions.find to=assistant<|channel|>commentary<|message|>"c"<|end|><|start|>assistant'
+        "[[<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>d<|return|>]]"
+    )
+    history = first.replace("[[", "").replace("]]", "")
+    assert shown("harmony", messages, expand=True) == [first, history + second]
+    assert shown("harmony", messages) == [first + second]
+
+
+# Rule 3: the next role's token stops the model.
+
+
+@pytest.mark.parametrize("name", ["glm", "glm_listed"])
+def test_next_role_stops_a_turn_of_glm(shown, name):
+    messages = [user("two"), said("four"), user("more"), said("five")]
+    start = "[gMASK]<sop><|user|>\ntwo<|assistant|>\n<think></think>"
+    assert shown(name, messages) == [start + "[[\nfour<|user|>]]\nmore<|assistant|>\n<think></think>[[\nfive<|user|>]]"]
+    assert shown(name, messages, expand=True) == [
+        start + "[[\nfour<|user|>]]",
+        start + "\nfour<|user|>\nmore<|assistant|>\n<think></think>[[\nfive<|user|>]]",
+    ]
+
+
+# The template of the case reported, which inserts no thinking.
+PLAIN_GLM = (
+    "[gMASK]<sop>{%- for m in messages -%}{{ '<|' + ('observation' if m.role == 'tool' else m.role) + '|>\\n' }}"
+    "{{- m.content }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
+)
+
+
+def test_next_role_stops_a_turn_without_thinking(shown):
+    messages = [user("two"), said("four"), user("more"), said("<tool_call>x"), tool("y"), said("five")]
+    assert shown("glm", messages, template=PLAIN_GLM) == [
+        "[gMASK]<sop><|user|>\ntwo<|assistant|>\n[[four<|user|>]]\nmore<|assistant|>\n[[<tool_call>x<|observation|>]]\n"
+        "y<|assistant|>\n[[five<|user|>]]"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("last", "stop"),
+    [([said("", tool_calls=call())], "<|observation|>"), ([said("x")], "<|user|>"),
+     ([said("x"), tool("y")], "<|observation|>"), ([said("x"), user("y")], "<|user|>")],
+)  # fmt: skip
+def test_last_turn_of_glm_gets_the_token_that_would_follow(shown, last, stop):
+    (text,) = shown("glm", [user("a"), *last])
+    assert text.startswith("[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[\n")
+    assert text.endswith(f"{stop}]]")
+
+
+def test_only_listed_tokens_stop_where_some_are_listed(shown):
+    messages = [user("a"), said("", tool_calls=call()), tool("b"), said("c")]
+    assert shown("glm", messages, stops=("<|endoftext|>", "<|user|>")) == [
+        "[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[\n<tool_call>find\n</tool_call>]]<|observation|>\n"
+        "<tool_response>\nb\n</tool_response><|assistant|>\n<think></think>[[\nc<|user|>]]"
+    ]
+
+
+# Rule 4: a turn that was cut.
+
+
+CHATML_ASKED = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(("key", "value"), CUT_KEYS)
+def test_cut_turn_has_no_scored_end(shown, key, value):
+    for expand in (False, True):
+        (text,) = shown("chatml", [user("a"), said("b", **{key: value})], expand=expand)
+        assert text.removesuffix("<|im_end|>") == CHATML_ASKED + "[[b]]"
+        (text,) = shown("glm", [user("a"), said("b", **{key: value})], expand=expand)
+        assert text.removesuffix("<|user|>") == "[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[\nb]]"
+
+
+@pytest.mark.parametrize(("key", "value"), WHOLE_KEYS)
+def test_turn_that_was_not_cut_has_its_end(shown, key, value):
+    assert shown("chatml", [user("a"), said("b", **{key: value})]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
+
+
+def test_cut_turn_in_the_middle_leaves_the_others(shown):
+    messages = [user("a"), said("b", truncated=True), user("c"), said("d")]
+    assert shown("chatml", messages) == [
+        CHATML_ASKED + "[[b]]<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[[d<|im_end|>]]"
+    ]
+    assert shown("glm", messages) == [
+        "[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[\nb]]<|user|>\nc<|assistant|>\n<think></think>"
+        "[[\nd<|user|>]]"
+    ]
+
+
+@pytest.mark.parametrize(("key", "value"), CUT_KEYS)
+def test_record_says_that_its_last_turn_was_cut(shown, key, value):
+    ended, cut = CHATML_ASKED + "[[b<|im_end|>]]", CHATML_ASKED + "[[b]]"
+    conversation = [user("a"), said("b"), user("c"), said("d")]
+    prompt = [user("a")]
+    for expand in (False, True):
+        texts = shown("chatml", {"messages": conversation, key: value}, expand=expand)
+        assert "[[b<|im_end|>]]" in texts[0]
+        assert texts[-1].removesuffix("<|im_end|>").endswith("[[d]]")
+        (text,) = shown("chatml", {"prompt": prompt, "completion": "b", key: value}, expand=expand)
+        assert text.removesuffix("<|im_end|>") == cut
+        for name in ("completions", "responses"):
+            values = [value, WHOLE_KEYS[[one for one, _ in WHOLE_KEYS].index(key)][1]]
+            record = {"prompt": prompt, name: ["b", "b"], "rewards": [0, 1], key: values}
+            first, second = shown("chatml", record, expand=expand)
+            assert first.removesuffix("<|im_end|>") == cut
+            assert second == ended
+
+
+# Rule 5: switches.
+
+
+@pytest.mark.parametrize(("key", "value"), off_switches())
+def test_turn_that_is_off_is_not_scored(made, read, shown, key, value):
+    messages = [user("a"), said("b", **{key: value}), user("c"), said("d")]
+    follows = "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[[d<|im_end|>]]"
+    assert shown("chatml", messages) == [CHATML_ASKED + f"b<|im_end|>\n{follows}"]
+    _, tokenizer, _ = made("chatml")
+    off, on = read(tokenizer, {"messages": messages}, expand=True)
+    assert off.source.endswith(" turn 0")
+    assert not off.loss_mask.any()
+    assert on.source.endswith(" turn 1")
+    assert marked(tokenizer, on) == CHATML_ASKED + f"b<|im_end|>\n{follows}"
+
+
+def test_turn_that_is_off_is_not_scored_with_harmony(shown):
+    messages = [user("two"), said("wrong call", loss=0), user("error"), said("five", loss=1)]
+    template = (
+        "{%- for m in messages -%}{{ '<|start|>' + m.role + '<|message|>' + m.content }}"
+        "{{- '<|return|>' if m.role == 'assistant' and loop.last else '<|end|>' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"
+    )
+    texts = shown("harmony", messages, expand=True, template=template, stops=None)
+    assert "[[" not in texts[0]
+    assert texts[1] == (
+        "<|start|>user<|message|>two<|end|><|start|>assistant<|message|>wrong call<|end|><|start|>user<|message|>error"
+        "<|end|><|start|>assistant[[<|message|>five<|return|>]]"
+    )
+
+
+@pytest.mark.parametrize(("key", "value"), [*on_switches(), *((name, None) for name in (*ON_SWITCHES, "masked"))])
+def test_turn_that_is_on_is_scored(shown, key, value):
+    assert shown("chatml", [user("a"), said("b", **{key: value})]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
+
+
+@pytest.mark.parametrize("key", ON_SWITCHES)
+def test_number_weighs_the_tokens_of_a_turn(made, read, key):
+    _, tokenizer, _ = made("chatml")
+    messages = [user("a"), said("b", **{key: 0.25}), user("c"), said("d")]
+    (sample,) = read(tokenizer, {"messages": messages})
+    weights = [weight for weight in sample.loss_mask.tolist() if weight]
+    assert weights == [0.25, 0.25, 1.0, 1.0]
+    first, _ = read(tokenizer, {"messages": messages}, expand=True)
+    assert [weight for weight in first.loss_mask.tolist() if weight] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("keys", [{"loss": 1, "weight": 0}, {"train": True, "masked": True}, {"loss": 0, "masked": 0}])
+def test_switches_that_contradict_each_other_are_named(shown, keys):
+    with pytest.raises(SampleError) as caught:
+        shown("chatml", [user("a"), said("b", **keys)])
+    assert all(f"'{key}'" in str(caught.value) or f".{key}'" in str(caught.value) for key in keys)
+
+
+def test_switches_that_agree_are_one(shown):
+    messages = [user("a"), said("b", loss=0, masked=True, train=False), user("c"), said("d", loss=True, masked=0)]
+    (text,) = shown("chatml", messages)
+    assert text.count("[[") == 1
+    assert text.endswith("[[d<|im_end|>]]")
+
+
+@pytest.mark.parametrize(("key", "value"), on_switches())
+def test_message_that_is_not_the_assistants_cannot_be_trained(shown, key, value):
+    with pytest.raises(SampleError, match=key):
+        shown("chatml", [user("a", **{key: value}), said("b")])
+
+
+@pytest.mark.parametrize(("key", "value"), off_switches())
+def test_message_that_is_not_the_assistants_can_be_off(shown, key, value):
+    assert shown("chatml", [user("a", **{key: value}), said("b")]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
+
+
+@pytest.mark.parametrize(("key", "value"), off_switches())
+def test_switches_of_sharegpt_are_read(shown, key, value):
+    conversation = [
+        {"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: value},
+        {"from": "human", "value": "c"}, {"from": "gpt", "value": "d"},
+    ]  # fmt: skip
+    (text,) = shown("chatml", {"conversations": conversation})
+    assert text.count("[[") == 1
+    assert text.endswith("[[d<|im_end|>]]")
+
+
+# Rule 6: an empty thinking block that the template inserts.
+
+
+def test_inserted_thinking_of_qwen_is_prompt(shown):
+    start = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert shown("qwen3", [user("a"), said("b")]) == [start + "<think>\n\n</think>\n\n[[b<|im_end|>]]"]
+    assert shown("qwen3_thinking", [user("a"), said("b")]) == [start + "<think>\n\n</think>\n\n[[b<|im_end|>]]"]
+    thought = said("b", reasoning_content="c")
+    assert shown("qwen3", [user("a"), thought]) == [start + "[[<think>\nc\n</think>\n\nb<|im_end|>]]"]
+    assert shown("qwen3_thinking", [user("a"), thought]) == [start + "<think>\n[[c\n</think>\n\nb<|im_end|>]]"]
+
+
+def test_inserted_thinking_is_prompt_without_a_switch_in_the_template(shown, made):
+    family, _, _ = made("qwen3")
+    template = family.template.partition("{%- if enable_thinking")[0] + "{%- endif -%}"
+    assert "enable_thinking" not in template
+    (text,) = shown("qwen3", [user("a"), said("b")], template=template)
+    assert text.endswith("assistant\n<think>\n\n</think>\n\n[[b<|im_end|>]]")
+
+
+def test_inserted_thinking_of_glm_is_prompt_behind_words_of_the_switch(shown):
+    (text,) = shown("glm", [user("a"), said("b", reasoning_content="c")])
+    assert text == "[gMASK]<sop><|user|>\na<|assistant|>[[\n<think>c</think>\nb<|user|>]]"
+    assert "/nothink" in BY_NAME["glm"].template
+
+
+def test_empty_thinking_that_the_data_writes_is_answer(shown):
+    """ChatML writes content as it is, so that nothing was inserted."""
+    assert shown("chatml", [user("a"), said("<think>\n\n</think>\n\nb")]) == [
+        CHATML_ASKED + "[[<think>\n\n</think>\n\nb<|im_end|>]]"
+    ]
+
+
+def test_prompt_without_thinking_holds_the_block(shown):
+    kwargs = {"enable_thinking": False}
+    (text,) = shown("qwen3", [user("a"), said("b")], template_kwargs=kwargs)
+    assert text.endswith("assistant\n<think>\n\n</think>\n\n[[b<|im_end|>]]")
+
+
+# Rule 7: reasoning under any name.
+
+
+@pytest.mark.parametrize("key", REASONING_NAMES)
+def test_reasoning_is_written_under_the_name_that_the_template_reads(shown, key):
+    messages = [user("a"), said("b", **{key: "hm"})]
+    assert shown("qwen3", messages)[0].endswith("[[<think>\nhm\n</think>\n\nb<|im_end|>]]")
+    assert shown("glm", messages)[0].endswith("[[\n<think>hm</think>\nb<|user|>]]")
+    assert shown("harmony", messages)[0].endswith(
+        "[[<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>]]"
+    )
+
+
+@pytest.mark.parametrize("key", REASONING_NAMES)
+@pytest.mark.parametrize("empty", ["", None])
+def test_empty_reasoning_is_none(shown, key, empty):
+    assert shown("chatml", [user("a"), said("b", **{key: empty})]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
+    assert shown("qwen3", [user("a"), said("b", **{key: empty})])[0].endswith("</think>\n\n[[b<|im_end|>]]")
+
+
+@pytest.mark.parametrize("key", REASONING_NAMES)
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.reasoning is None])
+def test_reasoning_that_the_template_drops_is_refused(shown, name, key):
+    for content in ("b", "hm and more"):  # the answer may say the same
+        with pytest.raises(SampleError, match=key):
+            shown(name, [user("a"), said(content, **{key: "hm"})])
+
+
+# Rule 8: tools, developers, nothing at all.
+
+
+def test_result_of_a_call_in_raw_text_is_taken(shown):
+    raw = '<tool_call>\n{"name": "get", "arguments": {"k": "a"}}\n</tool_call>'
+    messages = [user("a"), said(raw), tool("va"), said("done")]
+    asked = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    block, result = "<think>\n\n</think>\n\n", "<|im_start|>user\n<tool_response>\nva\n</tool_response><|im_end|>\n"
+    # The template leaves out the inserted block once the turn is history.
+    assert shown("qwen3", messages, expand=True) == [
+        asked + f"{block}[[{raw}<|im_end|>]]",
+        asked + f"{raw}<|im_end|>\n{result}<|im_start|>assistant\n{block}[[done<|im_end|>]]",
+    ]
+    assert shown("chatml", messages) == [
+        CHATML_ASKED + f"[[{raw}<|im_end|>]]\n<|im_start|>tool\nva<|im_end|>\n<|im_start|>assistant\n[[done<|im_end|>]]"
+    ]
+
+
+def test_developer_is_the_system_where_the_template_has_none(shown):
+    messages = [{"role": "developer", "content": "be"}, user("a"), said("b")]
+    assert shown("qwen3", messages)[0].startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user")
+    assert shown("gemma", messages)[0].startswith("<bos><start_of_turn>user\nbe\n\na<end_of_turn>")
+    assert shown("phi", messages)[0].startswith("<|system|>\nbe<|end|>\n")
+
+
+def test_developer_stays_where_the_template_has_it(shown):
+    messages = [{"role": "developer", "content": "be"}, user("a"), said("b")]
+    assert shown("harmony", messages)[0].startswith("<|start|>developer<|message|>be<|end|>")
+    assert shown("chatml", messages)[0].startswith("<|im_start|>developer\nbe<|im_end|>\n")
+
+
+@pytest.mark.parametrize("arguments", ["", None, {}, "{}"])
+def test_call_without_arguments_has_an_empty_object(shown, arguments):
+    calls = [{"function": {"name": "find", "arguments": arguments}}]
+    assert shown("chatml", [user("a"), said(None, tool_calls=calls)]) == [
+        CHATML_ASKED + "[[<tool_call>find {}</tool_call><|im_end|>]]"
+    ]
+
+
+def test_empty_answer_is_its_stop_token(shown):
+    assert shown("chatml", [user("a"), said("")]) == [CHATML_ASKED + "[[<|im_end|>]]"]
+    assert shown("glm", [user("a"), said("")]) == ["[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[<|user|>]]"]
+    prompt = [user("2+2")]
+    asked = "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    for name in ("completions", "responses"):
+        record = {"prompt": prompt, name: ["4", ""], "rewards": [1, 0]}
+        assert shown("qwen3", record, expand=True) == [asked + "[[4<|im_end|>]]", asked + "[[<|im_end|>]]"]
+    assert shown("chatml", {"prompt": [user("a")], "completion": ""}) == [CHATML_ASKED + "[[<|im_end|>]]"]
+
+
+def test_reward_of_an_empty_answer_stays(made, read):
+    _, tokenizer, _ = made("chatml")
+    samples = read(tokenizer, {"prompt": [user("a")], "responses": ["4", ""], "rewards": [1, 0]}, expand=True)
+    assert [sample.signals.reward for sample in samples] == [1, 0]
+
+
+def test_two_assistant_messages_in_a_row_are_two_turns(shown):
+    assert shown("chatml", [user("a"), said("b"), said("c")]) == [
+        CHATML_ASKED + "[[b<|im_end|>]]\n<|im_start|>assistant\n[[c<|im_end|>]]"
+    ]
