@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ _WHOSE = (("teacher", "teacher"), ("ref", "ref_logprobs"), ("old", "old_logprobs
 _HARMLESS = frozenset({"special_tokens_mask", "prompt_logprobs"})
 
 
+@lru_cache(maxsize=4096)
 def meaning_of(name: str) -> str | None:
     """Return the field of ours that a field of this name seems to be; None if its name does not say."""
     if name in _HARMLESS:
@@ -97,6 +99,11 @@ def fault_of_unread(row: Mapping[str, Any], read: Collection[str], given: Mappin
                 continue
         elif not _has_entries(row[name]) or _is_settled(name, meant, row):
             continue
+        if name in _IDS:
+            return (
+                f"field '{name}' is not read, and without a mask the prompt is scored too; give 'loss_mask' or "
+                f"'response_length', or add {shown({meant: None})} to data.fields (--fields) if all is to be scored"
+            )
         if name == "prompt_mask":
             return (
                 "field 'prompt_mask' is not read; give the prompt without padding, and 'loss_mask' with an entry for "

@@ -365,8 +365,8 @@ def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     if len(found) == 1:
         (mark,) = found
         if mark not in TOKEN_MARKS and isinstance(row[mark], list) and row[mark] and isinstance(row[mark][0], int):
-            mapping = shown(mapping_beside(mark, row, FIELDS))
-            raise SampleError(f"{source}: field '{mark}' holds token ids; add {mapping} to data.fields (--fields)")
+            way_out = f"add {shown(mapping_beside(mark, row, FIELDS))} to data.fields (--fields)"
+            raise SampleError(f"{source}: field '{mark}' holds token ids; {way_out}")
         return mark
     if found:
         raise SampleError(

@@ -225,7 +225,7 @@ def _loss_mask(row: Mapping[str, Any], ids: Any, aligned: _Aligned, kept: slice)
     if weights is not None:
         return weights
     if given or bounds:
-        return given["labels"] if given else np.logical_and.reduce(list(bounds.values()))
+        return given["labels"] if given else np.all(list(bounds.values()), axis=0)
     if aligned.response is None:
         return None
     return (np.arange(aligned.length) >= aligned.length - aligned.response)[kept]
@@ -236,7 +236,7 @@ def _scored_by_labels(row: Mapping[str, Any], ids: Any, aligned: _Aligned, kept:
     if labels.ndim != 1 or (labels.size and labels.dtype.kind not in "iu"):
         raise ChatError("field 'labels' must be a flat list of integers: token ids, or -100 where nothing is scored")
     tokens = np.asarray(ids)
-    scored = labels != _IGNORED
+    scored: BoolArray = np.asarray(labels != _IGNORED)
     wrong = (scored & (labels != tokens))[kept]
     if not wrong.any():
         return scored[kept]

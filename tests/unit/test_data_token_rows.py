@@ -220,7 +220,11 @@ BAD = {
     "env mask": ({"env_mask": [0, 0, 1, 1]}, "field 'env_mask' is not read, though its name says that"),
     "label ids": ({"label_ids": [5, 6, 7, 8]}, 'add {"labels": "label_ids"} to data.fields (--fields), or {"lab'),
     "log-probabilities": ({"ref_log_prob": [0] * 4}, 'add {"ref_logprobs": "ref_log_prob"} to data.fields (--fields)'),
-    "completion ids": ({"completion_ids": [7, 8]}, 'add {"response_tokens": "completion_ids"} to data.fields'),
+    "completion ids": (
+        {"completion_ids": [7, 8]},
+        "field 'completion_ids' is not read, and without a mask the prompt is scored too; give 'loss_mask' or",
+    ),
+    "response length": ({"response_len": 2}, 'add {"response_length": "response_len"} to data.fields (--fields)'),
 }  # fmt: skip
 
 
