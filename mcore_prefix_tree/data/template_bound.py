@@ -279,7 +279,7 @@ def _held(value: Any) -> Sequence[Any]:
         return [*value, *value.values()]
     if isinstance(value, (list, tuple, range)):
         return value
-    if isinstance(value, _UNORDERED):
+    if type(value) in _UNORDERED:
         return list(value)
     if isinstance(value, Namespace):
         attributes: dict[str, Any] = object.__getattribute__(value, "_Namespace__attrs")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from mcore_prefix_tree.data.chat import ChatMessage, Tool
 from mcore_prefix_tree.data.chat_error import ChatError
@@ -35,7 +36,8 @@ _BEFORE_RESULT: tuple[dict[str, Any], ...] = (
 )
 
 
-class TurnText(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class TurnText:
     """Text of one assistant turn.
 
     Attributes:
@@ -71,7 +73,7 @@ class TurnTexts:
                 answered = self._templates.render(converted[: index + 1], told)
                 self._check_written(message, f"messages[{index}]", answered, converted[: index + 1], told)
                 prompt = self._with_empty_thinking(prompt, answered, message, converted[: index + 1], told)
-                texts.append(TurnText(index, prompt, answered))
+                texts.append(TurnText(index=index, prompt=prompt, answered=answered))
         return texts
 
     def _with_empty_thinking(

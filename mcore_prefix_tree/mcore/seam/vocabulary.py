@@ -31,7 +31,7 @@ def with_vocab_size(model: Model, vocab_size: int | None) -> Model:
     Returns:
         The same model.
     """
-    layer = getattr(model, "output_layer", None)
+    layer: Any = getattr(model, "output_layer", None)
     columns: int | None = getattr(layer, "output_size", None)
     if vocab_size is None or columns is None or columns != model.vocab_size or vocab_size >= columns:
         return model
