@@ -1,0 +1,135 @@
+"""Time of a step by its parts, by hooks on the modules of the model: they note when a part begins, and change nothing.
+
+A step is one line of time. Each mark on it ends the part that ran and begins another, so that the parts add up to the
+step. Forward, attention runs inside its module, and the head from its module to the end of the loss; backward, each runs
+from the gradient of what it returned to the gradients of what it was given. Everything else between the first forward
+and the end of the last backward is the body, waiting for other ranks included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from mcore_prefix_tree.plan import Parts
+
+
+class Clock(Protocol):
+    """Clock that sorts time by parts. It begins with the rest."""
+
+    def begin(self, part: str) -> None:
+        """End the part that runs, and begin another."""
+
+    def parts(self) -> Parts:
+        """End the step, and return the seconds of each part."""
+
+
+class HostClock:
+    """Clock of the host, such as ``time.perf_counter`` or ``time.process_time``."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._found = dict.fromkeys(Parts._fields, 0.0)
+        self._part, self._since = "rest", now()
+
+    def begin(self, part: str) -> None:
+        now = self._now()
+        self._found[self._part] += now - self._since
+        self._part, self._since = part, now
+
+    def parts(self) -> Parts:
+        self.begin("rest")
+        return Parts(**self._found)
+
+
+class EventClock:
+    """Clock of the GPU's current stream. The device has to be idle when it is made; nothing waits before the end."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
+        self.begin("rest")
+
+    def begin(self, part: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((part, event))
+
+    def parts(self) -> Parts:
+        self.begin("rest")
+        torch.cuda.synchronize()
+        found = dict.fromkeys(Parts._fields, 0.0)
+        for (part, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            found[part] += begin.elapsed_time(end) / 1e3
+        return Parts(**found)
+
+
+def clocks_of(device: torch.device) -> list[Clock]:
+    """Return the clocks of a device, now: on a CPU the wall's and the processor's, on a GPU the stream's."""
+    if device.type == "cuda":
+        return [EventClock()]
+    return [HostClock(time.perf_counter), HostClock(time.process_time)]
+
+
+@contextmanager
+def marked(chunks: Sequence[torch.nn.Module], config: Any, clocks: Sequence[Clock]) -> Iterator[None]:
+    """Let a step of a model mark its parts on clocks.
+
+    Args:
+        chunks: model chunks, whose attention modules are called ``core_attention`` and whose head ``output_layer``.
+        config: megatron-core's config of the model. Its ``finalize_model_grads_func`` ends the last backward.
+        clocks: clocks to mark on.
+    """
+
+    def begin(part: str) -> None:
+        for clock in clocks:
+            clock.begin(part)
+
+    def on_gradient(tensor: torch.Tensor, part: str) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: begin(part))
+
+    def model_begins(*_: object) -> None:
+        begin("body")
+
+    def attention_begins(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        begin("attention")
+        for tensor in _tensors((*args, *kwargs.values())):
+            on_gradient(tensor, "body")
+
+    def attention_ends(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for tensor in _tensors(output if isinstance(output, tuple) else (output,)):
+            on_gradient(tensor, "attention")
+        begin("body")
+
+    def head_begins(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        begin("head")
+        hidden, *_others = _tensors((*args, *kwargs.values()))  # the weight's gradient is of no interest
+        on_gradient(hidden, "body")
+
+    def finalize(*args: Any, **kwargs: Any) -> Any:
+        begin("rest")
+        return finalize_model_grads(*args, **kwargs)
+
+    finalize_model_grads = config.finalize_model_grads_func
+    with ExitStack() as hooks:
+        for chunk in chunks:
+            hooks.callback(chunk.register_forward_pre_hook(model_begins).remove)
+            for name, module in chunk.named_modules():
+                kind = name.rpartition(".")[2]
+                if kind == "core_attention":
+                    hooks.callback(module.register_forward_pre_hook(attention_begins, with_kwargs=True).remove)
+                    hooks.callback(module.register_forward_hook(attention_ends).remove)
+                elif kind == "output_layer":
+                    hooks.callback(module.register_forward_pre_hook(head_begins, with_kwargs=True).remove)
+        if finalize_model_grads is not None:
+            config.finalize_model_grads_func = finalize
+            hooks.callback(setattr, config, "finalize_model_grads_func", finalize_model_grads)
+        yield
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    return (value for value in values if isinstance(value, torch.Tensor))
