@@ -129,7 +129,7 @@ class FlatLayout:
 
     @property
     def predictor_ratio(self) -> float:
-        """Supervised tokens over their predictors, which the work of a fused head shrinks by. 1 if none is supervised."""
+        """Supervised tokens over their predictors, which a fused head's work shrinks by. 1 if none is supervised."""
         return self.num_supervised / self.num_predictors if self.num_predictors else 1.0
 
     @property

@@ -44,9 +44,7 @@ def work_ratios(expected: ExpectedSpeedup, folded: Counts, unfolded: Counts, *, 
     """
     body, attention, head = (ratio for ratio, _ in expected.parts.values())
     scored = unfolded.predictors / folded.predictors if folded.predictors else 1.0
-    return Parts(
-        body=body, attention=max(attention, body), head=head if fused_head else max(head, scored), rest=1.0
-    )
+    return Parts(body=body, attention=max(attention, body), head=head if fused_head else max(head, scored), rest=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +64,7 @@ class Bound:
     @classmethod
     def from_ways(cls, unfolded_seconds: float, ways: Sequence[Parts], ratios: Parts) -> Bound:
         """Make a bound from the seconds of the parts in several unfolded ways, of which each part's least counts."""
-        return cls(
-            unfolded_seconds=unfolded_seconds, least=Parts(*map(min, zip(*ways, strict=True))), ratios=ratios
-        )
+        return cls(unfolded_seconds=unfolded_seconds, least=Parts(*map(min, zip(*ways, strict=True))), ratios=ratios)
 
     @property
     def folded_parts(self) -> Parts:

@@ -10,9 +10,9 @@ Each part grows with something else, and folding shares each to another degree:
 
 Every FLOP count of a model in this package is made here. A multiplication counts two, as in Narayanan et al. (SC 2021,
 appendix); norms, activations, softmax and rotary embeddings count nothing, nor does the embedding, which is a look-up.
-Recomputed activations and padding are left aside. The speed-up to expect takes every FLOP to last equally long. It is an
-estimate for planning, and no bound: where a FLOP of the body takes longer than one of the head, a measurement exceeds
-it. The bound, see :mod:`mcore_prefix_tree.plan.bound`, is measured.
+Recomputed activations and padding are left aside. The speed-up to expect takes every FLOP to last equally long. It is
+an estimate for planning, and no bound: where a FLOP of the body takes longer than one of the head, a measurement
+exceeds it. The bound, see :mod:`mcore_prefix_tree.plan.bound`, is measured.
 """
 
 from __future__ import annotations

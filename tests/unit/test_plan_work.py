@@ -165,5 +165,6 @@ def test_nothing_is_expected_of_no_sharing():
     assert (empty.ratio, empty.forward_ratio) == (1, 1)
     assert empty.parts == {"body": (1, 0), "attention": (1, 0), "head": (1, 0)}
     alone = [fold([Sample(tokens=np.arange(9))])]
-    assert {ratio for ratio, _ in work.expected_speedup(alone).parts.values()} == {work.expected_speedup(alone).ratio} == {1}
-    assert isinstance(work.expected_speedup(alone), ExpectedSpeedup)
+    expected = work.expected_speedup(alone)
+    assert {ratio for ratio, _ in expected.parts.values()} == {expected.ratio} == {1}
+    assert isinstance(expected, ExpectedSpeedup)

@@ -23,12 +23,10 @@ from mcore_prefix_tree.mcore.engine.unfolded import (
     stock_forward_step,
     why_stock_does_not_fit,
 )
-from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.memory import PeakMemory
 from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.memory import PeakMemory
 from mcore_prefix_tree.plan import Bound, Counts, ExpectedSpeedup, Parts, work_ratios
 from mcore_prefix_tree.sample import Sample, Tempered
-
 
 # Rounds after training: the fewest whose median one disturbed round does not move.
 ROUNDS = 3
@@ -283,9 +281,7 @@ def _ways(samples: Sequence[Sample], job: Job) -> tuple[dict[str, _Way], str | N
     plan = job.folding.plan(samples)
 
     def of_trees(name: str, samples: Sequence[Sample], job: Job, tokens: int) -> _Way:
-        return _Way(
-            name=name, tokens=tokens, make=lambda: fold_step(samples, job).micro_batches, step=job.forward_step
-        )
+        return _Way(name=name, tokens=tokens, make=lambda: fold_step(samples, job).micro_batches, step=job.forward_step)
 
     ways = {
         "folded": of_trees("folded", samples, job, sum(map(sum, plan.physical_tokens))),

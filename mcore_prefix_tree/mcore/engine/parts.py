@@ -1,9 +1,9 @@
 """Time of a step by its parts, by hooks on the modules of the model: they note when a part begins, and change nothing.
 
 A step is one line of time. Each mark on it ends the part that ran and begins another, so that the parts add up to the
-step. Forward, attention runs inside its module, and the head from its module to the end of the loss; backward, each runs
-from the gradient of what it returned to the gradients of what it was given. Everything else between the first forward
-and the end of the last backward is the body, waiting for other ranks included.
+step. Forward, attention runs inside its module, and the head from its module to the end of the loss. Backward, each
+runs until the gradients of what it was given are there. Everything else between the first forward and the end of the
+last backward is the body, waiting for other ranks included.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +75,39 @@ def clocks_of(device: torch.device) -> list[Clock]:
     return [HostClock(time.perf_counter), HostClock(time.process_time)]
 
 
+@dataclass(frozen=True)
+class _Hooks:
+    """Hooks of the modules, which begin parts on all clocks."""
+
+    clocks: Sequence[Clock]
+
+    def begin(self, part: str) -> None:
+        for clock in self.clocks:
+            clock.begin(part)
+
+    def on_gradient(self, tensor: torch.Tensor, part: str) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: self.begin(part))
+
+    def model_begins(self, *_: object) -> None:
+        self.begin("body")
+
+    def attention_begins(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.begin("attention")
+        for tensor in _tensors((*args, *kwargs.values())):
+            self.on_gradient(tensor, "body")
+
+    def attention_ends(self, _: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for tensor in _tensors(output if isinstance(output, tuple) else (output,)):
+            self.on_gradient(tensor, "attention")
+        self.begin("body")
+
+    def head_begins(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.begin("head")
+        # The hidden states come first. The gradient of the weight, which may follow, is the head's too.
+        self.on_gradient(next(_tensors((*args, *kwargs.values()))), "body")
+
+
 @contextmanager
 def marked(chunks: Sequence[torch.nn.Module], config: Any, clocks: Sequence[Clock]) -> Iterator[None]:
     """Let a step of a model mark its parts on clocks.
@@ -83,51 +117,25 @@ def marked(chunks: Sequence[torch.nn.Module], config: Any, clocks: Sequence[Cloc
         config: megatron-core's config of the model. Its ``finalize_model_grads_func`` ends the last backward.
         clocks: clocks to mark on.
     """
-
-    def begin(part: str) -> None:
-        for clock in clocks:
-            clock.begin(part)
-
-    def on_gradient(tensor: torch.Tensor, part: str) -> None:
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _: begin(part))
-
-    def model_begins(*_: object) -> None:
-        begin("body")
-
-    def attention_begins(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        begin("attention")
-        for tensor in _tensors((*args, *kwargs.values())):
-            on_gradient(tensor, "body")
-
-    def attention_ends(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for tensor in _tensors(output if isinstance(output, tuple) else (output,)):
-            on_gradient(tensor, "attention")
-        begin("body")
-
-    def head_begins(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        begin("head")
-        hidden, *_others = _tensors((*args, *kwargs.values()))  # the weight's gradient is of no interest
-        on_gradient(hidden, "body")
+    hooks, finalize_model_grads = _Hooks(clocks), config.finalize_model_grads_func
 
     def finalize(*args: Any, **kwargs: Any) -> Any:
-        begin("rest")
+        hooks.begin("rest")
         return finalize_model_grads(*args, **kwargs)
 
-    finalize_model_grads = config.finalize_model_grads_func
-    with ExitStack() as hooks:
+    with ExitStack() as until_the_end:
         for chunk in chunks:
-            hooks.callback(chunk.register_forward_pre_hook(model_begins).remove)
+            until_the_end.callback(chunk.register_forward_pre_hook(hooks.model_begins).remove)
             for name, module in chunk.named_modules():
                 kind = name.rpartition(".")[2]
+                begins = {"core_attention": hooks.attention_begins, "output_layer": hooks.head_begins}.get(kind)
+                if begins is not None:
+                    until_the_end.callback(module.register_forward_pre_hook(begins, with_kwargs=True).remove)
                 if kind == "core_attention":
-                    hooks.callback(module.register_forward_pre_hook(attention_begins, with_kwargs=True).remove)
-                    hooks.callback(module.register_forward_hook(attention_ends).remove)
-                elif kind == "output_layer":
-                    hooks.callback(module.register_forward_pre_hook(head_begins, with_kwargs=True).remove)
+                    until_the_end.callback(module.register_forward_hook(hooks.attention_ends).remove)
         if finalize_model_grads is not None:
             config.finalize_model_grads_func = finalize
-            hooks.callback(setattr, config, "finalize_model_grads_func", finalize_model_grads)
+            until_the_end.callback(setattr, config, "finalize_model_grads_func", finalize_model_grads)
         yield
 
 

@@ -110,7 +110,8 @@ class FoldReport:
         """Return numbers by name, as loggers take them."""
         names = ("micro_batches", "left_alone", "rows", "logical_tokens", "unique_tokens", "fold_ratio")
         numbers = {f"fold/{name}": getattr(self, name) for name in names}
-        return numbers | {"fold/expanded_bytes": self.expanded_bytes, "fold/expected_speedup": self.expected_speedup.ratio}
+        expected = self.expected_speedup.ratio
+        return numbers | {"fold/expanded_bytes": self.expanded_bytes, "fold/expected_speedup": expected}
 
 
 def work_of(model: Any) -> ModelWork:
