@@ -107,7 +107,8 @@ def test_known_amounts_of_work_are_found(micro_batches: int) -> None:
 
     config = SimpleNamespace(finalize_model_grads_func=lambda: spend(31))
     finalize, model, clocks = config.finalize_model_grads_func, Model(spend), [HostClock(lambda: now)]
-    with marked([model], config, clocks):
+    with marked([model], config) as marks:
+        marks.clocks = clocks
         run_made(model, config, spend, micro_batches)
     body, attention, head, rest = EXPECTED
     assert clocks[0].parts() == (body * micro_batches, attention * micro_batches, head * micro_batches, rest)
@@ -130,12 +131,11 @@ def test_the_clocks_of_the_cpu_find_them(kind: str) -> None:
 
     config = SimpleNamespace(finalize_model_grads_func=lambda: spend(31))
     model = Model(spend)
-    clocks = clocks_of(torch.device("cpu"))
-    started = time.process_time()
-    with marked([model], config, clocks):
+    with marked([model], config) as marks:
+        marks.clocks, started = clocks_of(torch.device("cpu")), time.process_time()
         run_made(model, config, spend, 1)
-        wall, cpu = (clock.parts() for clock in clocks)
-    took = time.process_time() - started
+        wall, cpu = (clock.parts() for clock in marks.clocks)
+        took = time.process_time() - started
     assert sum(cpu) == pytest.approx(took, rel=0.02, abs=1e-3)
     assert all(found >= least / 1e3 for found, least in zip(wall, EXPECTED, strict=True))
     if kind == "computes":
@@ -189,12 +189,11 @@ def test_the_parts_of_megatrons_step(changes: tuple[str, ...], attends_backward:
         chunks = Trainer(run, run.new_model())._chunks
         job, samples = plain(run.job, batch_of(recipe, 1))
         order = Sequence()
-        wall, cpu = clocks_of(torch.device("cpu"))
-        started = time.process_time()
-        with marked(chunks, job.config, [order, wall, cpu]):
+        with marked(chunks, job.config) as marks:
+            _, cpu = clocks_of(torch.device("cpu"))
+            marks.clocks, started = [order, cpu], time.process_time()
             run_schedule(chunks, fold_step(samples, job).micro_batches, job.forward_step)
-            parts = cpu.parts()
-        return order.begun, parts, time.process_time() - started
+            return order.begun, cpu.parts(), time.process_time() - started
 
     (begun, parts, took), _ = run_once(recipe, step, is_trained=True)
     forward = ["body", *LAYER, *LAYER, "head"]

@@ -316,13 +316,13 @@ def over_ranks(counts: Counts, job: Job) -> Counts:
 
 def _timed(way: _Way, chunks: Sequence[Any], job: Job) -> list[Parts]:
     """Run the batch once; return its parts in time, and on a CPU in processor time too."""
-    if job.folding.device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-    clocks = clocks_of(job.folding.device)
-    with marked(chunks, job.config, clocks):
+    with marked(chunks, job.config) as marks:
+        if job.folding.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        marks.clocks = clocks_of(job.folding.device)
         run_schedule(chunks, way.make(), way.step)
-        mine = [clock.parts() for clock in clocks]
+        mine = [clock.parts() for clock in marks.clocks]
     for chunk in chunks:
         chunk.zero_grad_buffer()
     time, *cpu = (Parts(*map(sum, zip(*of_ranks, strict=True))) for of_ranks in zip(*everyone(mine), strict=True))

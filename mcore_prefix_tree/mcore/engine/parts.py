@@ -75,11 +75,11 @@ def clocks_of(device: torch.device) -> list[Clock]:
     return [HostClock(time.perf_counter), HostClock(time.process_time)]
 
 
-@dataclass(frozen=True)
-class _Hooks:
-    """Hooks of the modules, which begin parts on all clocks."""
+@dataclass
+class Marks:
+    """Hooks of the modules, which begin parts on the clocks that are there."""
 
-    clocks: Sequence[Clock]
+    clocks: Sequence[Clock] = ()
 
     def begin(self, part: str) -> None:
         for clock in self.clocks:
@@ -109,15 +109,14 @@ class _Hooks:
 
 
 @contextmanager
-def marked(chunks: Sequence[torch.nn.Module], config: Any, clocks: Sequence[Clock]) -> Iterator[None]:
-    """Let a step of a model mark its parts on clocks.
+def marked(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[Marks]:
+    """Let steps of a model mark their parts, on clocks that are set when a step begins.
 
     Args:
         chunks: model chunks, whose attention modules are called ``core_attention`` and whose head ``output_layer``.
         config: megatron-core's config of the model. Its ``finalize_model_grads_func`` ends the last backward.
-        clocks: clocks to mark on.
     """
-    hooks, finalize_model_grads = _Hooks(clocks), config.finalize_model_grads_func
+    hooks, finalize_model_grads = Marks(), config.finalize_model_grads_func
 
     def finalize(*args: Any, **kwargs: Any) -> Any:
         hooks.begin("rest")
@@ -136,7 +135,7 @@ def marked(chunks: Sequence[torch.nn.Module], config: Any, clocks: Sequence[Cloc
         if finalize_model_grads is not None:
             config.finalize_model_grads_func = finalize
             until_the_end.callback(setattr, config, "finalize_model_grads_func", finalize_model_grads)
-        yield
+        yield hooks
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
