@@ -132,11 +132,12 @@ def test_the_clocks_of_the_cpu_find_them(kind: str) -> None:
     config = SimpleNamespace(finalize_model_grads_func=lambda: spend(31))
     model = Model(spend)
     with marked([model], config) as marks:
-        marks.clocks, started = clocks_of(torch.device("cpu")), time.process_time()
+        started = time.process_time()
+        marks.clocks = clocks_of(torch.device("cpu"))
         run_made(model, config, spend, 1)
         wall, cpu = (clock.parts() for clock in marks.clocks)
         took = time.process_time() - started
-    assert sum(cpu) == pytest.approx(took, rel=0.02, abs=1e-3)
+    assert sum(cpu) == pytest.approx(took, rel=0.05, abs=2e-3)
     assert all(found >= least / 1e3 for found, least in zip(wall, EXPECTED, strict=True))
     if kind == "computes":
         assert cpu == pytest.approx([part / 1e3 for part in EXPECTED], rel=0.3)
@@ -175,7 +176,7 @@ LAYER = ["attention", "body"]
         ),
         pytest.param(
             ("model.transformer={recompute_granularity: selective, recompute_modules: [core_attn]}",),
-            LAYER,
+            [*LAYER, *LAYER],
             id="recomputed attention",
             marks=pytest.mark.slow,
         ),
@@ -190,8 +191,9 @@ def test_the_parts_of_megatrons_step(changes: tuple[str, ...], attends_backward:
         job, samples = plain(run.job, batch_of(recipe, 1))
         order = Sequence()
         with marked(chunks, job.config) as marks:
+            started = time.process_time()
             _, cpu = clocks_of(torch.device("cpu"))
-            marks.clocks, started = [order, cpu], time.process_time()
+            marks.clocks = [order, cpu]
             run_schedule(chunks, fold_step(samples, job).micro_batches, job.forward_step)
             return order.begun, cpu.parts(), time.process_time() - started
 
@@ -199,7 +201,7 @@ def test_the_parts_of_megatrons_step(changes: tuple[str, ...], attends_backward:
     forward = ["body", *LAYER, *LAYER, "head"]
     assert begun == [*forward, "body", *attends_backward, *attends_backward, "rest"]
     # In processor time: what else the machine does between two looks at the wall's clock would count.
-    assert sum(parts) == pytest.approx(took, rel=0.02)
+    assert sum(parts) == pytest.approx(took, rel=0.05, abs=2e-3)
     assert min(parts) > 0
 
 

@@ -76,7 +76,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """What folding gained by one clock, round by round.
+    """Gain of folding by one clock, round by round.
 
     Attributes:
         speedups: unfolded over folded time of each round, ascending.
@@ -94,7 +94,7 @@ class Gain:
 
         Args:
             folded: rounds of the folded step.
-            unfolded: as many rounds of the fastest unfolded way.
+            unfolded: rounds of the fastest unfolded way, as many.
             others: rounds of each unfolded way that has the kernels of the folded step, one or more each.
             ratios: the most that each part can shrink by.
         """
