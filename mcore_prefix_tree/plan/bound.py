@@ -7,12 +7,12 @@ rate that the part had in any unfolded way, so the folded step takes at least
 
 seconds, by the least that each part took unfolded. The ratios r are of work:
 
-- the *body*, everything in forward and backward that is not one of the others, follows tokens;
+- the *body*, everything until the last backward ends that is not one of the others, follows tokens;
 - *attention* computes visible pairs, and reads and writes tokens. One measurement does not tell the two apart, so it
   shrinks by the larger of both ratios at most;
 - the *head* follows the positions that it projects, see :mod:`mcore_prefix_tree.plan.work`; where it projects all, its
   loss still reads those that are scored alone, and the larger of both ratios counts;
-- the *rest*, planning on the host and the end of the gradients' reduction, does not shrink.
+- the *rest*, which finishes the gradients after the last backward, does not shrink.
 """
 
 from __future__ import annotations

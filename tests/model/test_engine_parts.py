@@ -15,7 +15,7 @@ from train_jobs import batch_of, command, write_job
 
 from mcore_prefix_tree.mcore.engine import compare as module
 from mcore_prefix_tree.mcore.engine.objective import plain
-from mcore_prefix_tree.mcore.engine.parts import HostClock, clocks_of, marked
+from mcore_prefix_tree.mcore.engine.parts import EventClock, HostClock, clocks_of, marked
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
 from mcore_prefix_tree.mcore.engine.steps import fold_step
 from mcore_prefix_tree.mcore.trainer.jobs import run_once
@@ -86,11 +86,12 @@ class Model(torch.nn.Module):
         return self.output_layer(x)
 
 
-EXPECTED = Parts(body=2 * (3 + 5), attention=2 * (7 + 11), head=13 + 17 + 19 + 23, rest=29 + 31)
+PLANNING = 29
+EXPECTED = Parts(body=PLANNING + 2 * (3 + 5), attention=2 * (7 + 11), head=13 + 17 + 19 + 23, rest=31)
 
 
 def run_made(model: Model, config: Any, spend: Spend, micro_batches: int) -> None:
-    spend(29)  # planning
+    spend(PLANNING)
     for _ in range(micro_batches):
         Work.apply(model(), spend, 19, 23).sum().backward()
     config.finalize_model_grads_func()
@@ -111,7 +112,8 @@ def test_known_amounts_of_work_are_found(micro_batches: int) -> None:
         marks.clocks = clocks
         run_made(model, config, spend, micro_batches)
     body, attention, head, rest = EXPECTED
-    assert clocks[0].parts() == (body * micro_batches, attention * micro_batches, head * micro_batches, rest)
+    body = PLANNING + (body - PLANNING) * micro_batches
+    assert clocks[0].parts() == (body, attention * micro_batches, head * micro_batches, rest)
     assert config.finalize_model_grads_func is finalize
     run_made(model, config, spend, micro_batches)
     assert clocks[0].parts().attention == attention * micro_batches, "no hook is left"
@@ -143,6 +145,39 @@ def test_the_clocks_of_the_cpu_find_them(kind: str) -> None:
         assert cpu == pytest.approx([part / 1e3 for part in EXPECTED], rel=0.3)
     else:
         assert sum(cpu) < sum(wall) / 2
+
+
+def test_the_clock_of_a_gpu_reads_its_events_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events that a device reaches later, each a given time after the one before."""
+    reached: list[float] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = 3.0 ** len(reached)
+            reached.append(self.at)
+
+        def elapsed_time(self, end: Event) -> float:
+            assert synchronized
+            return end.at - self.at
+
+    synchronized: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronized.append(True))
+    clock = EventClock()
+    for part in ("attention", "body", "head", "body", "rest"):
+        clock.begin(part)
+    found = clock.parts()
+    assert len(synchronized) == 1
+    milliseconds = {"body": 3 - 1 + 27 - 9 + 243 - 81, "attention": 9 - 3, "head": 81 - 27, "rest": 729 - 243}
+    assert found._asdict() == pytest.approx({part: value / 1e3 for part, value in milliseconds.items()})
+
+
+def test_waiting_for_the_last_rank_is_body() -> None:
+    last, early = Parts(9.0, 1.0, 1.0, 0.5), Parts(5.0, 1.0, 1.0, 4.5)
+    assert module._without_waiting([last, early]) == [last, Parts(9.0, 1.0, 1.0, 0.5)]
 
 
 class Sequence:

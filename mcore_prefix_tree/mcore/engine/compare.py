@@ -41,7 +41,7 @@ class Measurement:
     Attributes:
         name: name of the way.
         rounds: time of each round by parts: the host's planning, forward and backward of the whole batch. The parts are
-            the mean of the ranks, scaled so that they add up to the time of the slowest one.
+            the mean of the ranks, scaled so that they add up to the time of the slowest one; waiting is body.
         cpu_rounds: the same in processor time, summed over the ranks; None on a GPU.
         peak_bytes: peak memory of the rank that needed most, beyond model and optimizer; None where it is unknown.
         tokens: tokens computed, over all data-parallel ranks, without padding.
@@ -325,10 +325,17 @@ def _timed(way: _Way, chunks: Sequence[Any], job: Job) -> list[Parts]:
         mine = [clock.parts() for clock in marks.clocks]
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    time, *cpu = (Parts(*map(sum, zip(*of_ranks, strict=True))) for of_ranks in zip(*everyone(mine), strict=True))
+    of_time, *of_cpu = zip(*everyone(mine), strict=True)
+    time, *cpu = (Parts(*map(sum, zip(*of_ranks, strict=True))) for of_ranks in (_without_waiting(of_time), *of_cpu))
     # In a real step every rank waits for the slowest.
     slowest = _largest(sum(mine[0]), job)
     return [Parts(*(slowest * seconds / sum(time) for seconds in time)), *cpu]
+
+
+def _without_waiting(of_ranks: Sequence[Parts]) -> list[Parts]:
+    """Count as body what a rank waits at the end for others, which the rank that comes last does not."""
+    least = min(parts.rest for parts in of_ranks)
+    return [parts._replace(body=parts.body + parts.rest - least, rest=least) for parts in of_ranks]
 
 
 def _largest(value: float, job: Job) -> float:

@@ -2,8 +2,8 @@
 
 A step is one line of time. Each mark on it ends the part that ran and begins another, so that the parts add up to the
 step. Forward, attention runs inside its module, and the head from its module to the end of the loss. Backward, each
-runs until the gradients of what it was given are there. Everything else between the first forward and the end of the
-last backward is the body, waiting for other ranks included.
+runs until the gradients of what it was given are there. Everything else until the last backward ends is the body:
+planning, and waiting for other pipeline stages, included. Both shrink with the tokens. The rest finishes the gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcore_prefix_tree.plan import Parts
 
 
 class Clock(Protocol):
-    """Clock that sorts time by parts. It begins with the rest."""
+    """Clock that sorts time by parts. It begins with the body."""
 
     def begin(self, part: str) -> None:
         """End the part that runs, and begin another."""
@@ -35,7 +35,7 @@ class HostClock:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._found = dict.fromkeys(Parts._fields, 0.0)
-        self._part, self._since = "rest", now()
+        self._part, self._since = "body", now()
 
     def begin(self, part: str) -> None:
         now = self._now()
@@ -52,7 +52,7 @@ class EventClock:
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, torch.cuda.Event]] = []
-        self.begin("rest")
+        self.begin("body")
 
     def begin(self, part: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
