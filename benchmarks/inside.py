@@ -201,7 +201,7 @@ def measure(stock: Any, folds: Any, name: str, samples: Sequence[Sample], rounds
         "rows": report.rows,
         "logical_tokens": report.logical_tokens,
         "fold_ratio": report.fold_ratio,
-        "bound": report.bound.to_json(),
+        "expected_speedup": report.expected_speedup.to_json(),
         "seconds": seconds,
         "median_seconds": medians,
         "speedup": {way: medians["stock"] / medians[way] for way in ("losses", "logits")},

@@ -18,7 +18,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def forest_counts(layout: FlatLayout) -> dict[str, int | float]:
-    """Count a layout, padding aside; a ratio is a bound, see :class:`FlatLayout`."""
+    """Count a layout, padding aside; for the ratios see :class:`FlatLayout`."""
     return {
         "samples": layout.num_samples,
         "trees": layout.num_trees,

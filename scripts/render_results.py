@@ -14,14 +14,15 @@ from attention_bench.costs import costs_of
 from attention_bench.plot import draw_roofline
 from attention_bench.report import cells, columns, headline, lines_of
 
-from mcore_prefix_tree.plan import CostModel
+from mcore_prefix_tree.plan import CostModel, Parts
 from mcore_prefix_tree.plan.work import Work
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-STEP_COLUMNS = ("model", "times faster (range)", "bound", "share", "folded", "unfolded, packed", "unfolded, stock")
+WAYS = ("folded", "packed", "small", "stock")
+STEP_COLUMNS = ("model", "times faster", "by CPU time", "bound", "of its bound", *WAYS)
 
 
 def bench_step_tables(results: list[dict[str, Any]]) -> str:
@@ -29,12 +30,13 @@ def bench_step_tables(results: list[dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(STEP_COLUMNS)} |", "|---|" + "---:|" * (len(STEP_COLUMNS) - 1)]
     batches = []
     for model, result in _by_model(results):
-        comparison, speedup = result["comparison"], result["speedup"]
+        comparison, gain, cpu_gain = result["comparison"], result["gain"], result["cpu_gain"]
         cells = [
-            f"**{speedup['median']:.2f}x** ({speedup['min']:.2f}-{speedup['max']:.2f})",
-            f"{comparison['bound']['ratio']:.2f}x",
-            f"{result['share_of_bound']:.0%}",
-            *(_seconds_and_memory(comparison[name]) for name in ("folded", "packed", "stock")),
+            f"**{_spread(gain['speedup'], '.2f', 'x')}**",
+            "-" if cpu_gain is None else _spread(cpu_gain["speedup"], ".2f", "x"),
+            f"{gain['bound']['ratio']:.2f}x",
+            _spread(gain["share_of_bound"], ".0%"),
+            *(_seconds_and_memory(way, comparison[way]) for way in WAYS),
         ]
         lines.append(f"| {model} | {' | '.join(cells)} |")
         machine = result["machine"]
@@ -46,29 +48,55 @@ def bench_step_tables(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", *dict.fromkeys(batches)])
 
 
+def _spread(figures: dict[str, float], form: str, unit: str = "") -> str:
+    """The median of rounds, and their range."""
+    low, median, high = (f"{figures[name]:{form}}" for name in ("min", "median", "max"))
+    return f"{median}{unit} ({low}-{high})"
+
+
 def saving(results: list[dict[str, Any]]) -> str:
     """Markdown for the widest model of the same results: one sentence."""
     model, result = _by_model(results)[0]
-    comparison, machine, speedup = result["comparison"], result["machine"], result["speedup"]
-    (folded, folded_memory), (packed, packed_memory) = (
-        _seconds_and_memory(comparison[name]).split(", ", 1) for name in ("folded", "packed")
+    comparison, machine, gain, cpu_gain = (result[name] for name in ("comparison", "machine", "gain", "cpu_gain"))
+    unfolded = next(way for way in WAYS if _is_fastest(way, comparison))
+    (folded, folded_memory), (slower, slower_memory) = (
+        _seconds_and_memory(name, comparison[name]).split(", ", 1) for name in ("folded", unfolded)
     )
+    speedup = gain["speedup"]
+    by_cpu = "" if cpu_gain is None else f", {cpu_gain['speedup']['median']:.1f} by CPU time"
     return (
         f"One batch of {result['recipe']['batch']['global_batch_size']} agent turns has "
         f"{comparison['logical_tokens']:,} tokens, of which {comparison['folded']['tokens']:,} are unique. Forward and "
-        f"backward of {model} take {folded} folded and {packed} packed without sharing: **{speedup['median']:.1f} "
-        f"times faster** ({speedup['min']:.1f} to {speedup['max']:.1f}), in {folded_memory} instead of "
-        f"{packed_memory}, on {device_of(machine)}."
+        f"backward of {model} take {folded} folded and {slower} in the fastest unfolded way: "
+        f"**{speedup['median']:.1f} times faster** (median of {len(comparison['folded']['seconds'])} rounds in pairs, "
+        f"{speedup['min']:.1f} to {speedup['max']:.1f}{by_cpu}), in {folded_memory} instead of {slower_memory}, on "
+        f"{device_of(machine)}. Sharing could give {gain['bound']['ratio']:.1f} times at most there."
     )
+
+
+def _is_fastest(way: str, comparison: dict[str, Any]) -> bool:
+    return comparison[way] is not None and comparison[way]["name"] == comparison["fastest"]
 
 
 def bound_table(results: list[dict[str, Any]]) -> str:
     """Markdown for the bounds in the same results, by parts."""
-    lines = ["| model | body | attention | head | bound |", "|---|---:|---:|---:|---:|"]
+    lines = ["| model | body | attention | head | rest | bound |", "|---|---:|---:|---:|---:|---:|"]
     for model, result in _by_model(results):
-        bound = result["comparison"]["bound"]
-        parts = [f"{bound[name]['ratio']:.2f}x of {bound[name]['share']:.0%}" for name in Work._fields]
+        bound = result["gain"]["bound"]
+        parts = [
+            f"{bound[name]['least_unfolded_seconds']:.3g} s / {bound[name]['ratio']:.2f}" for name in Parts._fields
+        ]
         lines.append(f"| {model} | {' | '.join(parts)} | {bound['ratio']:.2f}x |")
+    return "\n".join(lines)
+
+
+def expected_table(results: list[dict[str, Any]]) -> str:
+    """Markdown for the expected speed-ups in the same results, by parts."""
+    lines = ["| model | body | attention | head | expected speed-up |", "|---|---:|---:|---:|---:|"]
+    for model, result in _by_model(results):
+        expected = result["comparison"]["expected_speedup"]
+        parts = [f"{expected[name]['ratio']:.2f}x of {expected[name]['share']:.0%}" for name in Work._fields]
+        lines.append(f"| {model} | {' | '.join(parts)} | {expected['ratio']:.2f}x |")
     return "\n".join(lines)
 
 
@@ -78,9 +106,9 @@ def _by_model(results: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]
     return [("{num_layers} layers of {hidden_size}".format(**one["recipe"]["model"]), one) for one in widest_first]
 
 
-def _seconds_and_memory(way: dict[str, Any] | None) -> str:
+def _seconds_and_memory(name: str, way: dict[str, Any] | None) -> str:
     if way is None:
-        return "does not fit"
+        return "as packed" if name == "small" else "does not fit"
     memory = "" if way["peak_bytes"] is None else f", {way['peak_bytes'] / 2**20:,.0f} MiB"
     return f"{statistics.median(way['seconds']):.2f} s{memory}"
 
@@ -293,15 +321,15 @@ def endings_table(result: dict[str, Any]) -> str:
 def inside_table(result: dict[str, Any]) -> str:
     """Markdown for the result of benchmarks/inside.py."""
     lines = [
-        "| rows | tokens | body | attention | head | bound | reading losses | reading logits | memory, GiB |",
+        "| rows | tokens | body | attention | head | expected | reading losses | reading logits | memory, GiB |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result["workloads"]:
-        bound, faster, peak = row["bound"], row["speedup"], row["peak_bytes"]
+        expected, faster, peak = row["expected_speedup"], row["speedup"], row["peak_bytes"]
         cells = [
             f"{row['logical_tokens']:,}",
-            *(f"{bound[name]['ratio']:.2f}x" for name in Work._fields),
-            f"{bound['ratio']:.2f}x",
+            *(f"{expected[name]['ratio']:.2f}x" for name in Work._fields),
+            f"{expected['ratio']:.2f}x",
             *(f"**{faster[way]:.2f}x**" for way in ("losses", "logits")),
             " / ".join(f"{peak[way] / 2**30:.1f}" for way in ("losses", "logits", "stock")),
         ]
@@ -384,6 +412,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "saving": ("step_*_cpu.json", saving),
     "bench_step": ("step_*_cpu.json", bench_step_tables),
     "bound": ("step_*_cpu.json", bound_table),
+    "expected": ("step_*_cpu.json", expected_table),
     "bench_trie": ("trie.json", bench_trie_table),
     "bench_plan": ("plan.json", bench_plan_table),
     "bench_order": ("order.json", bench_order_table),

@@ -68,7 +68,7 @@ class ConsoleReporter:
                 )
                 self._task = self._progress.add_task("", total=total)
                 self._progress.start()
-            self._progress.update(self._task, completed=done)
+            self._progress.update(self._task, completed=done, total=total)
         elif time.monotonic() - self._told >= _QUIET_S:
             self._told = time.monotonic()
             self.message(f"{what}: {of}")
@@ -169,23 +169,38 @@ def print_verified(console: Console, report: VerifyReport) -> None:
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print step time and peak memory of each way, next to the bound."""
+    """Print time and peak memory of each way, and the speed-up next to its bound."""
     say(console, "forward and backward of one batch, in one process")
-    table = grid(("", "tokens", "seconds", "slower", "peak memory"))
-    for row in (comparison.folded, comparison.packed, comparison.stock):
-        if row is not None:
-            slower = row.median_seconds / comparison.folded.median_seconds
-            time = f"{row.median_seconds:.3f}"
+    table = grid(("", "tokens", "seconds", "CPU s", "slower", "peak memory"))
+    for row in (comparison.folded, *comparison.unfolded):
+        cpu = row.median_cpu_seconds
+        table.add_row(
+            row.name,
+            numbers.count(row.tokens),
+            f"{row.median_seconds:.3f}",
+            "-" if cpu is None else f"{cpu:.3f}",
+            numbers.ratio(row.median_seconds / comparison.folded.median_seconds),
+            numbers.size(row.peak_bytes),
+        )
+    console.print(table)
+    gain, cpu_gain = comparison.gain, comparison.cpu_gain
+    say(console, f"folded is {numbers.ratio(gain.speedup)} as fast as the fastest unfolded way")
+    rounds = numbers.plural(len(gain.speedups), "round")
+    table = grid((rounds, "faster", "range", "bound", "of its bound", "range"))
+    for name, one in (("time", gain), ("CPU time", cpu_gain)):
+        if one is not None:
+            shares = one.shares_of_bound
             table.add_row(
-                row.name, numbers.count(row.tokens), time, numbers.ratio(slower), numbers.size(row.peak_bytes)
+                name,
+                numbers.ratio(one.speedup),
+                f"{numbers.ratio(one.speedups[0])} to {numbers.ratio(one.speedups[-1])}",
+                numbers.ratio(one.bound.ratio),
+                f"{one.share_of_bound:.0%}",
+                f"{shares[0]:.0%} to {shares[-1]:.0%}",
             )
     console.print(table)
-    low, high = comparison.speedups[0], comparison.speedups[-1]
-    spread = f" ({numbers.ratio(low)} to {numbers.ratio(high)})" if len(comparison.speedups) > 1 else ""
-    bound = comparison.bound
-    say(console, f"folded is {numbers.ratio(comparison.speedup)} as fast as the faster unfolded way{spread}")
-    say(console, f"{numbers.share(comparison.share_of_bound)} of its bound by FLOPs, {numbers.ratio(bound.ratio)}:")
-    for name, (ratio, share) in bound.parts.items():
-        say(console, f"  {name} {numbers.ratio(ratio)}, {numbers.share(share)} of the folded FLOPs")
+    say(console, "the bound: the least seconds of each part unfolded, over its ratio")
+    for name, (ratio, share) in gain.bound.parts.items():
+        say(console, f"  {name} {numbers.ratio(ratio)}, {numbers.share(share)} of the least seconds folded")
     if comparison.stock_missing is not None:
         say_line(console, f"stock not run: {comparison.stock_missing}")

@@ -15,7 +15,7 @@ from mcore_prefix_tree.cli import numbers
 from mcore_prefix_tree.cli.terminal import rows
 from mcore_prefix_tree.data import ChatTokenizer
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.plan import Bound
+from mcore_prefix_tree.plan import ExpectedSpeedup
 from mcore_prefix_tree.stats import Chains, Tree, chains
 
 # A drawing is for a glance: about a screen of lines, narrow enough for the deepest one.
@@ -26,17 +26,19 @@ _WORDS_TOKENS = 24
 _WORDS_WIDTH = 48
 
 
-def summary(counts: Mapping[str, int | float], bound: Bound | None, more: Sequence[tuple[str, str, str]]) -> Table:
+def summary(
+    counts: Mapping[str, int | float], expected: ExpectedSpeedup | None, more: Sequence[tuple[str, str, str]]
+) -> Table:
     """Return the counts, one a row, and what folding gains by them; ``more`` rows go below the fold ratio."""
     of_parts = [counts["fold_ratio"], counts["pair_ratio"], counts["predictor_ratio"]]
-    if bound is None:
+    if expected is None:
         between = f"{numbers.ratio(min(of_parts))}-{numbers.ratio(max(of_parts))}"
-        gain = [("bound of a step", between, "by the model: --model RECIPE computes it")]
+        gain = [("expected speed-up", between, "by the model: --model RECIPE computes it")]
     else:
-        gain = [("bound of a step", numbers.ratio(bound.ratio), "by the FLOPs of the model's parts:")]
+        gain = [("expected speed-up", numbers.ratio(expected.ratio), "estimated from the FLOPs of the model's parts:")]
         gain += [
             (f"  {name}", numbers.ratio(ratio), f"{numbers.share(share)} of the folded FLOPs")
-            for name, (ratio, share) in bound.parts.items()
+            for name, (ratio, share) in expected.parts.items()
         ]
     return rows(
         [
@@ -45,10 +47,10 @@ def summary(counts: Mapping[str, int | float], bound: Bound | None, more: Sequen
             ("physical tokens", numbers.count(counts["physical_tokens"]), "each computed once"),
             ("trees", numbers.count(counts["trees"]), ""),
             ("nodes", numbers.count(counts["nodes"]), f"at most {counts['deepest_node']:,} deep"),
-            ("fold ratio", numbers.ratio(counts["fold_ratio"]), "bound of a model's body alone"),
+            ("fold ratio", numbers.ratio(counts["fold_ratio"]), "less work in a model's body"),
             *more,
-            ("visible-pair ratio", numbers.ratio(counts["pair_ratio"]), "bound of attention alone"),
-            ("predictor ratio", numbers.ratio(counts["predictor_ratio"]), "bound of the fused head alone"),
+            ("visible-pair ratio", numbers.ratio(counts["pair_ratio"]), "less work in attention"),
+            ("predictor ratio", numbers.ratio(counts["predictor_ratio"]), "less work in the fused head"),
             *gain,
         ]
     )

@@ -34,7 +34,7 @@ def inspect(
     samples, recipe = options.read(), options.recipe
     layout = fold(samples.all, trie=build_trie(samples.all, options.sharing))
     counts = forest_counts(layout)
-    bound = None if samples.work is None else samples.work.bound([layout])
+    expected = None if samples.work is None else samples.work.expected_speedup([layout])
     longest = samples.all[int(np.argmax(np.diff(layout.cu_sample_lens)))].source
     largest = largest_trees(layout, trees)
     order, steps = samples.order, None
@@ -50,7 +50,7 @@ def inspect(
     if as_json:
         report: dict[str, Any] = {
             **counts,
-            "bound": None if bound is None else bound.to_json(),
+            "expected_speedup": None if expected is None else expected.to_json(),
             "steps": steps_json(steps, order),
             "skipped": samples.skipped.count,
             "skipped_by_kind": samples.skipped.kinds,
@@ -78,7 +78,7 @@ def inspect(
         console.print()
     if layout.num_trees > len(largest) > 0:
         say(console, f"… {numbers.plural(layout.num_trees - len(largest), 'more tree', 'more trees')}\n", style="dim")
-    console.print(summary(counts, bound, steps_rows(steps, order)))
+    console.print(summary(counts, expected, steps_rows(steps, order)))
     say_line(console, f"longest sample: {longest}", style="dim")
     for line in ways_to_more(samples, layout.physical_tokens):
         console.print()

@@ -113,7 +113,7 @@ def draw_steps(steps: Sequence[StepReport], evaluations: Sequence[Evaluation], p
 
 def draw_comparison(comparison: Comparison, path: str) -> None:
     """Draw time and peak memory of a batch, folded and unfolded."""
-    ways = [way for way in (comparison.folded, comparison.packed, comparison.stock) if way is not None]
+    ways = [comparison.folded, *comparison.unfolded]
     names = [way.name.replace(", ", ",\n") for way in ways]
     with _picture(path, 2, width=5.0) as (time, memory):
         bars = time.bar(names, [way.median_seconds for way in ways], color=["C0", *["C1"] * (len(ways) - 1)])

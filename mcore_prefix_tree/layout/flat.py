@@ -87,7 +87,7 @@ class FlatLayout:
 
     @property
     def fold_ratio(self) -> float:
-        """Logical over physical tokens: the bound of token-wise work alone. 1 for an empty layout."""
+        """Logical over physical tokens, which token-wise work shrinks by. 1 for an empty layout."""
         return self.logical_tokens / self.physical_tokens if self.physical_tokens else 1.0
 
     @cached_property
@@ -129,12 +129,12 @@ class FlatLayout:
 
     @property
     def predictor_ratio(self) -> float:
-        """Supervised tokens over their predictors: the bound of a fused head alone. 1 if none is supervised."""
+        """Supervised tokens over their predictors, which a fused head's work shrinks by. 1 if none is supervised."""
         return self.num_supervised / self.num_predictors if self.num_predictors else 1.0
 
     @property
     def pair_ratio(self) -> float:
-        """Unfolded over visible pairs: the bound of attention alone. 1 for an empty layout."""
+        """Unfolded over visible pairs, which the work of attention shrinks by. 1 for an empty layout."""
         return self.unfolded_pairs / self.visible_pairs if self.visible_pairs else 1.0
 
     @property

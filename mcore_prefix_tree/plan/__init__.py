@@ -1,13 +1,14 @@
 """Assignment of a step's samples to micro-batches on ranks."""
 
 from mcore_prefix_tree.plan.ahead import Ahead
+from mcore_prefix_tree.plan.bound import Bound, Parts, work_ratios
 from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
 from mcore_prefix_tree.plan.makespan import least_makespan
 from mcore_prefix_tree.plan.plan import BudgetError, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.plan.report import MicroBatchReport, PlanReport, report_plan
 from mcore_prefix_tree.plan.shape import LatentAttention
 from mcore_prefix_tree.plan.steps import Spread, StepsReport, report_steps
-from mcore_prefix_tree.plan.work import Bound, Counts, ModelWork
+from mcore_prefix_tree.plan.work import Counts, ExpectedSpeedup, ModelWork
 
 __all__ = [
     "Ahead",
@@ -15,11 +16,13 @@ __all__ = [
     "BudgetError",
     "CostModel",
     "Counts",
+    "ExpectedSpeedup",
     "ForestPlan",
     "LatentAttention",
     "Measured",
     "MicroBatchReport",
     "ModelWork",
+    "Parts",
     "PlanReport",
     "Spread",
     "StepsReport",
@@ -29,4 +32,5 @@ __all__ = [
     "read_measured",
     "report_plan",
     "report_steps",
+    "work_ratios",
 ]

@@ -1,4 +1,4 @@
-"""The FLOPs of a step by parts, folded and unfolded, and from them the bound: the most that folding can speed it up.
+"""The FLOPs of a step by parts, folded and unfolded, and from them the speed-up to expect of folding.
 
 Each part grows with something else, and folding shares each to another degree:
 
@@ -10,8 +10,9 @@ Each part grows with something else, and folding shares each to another degree:
 
 Every FLOP count of a model in this package is made here. A multiplication counts two, as in Narayanan et al. (SC 2021,
 appendix); norms, activations, softmax and rotary embeddings count nothing, nor does the embedding, which is a look-up.
-Recomputed activations and padding are left aside. The bound is of FLOPs, not of seconds: where a FLOP of the body takes
-longer than one of the head, a measurement can exceed it, though not the largest ratio of a part.
+Recomputed activations and padding are left aside. The speed-up to expect takes every FLOP to last equally long. It is
+an estimate for planning, and no bound: where a FLOP of the body takes longer than one of the head, a measurement
+exceeds it. The bound, see :mod:`mcore_prefix_tree.plan.bound`, is measured.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def pair_flops(heads: int, query: int, value: int) -> Flops:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bound:
-    """Bound of the speed-up by folding: FLOPs unfolded over FLOPs folded.
+class ExpectedSpeedup:
+    """Speed-up to expect of folding: FLOPs unfolded over FLOPs folded.
 
     Both sides have the same head: where it is fused, neither projects a position whose prediction is not scored.
 
@@ -135,19 +136,19 @@ class Bound:
 
     @property
     def ratio(self) -> float:
-        """Bound of forward and backward; 1 for no work at all."""
+        """Estimate of forward and backward; 1 for no work at all."""
         return _ratio(self.unfolded.whole.total, self.folded.whole.total)
 
     @property
     def forward_ratio(self) -> float:
-        """Bound of a forward pass without a backward, such as scoring."""
+        """Estimate of a forward pass without a backward, such as scoring."""
         return _ratio(self.unfolded.whole.forward, self.folded.whole.forward)
 
     @property
     def parts(self) -> dict[str, tuple[float, float]]:
-        """Bound and share of the folded FLOPs, for body, attention and head; the products sum to the bound.
+        """Ratio and share of the folded FLOPs, for body, attention and head; the products sum to the estimate.
 
-        Forward and backward of a part have one bound, because each is a multiple of the same counts.
+        Forward and backward of a part have one ratio, because each is a multiple of the same counts.
         """
         whole = self.folded.whole.total
         return {
@@ -308,8 +309,8 @@ class ModelWork:
             head=Flops(forward=head, backward=2 * head),
         )
 
-    def bound(self, layouts: Sequence[FlatLayout]) -> Bound:
-        """Return the bound of a step in these micro-batches, those of all ranks."""
-        return Bound(
+    def expected_speedup(self, layouts: Sequence[FlatLayout]) -> ExpectedSpeedup:
+        """Return the speed-up to expect of a step in these micro-batches, those of all ranks."""
+        return ExpectedSpeedup(
             folded=self.of(Counts.folded(layouts, self.window)), unfolded=self.of(Counts.unfolded(layouts, self.window))
         )

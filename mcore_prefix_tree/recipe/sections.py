@@ -335,7 +335,7 @@ class Recipe:
         distributed_timeout_minutes: minutes that ranks wait for each other before the job ends; None takes torch's and
             Megatron's defaults, 10 minutes on GPUs for all ranks together and 30 for parts of them.
         compare: whether to end with the speed of the last batch folded and unfolded, by the loss of ``verify``. The
-            unfolded runs take as long as steps without folding would.
+            unfolded runs take as long as steps without folding would; there are at least four.
     """
 
     data: DataConfig

@@ -138,7 +138,7 @@ def test_steps_of_a_gpu_are_rendered():
     step = json.loads((ROOT / "benchmarks" / "results" / "step_quickstart_cpu.json").read_text())
     step["machine"]["device"] = "NVIDIA H200"
     shown = render["steps_on_gpus"]([{"steps": {"one_gpu": step, "quickstart": {"failed": "no memory"}}}])
-    assert shown.startswith("`recipes/one_gpu.yaml`, NVIDIA H200:\n\n| model | times faster (range) | bound |")
+    assert shown.startswith("`recipes/one_gpu.yaml`, NVIDIA H200:\n\n| model | times faster | by CPU time | bound |")
     assert "quickstart" not in shown
     assert render["steps_on_gpus"]([]) == "On a GPU: not yet measured."
 

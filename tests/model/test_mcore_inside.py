@@ -418,7 +418,7 @@ def test_the_report() -> None:
     assert last.rows == 4
     assert last.fold_ratio == 4
     assert last.unique_tokens == len(ROWS[0])
-    assert last.bound.ratio == pytest.approx(4)
+    assert last.expected_speedup.ratio == pytest.approx(4)
     assert last.expanded_bytes == 3 * len(ROWS[0]) * VOCAB * 8
     model(**call, labels=some_labels(call))
     assert model.folding.last.expanded_bytes == 0
@@ -476,7 +476,7 @@ def test_what_shares_nothing_goes_through_the_stock_model(monkeypatch: pytest.Mo
     assert len(seen) == config.num_layers
     assert all(params is call["packed_seq_params"] for params in seen)
     assert model.folding.last.left_alone == 1
-    assert model.folding.last.bound.ratio == 1
+    assert model.folding.last.expected_speedup.ratio == 1
     labels = some_labels(call)
     answer = model(**call, output_processor=RowLogprobs(labels=labels, entropy=True))
     for span in spans(call):

@@ -1,4 +1,4 @@
-"""The bound that a comparison reports, against the FLOPs that torch counts in the very passes that it times."""
+"""The FLOPs by which a comparison weighs its parts, against those that torch counts in the passes that it times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train_jobs import write_job
 from mcore_prefix_tree.attention import path as path_attention
 from mcore_prefix_tree.mcore.engine import compare
 from mcore_prefix_tree.mcore.trainer.jobs import compare_first, run_once
-from mcore_prefix_tree.plan import ModelWork
+from mcore_prefix_tree.plan import ModelWork, Parts
 from mcore_prefix_tree.plan.work import Work
 from mcore_prefix_tree.recipe import load_recipe
 
@@ -88,29 +88,27 @@ def assert_agree(found: Counter[str], work: Work) -> None:
         pytest.param(LATENT, id="latent attention", marks=pytest.mark.slow),
     ],
 )
-def test_the_bound_is_what_torch_counts(
-    changes: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_work_is_what_torch_counts(changes: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries one at a time: no block computes scores that it masks."""
     monkeypatch.setattr(path_attention, "QUERY_BLOCK", 1)
     monkeypatch.setattr(path_attention, "_fused", lambda *_, **__: path_attention._Fused(roots=False, windows=True))
-    run, found = compare._seconds, {}
+    run, found = compare._timed, {}
 
-    def seconds(way: Any, *others: Any) -> float:
+    def timed(way: Any, *others: Any) -> list[Parts]:
         if way.name in found:
-            return 1.0  # the timed round, which is as the one that warms up
+            return [Parts(1.0, 1.0, 1.0, 1.0)] * 2  # the timed round, which is as the one that warms up
         found[way.name] = Counter[str]()
         with counted(found[way.name], 1 if recipe.objective.has_scalar_head else VOCAB):
             return run(way, *others)
 
-    monkeypatch.setattr(compare, "_seconds", seconds)
+    monkeypatch.setattr(compare, "_timed", timed)
     recipe = load_recipe(write_job(tmp_path), ["attention_backend=path", "device=cpu", *BATCH, *changes])
     comparison, _ = run_once(recipe, partial(compare_first, repeats=1), is_trained=True)
-    bound = comparison.bound
-    assert bound.parts["body"][0] == comparison.fold_ratio > 1.5
-    assert_agree(found["folded"], bound.folded)
-    assert_agree(found["unfolded, packed"], bound.unfolded)
+    expected = comparison.expected
+    assert expected.parts["body"][0] == comparison.fold_ratio > 1.5
+    assert_agree(found["folded"], expected.folded)
+    assert_agree(found["unfolded, packed"], expected.unfolded)
     # Megatron's own way multiplies as much in the body, and projects all positions.
     work = ModelWork.from_model(recipe.model, scalar_head=recipe.objective.has_scalar_head)
     stock, whole_head = found["unfolded, stock"], 3 * work.position * comparison.logical_tokens
-    assert stock["body"] + stock["head"] == bound.unfolded.body.total + whole_head
+    assert stock["body"] + stock["head"] == expected.unfolded.body.total + whole_head

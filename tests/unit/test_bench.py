@@ -36,6 +36,7 @@ from mcore_prefix_tree.attention import AttentionOptions, reference
 from mcore_prefix_tree.attention.blocks import block_plan, visible_pairs
 from mcore_prefix_tree.attention.reference import visibility
 from mcore_prefix_tree.bench.machine import describe_machine
+from mcore_prefix_tree.plan import Parts
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -599,13 +600,23 @@ def test_the_step_command_writes_a_well_formed_file(tmp_path, monkeypatch):
     result = json.loads(output.read_text())
     assert result["kind"] == "step"
     assert result["machine"]["torch"] == version("torch")
-    comparison, speedup = result["comparison"], result["speedup"]
-    bound = comparison["bound"]
+    comparison = result["comparison"]
+    expected, gain = comparison["expected_speedup"], result["gain"]
     assert comparison["folded"]["tokens"] < comparison["packed"]["tokens"]
-    assert comparison["fold_ratio"] == bound["body"]["ratio"] > bound["ratio"] > bound["head"]["ratio"] >= 1
-    assert result["share_of_bound"] == pytest.approx(speedup["median"] / bound["ratio"])
-    assert speedup["min"] <= speedup["median"] <= speedup["max"]
-    assert "of its bound by FLOPs, " in " ".join(done.out.split())
+    assert comparison["fold_ratio"] == expected["body"]["ratio"] > expected["ratio"] > expected["head"]["ratio"] >= 1
+    for clock in ("gain", "cpu_gain"):
+        bound, speedup, share = (result[clock][name] for name in ("bound", "speedup", "share_of_bound"))
+        least = sum(bound[part]["least_unfolded_seconds"] / bound[part]["ratio"] for part in Parts._fields)
+        assert bound["ratio"] == pytest.approx(bound["unfolded_seconds"] / least)
+        assert share == pytest.approx({name: value / bound["ratio"] for name, value in speedup.items()})
+        assert speedup["min"] <= speedup["median"] <= speedup["max"]
+    assert gain["bound"]["body"]["ratio"] == comparison["fold_ratio"]
+    for name, kind in (("seconds", "parts"), ("cpu_seconds", "cpu_parts")):
+        for way in (comparison["folded"], comparison["packed"]):
+            assert way[name] == pytest.approx([sum(parts.values()) for parts in way[kind]])
+    lines = [line.rstrip() for line in done.out.splitlines()]
+    assert any(re.fullmatch(r"2 rounds +faster +range +bound +of its bound +range", line) for line in lines)
+    assert "the bound: the least seconds of each part unfolded, over its ratio" in lines
 
 
 def test_settings_are_the_case():

@@ -70,7 +70,7 @@ def test_json_is_one_object_and_nothing_else(forest):
         "supervised_tokens": 13,
         "predictors": 6,
         "predictor_ratio": 13 / 6,
-        "bound": None,
+        "expected_speedup": None,
         "skipped": 0,
         "skipped_by_kind": {},
         "longest_path": 5,
@@ -96,7 +96,7 @@ def test_the_drawing_says_the_same(forest):
         "fold ratio": "2.00x",
         "visible-pair ratio": "1.76x",
         "predictor ratio": "2.17x",
-        "bound of a step": "1.76x-2.17x",
+        "expected speed-up": "1.76x-2.17x",
         "trees": "2",
         "nodes": "5",
     }
@@ -113,7 +113,7 @@ def test_the_drawing_says_the_same(forest):
     assert max(map(len, (*lines[:15], *lines[16:]))) <= 80
 
 
-def test_a_model_has_a_bound(chat, tmp_path):
+def test_a_model_has_an_expected_speedup(chat, tmp_path):
     """By hand: a layer of 8 x 8 x (4 + 3 x 4) weights, two heads of 4 channels, a vocabulary of 128."""
     path = tmp_path / "recipe.yaml"
     path.write_text(
@@ -123,8 +123,8 @@ def test_a_model_has_a_bound(chat, tmp_path):
     )
     report = json.loads(inspect(chat, "--json", "--model", path).stdout)
     assert (report["samples"], report["tokenizer"]) == (4, "mistral-v3"), "read as the recipe reads its own"
-    bound = report["bound"]
-    ratios = {part: bound[part]["ratio"] for part in ("body", "attention", "head")}
+    expected = report["expected_speedup"]
+    ratios = {part: expected[part]["ratio"] for part in ("body", "attention", "head")}
     assert ratios == {
         "body": report["fold_ratio"],
         "attention": report["pair_ratio"],
@@ -138,10 +138,10 @@ def test_a_model_has_a_bound(chat, tmp_path):
             ("physical_tokens", "visible_pairs", "predictors"),
         )
     )
-    assert bound["ratio"] == pytest.approx(unfolded / folded)
+    assert expected["ratio"] == pytest.approx(unfolded / folded)
     lines = inspect(chat, "--model", path).stdout.splitlines()
-    (at,) = [number for number, line in enumerate(lines) if line.startswith("bound")]
-    assert lines[at].split()[4] == f"{unfolded / folded:.2f}x"
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("expected")]
+    assert lines[at].split()[2] == f"{unfolded / folded:.2f}x"
     assert [line.split()[:2] for line in lines[at + 1 : at + 4]] == [
         ["body", f"{report['fold_ratio']:.2f}x"],
         ["attention", f"{report['pair_ratio']:.2f}x"],

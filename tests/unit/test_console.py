@@ -60,19 +60,30 @@ def verify_report():
 @pytest.fixture(scope="module")
 def comparison():
     from mcore_prefix_tree.mcore.engine.compare import Comparison, Measurement
-    from mcore_prefix_tree.plan import Bound
+    from mcore_prefix_tree.plan import ExpectedSpeedup, Parts
     from mcore_prefix_tree.plan.work import Flops, Work
 
     def work(body, attention, head):
         return Work(*(Flops(forward=flops, backward=2 * flops) for flops in (body, attention, head)))
 
+    def rounds(*seconds):
+        return [Parts(body=0.5 * one, attention=0.25 * one, head=0.25 * one, rest=0.0) for one in seconds]
+
+    names = ("name", "rounds", "cpu_rounds", "peak_bytes", "tokens")
     return Comparison(
-        folded=Measurement(name="folded", seconds=[1.0, 1.2, 1.1], peak_bytes=100 * 2**20, tokens=3_000),
-        packed=Measurement(name="unfolded, packed", seconds=[4.0, 4.8, 4.4], peak_bytes=400 * 2**20, tokens=12_000),
-        stock=Measurement(name="unfolded, stock", seconds=[8.0, 8.0, 8.8], peak_bytes=None, tokens=12_000),
+        **{
+            way: Measurement(**dict(zip(names, values, strict=True)))
+            for way, values in {
+                "folded": ("folded", rounds(1.0, 1.2, 1.1), rounds(2.0, 2.0, 2.0), 100 * 2**20, 3_000),
+                "packed": ("unfolded, packed", rounds(4.0, 4.8, 5.5), rounds(8.0, 9.0, 10.0), 400 * 2**20, 12_000),
+                "small": ("unfolded, small", rounds(6.0, 6.0, 6.0), rounds(8.0, 8.0, 8.0), 99 * 2**20, 12_000),
+                "stock": ("unfolded, stock", rounds(12.0), rounds(24.0), None, 12_000),
+            }.items()
+        },
         stock_missing=None,
         logical_tokens=12_000,
-        bound=Bound(folded=work(10, 2, 8), unfolded=work(40, 12, 48)),
+        expected=ExpectedSpeedup(folded=work(10, 2, 8), unfolded=work(40, 12, 48)),
+        ratios=Parts(body=4.0, attention=5.0, head=6.0, rest=1.0),
     )
 
 
@@ -229,29 +240,34 @@ def test_half_precision_has_a_limit_a_row(verify_report):
 def test_the_costs_fit_80_columns(comparison):
     assert shown(print_comparison, comparison) == [
         "forward and backward of one batch, in one process",
-        "                  tokens  seconds  slower  peak memory",
-        "folded             3,000    1.100   1.00x      100 MiB",
-        "unfolded, packed  12,000    4.400   4.00x      400 MiB",
-        "unfolded, stock   12,000    8.000   7.27x    not known",
-        "folded is 4.00x as fast as the faster unfolded way (4.00x to 4.00x)",
-        "80.0% of its bound by FLOPs, 5.00x:",
-        "  body 4.00x, 50.0% of the folded FLOPs",
-        "  attention 6.00x, 10.0% of the folded FLOPs",
-        "  head 6.00x, 40.0% of the folded FLOPs",
+        "                  tokens  seconds   CPU s  slower  peak memory",
+        "folded             3,000    1.100   2.000   1.00x      100 MiB",
+        "unfolded, packed  12,000    4.800   9.000   4.36x      400 MiB",
+        "unfolded, small   12,000    6.000   8.000   5.45x       99 MiB",
+        "unfolded, stock   12,000   12.000  24.000  10.91x    not known",
+        "folded is 4.00x as fast as the fastest unfolded way",
+        "3 rounds  faster           range  bound  of its bound        range",
+        "time       4.00x  4.00x to 5.00x  4.62x           87%  87% to 108%",
+        "CPU time   4.50x  4.00x to 5.00x  5.19x           87%   77% to 96%",
+        "the bound: the least seconds of each part unfolded, over its ratio",
+        "  body 4.00x, 57.7% of the least seconds folded",
+        "  attention 5.00x, 23.1% of the least seconds folded",
+        "  head 6.00x, 19.2% of the least seconds folded",
+        "  rest 1.00x, 0.0% of the least seconds folded",
     ]
 
 
-def test_one_round_has_no_spread(comparison):
-    ways = {name: replace(getattr(comparison, name), seconds=[2.0]) for name in ("folded", "packed", "stock")}
+def test_a_gpu_has_no_cpu_time(comparison):
+    ways = {name: replace(getattr(comparison, name), cpu_rounds=None) for name in ("folded", "packed", "small")}
     lines = shown(print_comparison, replace(comparison, **ways))
-    assert "folded is 1.00x as fast as the faster unfolded way" in lines
-    assert "20.0% of its bound by FLOPs, 5.00x:" in lines
+    assert cells(lines, "unfolded, packed")[3] == "-"
+    assert not [line for line in lines if line.startswith("CPU time")]
 
 
 def test_a_way_that_could_not_be_run_is_explained(comparison):
     why = "no room for data[a].jsonl:3" + "x" * 80
     lines = shown(print_comparison, replace(comparison, stock=None, stock_missing=why))
-    assert cells(lines, "unfolded, packed")[3] == "4.00x"
+    assert cells(lines, "unfolded, packed")[4] == "4.36x"
     assert not [line for line in lines if "unfolded, stock" in line]
     assert lines[-1] == f"stock not run: {why}"
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.plan import Bound, Counts, LatentAttention, ModelWork
+from mcore_prefix_tree.plan import Counts, ExpectedSpeedup, LatentAttention, ModelWork
 from mcore_prefix_tree.plan.shape import layers_with_window
 from mcore_prefix_tree.plan.work import Flops, pair_flops
 from mcore_prefix_tree.recipe import ModelConfig
@@ -139,31 +139,32 @@ def test_counts_of_micro_batches_add_up():
     assert Counts.unfolded(cut) == Counts.unfolded([fold(samples)]) == Counts(8, 6 + 6 + 3, 0, 5)
 
 
-def test_the_bound_is_the_mean_of_its_parts():
+def test_the_expected_speedup_is_the_mean_of_its_parts():
     work = ModelWork.from_dimensions(**DENSE, fused_head=True)
     prompt = list(range(40))
     samples = [Sample(tokens=[*prompt, 50 + n, 60], loss_mask=[0] * 40 + [1, 1]) for n in range(8)]
-    bound = work.bound([fold(samples)])
-    parts = bound.parts
+    expected = work.expected_speedup([fold(samples)])
+    parts = expected.parts
     assert parts["body"][0] == 8 * 42 / (40 + 16)
     assert parts["head"][0] == 16 / 9, "the prompt's last token predicts eight"
-    assert bound.ratio == pytest.approx(sum(ratio * share for ratio, share in parts.values()))
+    assert expected.ratio == pytest.approx(sum(ratio * share for ratio, share in parts.values()))
     assert sum(share for _, share in parts.values()) == pytest.approx(1)
-    assert bound.ratio < parts["body"][0]
+    assert expected.ratio < parts["body"][0]
     # Scoring is a forward alone, of which attention has less.
-    assert bound.forward_ratio != bound.ratio
-    said = json.loads(json.dumps(bound.to_json()))
-    assert said["ratio"] == bound.ratio
+    assert expected.forward_ratio != expected.ratio
+    said = json.loads(json.dumps(expected.to_json()))
+    assert said["ratio"] == expected.ratio
     assert said["head"]["folded"] == {"forward": 9 * work.position, "backward": 18 * work.position}
-    assert str(bound).startswith(f"{bound.ratio:.2f}x (body 6.00x of ")
+    assert str(expected).startswith(f"{expected.ratio:.2f}x (body 6.00x of ")
 
 
-def test_nothing_has_a_bound_of_one():
+def test_nothing_is_expected_of_no_sharing():
     work = ModelWork.from_dimensions(**DENSE)
-    empty = work.bound([fold([])])
-    assert empty == work.bound([])
+    empty = work.expected_speedup([fold([])])
+    assert empty == work.expected_speedup([])
     assert (empty.ratio, empty.forward_ratio) == (1, 1)
     assert empty.parts == {"body": (1, 0), "attention": (1, 0), "head": (1, 0)}
     alone = [fold([Sample(tokens=np.arange(9))])]
-    assert {ratio for ratio, _ in work.bound(alone).parts.values()} == {work.bound(alone).ratio} == {1}
-    assert isinstance(work.bound(alone), Bound)
+    expected = work.expected_speedup(alone)
+    assert {ratio for ratio, _ in expected.parts.values()} == {expected.ratio} == {1}
+    assert isinstance(expected, ExpectedSpeedup)

@@ -422,7 +422,7 @@ def test_dry_run(stock: Stock) -> None:
     ratio = sum(map(len, samples)) / sum(map(sum, plan.physical_tokens))
     assert f"fold ratio {ratio:.2f}" in run.output
     layouts = [fold([samples[index] for index in batch]) for rank in plan.micro_batches for batch in rank]
-    assert f"first step: bound {work.bound(layouts)}" in run.output
+    assert f"first step: expected speed-up {work.expected_speedup(layouts)}" in run.output
     assert "weights, gradients, optimizer" in run.output
     assert "no work" not in run.output
     assert not run.losses

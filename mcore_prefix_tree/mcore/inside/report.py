@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.mcore.seam.hybrid import parts_of
-from mcore_prefix_tree.plan.work import Bound, Counts, ModelWork
+from mcore_prefix_tree.plan.work import Counts, ExpectedSpeedup, ModelWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class FoldReport:
         return (
             f"prefix trees of {self.micro_batches:,} micro-batches: fold ratio {self.fold_ratio:.2f} "
             f"({self.unique_tokens:,} of {self.logical_tokens:,} tokens computed), expected speed-up "
-            f"{self.bound.ratio:.2f}x"
+            f"{self.expected_speedup.ratio:.2f}x"
         )
 
     @property
@@ -102,15 +102,16 @@ class FoldReport:
         return self.logical_tokens / self.unique_tokens if self.unique_tokens else 1.0
 
     @property
-    def bound(self) -> Bound:
-        """Bound of the speed-up by FLOPs."""
-        return Bound(folded=self.work.of(self.folded), unfolded=self.work.of(self.unfolded))
+    def expected_speedup(self) -> ExpectedSpeedup:
+        """Speed-up to expect by FLOPs."""
+        return ExpectedSpeedup(folded=self.work.of(self.folded), unfolded=self.work.of(self.unfolded))
 
     def to_log(self) -> dict[str, float]:
         """Return numbers by name, as loggers take them."""
         names = ("micro_batches", "left_alone", "rows", "logical_tokens", "unique_tokens", "fold_ratio")
         numbers = {f"fold/{name}": getattr(self, name) for name in names}
-        return numbers | {"fold/expanded_bytes": self.expanded_bytes, "fold/expected_speedup": self.bound.ratio}
+        expected = self.expected_speedup.ratio
+        return numbers | {"fold/expanded_bytes": self.expanded_bytes, "fold/expected_speedup": expected}
 
 
 def work_of(model: Any) -> ModelWork:

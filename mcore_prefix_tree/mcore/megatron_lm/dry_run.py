@@ -20,7 +20,7 @@ from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
 from mcore_prefix_tree.mcore.megatron_lm.sizes import evaluation_size, megatrons_calculator, size_at
-from mcore_prefix_tree.plan import Bound, ForestPlan
+from mcore_prefix_tree.plan import ExpectedSpeedup, ForestPlan
 from mcore_prefix_tree.sample import Sample
 
 GIB = 1024**3
@@ -65,7 +65,7 @@ def dry_run(args: argparse.Namespace) -> str:
         f"{order.samples_per_epoch} samples an epoch, {size.samples} a step, in {size.micro_batches} micro-batches on "
         f"each of {size.dp_size} data-parallel ranks",
         f"first step: {logical} logical tokens, {physical} physical, fold ratio {logical / physical:.2f}",
-        f"first step: bound {_bound(args, samples, plan, folding)}",
+        f"first step: expected speed-up {_expected(args, samples, plan, folding)}",
     ]
     lines += [
         f"  data-parallel rank {rank}: {_dealt(batches, sizes)}"
@@ -93,10 +93,12 @@ def dry_run(args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _bound(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding) -> Bound:
-    """Return the bound of a step of all ranks."""
+def _expected(
+    args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding
+) -> ExpectedSpeedup:
+    """Return the speed-up to expect of a step of all ranks, by FLOPs."""
     cuts = [batch for rank in plan.micro_batches for batch in rank]
-    return work_of(args).bound([folding.layout([samples[index] for index in batch]) for batch in cuts])
+    return work_of(args).expected_speedup([folding.layout([samples[index] for index in batch]) for batch in cuts])
 
 
 def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:

@@ -191,8 +191,8 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument(
         "--prefix-tree-dry-run",
         action="store_true",
-        help="Print the plan of the first step, its bound and an estimate of each rank's memory, and stop. Needs "
-        "no GPU and starts no job; set WORLD_SIZE to the ranks of the job to plan for.",
+        help="Print the plan of the first step, its expected speed-up and an estimate of each rank's memory, and stop. "
+        "Needs no GPU and starts no job; set WORLD_SIZE to the ranks of the job to plan for.",
     )
     _add_score_options(group)
     return parser

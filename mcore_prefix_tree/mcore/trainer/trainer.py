@@ -18,7 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_prefix_tree.data.same import CHECKSUMS, are_new_data, difference
 from mcore_prefix_tree.mcore.engine.calibrate import Calibration, calibrate
-from mcore_prefix_tree.mcore.engine.compare import Comparison, compare
+from mcore_prefix_tree.mcore.engine.compare import ROUNDS, Comparison, compare
 from mcore_prefix_tree.mcore.engine.held_out import Evaluation, HeldOut
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
 from mcore_prefix_tree.mcore.engine.steps import FoldedStep, StepPlanner, fold_step
@@ -214,7 +214,7 @@ class Trainer:
                     self._complete(iteration, step, end_request, log, reporter)
         if recipe.compare:
             progress = partial(reporter.comparing, "compare") if is_main_rank() else None
-            comparison = self.compare(recipe.train_iters, repeats=1, progress=progress)
+            comparison = self.compare(recipe.train_iters, progress=progress)
             if is_main_rank():
                 reporter.compared(comparison)
 
@@ -254,7 +254,7 @@ class Trainer:
             reporter.evaluated(evaluation)
 
     def compare(
-        self, iteration: int, *, repeats: int, progress: Callable[[int, int], None] | None = None
+        self, iteration: int, *, repeats: int = ROUNDS, progress: Callable[[int, int], None] | None = None
     ) -> Comparison:
         """Run forward and backward of one iteration's batch, folded and unfolded."""
         return compare(self._chunks, self._samples(iteration), self._job, repeats=repeats, progress=progress)
