@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mcore_prefix_tree.cli.alternatives import alternatives, alternatives_json, print_alternatives
 from mcore_prefix_tree.cli.options import takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_forest
 from mcore_prefix_tree.cli.samples import SampleOptions
@@ -45,6 +46,7 @@ def inspect(
             cut = partial(plan_step, max_tokens=limit, budget_name="batch.max_tokens", sharing=options.sharing)
         steps = report_steps(order.first_epoch(), plan=cut, sharing=options.sharing)
 
+    better = alternatives(samples, steps)
     if plot is not None:
         draw_forest(layout, plot)
     if as_json:
@@ -52,6 +54,7 @@ def inspect(
             **counts,
             "bound": None if bound is None else bound.to_json(),
             "steps": steps_json(steps, order),
+            "folds_more_with": alternatives_json(better),
             "skipped": samples.skipped.count,
             "skipped_by_kind": samples.skipped.kinds,
             "longest_sample": longest,
@@ -79,6 +82,7 @@ def inspect(
         say(console, f"… {numbers.plural(layout.num_trees - len(largest), 'more tree', 'more trees')}\n", style="dim")
     console.print(summary(counts, bound, steps_rows(steps, order)))
     say_line(console, f"longest sample: {longest}", style="dim")
+    print_alternatives(console, better)
     for line in ways_to_more(samples, layout.physical_tokens):
         console.print()
         say(console, line, style="dim")
