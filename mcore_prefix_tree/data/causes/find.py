@@ -1,0 +1,428 @@
+"""Samples that part from one that they should begin with, or be alike to: where, and in which words.
+
+Three kinds of branches are looked at; all others are the continuations of one prompt, which are meant to differ.
+
+- A turn of a rollout that does not begin with the turn before it.
+- Context that no sample generated, beside a sample that generated the same text in other tokens, or with thinking.
+- Prompts, or calls, that are alike but for words that should not matter: a date, an id, a system prompt's wording.
+
+Legend: S samples.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from mcore_prefix_tree.data.causes.align import RUN, Decode, Tokens, end_of_text, meeting, meeting_at_end, text_of
+from mcore_prefix_tree.data.causes.words import (
+    THINKING,
+    Region,
+    Words,
+    differing_words,
+    has_thinking,
+    has_time,
+    region_of,
+)
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.trie import common_prefix_length, sort_samples
+
+CauseName = Literal["retokenised", "thinking", "call ids", "prompt", "rewritten", "unknown"]
+
+# Differences between two samples, branches, and samples that are compared with one that could be theirs.
+_DIFFERENCES = 64
+# A turn continues one of so many before it: turns of subagents may be between.
+_TURNS = 3
+_BRANCHES = 4096
+_CANDIDATES = 16
+# Tokens that all comparisons together may look at, a few seconds of work.
+_TOKENS = 2**23
+# A sample generates what is at a branch if its first scored token is this near: prompts may end in a mark of thinking.
+_SOON = 8
+# Alike prompts differ in at most this many tokens, those with other tools in more, and in this many words.
+_SHORT, _LONG = 64, 2048
+_LONGEST = 16384
+_WORDS = 12
+# Numbers, and unknown tokens, are in the same prompt only if so many tokens behind them are equal.
+_LONG_RUN = 64
+
+
+class Difference(NamedTuple):
+    """Tokens ``start:end`` of a sample, and those that would be in their place if the cause were mended.
+
+    Attributes:
+        cause: name of the cause.
+        detail: kind of the words of a prompt, or ``tools``; empty for other causes.
+        words: words that differ; None without text.
+        is_bound: whether the sequences were not seen to meet again: ``end`` is then the best case.
+    """
+
+    start: int
+    end: int
+    tokens: Tokens
+    cause: CauseName
+    detail: str = ""
+    words: Words | None = None
+    is_bound: bool = False
+
+
+class Mismatch(NamedTuple):
+    """A sample and another that it parts from, by their indices, and the differences between them in order.
+
+    The first ``inherited`` differences are those of the other sample, which both share.
+    """
+
+    sample: int
+    other: int
+    differences: list[Difference]
+    inherited: int = 0
+
+
+@dataclass
+class _Search:
+    samples: Sequence[Sample]
+    decode: Decode | None = None
+    found: dict[int, list[Mismatch]] = field(default_factory=lambda: defaultdict(list))
+    tokens_left: int = _TOKENS
+
+    def spends(self, tokens: int) -> bool:
+        """Take what a comparison may look at from the budget; False if nothing is left."""
+        self.tokens_left -= tokens + _SOON
+        return self.tokens_left > 0
+
+    def end(self, sample: int) -> int:
+        """Return where the last difference of a sample ends."""
+        return max((one.differences[-1].end for one in self.found.get(sample, [])), default=0)
+
+
+def find_mismatches(samples: Sequence[Sample], decode: Decode | None = None) -> tuple[list[Mismatch], bool]:
+    """Return the mismatches, and whether all branches were looked at; the costliest are looked at first.
+
+    Args:
+        samples: samples of all files.
+        decode: text of tokens; None if no tokenizer is known.
+    """
+    search = _Search(samples)
+    if decode is not None:
+        known = decode
+
+        def counted(tokens: Sequence[int]) -> str | None:
+            search.tokens_left -= len(tokens)
+            return known(tokens)
+
+        search.decode = counted
+    _follow_rollouts(search)
+    branches, is_complete = _costliest(samples)
+    for branch in branches:
+        _compare_branches(search, branch)
+    return [one for of_sample in search.found.values() for one in of_sample], is_complete and search.tokens_left > 0
+
+
+def _follow_rollouts(search: _Search) -> None:
+    """Compare each turn of a rollout with the one of the turns before that it has most in common with."""
+    rollouts: dict[Hashable, list[int]] = defaultdict(list)
+    for index, sample in enumerate(search.samples):
+        key = sample.signals.unit("rollout")
+        if key is not None:
+            rollouts[key, sample.merge_key].append(index)
+    for turns in rollouts.values():
+        turns.sort(key=lambda index: (search.samples[index].signals.turn or 0, len(search.samples[index])))
+        for number in range(1, len(turns)):
+            _follow(search, turns[max(0, number - _TURNS) : number], turns[number])
+
+
+def _follow(search: _Search, before: Sequence[int], turn: int) -> None:
+    tokens = search.samples[turn].tokens
+    shared = [common_prefix_length(search.samples[one].tokens, tokens) for one in before]
+    at, other = max(zip(shared, before, strict=True))
+    known = [one for mismatch in search.found.get(other, []) for one in mismatch.differences if one.end <= at]
+    found: list[Difference] = []
+    if at < len(search.samples[other]) and at < len(tokens) and search.spends(len(search.samples[other]) - at):
+        found = resend(search.samples[other], search.samples[turn], at, search.decode)
+        if not found and " turn " in search.samples[turn].source:  # of one conversation, so it is one
+            found = [_unmet(search.samples[other], search.samples[turn], at, at, search.decode)]
+    if known or found:
+        search.found[turn].append(Mismatch(turn, other, known + found, inherited=len(known)))
+
+
+def resend(origin: Sample, sample: Sample, at: int, decode: Decode | None) -> list[Difference]:
+    """Return the differences of a sample from one that it should begin with and parts from at a token.
+
+    Nothing is returned if the rest of ``origin`` is not found in the sample.
+    """
+    one, other = origin.tokens, sample.tokens
+    left, right = at, at
+    found: list[Difference] = []
+    while left < len(one):
+        if right >= len(other) or len(found) == _DIFFERENCES:
+            return []
+        rest = None if decode is None else _same_text(one, left, other, right, decode)
+        if rest is not None:
+            return [*found, rest]
+        met = meeting(one[left:], other[right:]) or meeting_at_end(one[left:], other[right:])
+        if met is None:
+            return []
+        span = left, left + met[0], right, right + met[1]
+        found.append(_resent(one, other, span, decode))
+        _, left, _, right = span
+        run = common_prefix_length(one[left:], other[right:])
+        left, right = left + run, right + run
+    return found
+
+
+def _same_text(one: Tokens, left: int, other: Tokens, right: int, decode: Decode) -> Difference | None:
+    """Return the difference if the rest of ``one`` is in ``other`` as text, all of it or all but its thinking."""
+    if len(one) - left > _LONGEST or not _may_repeat(one, left, other, right, decode):
+        return None
+    text = text_of(decode, one, left, len(one))
+    if not text:
+        return None
+    end = end_of_text(decode, other, right, text)
+    if end is not None:
+        return Difference(right, end, one[left:], "retokenised", words=Words(text, text, "words"))
+    if not has_thinking(text):
+        return None
+    shorter = THINKING.sub("", text)
+    for kept in (shorter, shorter.lstrip()):
+        end = end_of_text(decode, other, right, kept) if kept and kept != text else None
+        if end is not None:
+            return Difference(right, end, one[left:], "thinking", words=Words(text, kept, "words"))
+    return None
+
+
+def _may_repeat(one: Tokens, left: int, other: Tokens, right: int, decode: Decode) -> bool:
+    """Return whether what follows looks like the same text or like thinking, by a few tokens."""
+    texts = (
+        text_of(decode, one, left, min(left + _SOON, len(one))) or "",
+        text_of(decode, other, right, min(right + _SOON, len(other))) or "",
+    )
+    starts = [text.rstrip("\ufffd") for text in texts]
+    return starts[0].startswith(starts[1]) or starts[1].startswith(starts[0]) or has_thinking(starts[0])
+
+
+def _resent(one: Tokens, other: Tokens, span: tuple[int, int, int, int], decode: Decode | None) -> Difference:
+    start, end, other_start, other_end = span
+    here = partial(Difference, other_start, other_end, one[start:end])
+    if decode is None:
+        return here("unknown")
+    texts = text_of(decode, one, start, end), text_of(decode, other, other_start, other_end)
+    words = differing_words(decode, one, other, span)
+    if None in texts or words is None:
+        return here("unknown")
+    if texts[0] == texts[1]:
+        return here("retokenised", words=Words(texts[0] or "", texts[1] or "", "words"))
+    before = text_of(decode, one, max(0, start - _SOON), start) or ""
+    if has_thinking(texts[0] or "") or (has_thinking(before) and len(texts[0] or "") > len(texts[1] or "")):
+        return here("thinking", words=Words(texts[0] or "", texts[1] or "", "words"))
+    if words.kind == "call id":
+        return here("call ids", words=words)
+    region = region_of(decode, one, start)
+    if words.kind in ("date", "id") or region in ("system", "tools"):
+        return here(
+            "prompt", detail="tools" if region == "tools" and words.kind == "words" else words.kind, words=words
+        )
+    return here("rewritten", words=words)
+
+
+def _unmet(origin: Sample, sample: Sample, left: int, right: int, decode: Decode | None) -> Difference:
+    """Return the difference of sequences that do not meet again, as if all before the answer were the same length."""
+    end = min(right + len(origin) - left, max(right, _last_answer(sample)))
+    here = partial(Difference, right, end, origin.tokens[left:], is_bound=True)
+    span = left, min(len(origin), left + _SHORT), right, min(len(sample), right + _SHORT)
+    words = None if decode is None else differing_words(decode, origin.tokens, sample.tokens, span)
+    if words is None:
+        return here("unknown")
+    return here("thinking" if has_thinking(words.left) and not has_thinking(words.right) else "rewritten", words=words)
+
+
+def _last_answer(sample: Sample) -> int:
+    """Return where the last unbroken run of scored tokens begins; the sample's end without one."""
+    scored = sample.loss_mask != 0
+    begins = np.flatnonzero(scored & ~np.append(False, scored[:-1]))
+    return int(begins[-1]) if len(begins) else len(sample)
+
+
+class _Branch(NamedTuple):
+    """A place where samples part: how many tokens they have in common, and the samples of each child."""
+
+    depth: int
+    children: list[list[int]]
+    cost: int
+
+
+def _costliest(samples: Sequence[Sample]) -> tuple[list[_Branch], bool]:
+    """Return the branches below which most tokens are computed more than once, from the roots on."""
+    order, shared = sort_samples(samples)
+    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+    new_before = np.concatenate([[0], np.cumsum(lengths - shared)])
+
+    def tokens(start: int, end: int, depth: int) -> int:
+        return int(new_before[end] - new_before[start + 1] + lengths[start] - depth)
+
+    places = []
+    for depth, starts in _intervals(shared.tolist()):
+        ranges = [pair for pair in pairwise(starts) if lengths[pair[0]] > depth]
+        sizes = [tokens(start, end, depth) for start, end in ranges]
+        if len(ranges) > 1:
+            places.append((sum(sizes) - max(sizes), depth, ranges))
+    places.sort(key=lambda place: -place[0])
+    kept = sorted(places[:_BRANCHES], key=lambda place: place[1])
+    samples_of = order.tolist()
+    return [_Branch(depth, [samples_of[a:b] for a, b in ranges], cost) for cost, depth, ranges in kept], len(
+        kept
+    ) == len(places)
+
+
+def _intervals(shared: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield the common length of every run of neighbours in depth-first order, and where its children begin and end."""
+    stack: list[tuple[int, list[int]]] = []
+    for place in range(1, len(shared) + 1):
+        common = shared[place] if place < len(shared) else -1
+        start = place - 1
+        while stack and stack[-1][0] > common:
+            depth, starts = stack.pop()
+            yield depth, [*starts, place]
+            start = starts[0]
+        if stack and stack[-1][0] == common:
+            stack[-1][1].append(place)
+        elif common >= 0:
+            stack.append((common, [start, place]))
+
+
+def _compare_branches(search: _Search, branch: _Branch) -> None:
+    samples, depth = search.samples, branch.depth
+
+    # What is generated begins at the branch, or near it if prompts end in a mark of thinking.
+    soon = 1 if any(samples[index].loss_mask[depth] for child in branch.children for index in child) else _SOON
+
+    def generates(index: int) -> bool:
+        return bool(samples[index].loss_mask[depth : depth + soon].any())
+
+    def ends_soon(index: int) -> bool:
+        return _last_answer(samples[index]) <= depth + soon
+
+    heaviest = max(branch.children, key=len)
+    generating = [child for child in branch.children if any(map(generates, child))]
+    origins = [index for child in generating for index in child if generates(index) and ends_soon(index)][:_CANDIDATES]
+    for child in branch.children:
+        if child not in generating and origins and _compare_resent(search, child, origins, depth):
+            continue
+        if child is not heaviest:
+            _compare_alike(search, child, _first_of(search, heaviest), depth)
+
+
+def _first_of(search: _Search, child: Sequence[int]) -> int:
+    """Return the sample of a child that others are made alike: the first that nothing was found about."""
+    return next((index for index in child if index not in search.found), child[0])
+
+
+def _compare_resent(search: _Search, child: Sequence[int], origins: Sequence[int], depth: int) -> bool:
+    """Look for the sample that generated what the samples of a child have as context."""
+    samples = search.samples
+    if samples[child[0]].signals.unit("rollout") is not None or search.end(child[0]) > depth:
+        return False  # its origin is known
+    best: tuple[int, int] | None = None
+    for origin in origins:
+        if samples[origin].merge_key != samples[child[0]].merge_key or not search.spends(len(samples[origin]) - depth):
+            continue
+        found = resend(samples[origin], samples[child[0]], depth, search.decode)
+        if found and _is_likely(found, len(samples[origin]) - depth):
+            best = min(best or (len(samples[origin]), origin), (sum(len(one.tokens) for one in found), origin))
+    if best is None and search.decode is not None:
+        return False
+    for index in child:
+        origin = origins[0] if best is None else best[1]
+        if not search.spends(len(samples[origin]) - depth):
+            break
+        if best is None:
+            found = [_unmet(samples[origin], samples[index], depth, depth, None)]
+        else:
+            found = resend(samples[origin], samples[index], depth, search.decode)
+        if found:
+            search.found[index].append(Mismatch(index, origin, found))
+    return True
+
+
+def _is_likely(found: Sequence[Difference], rest: int) -> bool:
+    """Return whether a re-send is recognised: its text is the same, or at least half of its tokens."""
+    same_text = all(one.cause in ("retokenised", "thinking") for one in found)
+    return same_text or 2 * sum(len(one.tokens) for one in found) <= rest
+
+
+def _compare_alike(search: _Search, child: Sequence[int], other: int, depth: int) -> None:
+    """Look for words that should not matter between the samples of a child and another sample."""
+    samples = search.samples
+    for index in child:
+        ours, theirs = samples[index].signals.unit("rollout"), samples[other].signals.unit("rollout")
+        if samples[index].merge_key != samples[other].merge_key or search.end(index) > depth:
+            continue
+        if ours is not None and ours == theirs:
+            continue
+        found = _alike(search, samples[other], samples[index], depth)
+        if not found:
+            return  # the other samples of the child go on alike
+        search.found[index].append(Mismatch(index, other, found))
+
+
+def _alike(search: _Search, reference: Sample, sample: Sample, depth: int) -> list[Difference]:
+    one, other = reference.tokens, sample.tokens
+    left = right = depth
+    found: list[Difference] = []
+    while left < len(one) and right < len(other) and len(found) < _CANDIDATES and search.spends(_SHORT):
+        met = meeting(one[left : left + _LONG], other[right : right + _LONG])
+        if met is None:
+            break
+        span = left, left + met[0], right, right + met[1]
+        run = common_prefix_length(one[span[1] :], other[span[3] :])
+        is_scored = bool(reference.loss_mask[left : span[1] + 1].any() or sample.loss_mask[right : span[3] + 1].any())
+        judged = _judged(one, other, span, run, is_scored=is_scored, decode=search.decode)
+        if judged is None:
+            break
+        found.append(judged)
+        left, right = span[1] + run, span[3] + run
+    return found
+
+
+def _judged(
+    one: Tokens,
+    other: Tokens,
+    span: tuple[int, int, int, int],
+    run: int,
+    *,
+    is_scored: bool,
+    decode: Decode | None,
+) -> Difference | None:
+    """Return a difference of two prompts if it is in words that should not matter."""
+    start, end, other_start, other_end = span
+    longest = max(end - start, other_end - other_start)
+    here = partial(Difference, other_start, other_end, one[start:end])
+    if decode is None:
+        return here("unknown") if longest <= RUN and run >= _LONG_RUN and not is_scored else None
+    words = differing_words(decode, one, other, span)
+    if words is None or (longest > _SHORT and words.kind != "words"):
+        return None
+    if words.kind == "call id":
+        return here("call ids", words=words)
+    return None if is_scored else _of_prompt(here, words, region_of(decode, one, start), longest, run)
+
+
+def _of_prompt(
+    here: Callable[..., Difference], words: Words, region: Region, longest: int, run: int
+) -> Difference | None:
+    prompt = partial(here, "prompt", words=words)
+    if words.kind in ("date", "id"):
+        is_fixed = region in ("system", "tools", "unknown")
+        return prompt(detail=words.kind) if is_fixed or (region == "opening" and has_time(words)) else None
+    if words.kind == "number":
+        is_fixed = region in ("system", "tools") or (region == "unknown" and run >= _LONG_RUN)
+        return prompt(detail="number") if is_fixed else None
+    if region == "tools":
+        return prompt(detail="tools")
+    is_short = longest <= _SHORT and max(len(text.split()) for text in words[:2]) <= _WORDS
+    return prompt(detail="words") if region == "system" and is_short else None
