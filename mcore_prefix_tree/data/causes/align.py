@@ -13,6 +13,7 @@ Decode = Callable[[Sequence[int]], str | None]
 
 # Sequences that have this many tokens in common behind a difference have met again.
 RUN = 8
+_NEAR_RUN = 4
 # How far ahead a meeting is looked for: near first, because most differences are short.
 _WINDOWS = (64, 1024, 16384)
 # Tokens before a place that are decoded with what follows: some tokenizers write a space only between tokens.
@@ -20,24 +21,26 @@ _CONTEXT = 8
 _BYTES = np.dtype(np.int32).itemsize
 
 
-def meeting(left: Tokens, right: Tokens, *, window: int = _WINDOWS[-1]) -> tuple[int, int] | None:
+def meeting(left: Tokens, right: Tokens) -> tuple[int, int] | None:
     """Return how far two sequences go until their next :data:`RUN` tokens are equal, the least in sum; None if never.
 
     Args:
         left, right: sequences that differ in their first token.
-        window: number of tokens of each to look at.
     """
     for size in _WINDOWS:
-        size = min(size, window)
-        one, other = left[:size], right[:size]
-        met = _met(one.tobytes(), other.tobytes())
-        if met is not None or size == window or size >= max(len(left), len(right)):
+        met = _met(left[:size].tobytes(), right[:size].tobytes(), RUN)
+        if met is not None or size >= max(len(left), len(right)):
             return met
     return None
 
 
-def _met(left: bytes, right: bytes) -> tuple[int, int] | None:
-    width = RUN * _BYTES
+def near_meeting(left: Tokens, right: Tokens) -> tuple[int, int] | None:
+    """Return the same for a few tokens ahead, where fewer equal ones are enough."""
+    return _met(left[: _WINDOWS[0]].tobytes(), right[: _WINDOWS[0]].tobytes(), _NEAR_RUN)
+
+
+def _met(left: bytes, right: bytes, run: int) -> tuple[int, int] | None:
+    width = run * _BYTES
     places = (
         {right[at : at + width]: at for at in range(len(right) - width, -1, -_BYTES)} if len(right) >= width else {}
     )

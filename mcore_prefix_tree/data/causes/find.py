@@ -20,7 +20,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from mcore_prefix_tree.data.causes.align import RUN, Decode, Tokens, end_of_text, meeting, meeting_at_end, text_of
+from mcore_prefix_tree.data.causes.align import (
+    RUN,
+    Decode,
+    Tokens,
+    end_of_text,
+    meeting,
+    meeting_at_end,
+    near_meeting,
+    text_of,
+)
 from mcore_prefix_tree.data.causes.words import (
     THINKING,
     Region,
@@ -43,6 +52,8 @@ _BRANCHES = 4096
 _CANDIDATES = 16
 # Tokens that all comparisons together may look at, a few seconds of work.
 _TOKENS = 2**23
+# Decoding a token takes longer than comparing it.
+_DECODING = 4
 # A sample generates what is at a branch if its first scored token is this near: prompts may end in a mark of thinking.
 _SOON = 8
 # Alike prompts differ in at most this many tokens, those with other tools in more, and in this many words.
@@ -113,7 +124,7 @@ def find_mismatches(samples: Sequence[Sample], decode: Decode | None = None) -> 
         known = decode
 
         def counted(tokens: Sequence[int]) -> str | None:
-            search.tokens_left -= len(tokens)
+            search.tokens_left -= _DECODING * len(tokens)
             return known(tokens)
 
         search.decode = counted
@@ -211,12 +222,13 @@ def _resent(one: Tokens, other: Tokens, span: tuple[int, int, int, int], decode:
     here = partial(Difference, other_start, other_end, one[start:end])
     if decode is None:
         return here("unknown")
+    same = _retokenised(one, other, span, decode)
+    if same is not None:
+        return same
     texts = text_of(decode, one, start, end), text_of(decode, other, other_start, other_end)
     words = differing_words(decode, one, other, span)
     if None in texts or words is None:
         return here("unknown")
-    if texts[0] == texts[1]:
-        return here("retokenised", words=Words(texts[0] or "", texts[1] or "", "words"))
     before = text_of(decode, one, max(0, start - _SOON), start) or ""
     if has_thinking(texts[0] or "") or (has_thinking(before) and len(texts[0] or "") > len(texts[1] or "")):
         return here("thinking", words=Words(texts[0] or "", texts[1] or "", "words"))
@@ -311,7 +323,7 @@ def _compare_branches(search: _Search, branch: _Branch) -> None:
     generating = [child for child in branch.children if any(map(generates, child))]
     origins = [index for child in generating for index in child if generates(index) and ends_soon(index)][:_CANDIDATES]
     for child in branch.children:
-        if child not in generating and origins and _compare_resent(search, child, origins, depth):
+        if child not in generating and origins and _compare_resent(search, child, origins, depth, is_exact=soon == 1):
             continue
         if child is not heaviest:
             _compare_alike(search, child, _first_of(search, heaviest), depth)
@@ -322,37 +334,54 @@ def _first_of(search: _Search, child: Sequence[int]) -> int:
     return next((index for index in child if index not in search.found), child[0])
 
 
-def _compare_resent(search: _Search, child: Sequence[int], origins: Sequence[int], depth: int) -> bool:
-    """Look for the sample that generated what the samples of a child have as context."""
+def _compare_resent(
+    search: _Search, child: Sequence[int], origins: Sequence[int], depth: int, *, is_exact: bool
+) -> bool:
+    """Look for the sample that generated what the samples of a child have as context.
+
+    Args:
+        search: search that takes what is found.
+        child: samples that part from ``origins`` after ``depth`` tokens.
+        origins: samples that could have generated it.
+        depth: tokens in common.
+        is_exact: whether what they generated begins there, and not some tokens later.
+    """
     samples = search.samples
     if samples[child[0]].signals.unit("rollout") is not None or search.end(child[0]) > depth:
         return False  # its origin is known
-    best: tuple[int, int] | None = None
-    for origin in origins:
-        if samples[origin].merge_key != samples[child[0]].merge_key or not search.spends(len(samples[origin]) - depth):
-            continue
-        found = resend(samples[origin], samples[child[0]], depth, search.decode)
-        if found and _is_likely(found, len(samples[origin]) - depth):
-            best = min(best or (len(samples[origin]), origin), (sum(len(one.tokens) for one in found), origin))
-    if best is None and search.decode is not None:
-        return False
+    origins = [index for index in origins if samples[index].merge_key == samples[child[0]].merge_key]
     for index in child:
-        origin = origins[0] if best is None else best[1]
-        if not search.spends(len(samples[origin]) - depth):
+        origin, found = _best_origin(search, index, origins, depth, is_exact=is_exact)
+        if origin is None and (search.decode is not None or not is_exact or not origins):
+            if index == child[0]:
+                return False
+            continue
+        if origin is None:
+            origin, found = origins[0], [_unmet(samples[origins[0]], samples[index], depth, depth, None)]
+        origins = [origin, *(one for one in origins if one != origin)]  # most likely that of the next sample too
+        search.found[index].append(Mismatch(index, origin, found))
+    return bool(origins)
+
+
+def _best_origin(
+    search: _Search, index: int, origins: Sequence[int], depth: int, *, is_exact: bool
+) -> tuple[int | None, list[Difference]]:
+    """Return the sample that another was most likely sent again from, and the differences; None if there is no such."""
+    best: tuple[int, int | None, list[Difference]] = 0, None, []
+    for origin in origins:
+        rest = len(search.samples[origin]) - depth
+        if not search.spends(rest):
             break
-        if best is None:
-            found = [_unmet(samples[origin], samples[index], depth, depth, None)]
-        else:
-            found = resend(samples[origin], samples[index], depth, search.decode)
-        if found:
-            search.found[index].append(Mismatch(index, origin, found))
-    return True
+        found = resend(search.samples[origin], search.samples[index], depth, search.decode)
+        if found and _is_same_text(found):
+            return origin, found
+        if found and is_exact and 2 * (replaced := sum(len(one.tokens) for one in found)) <= rest:
+            best = min(best, (replaced - rest, origin, found), key=lambda one: one[0])
+    return best[1:]
 
 
-def _is_likely(found: Sequence[Difference], rest: int) -> bool:
-    """Return whether a re-send is recognised: its text is the same, or at least half of its tokens."""
-    same_text = all(one.cause in ("retokenised", "thinking") for one in found)
-    return same_text or 2 * sum(len(one.tokens) for one in found) <= rest
+def _is_same_text(found: Sequence[Difference]) -> bool:
+    return all(one.cause in ("retokenised", "thinking") for one in found)
 
 
 def _compare_alike(search: _Search, child: Sequence[int], other: int, depth: int) -> None:
@@ -375,18 +404,38 @@ def _alike(search: _Search, reference: Sample, sample: Sample, depth: int) -> li
     left = right = depth
     found: list[Difference] = []
     while left < len(one) and right < len(other) and len(found) < _CANDIDATES and search.spends(_SHORT):
-        met = meeting(one[left : left + _LONG], other[right : right + _LONG])
+        both_scored = bool(reference.loss_mask[left] and sample.loss_mask[right])
+        if both_scored and search.decode is not None and not found:
+            rest = _same_text(one, left, other, right, search.decode)
+            # An answer that ends, and that another sample continues, was sent again.
+            if rest is not None and rest.end < len(other) and len(rest.tokens) > 1:
+                return [rest]
+        ahead = one[left : left + _LONG], other[right : right + _LONG]
+        met = meeting(*ahead) or near_meeting(*ahead)
         if met is None:
             break
         span = left, left + met[0], right, right + met[1]
         run = common_prefix_length(one[span[1] :], other[span[3] :])
         is_scored = bool(reference.loss_mask[left : span[1] + 1].any() or sample.loss_mask[right : span[3] + 1].any())
-        judged = _judged(one, other, span, run, is_scored=is_scored, decode=search.decode)
+        judged = None if both_scored else _retokenised(one, other, span, search.decode)
+        judged = judged or _judged(one, other, span, run, is_scored=is_scored, decode=search.decode)
         if judged is None:
             break
         found.append(judged)
         left, right = span[1] + run, span[3] + run
     return found
+
+
+def _retokenised(
+    one: Tokens, other: Tokens, span: tuple[int, int, int, int], decode: Decode | None
+) -> Difference | None:
+    start, end, other_start, other_end = span
+    if decode is None or min(end - start, other_end - other_start) == 0:
+        return None
+    text = text_of(decode, one, start, end)
+    if not text or text != text_of(decode, other, other_start, other_end):
+        return None
+    return Difference(other_start, other_end, one[start:end], "retokenised", words=Words(text, text, "words"))
 
 
 def _judged(

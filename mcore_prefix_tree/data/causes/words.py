@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from mcore_prefix_tree.data.causes.align import Decode, Tokens, text_of
+from mcore_prefix_tree.data.causes.align import RUN, Decode, Tokens, text_of
+from mcore_prefix_tree.trie import common_prefix_length
 
 Kind = Literal["call id", "date", "id", "number", "words"]
 # ``opening`` is a user's message before any other role but the system has spoken.
 Region = Literal["system", "tools", "opening", "conversation", "unknown"]
 
 # Tokens on both sides of a difference that are decoded with it, and characters that decide on its kind.
-_AROUND = 16
+_AROUND = 40
 _NEAR = 24
 # Text before a difference in which the last role is looked for.
-_ROLE_TOKENS = (512, 16384)
+_ROLE_TOKENS = (512, 4096)
+_PUNCTUATION = ".,;:!?"
 _EDGES = " \t\r\n\"'`,;()[]{}<>|="
 
 _MONTHS = "Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sep(?:tember)?|Oct(?:ober)?"
@@ -70,9 +72,14 @@ class Words(NamedTuple):
 def differing_words(decode: Decode, left: Tokens, right: Tokens, span: tuple[int, int, int, int]) -> Words | None:
     """Return the words that differ in ``left[start:end]`` and ``right[other_start:other_end]``; None without text."""
     start, end, other_start, other_end = span
-    before = min(_AROUND, start, other_start)
-    one = text_of(decode, left, start - before, min(end + _AROUND, len(left)))
-    other = text_of(decode, right, other_start - before, min(other_end + _AROUND, len(right)))
+    before = common_prefix_length(
+        left[max(0, start - _AROUND) : start][::-1], right[max(0, other_start - _AROUND) : other_start][::-1]
+    )
+    if before < RUN:  # within a word that they share a part of
+        before = min(_AROUND, start, other_start)
+    after = common_prefix_length(left[end : end + _AROUND], right[other_end : other_end + _AROUND])
+    one = text_of(decode, left, start - before, end + after)
+    other = text_of(decode, right, other_start - before, other_end + after)
     if one is None or other is None:
         return None
     least = min(len(one), len(other))
@@ -88,7 +95,7 @@ def differing_words(decode: Decode, left: Tokens, right: Tokens, span: tuple[int
 
 
 def _kind(words: tuple[str, str], near: tuple[str, str], before: str) -> Kind:
-    given = [word for word in words if word]
+    given = [bare for bare in (word.strip(_PUNCTUATION) for word in words) if bare]
     if not given:
         return "words"
     if all(_CALL.fullmatch(word) or (_CALL_FIELD.search(before) and " " not in word) for word in given):
@@ -99,7 +106,7 @@ def _kind(words: tuple[str, str], near: tuple[str, str], before: str) -> Kind:
         return "date"
     if all(_ID.fullmatch(word) for word in given):
         return "call id" if _ID_FIELD.search(before) and "call" in before.lower() else "id"
-    return "number" if all(_NUMBER.fullmatch(word.strip(".")) for word in given) else "words"
+    return "number" if all(_NUMBER.fullmatch(word) for word in given) else "words"
 
 
 def _is_date(word: str, near: str) -> bool:
