@@ -243,8 +243,8 @@ def _resent(one: Tokens, other: Tokens, span: tuple[int, int, int, int], decode:
 
 
 def _unmet(origin: Sample, sample: Sample, left: int, right: int, decode: Decode | None) -> Difference:
-    """Return the difference of sequences that do not meet again, as if all before the answer were the same length."""
-    end = min(right + len(origin) - left, max(right, _last_answer(sample)))
+    """Return the difference of sequences that do not meet again, as if all context of the answer were shared."""
+    end = max(right, _last_answer(sample))
     here = partial(Difference, right, end, origin.tokens[left:], is_bound=True)
     span = left, min(len(origin), left + _SHORT), right, min(len(sample), right + _SHORT)
     words = None if decode is None else differing_words(decode, origin.tokens, sample.tokens, span)
@@ -319,12 +319,15 @@ def _compare_branches(search: _Search, branch: _Branch) -> None:
     def ends_soon(index: int) -> bool:
         return _last_answer(samples[index]) <= depth + soon
 
-    heaviest = max(branch.children, key=len)
     generating = [child for child in branch.children if any(map(generates, child))]
     origins = [index for child in generating for index in child if generates(index) and ends_soon(index)][:_CANDIDATES]
-    for child in branch.children:
-        if child not in generating and origins and _compare_resent(search, child, origins, depth, is_exact=soon == 1):
-            continue
+    others = [
+        child
+        for child in branch.children
+        if child in generating or not origins or not _compare_resent(search, child, origins, depth, is_exact=soon == 1)
+    ]
+    heaviest = max(others, key=len)
+    for child in others:
         if child is not heaviest:
             _compare_alike(search, child, _first_of(search, heaviest), depth)
 

@@ -34,7 +34,10 @@ _UUID = re.compile(r"[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}", re.IGNORECA
 _CALL = re.compile(r"(?:call|toolu|fc|chatcmpl-tool|tool_call)[-_][-A-Za-z0-9_]{4,}|call\d{4,}")
 # A field for the id of a call, before its value.
 _CALL_FIELD = re.compile(r"(?:tool_?)?call_?id\W{0,8}$|\[CALL_ID\]\s*$", re.IGNORECASE)
-_ID_FIELD = re.compile(r"\"id\"\s*:\s*\"$|\bid\W{0,4}$", re.IGNORECASE)
+# The id of an object that is a call: its name follows, or its arguments are before.
+_ID_FIELD = re.compile(r"\"id\"\s*:\s*\"$")
+_OF_CALL_BEFORE = re.compile(r"}\"?\s*,\s*\"id\"\s*:\s*\"$")
+_OF_CALL_AFTER = re.compile(r"\"\s*,\s*\"(?:name|type|function)\"")
 _ID = re.compile(r"(?=[-_A-Za-z]*\d)(?=[-_\d]*[A-Za-z])[-_A-Za-z0-9]{8,}")
 _NUMBER = re.compile(r"[-+]?\d[\d.,:/]*")
 _MARK = (
@@ -91,10 +94,11 @@ def differing_words(decode: Decode, left: Tokens, right: Tokens, span: tuple[int
         tail -= 1
     words = one[head : len(one) - tail].strip(), other[head : len(other) - tail].strip()
     near = [text[max(0, head - _NEAR) : len(text) - max(0, tail - _NEAR)] for text in (one, other)]
-    return Words(*words, kind=_kind(words, (near[0], near[1]), one[max(0, head - 2 * _NEAR) : head]))
+    before, behind = one[max(0, head - 2 * _NEAR) : head], one[len(one) - tail :][: 2 * _NEAR]
+    return Words(*words, kind=_kind(words, (near[0], near[1]), before, behind))
 
 
-def _kind(words: tuple[str, str], near: tuple[str, str], before: str) -> Kind:
+def _kind(words: tuple[str, str], near: tuple[str, str], before: str, behind: str) -> Kind:
     given = [bare for bare in (word.strip(_PUNCTUATION) for word in words) if bare]
     if not given:
         return "words"
@@ -105,7 +109,8 @@ def _kind(words: tuple[str, str], near: tuple[str, str], before: str) -> Kind:
     if len(given) == 2 and all(_is_date(word, text) for word, text in zip(words, near, strict=True)):
         return "date"
     if all(_ID.fullmatch(word) for word in given):
-        return "call id" if _ID_FIELD.search(before) and "call" in before.lower() else "id"
+        is_calls = _OF_CALL_BEFORE.search(before) or (_ID_FIELD.search(before) and _OF_CALL_AFTER.match(behind))
+        return "call id" if is_calls else "id"
     return "number" if all(_NUMBER.fullmatch(word) for word in given) else "words"
 
 
