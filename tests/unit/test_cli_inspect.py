@@ -27,6 +27,10 @@ WHOLE_FILE = (
     "or --model RECIPE to see by how much."
 )
 
+NO_CAUSE = (
+    "No cause found that keeps samples from sharing more: token ids show none; give --tokenizer to compare texts."
+)
+
 
 def inspect(*arguments, stdin=None):
     return CliRunner().invoke(app, ["inspect", *map(str, arguments)], input=stdin)
@@ -67,6 +71,8 @@ def test_json_is_one_object_and_nothing_else(forest):
         "visible_pairs": 1 + 2 + 3 + 4 + 4 + 5 + 1 + 2 + 3,
         "pair_ratio": 44 / 25,
         "steps": None,
+        "folds_more_with": [],
+        "causes": {"complete": True, "found": []},
         "supervised_tokens": 13,
         "predictors": 6,
         "predictor_ratio": 13 / 6,
@@ -109,8 +115,8 @@ def test_the_drawing_says_the_same(forest):
         "3 tokens, 1 sample  9 9 9",
         "",
     ]
-    assert " ".join(lines[16:]).strip() == WHOLE_FILE
-    assert max(map(len, (*lines[:15], *lines[16:]))) <= 80
+    assert " ".join(lines[16:]).strip() == f"{NO_CAUSE}  {WHOLE_FILE}"
+    assert max(map(len, (*lines[:15], *lines[18:]))) <= 80
 
 
 def test_a_model_has_a_bound(chat, tmp_path):

@@ -12,75 +12,32 @@ Legend: S samples.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from mcore_prefix_tree.data.causes.align import (
-    RUN,
-    Decode,
-    Tokens,
-    end_of_text,
-    meeting,
-    meeting_at_end,
-    near_meeting,
-    text_of,
-)
-from mcore_prefix_tree.data.causes.words import (
-    THINKING,
-    Region,
-    Words,
-    differing_words,
-    has_thinking,
-    has_time,
-    region_of,
-)
+from mcore_prefix_tree.data.causes.align import Decode, meeting, near_meeting
+from mcore_prefix_tree.data.causes.alike import SHORT, judged
+from mcore_prefix_tree.data.causes.difference import Difference, retokenised
+from mcore_prefix_tree.data.causes.resend import last_answer, resend, same_text, unmet
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import common_prefix_length, sort_samples
 
-CauseName = Literal["retokenised", "thinking", "call ids", "prompt", "rewritten", "unknown"]
-
-# Differences between two samples, branches, and samples that are compared with one that could be theirs.
-_DIFFERENCES = 64
 # A turn continues one of so many before it: turns of subagents may be between.
 _TURNS = 3
+# Branches that are looked at, and samples and differences that are tried at each.
 _BRANCHES = 4096
 _CANDIDATES = 16
-# Tokens that all comparisons together may look at, a few seconds of work.
+# Tokens that all comparisons together may look at, a few seconds of work; decoding one counts as several.
 _TOKENS = 2**23
-# Decoding a token takes longer than comparing it.
 _DECODING = 4
 # A sample generates what is at a branch if its first scored token is this near: prompts may end in a mark of thinking.
 _SOON = 8
-# Alike prompts differ in at most this many tokens, those with other tools in more, and in this many words.
-_SHORT, _LONG = 64, 2048
-_LONGEST = 16384
-_WORDS = 12
-# Numbers, and unknown tokens, are in the same prompt only if so many tokens behind them are equal.
-_LONG_RUN = 64
-
-
-class Difference(NamedTuple):
-    """Tokens ``start:end`` of a sample, and those that would be in their place if the cause were mended.
-
-    Attributes:
-        cause: name of the cause.
-        detail: kind of the words of a prompt, or ``tools``; empty for other causes.
-        words: words that differ; None without text.
-        is_bound: whether the sequences were not seen to meet again: ``end`` is then the best case.
-    """
-
-    start: int
-    end: int
-    tokens: Tokens
-    cause: CauseName
-    detail: str = ""
-    words: Words | None = None
-    is_bound: bool = False
+# Alike samples meet again within so many tokens.
+_LONG = 2048
 
 
 class Mismatch(NamedTuple):
@@ -157,107 +114,9 @@ def _follow(search: _Search, before: Sequence[int], turn: int) -> None:
     if at < len(search.samples[other]) and at < len(tokens) and search.spends(len(search.samples[other]) - at):
         found = resend(search.samples[other], search.samples[turn], at, search.decode)
         if not found and " turn " in search.samples[turn].source:  # of one conversation, so it is one
-            found = [_unmet(search.samples[other], search.samples[turn], at, at, search.decode)]
+            found = [unmet(search.samples[other], search.samples[turn], at, at, search.decode)]
     if known or found:
         search.found[turn].append(Mismatch(turn, other, known + found, inherited=len(known)))
-
-
-def resend(origin: Sample, sample: Sample, at: int, decode: Decode | None) -> list[Difference]:
-    """Return the differences of a sample from one that it should begin with and parts from at a token.
-
-    Nothing is returned if the rest of ``origin`` is not found in the sample.
-    """
-    one, other = origin.tokens, sample.tokens
-    left, right = at, at
-    found: list[Difference] = []
-    while left < len(one):
-        if right >= len(other) or len(found) == _DIFFERENCES:
-            return []
-        rest = None if decode is None else _same_text(one, left, other, right, decode)
-        if rest is not None:
-            return [*found, rest]
-        met = meeting(one[left:], other[right:]) or meeting_at_end(one[left:], other[right:])
-        if met is None:
-            return []
-        span = left, left + met[0], right, right + met[1]
-        found.append(_resent(one, other, span, decode))
-        _, left, _, right = span
-        run = common_prefix_length(one[left:], other[right:])
-        left, right = left + run, right + run
-    return found
-
-
-def _same_text(one: Tokens, left: int, other: Tokens, right: int, decode: Decode) -> Difference | None:
-    """Return the difference if the rest of ``one`` is in ``other`` as text, all of it or all but its thinking."""
-    if len(one) - left > _LONGEST or not _may_repeat(one, left, other, right, decode):
-        return None
-    text = text_of(decode, one, left, len(one))
-    if not text:
-        return None
-    end = end_of_text(decode, other, right, text)
-    if end is not None:
-        return Difference(right, end, one[left:], "retokenised", words=Words(text, text, "words"))
-    if not has_thinking(text):
-        return None
-    shorter = THINKING.sub("", text)
-    for kept in (shorter, shorter.lstrip()):
-        end = end_of_text(decode, other, right, kept) if kept and kept != text else None
-        if end is not None:
-            return Difference(right, end, one[left:], "thinking", words=Words(text, kept, "words"))
-    return None
-
-
-def _may_repeat(one: Tokens, left: int, other: Tokens, right: int, decode: Decode) -> bool:
-    """Return whether what follows looks like the same text or like thinking, by a few tokens."""
-    texts = (
-        text_of(decode, one, left, min(left + _SOON, len(one))) or "",
-        text_of(decode, other, right, min(right + _SOON, len(other))) or "",
-    )
-    starts = [text.rstrip("\ufffd") for text in texts]
-    return starts[0].startswith(starts[1]) or starts[1].startswith(starts[0]) or has_thinking(starts[0])
-
-
-def _resent(one: Tokens, other: Tokens, span: tuple[int, int, int, int], decode: Decode | None) -> Difference:
-    start, end, other_start, other_end = span
-    here = partial(Difference, other_start, other_end, one[start:end])
-    if decode is None:
-        return here("unknown")
-    same = _retokenised(one, other, span, decode)
-    if same is not None:
-        return same
-    texts = text_of(decode, one, start, end), text_of(decode, other, other_start, other_end)
-    words = differing_words(decode, one, other, span)
-    if None in texts or words is None:
-        return here("unknown")
-    before = text_of(decode, one, max(0, start - _SOON), start) or ""
-    if has_thinking(texts[0] or "") or (has_thinking(before) and len(texts[0] or "") > len(texts[1] or "")):
-        return here("thinking", words=Words(texts[0] or "", texts[1] or "", "words"))
-    if words.kind == "call id":
-        return here("call ids", words=words)
-    region = region_of(decode, one, start)
-    if words.kind in ("date", "id") or region in ("system", "tools"):
-        return here(
-            "prompt", detail="tools" if region == "tools" and words.kind == "words" else words.kind, words=words
-        )
-    return here("rewritten", words=words)
-
-
-def _unmet(origin: Sample, sample: Sample, left: int, right: int, decode: Decode | None) -> Difference:
-    """Return the difference of sequences that do not meet again, as if all context of the answer were shared."""
-    end = max(right, _last_answer(sample))
-    here = partial(Difference, right, end, origin.tokens[left:], is_bound=True)
-    span = left, min(len(origin), left + _SHORT), right, min(len(sample), right + _SHORT)
-    words = None if decode is None else differing_words(decode, origin.tokens, sample.tokens, span)
-    if words is None:
-        return here("unknown")
-    return here("thinking" if has_thinking(words.left) and not has_thinking(words.right) else "rewritten", words=words)
-
-
-def _last_answer(sample: Sample) -> int:
-    """Return where the last unbroken run of scored tokens begins; the sample's end without one."""
-    scored = sample.loss_mask != 0
-    begins = np.flatnonzero(scored & ~np.append(False, scored[:-1]))
-    return int(begins[-1]) if len(begins) else len(sample)
 
 
 class _Branch(NamedTuple):
@@ -317,7 +176,7 @@ def _compare_branches(search: _Search, branch: _Branch) -> None:
         return bool(samples[index].loss_mask[depth : depth + soon].any())
 
     def ends_soon(index: int) -> bool:
-        return _last_answer(samples[index]) <= depth + soon
+        return last_answer(samples[index]) <= depth + soon
 
     generating = [child for child in branch.children if any(map(generates, child))]
     origins = [index for child in generating for index in child if generates(index) and ends_soon(index)][:_CANDIDATES]
@@ -360,7 +219,7 @@ def _compare_resent(
                 return False
             continue
         if origin is None:
-            origin, found = origins[0], [_unmet(samples[origins[0]], samples[index], depth, depth, None)]
+            origin, found = origins[0], [unmet(samples[origins[0]], samples[index], depth, depth, None)]
         origins = [origin, *(one for one in origins if one != origin)]  # most likely that of the next sample too
         search.found[index].append(Mismatch(index, origin, found))
     return bool(origins)
@@ -406,10 +265,10 @@ def _alike(search: _Search, reference: Sample, sample: Sample, depth: int) -> li
     one, other = reference.tokens, sample.tokens
     left = right = depth
     found: list[Difference] = []
-    while left < len(one) and right < len(other) and len(found) < _CANDIDATES and search.spends(_SHORT):
+    while left < len(one) and right < len(other) and len(found) < _CANDIDATES and search.spends(SHORT):
         both_scored = bool(reference.loss_mask[left] and sample.loss_mask[right])
         if both_scored and search.decode is not None and not found:
-            rest = _same_text(one, left, other, right, search.decode)
+            rest = same_text(one, left, other, right, search.decode)
             # An answer that ends, and that another sample continues, was sent again.
             if rest is not None and rest.end < len(other) and len(rest.tokens) > 1:
                 return [rest]
@@ -420,61 +279,10 @@ def _alike(search: _Search, reference: Sample, sample: Sample, depth: int) -> li
         span = left, left + met[0], right, right + met[1]
         run = common_prefix_length(one[span[1] :], other[span[3] :])
         is_scored = bool(reference.loss_mask[left : span[1] + 1].any() or sample.loss_mask[right : span[3] + 1].any())
-        judged = None if both_scored else _retokenised(one, other, span, search.decode)
-        judged = judged or _judged(one, other, span, run, is_scored=is_scored, decode=search.decode)
-        if judged is None:
+        difference = None if both_scored else retokenised(one, other, span, search.decode)
+        difference = difference or judged(one, other, span, run, is_scored=is_scored, decode=search.decode)
+        if difference is None:
             break
-        found.append(judged)
+        found.append(difference)
         left, right = span[1] + run, span[3] + run
     return found
-
-
-def _retokenised(
-    one: Tokens, other: Tokens, span: tuple[int, int, int, int], decode: Decode | None
-) -> Difference | None:
-    start, end, other_start, other_end = span
-    if decode is None or min(end - start, other_end - other_start) == 0:
-        return None
-    text = text_of(decode, one, start, end)
-    if not text or text != text_of(decode, other, other_start, other_end):
-        return None
-    return Difference(other_start, other_end, one[start:end], "retokenised", words=Words(text, text, "words"))
-
-
-def _judged(
-    one: Tokens,
-    other: Tokens,
-    span: tuple[int, int, int, int],
-    run: int,
-    *,
-    is_scored: bool,
-    decode: Decode | None,
-) -> Difference | None:
-    """Return a difference of two prompts if it is in words that should not matter."""
-    start, end, other_start, other_end = span
-    longest = max(end - start, other_end - other_start)
-    here = partial(Difference, other_start, other_end, one[start:end])
-    if decode is None:
-        return here("unknown") if longest <= RUN and run >= _LONG_RUN and not is_scored else None
-    words = differing_words(decode, one, other, span)
-    if words is None or (longest > _SHORT and words.kind != "words"):
-        return None
-    if words.kind == "call id":
-        return here("call ids", words=words)
-    return None if is_scored else _of_prompt(here, words, region_of(decode, one, start), longest, run)
-
-
-def _of_prompt(
-    here: Callable[..., Difference], words: Words, region: Region, longest: int, run: int
-) -> Difference | None:
-    prompt = partial(here, "prompt", words=words)
-    if words.kind in ("date", "id"):
-        is_fixed = region in ("system", "tools", "unknown")
-        return prompt(detail=words.kind) if is_fixed or (region == "opening" and has_time(words)) else None
-    if words.kind == "number":
-        is_fixed = region in ("system", "tools") or (region == "unknown" and run >= _LONG_RUN)
-        return prompt(detail="number") if is_fixed else None
-    if region == "tools":
-        return prompt(detail="tools")
-    is_short = longest <= _SHORT and max(len(text.split()) for text in words[:2]) <= _WORDS
-    return prompt(detail="words") if region == "system" and is_short else None
