@@ -18,7 +18,7 @@ _TITLES: dict[tuple[str, str], tuple[str, str]] = {
     ("retokenised", ""): ("the same text in other tokens", f"train on the token ids that the engine returned; {_PAGE}"),
     ("thinking", ""): (
         "thinking dropped from earlier turns",
-        f"if the engine kept it, keep it too, by the template's option or with tokens; {_PAGE}",
+        f"keep it if the engine saw it; {_PAGE}",
     ),
     ("call ids", ""): ("random tool-call ids", "number the calls of a conversation instead of drawing ids"),
     ("prompt", "date"): ("another date in the prompt", "give all samples one date, or write it behind what they share"),
@@ -27,7 +27,7 @@ _TITLES: dict[tuple[str, str], tuple[str, str]] = {
     ("prompt", "words"): ("another system prompt", "give all samples the same words"),
     ("prompt", "tools"): ("other tools", "give all samples the same tools, in the same order"),
     ("rewritten", ""): ("history rewritten", f"train on the history that the engine saw; {_PAGE}"),
-    ("unknown", ""): ("other tokens in place of the same ones", "give --tokenizer to see the text"),
+    ("unknown", ""): ("other tokens, cause unknown", "give --tokenizer to see the text"),
 }
 
 
@@ -57,15 +57,16 @@ def causes_lines(causes: Causes, fold_ratio: float, *, has_text: bool) -> list[s
     if not causes.causes:
         if not causes.branches:
             return []
-        more = "their continuations differ" if has_text else "token ids show none; give --tokenizer to compare texts"
-        return [f"No cause found that keeps samples from sharing more: {more}."]
-    lines = ["Samples would share more without:"]
+        if not has_text:
+            return ["No cause found in token ids; give --tokenizer to compare their text."]
+        return ["No cause found why samples share no more: their continuations differ."]
+    lines = ["Samples would share more without (fold ratio now, and if mended):"]
     for cause in causes.causes:
         title, way_out = _TITLES[cause.name, cause.detail]
         at_most = "at most " if cause.is_bound else "" if causes.is_complete else "at least "
         lines += [
-            f"- {title}: in {numbers.plural(cause.samples, 'sample')}; mended, a fold ratio of {at_most}"
-            f"{numbers.ratio(cause.fold_ratio)} instead of {numbers.ratio(fold_ratio)}",
+            f"- {title}, {numbers.plural(cause.samples, 'sample')}: {numbers.ratio(fold_ratio)}, {at_most}"
+            f"{numbers.ratio(cause.fold_ratio)}",
             f"  {cause.source} parts from {cause.other} after {numbers.plural(cause.at, 'token')}{_words(cause)}",
             f"  {way_out}",
         ]

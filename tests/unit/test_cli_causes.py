@@ -70,9 +70,8 @@ def test_the_same_text_in_other_tokens(drift, folders):
     common = next(at for at, (a, b) in enumerate(zip(rows[0]["tokens"], rows[1]["tokens"], strict=False)) if a != b)
     lines = said(path, "--tokenizer", folders["chatml"])
     assert lines == [
-        "Samples would share more without:",
-        f"- the same text in other tokens: in 1 sample; mended, a fold ratio of "
-        f"{logical / len(same['tokens']):.2f}x instead of {now / (now - common):.2f}x",
+        "Samples would share more without (fold ratio now, and if mended):",
+        f"- the same text in other tokens, 1 sample: {now / (now - common):.2f}x, {logical / len(same['tokens']):.2f}x",
         f"  {path}:2 parts from {path}:1 after {common} tokens: both have "
         f'"{load_tokenizer(folders["chatml"]).decode(rows[0]["tokens"][common:]).strip()}"',
         "  train on the token ids that the engine returned; see docs/howto/token-ids.md",
@@ -88,9 +87,7 @@ def test_the_same_text_in_other_tokens(drift, folders):
 def test_without_a_tokenizer_the_text_is_asked_for(drift, folders):
     path = drift[0]
     lines = said(path)
-    assert lines[1].startswith(
-        "- other tokens in place of the same ones: in 1 sample; mended, a fold ratio of at most "
-    )
+    assert lines[1].startswith("- other tokens, cause unknown, 1 sample: 1.12x, at most ")
     assert lines[-1] == "  give --tokenizer to see the text"
     least, most = (
         json.loads(inspect(path, "--json", *more).stdout)["causes"]["found"][0]["fold_ratio"]
@@ -106,7 +103,7 @@ def test_thinking_that_the_template_drops(tmp_path, folders):
     )
     asked = ("--tokenizer", folders["thinking"], "--expand-turns")
     lines = said(path, *asked)
-    assert lines[1].startswith("- thinking dropped from earlier turns: in 1 sample; mended, a fold ratio of ")
+    assert lines[1].startswith("- thinking dropped from earlier turns, 1 sample: ")
     assert lines[2].startswith(f"  {path}:1 turn 1 parts from {path}:1 turn 0 after ")
     assert "<think> sum them </think> four" in lines[2]
     samples = read_samples(path, tokenizer=load_tokenizer(folders["thinking"]), expand_turns=True)
@@ -134,7 +131,7 @@ def test_prompts_that_are_alike_but_for_a_few_words(tmp_path, folders, tokenizer
     path = write(tmp_path / "prompts.jsonl", rows)
     named = folders.get(tokenizer, tokenizer)
     lines = said(path, "--tokenizer", named)
-    assert lines[1].startswith(f"- {title}: in 3 samples; mended, a fold ratio of ")
+    assert lines[1].startswith(f"- {title}, 3 samples: ")
     assert words in lines[2]
     (found,) = json.loads(inspect(path, "--tokenizer", named, "--json").stdout)["causes"]["found"]
     same = [talk(asked, "Yes.", system=f"{system} {POLICY}") for asked in questions for system in systems[:1] * 2]
@@ -156,7 +153,7 @@ def test_other_tools(tmp_path):
         for chosen in (names, [*names[:1], "list_books", *names[1:]])
     ]
     lines = said(write(tmp_path / "tools.jsonl", rows), "--tokenizer", "mistral-v7")
-    assert lines[1].startswith("- other tools: in 2 samples; mended, a fold ratio of ")
+    assert lines[1].startswith("- other tools, 2 samples: ")
     assert "list_books" in lines[2]
 
 
@@ -190,7 +187,7 @@ def test_random_ids_of_calls(tmp_path, ids):
     folder = make_folder(tmp_path / "tokenizer", IDS)
     path = write(tmp_path / "calls.jsonl", [called([call], last) for call, last in zip(ids, "AB", strict=True)])
     lines = said(path, "--tokenizer", folder, "--expand-turns")
-    assert lines[1].startswith("- random tool-call ids: in 2 samples; mended, a fold ratio of ")
+    assert lines[1].startswith("- random tool-call ids, 2 samples: ")
     assert lines[3] == "  number the calls of a conversation instead of drawing ids"
     (found,) = json.loads(inspect(path, "--tokenizer", folder, "--expand-turns", "--json").stdout)["causes"]["found"]
     same = write(tmp_path / "same.jsonl", [called(ids[:1], last) for last in "AB"])
@@ -202,20 +199,18 @@ def test_a_template_that_rewrites_the_history(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", REWRITES)
     path = write(tmp_path / "rewritten.jsonl", [called(["c1", "c2", "c3"], "done")])
     lines = said(path, "--tokenizer", folder, "--expand-turns")
-    assert lines[1].startswith("- history rewritten: in 2 samples; mended, a fold ratio of ")
+    assert lines[1].startswith("- history rewritten, 2 samples: ")
     assert '"removed' in lines[2]
 
 
 def test_what_is_meant_to_differ_has_no_cause(tmp_path):
-    no_cause = ["No cause found that keeps samples from sharing more: their continuations differ."]
+    no_cause = ["No cause found why samples share no more: their continuations differ."]
     answers = write(tmp_path / "answers.jsonl", [talk("Hello", text, system=POLICY) for text in ("Yes.", "Yes!", "No")])
     assert said(answers) == no_cause
     questions = [talk(f"What is {n} plus 4? Give the answer in a box at the end.", f"{n + 4}") for n in range(12, 18)]
     assert said(write(tmp_path / "questions.jsonl", questions)) == no_cause
     tokens = write(tmp_path / "tokens.jsonl", [{"tokens": [1, 2, 3]}, {"tokens": [1, 2, 4]}])
-    assert said(tokens) == [
-        "No cause found that keeps samples from sharing more: token ids show none; give --tokenizer to compare texts."
-    ]
+    assert said(tokens) == ["No cause found in token ids; give --tokenizer to compare their text."]
     chain = write(tmp_path / "chain.jsonl", [{"tokens": [1, 2, 3]}, {"tokens": [1, 2, 3, 4]}])
     assert said(chain) == []
 

@@ -94,8 +94,8 @@ def differing_words(decode: Decode, left: Tokens, right: Tokens, span: tuple[int
         tail -= 1
     words = one[head : len(one) - tail].strip(), other[head : len(other) - tail].strip()
     near = [text[max(0, head - _NEAR) : len(text) - max(0, tail - _NEAR)] for text in (one, other)]
-    before, behind = one[max(0, head - 2 * _NEAR) : head], one[len(one) - tail :][: 2 * _NEAR]
-    return Words(*words, kind=_kind(words, (near[0], near[1]), before, behind))
+    ahead, behind = one[max(0, head - 2 * _NEAR) : head], one[len(one) - tail :][: 2 * _NEAR]
+    return Words(*words, kind=_kind(words, (near[0], near[1]), ahead, behind))
 
 
 def _kind(words: tuple[str, str], near: tuple[str, str], before: str, behind: str) -> Kind:
