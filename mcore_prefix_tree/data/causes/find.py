@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ _CANDIDATES = 16
 # Tokens that all comparisons together may look at, a few seconds of work; decoding one counts as several.
 _TOKENS = 2**23
 _DECODING = 4
+# Texts that are kept.
+_TEXTS = 1024
 # A sample generates what is at a branch if its first scored token is this near: prompts may end in a mark of thinking.
 _SOON = 8
 # Alike samples meet again within so many tokens.
@@ -80,11 +83,12 @@ def find_mismatches(samples: Sequence[Sample], decode: Decode | None = None) -> 
     if decode is not None:
         known = decode
 
-        def counted(tokens: Sequence[int]) -> str | None:
+        @lru_cache(maxsize=_TEXTS)  # what samples share is before each of their differences
+        def counted(tokens: tuple[int, ...]) -> str | None:
             search.tokens_left -= _DECODING * len(tokens)
             return known(tokens)
 
-        search.decode = counted
+        search.decode = lambda tokens: counted(tuple(tokens))
     _follow_rollouts(search)
     branches, is_complete = _costliest(samples)
     for branch in branches:
