@@ -117,6 +117,22 @@ def test_without_text_the_cause_is_unknown_and_the_ratio_no_less(talks):
         assert cause.fold_ratio >= known.causes[0].fold_ratio or not cause.is_bound
 
 
+def test_an_answer_is_recognised_beside_one_that_begins_with_the_same_tokens():
+    """The history's first token is that of another answer, so that somebody did generate it."""
+    asked = letters("<go on>")
+    sent = [*asked, *letters("ABCDEF.")]
+    again = [*asked, *pairs("ABCDEF"), *letters(".<more>")]
+    samples = [
+        turn(asked, letters("ABCDEF.")),
+        turn(again, letters("XY.")),
+        turn(asked, [*pairs("AB"), *letters("Q.")]),
+    ]
+    (cause,) = find_causes(samples, decode=decode).causes
+    assert cause.name == "retokenised"
+    mended = [samples[0], turn([*sent, *letters("<more>")], letters("XY.")), samples[2]]
+    assert cause.physical_tokens == fold(mended).physical_tokens
+
+
 def prompts(words, tail="You are a clerk. Answer in few words and do not guess."):
     return [
         turn(letters(f"\nsystem: {word} {tail}\nuser: question {number}"), letters(f" answer {number}."))

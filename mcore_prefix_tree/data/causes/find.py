@@ -189,6 +189,10 @@ def _compare_branches(search: _Search, branch: _Branch) -> None:
         for child in branch.children
         if child in generating or not origins or not _compare_resent(search, child, origins, depth, is_exact=soon == 1)
     ]
+    if soon == 1 and search.decode is not None:
+        for child in generating:
+            context = [index for index in child if not samples[index].loss_mask[depth:][:1].any()]
+            _compare_text(search, context, [index for index in origins if index not in child], depth, search.decode)
     heaviest = max(others, key=len)
     for child in others:
         if child is not heaviest:
@@ -227,6 +231,21 @@ def _compare_resent(
         origins = [origin, *(one for one in origins if one != origin)]  # most likely that of the next sample too
         search.found[index].append(Mismatch(index, origin, found))
     return bool(origins)
+
+
+def _compare_text(search: _Search, context: Sequence[int], origins: Sequence[int], depth: int, decode: Decode) -> None:
+    """Look for the text of an answer where its first other tokens happen to be those of another answer."""
+    samples = search.samples
+    for index in context:
+        if samples[index].signals.unit("rollout") is not None or search.end(index) > depth:
+            continue
+        for origin in origins:
+            if samples[index].merge_key != samples[origin].merge_key or not search.spends(_SOON):
+                continue
+            rest = same_text(samples[origin].tokens, depth, samples[index].tokens, depth, decode)
+            if rest is not None and rest.end < len(samples[index]):
+                search.found[index].append(Mismatch(index, origin, [rest]))
+                break
 
 
 def _best_origin(
