@@ -76,6 +76,7 @@ def test_json_is_one_object_and_nothing_else(forest):
         "predictor_ratio": 13 / 6,
         "expected_speedup": None,
         "skipped": 0,
+        "excluded": 0,
         "skipped_by_kind": {},
         "longest_path": 5,
         "deepest_node": 3,
