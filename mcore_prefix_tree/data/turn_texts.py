@@ -202,7 +202,7 @@ class TurnTexts:
 
     @cached_property
     def _joins_arguments(self) -> bool:
-        """Whether the chat template joins arguments with other text, and so takes their JSON text, not the object."""
+        """Return whether the chat template joins arguments with other text, and so takes their JSON text."""
         question, call = _BEFORE_RESULT
         function = call["tool_calls"][0]["function"]
         texts = []
