@@ -70,7 +70,7 @@ class TurnTexts:
         texts = []
         for index, message in enumerate(messages):
             if message.role == "assistant":
-                prompt = self._templates.render(converted[:index], told, add_generation_prompt=True)
+                prompt = self._opening(told) if index == 0 else self._prompt(converted[:index], told)
                 answered = self._templates.render(converted[: index + 1], told)
                 self._check_written(message, f"messages[{index}]", answered, converted[: index + 1], told)
                 if answered.startswith(prompt):
@@ -79,6 +79,19 @@ class TurnTexts:
                     prompt = self._with_or_without_thinking(prompt, answered, message, converted[:index], told)
                 texts.append(TurnText(index=index, prompt=prompt, answered=answered))
         return texts
+
+    def _prompt(self, history: list[dict[str, Any]], told: list[dict[str, Any]] | None) -> str:
+        return self._templates.render(history, told, add_generation_prompt=True)
+
+    def _opening(self, told: list[dict[str, Any]] | None) -> str:
+        """Return the prompt of a conversation that the assistant begins."""
+        try:
+            return self._prompt([], told)
+        except ChatError as error:
+            raise ChatError(
+                "field 'messages[0]' is an assistant message with no message before it, and the chat template of "
+                f"tokenizer '{self._folder}' needs one; begin with a system or user message"
+            ) from error
 
     def _with_or_without_thinking(
         self,

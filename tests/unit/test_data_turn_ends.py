@@ -128,3 +128,15 @@ def test_a_template_that_ends_no_turn_is_warned_of_once(tmp_path, caplog):
         "its chat template ends an assistant turn with no token, so that nothing trains the model to stop; add the "
         "end-of-turn token to the template"
     ]
+
+
+def test_a_conversation_that_the_assistant_begins(tmp_path):
+    template = template_of("{{ '<|a|>' + m.content + '<|e|>' }}", opens("<|a|>"))
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "b"}, QUESTION]}))
+    family = replace(CHATML, control=("<|u|>", "<|a|>", "<|e|>"), words=(), eos="<|e|>", template=template)
+    (sample,) = read_samples(path, tokenizer=load_tokenizer(family.make(tmp_path / "any")))
+    assert sample.loss_mask.tolist() == [0, 1, 1]
+    needs_one = replace(family, template="{{ messages[0].role[:0] }}" + template)
+    with pytest.raises(SampleError, match=r"field 'messages\[0\]' is an assistant message with no message before it"):
+        read_samples(path, tokenizer=load_tokenizer(needs_one.make(tmp_path / "needs one")))
