@@ -8,7 +8,17 @@ import pytest
 from train_jobs import BATCH, command, train, write_job
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
-NARROW = ("device=cpu", "model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64", "compare=false")
+NARROW = (
+    "device=cpu",
+    f"data.path={QUICKSTART.parent / 'data' / 'quickstart_rollouts.jsonl'}",
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=64",
+    "batch.global_batch_size=4",
+    "checkpoint.save=null",
+    "compare=false",
+    "verify.enabled=false",
+)
 
 
 @pytest.fixture
@@ -42,7 +52,7 @@ def test_a_fraction_may_end_between_two_steps(job: Path) -> None:
 
 @pytest.mark.parametrize("train_iters", [1, 2, 3])
 def test_the_quickstart_trains_any_number_of_steps(train_iters: int) -> None:
-    result = command("train", QUICKSTART, *NARROW, "checkpoint.save=null", f"train_iters={train_iters}")
+    result = command("train", QUICKSTART, *NARROW, f"train_iters={train_iters}")
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"step {train_iters}" in result.stdout
 
