@@ -15,30 +15,25 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.cpu.launcher import single_process
-from mcore_prefix_tree.logprob import restore
-from mcore_prefix_tree.mcore import with_prefix_tree
-from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.readout import Logprobs
-from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore import Logprobs, MicroBatch, restore, single_process, tree_forward, with_prefix_tree
 
 PROMPTS = [[5, 17, 3, 42, 8, 30], [5, 17, 3, 9, 11]]
 ANSWERS = [[[7, 1], [7, 2, 2], [12, 1]], [[4, 4, 1], [4, 1]]]
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0]]
 
 
-def rollouts() -> tuple[list[Sample], list[float]]:
-    """Every answer after its prompt, scored on the answer alone; and by how much it is better than its group."""
-    samples, advantages = [], []
+def rollouts() -> list[Sample]:
+    """Every answer after its prompt, scored on the answer only, with its advantage over the mean of its group."""
+    samples = []
     for prompt, answers, rewards in zip(PROMPTS, ANSWERS, REWARDS, strict=True):
         for answer, reward in zip(answers, rewards, strict=True):
             mask = [0] * len(prompt) + [1] * len(answer)
-            samples.append(Sample(tokens=prompt + answer, loss_mask=mask))
-            advantages.append(reward - sum(rewards) / len(rewards))
-    return samples, advantages
+            advantage = reward - sum(rewards) / len(rewards)
+            samples.append(Sample(prompt + answer, loss_mask=mask, advantage=advantage))
+    return samples
 
 
-def policy_loss(model: torch.nn.Module, samples: list[Sample], advantages: list[float]) -> torch.Tensor:
+def policy_loss(model: torch.nn.Module, samples: list[Sample]) -> torch.Tensor:
     """REINFORCE, its mean over all five samples: any loss of per-sample log-probabilities fits here."""
     layout = fold(samples)
     # On a GPU: device="cuda", attention_backend="triton".
@@ -47,8 +42,8 @@ def policy_loss(model: torch.nn.Module, samples: list[Sample], advantages: list[
     rows = restore(logprob, layout)  # of each sample [tokens]; entry t is that of tokens[t], and 0 of the first
     print(f"{layout.logical_tokens} tokens of {len(samples)} samples, computed as {layout.physical_tokens}")
     losses = [
-        -advantage * row[torch.from_numpy(sample.loss_mask) > 0].sum()
-        for sample, advantage, row in zip(samples, advantages, rows, strict=True)
+        -sample.signals.advantage * row[torch.from_numpy(sample.loss_mask) > 0].sum()
+        for sample, row in zip(samples, rows, strict=True)
     ]
     return torch.stack(losses).sum() / sum(map(len, ANSWERS))
 
@@ -74,13 +69,13 @@ def main() -> None:
         spec = with_prefix_tree(get_gpt_layer_local_spec())
         model = GPTModel(config, spec, vocab_size=64, max_sequence_length=64, position_embedding_type="rope").double()
 
-        samples, advantages = rollouts()
-        policy_loss(model, samples, advantages).backward()
+        samples = rollouts()
+        policy_loss(model, samples).backward()
         folded = {name: weight.grad for name, weight in model.named_parameters()}
 
         model.zero_grad(set_to_none=True)
-        for sample, advantage in zip(samples, advantages, strict=True):
-            policy_loss(model, [sample], [advantage]).backward()
+        for sample in samples:
+            policy_loss(model, [sample]).backward()
         errors = [
             float((folded[name] - weight.grad).norm() / weight.grad.norm()) for name, weight in model.named_parameters()
         ]

@@ -5,12 +5,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.layout import FlatLayout, fold
+    from mcore_prefix_tree.logprob import restore
     from mcore_prefix_tree.metadata import TreeMetadata
-    from mcore_prefix_tree.sample import Sample, SampleError, Signals
+    from mcore_prefix_tree.plan import plan_step
+    from mcore_prefix_tree.sample import Sample, SampleError, Signals, Tempered
+    from mcore_prefix_tree.signals import Teacher
 
-__all__ = ["FlatLayout", "Sample", "SampleError", "Signals", "TreeMetadata", "fold"]
+__all__ = [
+    "FlatLayout",
+    "Sample",
+    "SampleError",
+    "Signals",
+    "Teacher",
+    "Tempered",
+    "TreeMetadata",
+    "fold",
+    "plan_step",
+    "restore",
+]
 
-_HOMES = {"FlatLayout": "layout", "fold": "layout", "TreeMetadata": "metadata"}
+_HOMES = {
+    "FlatLayout": "layout",
+    "Teacher": "signals",
+    "TreeMetadata": "metadata",
+    "fold": "layout",
+    "plan_step": "plan",
+    "restore": "logprob",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,9 @@ class Tempered:
 class Sample:
     """One training sequence.
 
+    The fields of :class:`~mcore_prefix_tree.signals.Signals` are keywords of the constructor, for example
+    ``Sample(tokens, loss_mask=mask, advantage=0.5, old_logprobs=logprobs)``. They become ``signals``.
+
     Two samples share the leading tokens that are equal in both, if their ``merge_key`` is equal too. Everything else
     here is per sample and may differ between samples that share tokens.
 
@@ -48,14 +51,16 @@ class Sample:
             ...); its ``repr`` is the same in every process. A :class:`Tempered` one also sets the temperature.
         source: place where the sample came from (``file:line``, ``file:line turn 3``), for messages.
         signals: signals that objectives other than supervised training read: rewards, log-probabilities, preferences,
-            ...
+            ... Give either this or its fields.
         renderings: the same conversation in the tokens of other models, each in its own chat format; empty unless
             readers were asked for it.
         carried: fields of its record that nothing here reads, as the file has them, for a writer; empty unless readers
             were asked for them.
 
     Raises:
-        SampleError: a field is malformed, on construction; names ``source`` and the field.
+        SampleError: a field is malformed, or ``signals`` and a field of it are both given, on construction; names
+            ``source`` and the field.
+        TypeError: a keyword is neither a parameter nor a field of ``Signals``.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -68,14 +73,15 @@ class Sample:
 
     def __init__(
         self,
-        *,
         tokens: Sequence[int] | npt.NDArray[np.integer],
+        *,
         loss_mask: Sequence[float] | npt.NDArray[np.floating | np.integer | np.bool_] | None = None,
         merge_key: Hashable = None,
         source: str = "sample",
         signals: Signals | None = None,
         renderings: tuple[Sample, ...] = (),
         carried: Mapping[str, Any] | None = None,
+        **signal_fields: Any,
     ) -> None:
         """``loss_mask=None`` scores every token that has a predictor."""
         checked_tokens = _token_array(tokens, source)
@@ -94,6 +100,8 @@ class Sample:
                 f"{MIN_TEMPERATURE}, and finite"
             )
         object.__setattr__(self, "source", source)
+        if signal_fields:
+            signals = _signals_from(signal_fields, signals, source)
         checked_signals = NO_SIGNALS if signals is None else check_signals(signals, checked_mask, source)
         object.__setattr__(self, "signals", checked_signals)
         object.__setattr__(self, "renderings", renderings)
@@ -120,7 +128,18 @@ class Sample:
 
 
 NO_SIGNALS = Signals()
+_SIGNAL_NAMES = tuple(each.name for each in fields(Signals))
 _NOTHING: Mapping[str, Any] = {}  # one for all samples
+
+
+def _signals_from(signal_fields: Mapping[str, Any], signals: Signals | None, source: str) -> Signals:
+    unknown = next((name for name in signal_fields if name not in _SIGNAL_NAMES), None)
+    if unknown is not None:
+        raise TypeError(f"Sample has no field {unknown!r}; those of its signals are {', '.join(_SIGNAL_NAMES)}")
+    if signals is not None:
+        name = next(iter(signal_fields))
+        raise SampleError(f"{source}: 'signals' and field '{name}' are both given; set '{name}' in 'signals'")
+    return Signals(**signal_fields)
 
 
 def _token_array(tokens: object, source: str) -> npt.NDArray[np.int32]:

@@ -38,7 +38,6 @@ from mcore_prefix_tree.mcore.trainer.trainer import Trainer
 from mcore_prefix_tree.recipe import Recipe, load_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.recipe.source import source_of
-from mcore_prefix_tree.signals import Signals
 
 ALPHABET = "0123456789+=. efhmostu"
 PROMPT = "the sum of {}+{}="
@@ -96,7 +95,8 @@ def roll_out(model: torch.nn.Module, prompts: Sequence[Sample], generator: torch
             tokens=prompt + completion,
             loss_mask=[0.0] * len(prompt) + [1.0] * len(completion),
             source=f"completion {number}",
-            signals=Signals(reward=reward(completion, answer(prompt)), group=number // COMPLETIONS),
+            reward=reward(completion, answer(prompt)),
+            group=number // COMPLETIONS,
         )
         for number, (prompt, completion) in enumerate(
             zip(repeated, sample_completions(model, repeated, generator), strict=True)
@@ -125,9 +125,9 @@ def with_old_logprobs(chunks: list[Any], samples: list[Sample], folding: Any, re
             tokens=sample.tokens,
             loss_mask=sample.loss_mask,
             source=sample.source,
-            signals=Signals(
-                reward=sample.signals.reward, group=sample.signals.group, old_logprobs=own.logprobs.astype(np.float64)
-            ),
+            reward=sample.signals.reward,
+            group=sample.signals.group,
+            old_logprobs=own.logprobs.astype(np.float64),
         )
         for sample, own in zip(samples, score(chunks, samples, folding, readout), strict=True)
     ]

@@ -145,6 +145,9 @@ def _check_schedule(options: OptimizerConfig, *, steps: int, is_float64: bool) -
     if is_float64 and options.use_distributed_optimizer:
         raise RecipeError("optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off")
     if options.lr_warmup_steps >= steps:
-        raise RecipeError(f"optimizer.lr_warmup_steps={options.lr_warmup_steps} must be below train_iters={steps}")
+        raise RecipeError(
+            f"optimizer.lr_warmup_steps={options.lr_warmup_steps} must be below train_iters={steps}; lower it, or set "
+            "optimizer.lr_warmup_fraction"
+        )
     if options.min_lr > options.lr:
         raise RecipeError(f"optimizer.min_lr={options.min_lr} is above optimizer.lr={options.lr}")

@@ -56,11 +56,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"recipe {path} cannot be read: {_one_line(error)}") from error
     if not isinstance(merged, DictConfig):
         raise RecipeError(f"recipe {path} is a list; it must map keys to values")
-    for override in overrides:
-        merged = _with_override(merged, override)
+    changes = [_read_override(override) for override in overrides]
+    for override, change in zip(overrides, changes, strict=True):
+        merged = _with_override(merged, override, change)
     _notice_doubled(overrides)
     try:
-        content = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        content: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        _replace_warmup(content, [OmegaConf.to_container(change, resolve=False) for change in changes])
     except _UNREADABLE as error:
         raise RecipeError(f"recipe {path} cannot be read: {_one_line(error)}") from error
     setting = "model.hf"
@@ -114,7 +116,17 @@ def _notice_doubled(overrides: Sequence[str]) -> None:
         given[key] = value
 
 
-def _with_override(recipe: Any, override: str) -> Any:
+def _replace_warmup(content: dict[Any, Any], changes: Sequence[Any]) -> None:
+    """Drop the file's warm-up if overrides set it by its other key: a command line need not unset what it replaces."""
+    sections = [section for change in changes if isinstance(section := change.get("optimizer"), dict)]
+    given = {key: value for section in sections for key, value in section.items()}
+    steps, fraction = (given.get(key) is not None for key in ("lr_warmup_steps", "lr_warmup_fraction"))
+    options = content.get("optimizer")
+    if steps != fraction and isinstance(options, dict):
+        options.pop("lr_warmup_fraction" if steps else "lr_warmup_steps", None)
+
+
+def _read_override(override: str) -> DictConfig:
     if "=" not in override or not all(override.partition("=")[0].split(".")):
         raise RecipeError(f"{override!r} is not an override; write key=value, for example train_iters=10")
     key, _, value = override.partition("=")
@@ -123,10 +135,17 @@ def _with_override(recipe: Any, override: str) -> Any:
         value = json.dumps(value)
     try:
         _check_scalars(value)
-        # It changes the recipe, which nobody else has, rather than copy all of it for each override.
-        return OmegaConf.unsafe_merge(recipe, OmegaConf.from_dotlist([f"{key}={value}"]))
+        return OmegaConf.from_dotlist([f"{key}={value}"])
     except UnicodeEncodeError:
         raise RecipeError(f"override {_short(override)!r} is not UTF-8; rename the file that it names") from None
+    except _UNREADABLE as error:
+        raise RecipeError(f"override {_short(override)!r}: {_one_line(error)}") from error
+
+
+def _with_override(recipe: Any, override: str, change: DictConfig) -> Any:
+    try:
+        # It changes the recipe, which nobody else has, rather than copy all of it for each override.
+        return OmegaConf.unsafe_merge(recipe, change)
     except _UNREADABLE as error:
         raise RecipeError(f"override {_short(override)!r}: {_one_line(error)}") from error
 

@@ -208,17 +208,33 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW and its schedule; warm-up and decay count steps."""
+    """AdamW and its schedule: the learning rate rises from 0 to ``lr``, and decays to ``min_lr`` at the last step.
+
+    Attributes:
+        lr_warmup_steps: number of steps that the learning rate rises, less than ``train_iters``.
+        lr_warmup_fraction: part of ``train_iters`` that it rises instead, from 0 and below 1, as Megatron-LM's
+            ``--lr-warmup-fraction``: it fits every ``train_iters``, and may end between two steps.
+    """
 
     lr: PositiveFloat = 1e-3
     min_lr: NonNegativeFloat = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     lr_warmup_steps: NonNegativeInt = 0
+    lr_warmup_fraction: Annotated[float, Number, Field(ge=0, lt=1)] | None = None
     weight_decay: NonNegativeFloat = 0.01
     adam_beta1: Annotated[float, Number] = Field(default=0.9, ge=0, lt=1)
     adam_beta2: Annotated[float, Number] = Field(default=0.95, ge=0, lt=1)
     clip_grad: NonNegativeFloat = 1.0
     use_distributed_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse two warm-ups."""
+        if self.lr_warmup_steps and self.lr_warmup_fraction is not None:
+            raise PydanticCustomError(
+                AT_ODDS,
+                f"lr_warmup_steps={self.lr_warmup_steps} and lr_warmup_fraction={self.lr_warmup_fraction:g} both set "
+                "the warm-up; give one of them",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

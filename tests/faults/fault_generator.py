@@ -689,6 +689,7 @@ def _recipe_contradictions() -> Iterator[Case]:
         ("model.dtype=float64", "clip_grad"),
         ("optimizer.min_lr=1", "min_lr"),
         ("optimizer.lr_warmup_steps=1", "lr_warmup_steps"),
+        ("optimizer.lr_warmup_steps=1 optimizer.lr_warmup_fraction=0.5", "lr_warmup_fraction"),
         ("objective.name=nope", "objective.name"),
         ("objective.name=grpo", "group"),
         ("objective.name=dpo", "pair"),

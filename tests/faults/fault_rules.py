@@ -296,6 +296,7 @@ RECIPE: dict[str, Callable[[Any], bool]] = {
     "optimizer.min_lr": lambda value: not_negative(value) and value <= 1e-2,
     "optimizer.lr_decay_style": one_of("constant", "linear", "cosine"),
     "optimizer.lr_warmup_steps": lambda value: whole(0)(value) and value == 0,
+    "optimizer.lr_warmup_fraction": optional(below_one),
     "optimizer.weight_decay": not_negative,
     "optimizer.adam_beta1": below_one,
     "optimizer.adam_beta2": below_one,

@@ -153,7 +153,7 @@ def test_one_sentence_and_exit_code_2(job: Path, name: str, overrides: str, says
             "model.dtype=float64 optimizer.clip_grad=0 optimizer.use_distributed_optimizer=true",
             "optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64",
         ),
-        ("optimizer.lr_warmup_steps=6", "optimizer.lr_warmup_steps=6 must be below train_iters=6"),
+        ("optimizer.lr_warmup_steps=6", "optimizer.lr_warmup_steps=6 must be below train_iters=6; lower it, "),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=0.01"),
     ],
 )

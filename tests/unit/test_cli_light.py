@@ -59,7 +59,7 @@ MISTAKES = {
     "objective.teacher_recipe=teacher.yaml": "objective.teacher_recipe=teacher.yaml: only objective.name=distill ",
     "attention_backend=flash": "attention backend 'flash' does not exist; choose one of ",
     "data.path=nowhere.jsonl": "nowhere.jsonl: no such file in ",
-    "optimizer.lr_warmup_steps=4": "optimizer.lr_warmup_steps=4 must be below train_iters=4",
+    "optimizer.lr_warmup_steps=4": "optimizer.lr_warmup_steps=4 must be below train_iters=4; lower it, or set ",
     "optimizer.min_lr=1": "optimizer.min_lr=1.0 is above optimizer.lr=0.001",
     "model.num_query_groups=3": "model.num_attention_heads=2 is not a multiple of model.num_query_groups=3",
     "model.kv_channels=1": "rotary embeddings turn pairs of channels, ",

@@ -54,6 +54,18 @@ def test_shipped_recipes_load(path):
     assert all((SHIPPED[0].parents[1] / name).exists() for name in paths if name.startswith("recipes/"))
 
 
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("quickstart", 4), ("one_gpu", 10), ("grpo_arithmetic", 5), ("xtoken", 4), ("xtoken_teacher", 4)],
+)
+def test_shipped_recipes_warm_up_in_any_number_of_steps(name, steps):
+    recipe = load_recipe(SHIPPED[0].parent / f"{name}.yaml")
+    fraction, batch = recipe.optimizer.lr_warmup_fraction, recipe.batch.per_step
+    assert recipe.optimizer.lr_warmup_steps == 0
+    # Megatron counts in samples; at the recipe's own length the warm-up is one of steps, to the bit.
+    assert fraction * (recipe.train_iters * batch) == steps * batch
+
+
 def test_there_are_shipped_recipes():
     assert "quickstart" in {path.stem for path in SHIPPED}
 
@@ -95,6 +107,39 @@ def test_the_last_override_wins_and_none_touches_the_rest(recipe):
 
 
 @pytest.mark.parametrize(
+    ("in_file", "overrides", "steps", "fraction"),
+    [
+        ("lr_warmup_fraction: 0.2", ["optimizer.lr_warmup_steps=0"], 0, None),
+        ("lr_warmup_fraction: 0.2", ["optimizer={lr_warmup_steps: 3}"], 3, None),
+        ("lr_warmup_fraction: 0.2", ["optimizer.lr_warmup_fraction=0.1"], 0, 0.1),
+        ("lr_warmup_fraction: 0.2", ["optimizer.lr_warmup_fraction=null"], 0, None),
+        ("lr_warmup_fraction: 0.2", ["optimizer.lr=1e-3"], 0, 0.2),
+        ("lr_warmup_steps: 3", ["optimizer.lr_warmup_fraction=0.1", "seed=2"], 0, 0.1),
+        ("lr_warmup_steps: 3", ["optimizer.lr_warmup_fraction=0"], 0, 0.0),
+        ("lr_warmup_steps: 3", ["optimizer.lr_warmup_fraction=null"], 3, None),
+        ("lr_warmup_steps: 3", ["optimizer.lr_warmup_fraction=0.1", "optimizer.lr_warmup_fraction=null"], 3, None),
+        ("lr_warmup_steps: 3, lr_warmup_fraction: null", [], 3, None),
+        # Both, as a checkpoint's recipe.yaml has them.
+        ("lr_warmup_steps: 0, lr_warmup_fraction: 0.2", [], 0, 0.2),
+        ("lr_warmup_steps: 0, lr_warmup_fraction: 0.2", ["optimizer.lr_warmup_steps=3"], 3, None),
+    ],
+)
+def test_an_override_replaces_the_warm_up_of_the_file(recipe, in_file, overrides, steps, fraction):
+    recipe.write_text(f"{SMALLEST}optimizer: {{{in_file}}}\n")
+    optimizer = load_recipe(recipe, overrides).optimizer
+    assert (optimizer.lr_warmup_steps, optimizer.lr_warmup_fraction) == (steps, fraction)
+
+
+@pytest.mark.parametrize("in_file", ["", "lr_warmup_steps: 3", "lr_warmup_fraction: 0.2"])
+def test_two_warm_ups_are_refused(recipe, in_file):
+    recipe.write_text(f"{SMALLEST}optimizer: {{{in_file}}}\n")
+    both = ["optimizer.lr_warmup_steps=2", "optimizer.lr_warmup_fraction=0.1"]
+    for overrides in (both, both[::-1]):
+        with pytest.raises(RecipeError, match=r"optimizer: lr_warmup_steps=2 and lr_warmup_fraction=0.1 both set"):
+            load_recipe(recipe, overrides)
+
+
+@pytest.mark.parametrize(
     ("override", "says"),
     [
         ("nope=1", "nope: there is no such key (given 1)"),
@@ -120,6 +165,14 @@ def test_the_last_override_wins_and_none_touches_the_rest(recipe):
         ("batch.max_tokens=-1", "batch.max_tokens: input should be greater than 0 (given -1)"),
         ("seed=-1", "seed: input should be greater than or equal to 0 (given -1)"),
         ("optimizer.adam_beta1=1", "optimizer.adam_beta1: input should be less than 1 (given 1)"),
+        ("optimizer.lr_warmup_fraction=1", "optimizer.lr_warmup_fraction: input should be less than 1 (given 1)"),
+        ("optimizer.lr_warmup_fraction=-0.1", "optimizer.lr_warmup_fraction: input should be greater than or equal to"),
+        ("optimizer.lr_warmup_fraction=true", "optimizer.lr_warmup_fraction: input should be a number, not a boolean"),
+        ("optimizer.lr_warmup_fraction=.nan", "optimizer.lr_warmup_fraction: input should be a finite number"),
+        (
+            "optimizer={lr_warmup_steps: 2, lr_warmup_fraction: 0.5}",
+            "optimizer: lr_warmup_steps=2 and lr_warmup_fraction=0.5 both set the warm-up; give one of them",
+        ),
         ("optimizer.lr=0", "optimizer.lr: input should be greater than 0 (given 0)"),
         ("optimizer.lr=.inf", "optimizer.lr: input should be a finite number"),
         ("optimizer.clip_grad=.nan", "optimizer.clip_grad: input should be a finite number"),

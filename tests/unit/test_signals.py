@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 
@@ -124,3 +126,42 @@ def test_a_sample_without_signals_has_empty_ones():
     assert Sample(tokens=[1]).signals.reward is None
     assert repr(Sample(tokens=[1]).signals) == "Signals()"
     assert repr(Signals(reward=1.0, pair="q")) == "Signals(reward=1.0, pair='q')"
+
+
+def test_signals_are_keywords_of_a_sample():
+    logprobs = [NAN, NAN, -1.0]
+    flat = Sample([5, 6, 7], loss_mask=[0, 0, 1], advantage=0.5, old_logprobs=logprobs, group="p", mismatched=True)
+    built = Sample(
+        tokens=[5, 6, 7],
+        loss_mask=[0, 0, 1],
+        signals=Signals(advantage=0.5, old_logprobs=logprobs, group="p", mismatched=True),
+    )
+    assert repr(flat) == repr(built)
+    assert flat.signals.old_logprobs.dtype == np.float32
+    assert replace(flat, source="elsewhere").signals.advantage == 0.5
+    for field in fields(Signals):
+        assert getattr(Sample([5], **{field.name: field.default}).signals, field.name) == field.default
+
+
+def test_keywords_of_a_sample_are_checked_as_its_signals():
+    with pytest.raises(SampleError, match=r"^f:1: field 'old_logprobs' has 1 entries but 'tokens' has 2"):
+        Sample([5, 6], old_logprobs=[-1.0], source="f:1")
+    with pytest.raises(SampleError, match=r"^f:1: field 'pair' needs field 'chosen'"):
+        Sample([5, 6], pair="q", source="f:1")
+
+
+@pytest.mark.parametrize("same", [0.5, 0.25, None])
+def test_signals_are_given_in_one_way(same):
+    with pytest.raises(SampleError, match=r"^f:1: 'signals' and field 'advantage' are both given; set 'advantage' in"):
+        Sample([5, 6], signals=Signals(advantage=0.5), advantage=same, source="f:1")
+    # A sample that has signals, changed as dataclasses are, has them already.
+    with pytest.raises(SampleError, match=r"'signals' and field 'reward' are both given"):
+        replace(Sample([5, 6], advantage=0.5), reward=1.0)
+
+
+@pytest.mark.parametrize("name", ["advantages", "loss_masks", "is_scored"])
+def test_an_unknown_keyword_of_a_sample_is_a_type_error(name):
+    with pytest.raises(
+        TypeError, match=rf"^Sample has no field '{name}'; those of its signals are reward, group, .*teach"
+    ):
+        Sample([5, 6], **{name: [0.0, 1.0]}, signals=Signals())

@@ -156,6 +156,7 @@ class Trainer:
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
         batch = recipe.batch.per_step
+        total, warmup = recipe.train_iters * batch, options.lr_warmup_fraction
         # As in Megatron-LM the schedule counts samples; or groups, where steps are so many of those. What the recipe
         # says now wins over what a checkpoint says.
         self._scheduler = OptimizerParamScheduler(
@@ -163,12 +164,12 @@ class Trainer:
             init_lr=0.0,
             max_lr=options.lr,
             min_lr=options.min_lr,
-            lr_warmup_steps=options.lr_warmup_steps * batch,
-            lr_decay_steps=recipe.train_iters * batch,
+            lr_warmup_steps=options.lr_warmup_steps * batch if warmup is None else warmup * total,
+            lr_decay_steps=total,
             lr_decay_style=options.lr_decay_style,
             start_wd=options.weight_decay,
             end_wd=options.weight_decay,
-            wd_incr_steps=recipe.train_iters * batch,
+            wd_incr_steps=total,
             wd_incr_style="constant",
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
