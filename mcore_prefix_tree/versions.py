@@ -1,8 +1,9 @@
-"""Versions of installed packages."""
+"""Versions of installed packages, and how to install what an extra of this package adds."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 
 def version_of(package: str) -> str | None:
@@ -11,3 +12,32 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def requirements_of(extra: str) -> list[str]:
+    """Return what an extra requires, such as ``pyarrow>=16``, from the metadata that pip installed with this package.
+
+    Raises:
+        PackageNotFoundError: this package is not installed; it is read from a path.
+        KeyError: there is no such extra.
+    """
+    found = []
+    for text in requires("mcore-prefix-tree") or ():
+        requirement, _, marker = text.partition(";")
+        if marker.replace("'", '"').strip() == f'extra == "{extra}"':
+            found.append(requirement.strip())
+    if not found:
+        raise KeyError(extra)
+    return found
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra adds.
+
+    It names the requirements, because this package comes from a clone or from a wheel, and is not on a package index.
+    """
+    try:
+        wanted = requirements_of(extra)
+    except PackageNotFoundError:
+        wanted = [f"{Path(__file__).parents[1]}[{extra}]"]  # the clone that this is read from
+    return "pip install " + " ".join(f"'{one}'" for one in wanted)

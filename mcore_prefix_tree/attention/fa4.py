@@ -26,6 +26,7 @@ from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.versions import install_command
 
 HOPPER, BLACKWELL = 9, 10
 
@@ -237,7 +238,7 @@ def refusal(case: Case) -> str | None:
     if case.capability is None:
         return f"device={case.device.type} (it is a CUDA kernel)"
     if not _is_installed():
-        return "device=cuda without flash-attn-4, which pip install 'mcore-prefix-tree[fa4]' installs"
+        return f"device=cuda without flash-attn-4, which {install_command('fa4')} installs"
     if case.capability[0] not in (HOPPER, BLACKWELL):
         return f"a GPU of compute capability {case.capability[0]}.{case.capability[1]} (Hopper and Blackwell only)"
     if case.dtype not in (torch.bfloat16, torch.float16):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mcore_prefix_tree.cli.options import check_output_option
+from mcore_prefix_tree.versions import install_command
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.layout import FlatLayout
@@ -34,7 +35,7 @@ def check_picture(path: str | None, inputs: Iterable[str]) -> None:
         raise ValueError(f"--plot {path}: give a file name that ends with .png or .svg")
     check_output_option("--plot", path, inputs)
     if find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib; install it with: pip install 'mcore-prefix-tree[plot]'")
+        raise ImportError(f"--plot needs matplotlib; install it with: {install_command('plot')}")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from mcore_prefix_tree.data.records import Record
 from mcore_prefix_tree.data.saved_datasets import HUB, files_of_folder, files_of_hub, is_saved
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.versions import install_command
 
 PathLike = str | os.PathLike[str]
 
@@ -122,6 +123,4 @@ def require_pyarrow(path: str) -> None:
     try:
         import pyarrow  # noqa: F401  # takes its time, and JSON Lines need none
     except ImportError:
-        raise ImportError(
-            f"{path}: Parquet and Arrow files need pyarrow: pip install 'mcore-prefix-tree[arrow]'"
-        ) from None
+        raise ImportError(f"{path}: Parquet and Arrow files need pyarrow: {install_command('arrow')}") from None

@@ -14,6 +14,7 @@ from typing import Any
 
 from mcore_prefix_tree.inputs import read_text
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.versions import install_command
 
 HUB = "hf://"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -80,9 +81,7 @@ def files_of_hub(path: str) -> tuple[str, ...]:
     try:
         import datasets
     except ImportError:
-        raise ImportError(
-            f"{path}: data sets of the hub need the datasets library: pip install 'mcore-prefix-tree[hub]'"
-        ) from None
+        raise ImportError(f"{path}: data sets of the hub need the datasets library: {install_command('hub')}") from None
     # Later releases have no such argument, because they never execute a data set's code.
     trust = "trust_remote_code" in inspect.signature(datasets.load_dataset).parameters
     try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_prefix_tree.data.chat import ChatTokenizer
+from mcore_prefix_tree.versions import install_command
 
 # v7 leaves the history alone from turn to turn, so the turns of a rollout share it, and has the small vocabulary.
 DEFAULT_TOKENIZER = "mistral-v7"
@@ -35,7 +36,7 @@ def load_tokenizer(
         except ImportError as error:
             raise ImportError(
                 f"tokenizer '{name_or_path}' is a Hugging Face folder, which needs transformers: "
-                "pip install mcore-prefix-tree[hf]"
+                f"{install_command('hf')}"
             ) from error
         from mcore_prefix_tree.data.huggingface import HuggingFaceChatTokenizer
 

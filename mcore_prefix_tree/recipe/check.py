@@ -16,6 +16,7 @@ from mcore_prefix_tree.plan import LatentAttention
 from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.objective import checked_settings
 from mcore_prefix_tree.recipe.sections import LogConfig, OptimizerConfig, Recipe, RecipeError
+from mcore_prefix_tree.versions import install_command
 
 
 def check_recipe(recipe: Recipe, *, is_trained: bool = False) -> None:
@@ -53,9 +54,7 @@ def check_logs(config: LogConfig, inputs: Iterable[str] = ()) -> None:
     for package in ("tensorboard", "wandb"):
         given = getattr(config, package)
         if given is not None and not _is_installed(package):
-            raise ImportError(
-                f"log.{package}={given} needs {package}: pip install 'mcore-prefix-tree[{package}]', or leave it out"
-            )
+            raise ImportError(f"log.{package}={given} needs {package}: {install_command(package)}, or leave it out")
 
 
 def _is_installed(package: str) -> bool:

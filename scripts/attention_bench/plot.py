@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attention_bench.report import flops
+from mcore_prefix_tree.versions import install_command
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -27,7 +28,7 @@ def draw_roofline(result: dict[str, Any], path: str | Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("the roofline needs matplotlib: pip install 'mcore-prefix-tree[plot]'") from None
+        raise ImportError(f"the roofline needs matplotlib: {install_command('plot')}") from None
     matplotlib.use("Agg")  # there may be no display
     from matplotlib import pyplot
 

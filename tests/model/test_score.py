@@ -247,8 +247,7 @@ def test_a_table_without_pyarrow_is_told_before_anything_runs(
     result = command("score", job, "--output", str(tmp_path / "out.parquet"), "model.hidden_size=64")
     assert result.exit_code == 2
     assert result.stderr == (
-        f"error: {tmp_path / 'out.parquet'}: Parquet and Arrow files need pyarrow: "
-        "pip install 'mcore-prefix-tree[arrow]'\n"
+        f"error: {tmp_path / 'out.parquet'}: Parquet and Arrow files need pyarrow: pip install 'pyarrow>=16'\n"
     )
 
 

@@ -261,7 +261,6 @@ def test_tensorboard_that_is_missing_is_told_before_anything_runs(
     result = command("train", job, f"log.tensorboard={board}")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"error: log.tensorboard={board} needs tensorboard: pip install 'mcore-prefix-tree[tensorboard]', or leave it "
-        "out\n"
+        f"error: log.tensorboard={board} needs tensorboard: pip install 'tensorboard>=2.18', or leave it out\n"
     )
     assert not board.exists()

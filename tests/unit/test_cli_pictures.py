@@ -80,4 +80,4 @@ def test_pictures_are_checked_before_the_work(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(app, [*words, str(tmp_path / "picture.png")])
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == ("error: --plot needs matplotlib; install it with: pip install 'mcore-prefix-tree[plot]'\n")
+    assert done.stderr == ("error: --plot needs matplotlib; install it with: pip install 'matplotlib>=3.8'\n")

@@ -467,7 +467,8 @@ def test_transformers_missing(tmp_path, monkeypatch):
     with pytest.raises(ImportError) as caught:
         load_tokenizer(str(tmp_path))
     assert str(caught.value) == (
-        f"tokenizer '{tmp_path}' is a Hugging Face folder, which needs transformers: pip install mcore-prefix-tree[hf]"
+        f"tokenizer '{tmp_path}' is a Hugging Face folder, which needs transformers: "
+        "pip install 'transformers<5.24,>=4.56'"
     )
 
 

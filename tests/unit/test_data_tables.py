@@ -497,9 +497,7 @@ def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     result = CliRunner().invoke(app, ["inspect", path])
     assert result.exit_code == 2
-    assert result.stderr == (
-        f"error: {path}: Parquet and Arrow files need pyarrow: pip install 'mcore-prefix-tree[arrow]'\n"
-    )
+    assert result.stderr == (f"error: {path}: Parquet and Arrow files need pyarrow: pip install 'pyarrow>=16'\n")
     with pytest.raises(ImportError, match=r"rows\.parquet: Parquet and Arrow files need pyarrow"):
         StreamedGroups(path, OPTIONS)
 

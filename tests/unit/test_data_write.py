@@ -199,7 +199,7 @@ def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     check_output(tmp_path / "rows.jsonl")
     for name in ("rows.parquet", "rows.arrow", "rows.feather"):
-        with pytest.raises(ImportError, match=r"need pyarrow: pip install 'mcore-prefix-tree\[arrow\]'"):
+        with pytest.raises(ImportError, match=r"need pyarrow: pip install 'pyarrow>=16'"):
             check_output(tmp_path / name)
 
 

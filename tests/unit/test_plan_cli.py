@@ -238,7 +238,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(rows, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = plan(rows, "--max-tokens", "14", "--plot", "out.png")
     assert result.exit_code == 2
-    assert "pip install 'mcore-prefix-tree[plot]'" in result.output
+    assert "pip install 'matplotlib>=3.8'" in result.output
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])

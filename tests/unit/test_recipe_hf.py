@@ -317,3 +317,32 @@ def test_missing_bridge_is_named(folder: Path, name: str) -> None:
         refused = CliRunner().invoke(app, given)
         assert refused.exit_code == 2, refused.output
         assert "model.hf needs Megatron-Bridge 0.6 with Python 3.12" in refused.output
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Megatron-Bridge needs Python 3.12")
+@pytest.mark.parametrize(
+    ("transformers", "expected"),
+    [
+        ("5.24.0", "it needs transformers<5.24,>=5.8, and 5.24.0 is installed; pip install 'transformers<5.24,>=5.8'"),
+        ("5.7.1", "it needs transformers<5.24,>=5.8, and 5.7.1 is installed; pip install 'transformers<5.24,>=5.8'"),
+        ("5.23.0", "install it with pip install 'accelerate>=1.0' 'transformers<5.24,>=5.8' and pip install --no-deps"),
+        (None, "install it with pip install 'accelerate>=1.0' 'transformers<5.24,>=5.8' and pip install --no-deps"),
+    ],
+)
+def test_transformers_that_the_bridge_does_not_fit(
+    folder: Path, transformers: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the installed release, the bound and the command; a bridge that is missing has its own."""
+    from mcore_prefix_tree import versions
+    from mcore_prefix_tree.mcore.models import hf
+
+    declared = ['accelerate>=1.0; extra == "bridge"', 'transformers<5.24,>=5.8; extra == "bridge"']
+    monkeypatch.setitem(sys.modules, "megatron.bridge", None)
+    monkeypatch.setattr(versions, "requires", lambda _: declared)
+    monkeypatch.setattr(hf, "version_of", {"transformers": transformers}.get)
+    recipe_of(folder)
+    (folder.parent / "rows.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
+    recipe = folder.parent / "recipe.yaml"
+    refused = CliRunner().invoke(app, ["train", str(recipe), f"data.path={folder.parent / 'rows.jsonl'}"])
+    assert refused.exit_code == 2, refused.output
+    assert expected in refused.output

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from itertools import chain
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import unwrap_model
+from packaging.requirements import Requirement
 
 from mcore_prefix_tree.mcore.models.fields import (
     check_experts,
@@ -41,11 +43,9 @@ from mcore_prefix_tree.mcore.seam.attention import window_settings
 from mcore_prefix_tree.mcore.seam.scalar_head import ScalarHead
 from mcore_prefix_tree.recipe import LoraConfig, ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.recipe.hf import LM_HEAD, SCORE, HuggingFaceFolder
+from mcore_prefix_tree.versions import install_command, requirements_of, version_of
 
-_INSTALL = (
-    "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and TransformerEngine; install it with "
-    "pip install --no-deps -r requirements-bridge.txt, see docs/huggingface.md"
-)
+_NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and TransformerEngine"
 # What providers ask for and a recipe does not, unless model.transformer says so: kernels of other packages, losses and
 # updates that balance experts, and multi-token prediction, which folding cannot do.
 OFF: dict[str, Any] = {
@@ -95,17 +95,41 @@ def auto_bridge() -> Any:
         RecipeError: Megatron-Bridge cannot be imported; the message says how to install it.
     """
     if sys.version_info < (3, 12):
-        raise RecipeError(f"{_INSTALL} (this is Python {sys.version_info[0]}.{sys.version_info[1]})")
+        raise RecipeError(f"{_NEEDS}; this is Python {sys.version_info[0]}.{sys.version_info[1]}")
     # It logs a traceback for every optional package that is missing.
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
         from megatron.bridge import AutoBridge
     except ImportError as error:
-        raise RecipeError(f"{_INSTALL} ({error})") from error
+        raise RecipeError(_not_imported(error)) from error
     finally:
         logging.disable(before)
     return AutoBridge
+
+
+def _not_imported(error: ImportError) -> str:
+    """Say why Megatron-Bridge cannot be imported: a transformers that it does not fit, or something that is missing."""
+    installed = version_of("transformers")
+    wanted = transformers_of_bridge()
+    if installed is not None and wanted is not None and not wanted.specifier.contains(installed, prereleases=True):
+        return (
+            f"model.hf: Megatron-Bridge cannot be imported ({error}): it needs {wanted}, and {installed} is "
+            f"installed; pip install '{wanted}'"
+        )
+    return (
+        f"{_NEEDS} ({error}); install it with {install_command('bridge')} and pip install --no-deps "
+        "'megatron-bridge==0.6.2', see docs/huggingface.md"
+    )
+
+
+def transformers_of_bridge() -> Requirement | None:
+    """Return the releases of transformers that Megatron-Bridge imports; None if this package is read from a path."""
+    try:
+        found = [Requirement(text) for text in requirements_of("bridge")]
+    except PackageNotFoundError:
+        return None
+    return next(requirement for requirement in found if requirement.name == "transformers")
 
 
 def bridge_of(path: str) -> Any:
