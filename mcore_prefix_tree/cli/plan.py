@@ -176,8 +176,8 @@ def _print(report: PlanReport, steps: StepsReport | None, samples: Samples, unit
         *steps_rows(steps, samples.order),
         ("padding", numbers.count(report.padding), f"{numbers.share(report.padding / computed)} of the computed ones"),
         ("micro-batches", str(per_rank), f"on each of {working} ranks, up to {max_tokens:,} tokens"),
-        *_idle_rows(report.idle_ranks, len(report.ranks)),
         *_empty_rows(report.empty_micro_batches - report.idle_ranks * per_rank, working * per_rank),
+        *_idle_rows(report.idle_ranks, len(report.ranks)),
         ("slowest rank", numbers.short(report.slowest), unit),
         ("  over the mean", f"{report.imbalance:.3f}x", idle),
         ("  over the lower bound", f"{report.over_lower_bound:.3f}x", "idle ranks there too" if idle else ""),
@@ -230,5 +230,5 @@ def _empty_rows(empty: int, count: int) -> list[tuple[str, str, str]]:
     if not empty:
         return []
     return [
-        ("empty micro-batches", f"{empty:,} of {count:,}", "leave --micro-batches out for as few as the budget allows")
+        ("  without samples", f"{empty:,} of {count:,}", "leave --micro-batches out for as few as the budget allows")
     ]

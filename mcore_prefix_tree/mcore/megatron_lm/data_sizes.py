@@ -25,7 +25,7 @@ _FOUND = ("micro_batch_size", "seq_length")
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a step asks of the sizes.
+    """Demands of a step on the sizes.
 
     Attributes:
         samples: number of logical samples in the step, on each data-parallel rank.
@@ -85,7 +85,7 @@ def largest_micro_batch_size(steps: Sequence[Need], *, stages: int, multiple: in
     """Return the number of samples a micro-batch that makes the fewest micro-batches.
 
     Args:
-        steps: what each step needs.
+        steps: demands of the steps.
         stages: number of pipeline stages. A step has at least as many micro-batches, if it has the samples: with fewer,
             some stages idle all the time.
         multiple: number that the micro-batches of a step are a multiple of.
