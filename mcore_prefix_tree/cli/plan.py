@@ -229,6 +229,4 @@ def _empty_rows(empty: int, count: int) -> list[tuple[str, str, str]]:
     """Return rows that name the micro-batches without samples of ranks that have work."""
     if not empty:
         return []
-    return [
-        ("  without samples", f"{empty:,} of {count:,}", "leave --micro-batches out for as few as the budget allows")
-    ]
+    return [("  without samples", f"{empty:,} of {count:,}", "use fewer --micro-batches")]
