@@ -189,7 +189,7 @@ def test_a_dry_run_under_torchrun_is_told_once(tmp_path: Path) -> None:
     done = start(tmp_path, "--prefix-tree-dry-run", GPUS_PER_NODE=2)
     output, _ = done.communicate(timeout=300)
     assert done.returncode == 0, output
-    assert output.count("first step: ") == 2, "its tokens and its expected speed-up"
+    assert output.count("first step: ") == 3, "its tokens, its expected speed-up and what it uses of the budget"
     assert output.count("first step: expected speed-up ") == 1
     assert "of 2 ranks" in output
 
