@@ -9,7 +9,6 @@
 # Edit      the numbers below, or export them; what is yours is in recipes/launch/site.sh.
 
 : "${MAX_TOKENS:=16384}"      # unique tokens of a micro-batch, and the longest sample; what memory depends on
-: "${MICRO_BATCH_SIZE:=8}"    # samples folded into one micro-batch on average
 : "${GLOBAL_BATCH_SIZE:=256}" # samples of a step
 : "${TRAIN_ITERS:=500}"
 : "${LR:=1e-5}"

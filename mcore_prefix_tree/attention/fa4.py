@@ -238,7 +238,7 @@ def refusal(case: Case) -> str | None:
     if case.capability is None:
         return f"device={case.device.type} (it is a CUDA kernel)"
     if not _is_installed():
-        return f"device=cuda without flash-attn-4, which {install_command('fa4')} installs"
+        return f"device=cuda without flash-attn-4, which {install_command('gpu')} installs"
     if case.capability[0] not in (HOPPER, BLACKWELL):
         return f"a GPU of compute capability {case.capability[0]}.{case.capability[1]} (Hopper and Blackwell only)"
     if case.dtype not in (torch.bfloat16, torch.float16):

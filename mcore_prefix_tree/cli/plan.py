@@ -115,6 +115,7 @@ def plan(
             "imbalance": report.imbalance,
             "over_lower_bound": report.over_lower_bound,
             "idle_ranks": report.idle_ranks,
+            "empty_micro_batches": report.empty_micro_batches,
             "cost_unit": unit,
             "steps": steps_json(steps, order),
             "folds_more_with": alternatives_json(alternatives(samples, steps)),
@@ -177,6 +178,7 @@ def _print(report: PlanReport, steps: StepsReport | None, samples: Samples, unit
         *steps_rows(steps, samples.order),
         ("padding", numbers.count(report.padding), f"{numbers.share(report.padding / computed)} of the computed ones"),
         ("micro-batches", str(per_rank), f"on each of {working} ranks, up to {max_tokens:,} tokens"),
+        *_empty_rows(report.empty_micro_batches - report.idle_ranks * per_rank, working * per_rank),
         *_idle_rows(report.idle_ranks, len(report.ranks)),
         ("slowest rank", numbers.short(report.slowest), unit),
         ("  over the mean", f"{report.imbalance:.3f}x", idle),
@@ -224,3 +226,10 @@ def _idle_rows(idle: int, ranks: int) -> list[tuple[str, str, str]]:
     if not idle:
         return []
     return [("ranks with work", f"{ranks - idle} of {ranks}", f"use {ranks - idle} ranks, or more samples a step")]
+
+
+def _empty_rows(empty: int, count: int) -> list[tuple[str, str, str]]:
+    """Return rows that name the micro-batches without samples of ranks that have work."""
+    if not empty:
+        return []
+    return [("  without samples", f"{empty:,} of {count:,}", "use fewer --micro-batches")]

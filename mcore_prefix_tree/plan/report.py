@@ -78,6 +78,11 @@ class PlanReport:
         return sum(not any(batch.samples for batch in rank) for rank in self.ranks)
 
     @property
+    def empty_micro_batches(self) -> int:
+        """Number of micro-batches without samples, those of idle ranks included."""
+        return sum(not batch.samples for rank in self.ranks for batch in rank)
+
+    @property
     def rank_costs(self) -> list[float]:
         return [_cost_of(rank, self.bubble) for rank in self.ranks]
 

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the launchers beside it, with a recipe and further arguments of pretrain_gpt.py. Makes of them:
 #
-#   JOB        what Python is to run, word by word
+#   JOB        what Python is to run, word by word; decide_sizes adds what the data decides
 #   TORCHRUN   torchrun and what it is told of the machines, but for where they meet
 #
 # Nothing here is to be edited: site.sh and the recipes hold what may be, and an argument at the end of the command wins.
@@ -27,6 +27,16 @@ if [ -z "$SAVE" ]; then
     SAVE=runs/$(basename "$recipe" .sh)
 fi
 
+# Samples folded into one micro-batch on average. Empty: as many as MAX_TOKENS allows in every step, which a dry run
+# finds in the data, together with the longest sample.
+: "${MICRO_BATCH_SIZE:=}"
+for argument in "$@"; do
+    case $argument in
+    # No step is trained, or the model is not known yet: a dry run takes neither.
+    --prefix-tree-score | --prefix-tree-score=* | --use-checkpoint-args) : "${MICRO_BATCH_SIZE:=1}" ;;
+    esac
+done
+
 DATA_ARGS=(--prefix-tree-data-path "$DATA")
 if [ -n "$TOKENIZER" ]; then
     DATA_ARGS+=(--prefix-tree-tokenizer "$TOKENIZER")
@@ -38,11 +48,12 @@ fi
 BATCH_ARGS=(
     --prefix-tree
     --prefix-tree-max-tokens "$MAX_TOKENS"
-    --seq-length "$MAX_TOKENS" # no sample may be longer
-    --micro-batch-size "$MICRO_BATCH_SIZE"
     --global-batch-size "$GLOBAL_BATCH_SIZE"
     --train-iters "$TRAIN_ITERS"
 )
+if [ -n "$MICRO_BATCH_SIZE" ]; then
+    BATCH_ARGS+=(--micro-batch-size "$MICRO_BATCH_SIZE" --seq-length "$MAX_TOKENS") # no sample may be longer
+fi
 
 OPTIMIZER_ARGS=(
     --bf16
@@ -58,6 +69,11 @@ OPTIMIZER_ARGS=(
     --overlap-grad-reduce
     --overlap-param-gather
 )
+# Megatron-LM adds weight gradients up in a kernel of NVIDIA Apex by default, and refuses to start where it is missing.
+if ! python -c 'import sys; from importlib.util import find_spec; sys.exit(not find_spec("fused_weight_gradient_mlp_cuda"))'; then
+    echo "NVIDIA Apex is not installed: --no-gradient-accumulation-fusion is added" >&2
+    OPTIMIZER_ARGS+=(--no-gradient-accumulation-fusion)
+fi
 
 # The same folder to save to and to load from: whoever starts this job again continues it.
 CHECKPOINT_ARGS=(
@@ -85,6 +101,16 @@ JOB=(
     "${DATA_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "${LOG_ARGS[@]}" "$@"
 )
 
+# decide_sizes: print the dry run of a job that leaves sizes to its data, and add the sizes to JOB.
+decide_sizes() {
+    if [ -n "$MICRO_BATCH_SIZE" ]; then return; fi
+    local plan found
+    plan=$(WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) python "${JOB[@]}" --prefix-tree-dry-run)
+    echo "$plan"
+    read -r -a found < <(sed -n 's/^sizes that the data decides: //p' <<<"$plan") || true
+    JOB+=("${found[@]}")
+}
+
 # shellcheck disable=SC2034
 TORCHRUN=(
     torchrun
@@ -99,6 +125,9 @@ export MEGATRON_LM_PATH
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 # Every micro-batch has another length: without it freed memory stays in pieces of the wrong size.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+# The kernels that FlashAttention-4 compiles, on disk: else every process compiles them at every start. They are kept in
+# FLASH_ATTENTION_CUTE_DSL_CACHE_DIR, by default in the machine's folder for temporary files.
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}
 # A store of its own for every start of the workers: see https://github.com/pytorch/pytorch/issues/135712.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Seconds that torchrun leaves the workers for their last checkpoint after a SIGTERM; an older torchrun leaves 30.

@@ -13,4 +13,5 @@ if [ "$NNODES" -eq 1 ]; then
 else
     endpoint=${HEAD:?with NNODES=$NNODES name one of the machines, the same on all: HEAD=HOST}:${PORT:-29500}
 fi
+decide_sizes
 exec "${TORCHRUN[@]}" --rdzv-endpoint "$endpoint" --rdzv-id "$(basename "$recipe" .sh)" "${JOB[@]}"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -21,10 +22,12 @@ IMPORTS = {
     "arrow": ("pyarrow.feather", "pyarrow.ipc", "pyarrow.parquet", "mcore_prefix_tree.data.write_tables"),
     "bridge": ("accelerate", "megatron.bridge", "mcore_prefix_tree.mcore.models.hf"),
     "docs": ("mkdocs.__main__", "material", "mkdocstrings_handlers.python"),
-    "fa4": ("cutlass", "flash_attn.cute.interface"),
+    "flash": ("flash_attn",),
+    "gpu": ("cutlass", "flash_attn.cute.interface", "triton"),
     "hf": ("transformers", "mcore_prefix_tree.data.huggingface", "mcore_prefix_tree.integrations.transformers"),
     "hub": ("datasets", "pyarrow.ipc", "mcore_prefix_tree.data.saved_datasets"),
     "plot": ("matplotlib.pyplot", "mcore_prefix_tree.cli.pictures"),
+    "te": ("transformer_engine.pytorch",),
     "tensorboard": ("torch.utils.tensorboard", "mcore_prefix_tree.mcore.trainer.logs"),
     "wandb": ("wandb", "mcore_prefix_tree.mcore.trainer.logs"),
 }
@@ -33,7 +36,9 @@ AFTERWARDS = {"bridge": "megatron-bridge"}
 # Extras that need another Python than requires-python, and why.
 NEEDS_PYTHON = {"bridge": ((3, 12), "Megatron-Bridge"), "docs": ((3, 11), "the site")}
 # These need a GPU's driver or belong to an environment of their own; scripts/test installs all other pins.
-ELSEWHERE = {"fa4": "requirements-gpu.txt", "hub": "requirements-peers.txt"}
+ELSEWHERE = {"gpu": "requirements-gpu.txt", "hub": "requirements-peers.txt"}
+# These are compiled against a torch for CUDA (docs/gpu.md), so they are imported only if they are installed.
+COMPILED = ("flash", "te")
 # Importing it needs TransformerEngine, which is built with CUDA: without it the tests' stand-in takes its place.
 IMPORT_BRIDGE = f"""
 from importlib.util import find_spec
@@ -55,6 +60,8 @@ def pin_of(package: str) -> str:
 
 def skipped_on(extra: str, python: tuple[int, int]) -> str | None:
     """Why this Python cannot have an extra; None if it can."""
+    if extra in COMPILED and find_spec(IMPORTS[extra][0].partition(".")[0]) is None:
+        return "it is compiled against a torch for CUDA, which docs/gpu.md says how to do"
     wanted, what = NEEDS_PYTHON.get(extra, ((0, 0), ""))
     return f"{what} needs Python {wanted[0]}.{wanted[1]}" if python < wanted else None
 

@@ -13,15 +13,21 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "recipes" / "launch"
 RECIPES = sorted((ROOT / "recipes").glob("*.sh"))
 
-# ``ANSWER_<program>`` is what a program prints, ``EFFECT_<program>`` a Python statement that it runs.
+# ``ANSWER_<program>`` is what a program prints, ``EFFECT_<program>`` a Python statement that it runs. ``python -c``
+# looks for Apex, which ``NO_APEX`` hides.
 _RECORDER = f"""#!{sys.executable}
 import json, os, sys
 name = os.path.basename(sys.argv[0])
+if sys.argv[1] == "-c":
+    sys.exit("NO_APEX" in os.environ)
 with open(os.environ["RECORD"], "a") as record:
     record.write(json.dumps({{"program": name, "words": sys.argv[1:], "environment": dict(os.environ)}}) + "\\n")
 print(os.environ.get("ANSWER_" + name, ""))
 exec(os.environ.get("EFFECT_" + name, ""))
 """
+# What a dry run finds in the data.
+DECIDED = "sizes that the data decides: "
+SIZES = ("--micro-batch-size", "128", "--seq-length", "868")
 _PROGRAMS = ("torchrun", "python", "srun", "scontrol")
 
 
@@ -44,8 +50,10 @@ class Launch:
 
     @property
     def call(self) -> Call:
-        (only,) = self.calls
-        return only
+        """The only program, or the job behind a dry run that finds its sizes."""
+        *dry_runs, last = self.calls
+        assert [call.words[-1] for call in dry_runs] in ([], ["--prefix-tree-dry-run"])
+        return last
 
 
 def launch(folder: Path, launcher: str, *arguments: object, cwd: Path = ROOT, **variables: object) -> Launch:
@@ -57,6 +65,7 @@ def launch(folder: Path, launcher: str, *arguments: object, cwd: Path = ROOT, **
         (programs / program).chmod(0o755)
     record.write_text("")
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": os.environ.get("HOME", "/"), "RECORD": str(record)}
+    environment["ANSWER_python"] = f"loading\n{DECIDED}{' '.join(SIZES)}\n283 samples an epoch"
     done = subprocess.run(
         ["bash", str(LAUNCH / launcher), *map(str, arguments)],
         capture_output=True,

@@ -36,7 +36,7 @@ DEPENDENCIES = {
 # No extra adds trainers, kernels of others and contestants of benchmarks.
 OTHERS = {
     *("flash_attn_interface", "liger_kernel", "nemo_rl", "prefix_grouper", "ray", "slime", "tensordict", "tomli"),
-    *("transformer_engine", "verl"),
+    "verl",
 }
 OWN = {"mcore_prefix_tree", *(path.stem for path in (ROOT / "scripts").rglob("*") if path.suffix in ("", ".py"))}
 

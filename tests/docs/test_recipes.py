@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from recipe_launches import LAUNCH, RECIPES, ROOT, Call, launch, slurm
+from recipe_launches import LAUNCH, RECIPES, ROOT, SIZES, Call, launch, slurm
 from torch.distributed.run import parse_args as parse_torchrun
 
 from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
@@ -66,13 +66,18 @@ def test_every_launcher_starts_the_same_job(tmp_path: Path, recipe: Path) -> Non
     one = launch(tmp_path, "torchrun.sh", recipe, *more, NNODES=1).call
     two = launch(tmp_path, "torchrun.sh", recipe, *more, NNODES=2, HEAD="a").call
     dry = launch(tmp_path, "dry_run.sh", recipe, *more).call
-    _, batch = slurm(tmp_path, recipe, *more, nodes=2).calls
+    decided, _, batch = slurm(tmp_path, recipe, *more, nodes=2).calls
     words = torchrun_of(one)[1]
-    assert words[-2:] == list(more)
+    assert words[-6:] == [*more, *SIZES]
     assert torchrun_of(two)[1] == words
     assert torchrun_of(batch)[1] == words
-    assert (dry.program, dry.words) == ("python", ["-m", ENTRY, *words, "--prefix-tree-dry-run"])
-    for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+    assert (dry.program, dry.words) == ("python", ["-m", ENTRY, *words[:-4], "--prefix-tree-dry-run"])
+    assert (decided.words, decided.environment["WORLD_SIZE"]) == (dry.words, "16")
+    for variable in (
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
+    ):
         assert {call.environment[variable] for call in (one, two, dry, batch)} == {"1"}
     assert {call.environment["MEGATRON_LM_PATH"] for call in (one, two, dry, batch)} == {"../Megatron-LM"}
 
@@ -89,7 +94,7 @@ def test_the_arguments_fit_each_other_and_the_machines(tmp_path: Path, recipe: P
     assert ours.prefix_tree_expand_turns is True
     assert ours.prefix_tree_tokenizer == "mistral-v7"
     assert all(Path(path).is_file() for path in ours.prefix_tree_data_path)
-    assert number(options, "--seq-length") <= ours.prefix_tree_max_tokens
+    assert {"--seq-length", "--micro-batch-size"} & {*options} == set(), "the data decides them"
     assert options["--save"] == options["--load"] == [f"runs/{recipe.stem}"]
     assert "--exit-signal-handler" in options
     assert options["--attention-dropout"] == options["--hidden-dropout"] == ["0"]
@@ -102,10 +107,9 @@ def test_the_arguments_fit_each_other_and_the_machines(tmp_path: Path, recipe: P
         ranks = world_size * nodes
         assert ranks % replica == 0
         assert ranks % (experts * pipeline) == 0
-        per_micro_batch = number(options, "--micro-batch-size") * ranks // replica
-        micro_batches, left = divmod(number(options, "--global-batch-size"), per_micro_batch)
+        samples, left = divmod(number(options, "--global-batch-size"), ranks // replica)
         assert left == 0
-        assert micro_batches >= pipeline, "less than that leaves stages idle all the time"
+        assert samples % pipeline == 0, "as many micro-batches as stages leave none idle all the time"
 
 
 def test_the_recipes_are_those_that_were_promised() -> None:
@@ -153,13 +157,50 @@ def test_what_is_exported_counts(tmp_path: Path) -> None:
     assert "--prefix-tree-tokenizer" not in options, "the shipped rollouts' is not for other data"
     assert options["--save"] == options["--load"] == ["/shared/run"]
     assert options["--pretrained-checkpoint"] == ["/shared/base"]
-    assert options["--prefix-tree-max-tokens"] == options["--seq-length"] == ["1024"]
+    assert options["--prefix-tree-max-tokens"] == ["1024"]
     assert call.environment["MEGATRON_LM_PATH"] == "/opt/megatron"
 
     call = launch(tmp_path, "dry_run.sh", RECIPES[0], DATA="chats.jsonl", TOKENIZER="tok", EXPAND_TURNS="no").call
     options = options_of(call.words[2:])
     assert options["--prefix-tree-tokenizer"] == ["tok"]
     assert "--prefix-tree-expand-turns" not in options
+
+
+def test_a_micro_batch_size_that_is_given_asks_no_dry_run(tmp_path: Path) -> None:
+    (call,) = launch(tmp_path, "torchrun.sh", RECIPES[0], MICRO_BATCH_SIZE=4, MAX_TOKENS=1024).calls
+    options = options_of(torchrun_of(call)[1])
+    assert (options["--micro-batch-size"], options["--seq-length"]) == (["4"], ["1024"])
+
+
+@pytest.mark.parametrize("argument", ["--prefix-tree-score=scored.jsonl", "--use-checkpoint-args"])
+def test_jobs_that_no_dry_run_takes_start_without_one(tmp_path: Path, argument: str) -> None:
+    (call,) = launch(tmp_path, "torchrun.sh", RECIPES[0], argument).calls
+    words = torchrun_of(call)[1]
+    assert words[words.index("--micro-batch-size") + 1] == "1"
+
+
+def test_a_dry_run_that_fails_ends_the_launch(tmp_path: Path) -> None:
+    for done in (
+        launch(tmp_path, "torchrun.sh", RECIPES[0], EFFECT_python="sys.exit(2)"),
+        slurm(tmp_path, RECIPES[0], nodes=1, EFFECT_python="sys.exit(2)"),
+    ):
+        assert (done.status, [call.program for call in done.calls]) == (2, ["python"])
+
+
+@each_recipe
+def test_without_apex_its_kernel_is_switched_off(tmp_path: Path, recipe: Path) -> None:
+    """Megatron-LM's default needs it, and the launcher says what it adds."""
+    flag, note = "--no-gradient-accumulation-fusion", "NVIDIA Apex is not installed"
+    for launcher in ("torchrun.sh", "dry_run.sh"):
+        without = launch(tmp_path, launcher, recipe, NO_APEX=1, NNODES=1)
+        assert (flag in without.call.words, note in without.error) == (True, True)
+        there = launch(tmp_path, launcher, recipe, NNODES=1)
+        assert (flag in there.call.words, note in there.error) == (False, False)
+
+
+def test_a_cache_that_is_switched_off_stays_off(tmp_path: Path) -> None:
+    call = launch(tmp_path, "torchrun.sh", RECIPES[0], FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=0).call
+    assert call.environment["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
 
 
 def test_a_copy_of_a_recipe_elsewhere_is_one_too(tmp_path: Path) -> None:
@@ -191,7 +232,7 @@ def test_mistakes_are_told_in_a_sentence(
 def test_slurm_meets_on_the_first_node(tmp_path: Path) -> None:
     done = slurm(tmp_path, RECIPES[0], nodes=3)
     assert done.status == 0, done.error
-    hosts, job = done.calls
+    _, hosts, job = done.calls
     assert (hosts.program, hosts.words) == ("scontrol", ["show", "hostnames", "gpu[01-03]"])
     assert job.program == "srun"
     options, _ = torchrun_of(job)
@@ -226,7 +267,7 @@ def test_slurm_goes_on_as_long_as_there_is_progress(
 def test_slurm_gives_the_workers_the_time_that_torchrun_does(tmp_path: Path) -> None:
     script = (LAUNCH / "slurm.sbatch").read_text()
     (seconds,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", script, flags=re.MULTILINE)
-    assert slurm(tmp_path, RECIPES[0], nodes=1).calls[1].environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == seconds
+    assert slurm(tmp_path, RECIPES[0], nodes=1).calls[-1].environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == seconds
     # sbatch reads options up to the first command.
     head, _, rest = script.partition("set -euo pipefail")
     assert head.count("\n#SBATCH") >= 8

@@ -15,8 +15,14 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from pages import PAGES
 
 from mcore_prefix_tree.mcore.compat import MAIN, MAIN_COMMIT, RELEASES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("requirements*.txt"), *ROOT.glob("requirements-versions/*.txt")])
@@ -46,11 +52,37 @@ def test_pinned_triton_is_the_one_torch_depends_on() -> None:
             assert requirement.name != "triton" or requirement.specifier.contains(pinned_version("triton"))
 
 
+# Compiled against a torch for CUDA: no test installs them, which docs/gpu.md says.
+NOT_RUN = ("flash-attn", "transformer-engine")
+
+
+def test_gpu_extras_are_on_their_page() -> None:
+    """Each by its name, what was never run among them, and no extra that is gone."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for extra in ("gpu", "te", "flash"):
+        assert extra in extras
+        assert f"| `{extra}` |" in page
+        assert f"'.[{extra}]'" in page
+    assert "triton" in extras["gpu"], "torch pins it, nothing else does"
+    assert [name for name in NOT_RUN if f"`{name}`" not in page] == []
+    named = {
+        extra
+        for file in [*PAGES, *(ROOT / "mcore_prefix_tree").rglob("*.py")]
+        for found in re.findall(r"pip install[^\n`]*?\.\[([\w,]+)\]", file.read_text())
+        for extra in found.split(",")
+    }
+    assert named <= {*extras}
+
+
 def test_pins_are_within_the_bounds_of_pyproject() -> None:
     text = (ROOT / "pyproject.toml").read_text().partition("\n[project.scripts]")[0]
-    bounds = [Requirement(found) for found in re.findall(r'"([a-z][\w.-]*(?:\[\w+\])?>=[\w.,<]+)"', text)]
-    assert {"torch", "megatron-core", "flash-attn-4", "transformers", "accelerate"} < {bound.name for bound in bounds}
+    bounds = [Requirement(found) for found in re.findall(r'"([a-z][\w.-]*(?:\[[\w,]+\])?>=[\w.,<]+)"', text)]
+    expected = {"torch", "megatron-core", "flash-attn-4", "transformers", "accelerate", *NOT_RUN}
+    assert expected < {bound.name for bound in bounds}
     for bound in bounds:
+        if bound.name in NOT_RUN:
+            continue
         pinned = [(file, pin) for file in FILES for pin in pins(file) if pin.name == bound.name]
         # What only tests/peers needs is pinned only there.
         found = [pin for file, pin in pinned if "peers" not in file.name] or [pin for _, pin in pinned]

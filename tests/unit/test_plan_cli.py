@@ -209,6 +209,18 @@ def test_idle_ranks_are_named(rows):
     assert "idle" not in plan(rows, "--max-tokens", "14", "--dp", "2").stdout
 
 
+def test_empty_micro_batches_are_named(rows):
+    """Those of ranks that have work: an idle rank is named as such."""
+    words = ("--max-tokens", "100", "--dp", "2", "--micro-batches", "7")
+    report = json.loads(plan(rows, *words, "--json").stdout)
+    empty = sum(not batch["samples"] for rank in report["ranks"] for batch in rank)
+    assert report["empty_micro_batches"] == empty > 0 == report["idle_ranks"]
+    assert f"{empty} of 14 use fewer --micro-batches" in " ".join(plan(rows, *words).stdout.split())
+    alone = ("--max-tokens", "14", "--dp", "20")
+    assert json.loads(plan(rows, *alone, "--json").stdout)["empty_micro_batches"] == 16
+    assert "without samples" not in plan(rows, *alone).stdout
+
+
 def test_too_small_a_budget_is_told_in_a_sentence(rows):
     result = plan(rows, "--max-tokens", "11")
     assert result.exit_code == 2

@@ -393,7 +393,7 @@ def test_dry_run_names_idle_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         [sys.executable, *ENTRY, *arguments, "--prefix-tree-dry-run"], capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
-    assert "3 of 4 data-parallel ranks have no work: use fewer ranks, or raise --global-batch-size" in done.stdout
+    assert "3 of 4 data-parallel ranks have no work (1, 2, 3): use fewer ranks, or raise --global-" in done.stdout
 
 
 def test_dry_run_folds_the_first_step_in_its_order(stock: Stock, tmp_path: Path) -> None:
@@ -402,6 +402,24 @@ def test_dry_run_folds_the_first_step_in_its_order(stock: Stock, tmp_path: Path)
     run = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, data, "--prefix-tree-dry-run")
     step = SampleOrder(lines, seed=1234, order="folded", step=BATCH).take(0, BATCH)
     assert f"first step: {sum(map(len, step))} logical tokens" in run.output
+
+
+def test_dry_run_finds_the_sizes_that_are_left_out(stock: Stock) -> None:
+    """They fill the budget; a job with them has the losses of the job without folding."""
+    left_out = FOLDED.replace("--micro-batch-size 4", "")
+    model = MODEL.replace("--seq-length 64 ", "")
+    run = trained(ENTRY, CPU, model, TRAIN, left_out, stock.data, "--prefix-tree-dry-run")
+    (sizes,) = re.findall(r"^sizes that the data decides: (.*)$", run.output, flags=re.MULTILINE)
+    longest = max(map(len, read_samples(stock.data.split()[1])))
+    size = int(re.fullmatch(rf"--micro-batch-size (\d+) --seq-length {longest}", sizes)[1])
+    job = trained(ENTRY, CPU, model, TRAIN, left_out, sizes, stock.data, "--exit-interval 3")
+    assert {step: job.losses[step] for step in (1, 2, 3)} == pytest.approx(
+        {step: stock.losses[step] for step in (1, 2, 3)}, rel=LOSS
+    )
+    given = trained(ENTRY, CPU, MODEL, TRAIN, left_out, "--micro-batch-size 1", stock.data, "--prefix-tree-dry-run")
+    assert f"fit every step: use --micro-batch-size {size}\n" in given.output
+    assert "micro-batches with samples use " in given.output
+    assert "sizes that the data decides" not in given.output
 
 
 def test_dry_run(stock: Stock) -> None:

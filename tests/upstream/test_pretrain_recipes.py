@@ -160,6 +160,11 @@ def test_megatron_takes_the_arguments_and_plans_the_job(name: str, nodes: int, t
     assert done.returncode == 0, done.stdout
     assert "emulation" not in done.stdout
     replicas = ranks // (model.tp * model.pp)
+    # The shipped rollouts fit the fewest micro-batches that leave no stage idle.
+    per_micro_batch = 256 // (replicas * model.pp)
+    assert f"\nsizes that the data decides: --micro-batch-size {per_micro_batch} --seq-length 86" in done.stdout
+    assert f" a step, in {model.pp} micro-batches on each of " in done.stdout
+    assert " empty" not in done.stdout
     assert (
         f"a step, in {re.search(r'(?<=in )[0-9]+', done.stdout)[0]} micro-batches on each of {replicas} " in done.stdout
     )
@@ -184,7 +189,7 @@ def test_a_dry_run_under_torchrun_is_told_once(tmp_path: Path) -> None:
     done = start(tmp_path, "--prefix-tree-dry-run", GPUS_PER_NODE=2)
     output, _ = done.communicate(timeout=300)
     assert done.returncode == 0, output
-    assert output.count("first step: ") == 2, "its tokens and its expected speed-up"
+    assert output.count("first step: ") == 3, "its tokens, its expected speed-up and what it uses of the budget"
     assert output.count("first step: expected speed-up ") == 1
     assert "of 2 ranks" in output
 
@@ -214,6 +219,23 @@ def start(folder: Path, *arguments: str, **variables: object) -> subprocess.Pope
         text=True,
         env=environment(**(chosen | variables)),
     )
+
+
+def test_a_job_takes_its_sizes_from_the_data(tmp_path: Path) -> None:
+    """The budget decides: a larger one makes fewer and larger micro-batches of the same steps, with the same losses."""
+    runs = []
+    for budget in (2048, 16384):
+        folder = tmp_path / str(budget)
+        job = start(folder, "--exit-interval", "2", MICRO_BATCH_SIZE="", MAX_TOKENS=budget)
+        output, _ = job.communicate(timeout=300)
+        assert job.returncode == 0, output
+        ((size, longest),) = re.findall(r"^sizes that the data decides: \S+ (\d+) --seq-length (\d+)$", output, re.M)
+        runs.append((int(size), int(longest), Run(output, 0).losses))
+    (small, first, losses), (large, second, others) = runs
+    assert small < large == 16
+    assert first == second < 2048
+    assert [*losses] == [*others] == [1, 2]
+    assert [*others.values()] == pytest.approx([*losses.values()], rel=1e-5)
 
 
 def test_a_job_ended_by_a_signal_is_continued_by_the_same_command(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.megatron_lm import dealing
 from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, largest_micro_batch_size, needs
 from mcore_prefix_tree.mcore.megatron_lm.dealing import (
     StepDealer,
     StepIterator,
@@ -99,6 +100,35 @@ def test_too_small_a_budget_names_the_micro_batch_size_that_fits() -> None:
         check_fits(samples(12, shared=False), size(4, 3), folding(max_tokens=50, interleave=4), SFT)
     with pytest.raises(ArgumentError, match=r"makes 3; raise --prefix-tree-max-tokens"):
         check_fits(samples(12, shared=False), size(3, 4), folding(max_tokens=50, interleave=5), SFT)
+
+
+@pytest.mark.parametrize(
+    ("steps", "stages", "multiple", "size"),
+    [
+        ([(64, 1)], 1, 1, 64),
+        ([(64, 3)], 1, 1, 16),  # three micro-batches do not divide 64 samples
+        ([(64, 1)], 4, 1, 16),
+        ([(2, 1)], 4, 1, 1),  # fewer samples than stages
+        ([(64, 5)], 2, 2, 8),
+        ([(48, 3)], 1, 4, 12),
+        ([(32, 1), (48, 1)], 1, 1, 16),  # a ramp-up: each step is divided
+        ([(32, 1), (48, 7)], 1, 1, 4),
+        ([(64, 64)], 1, 1, 1),
+    ],
+)
+def test_largest_micro_batch_size(steps: list[tuple[int, int]], stages: int, multiple: int, size: int) -> None:
+    asked = [Need(samples=samples, micro_batches=needed) for samples, needed in steps]
+    assert largest_micro_batch_size(asked, stages=stages, multiple=multiple) == size
+
+
+def test_needs_count_each_step_and_refuse_what_does_not_fit() -> None:
+    # 8 samples that share all but their ends, and 8 that share nothing, two of which fit 50 tokens.
+    mixed = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
+    found = list(needs(mixed, lambda _: size(4, 1, dp_size=2), folding(max_tokens=50, dp_size=2), SFT, end=16))
+    assert [step.samples for step in found] == [4, 4]
+    assert found[0].micro_batches < found[1].micro_batches == 2
+    with pytest.raises(ArgumentError, match=r"use --micro-batch-size 2, or raise --prefix-tree-max-tokens"):
+        list(needs(mixed, lambda _: size(1, 4, dp_size=2), folding(max_tokens=50, dp_size=2), SFT, end=16))
 
 
 def test_steps_are_checked_before_training(monkeypatch: pytest.MonkeyPatch) -> None:

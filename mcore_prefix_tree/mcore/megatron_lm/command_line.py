@@ -118,14 +118,21 @@ class _CheckedJob(CheckedParser):
             set_arguments(parsed, self._given(words))
         from mcore_prefix_tree.mcore.megatron_lm.checks import check_command_line
 
-        validated = check_command_line(parsed, self._args_defaults)
         if parsed.prefix_tree_dry_run:
-            assert validated is not None, "a dry run that cannot be validated is refused"
-            from mcore_prefix_tree.mcore.megatron_lm.dry_run import dry_run
+            self._dry_run(parsed)
+        check_command_line(parsed, self._args_defaults)
 
-            if validated.rank == 0:
-                print(dry_run(validated))
-            raise SystemExit(0)
+    def _dry_run(self, parsed: argparse.Namespace) -> NoReturn:
+        from mcore_prefix_tree.mcore.megatron_lm.checks import check_command_line
+        from mcore_prefix_tree.mcore.megatron_lm.data_sizes import leave_to_data
+        from mcore_prefix_tree.mcore.megatron_lm.dry_run import dry_run
+
+        left_out = leave_to_data(parsed, self._args_defaults)
+        validated = check_command_line(parsed, self._args_defaults)
+        assert validated is not None, "a dry run that cannot be validated is refused"
+        if validated.rank == 0:
+            print(dry_run(validated, left_out))
+        raise SystemExit(0)
 
     def _given(self, words: Sequence[str]) -> set[str]:
         """Return the names of the arguments on a command line."""

@@ -261,6 +261,29 @@ class StepIterator(Iterator[StepMicroBatch]):
 CHECKED_SAMPLES = 1_000_000
 
 
+def checked_steps(
+    order: SampleOrder, size_at: Callable[[int], StepSize], *, consumed: int, end: int
+) -> Iterator[tuple[StepSize, Sequence[Sample]]]:
+    """Yield size and samples of the steps that a job is checked for before it starts, each epoch in its own order.
+
+    These are the steps from ``consumed`` samples to ``end``. A longer job is checked for its first
+    :data:`CHECKED_SAMPLES`, or for its first epoch if that is more; streamed samples, which are read and encoded for
+    this, for the first epoch.
+
+    Args:
+        order: order in which steps take the samples.
+        size_at: function that returns the size of the step that begins after so many samples.
+        consumed: number of samples before the first step.
+        end: number of samples after which no step begins.
+    """
+    checked = order.samples_per_epoch if order.is_streamed else max(CHECKED_SAMPLES, order.samples_per_epoch)
+    start, end = consumed, min(end, consumed + checked)
+    while start < end:
+        size = size_at(start)
+        yield size, order.take(start, size.samples)
+        start += size.samples
+
+
 def check_steps(
     order: SampleOrder,
     size_at: Callable[[int], StepSize],
@@ -270,25 +293,15 @@ def check_steps(
     consumed: int,
     end: int,
 ) -> None:
-    """Check that the steps from ``consumed`` samples to ``end`` fit their micro-batches, each epoch in its own order.
-
-    A longer job is checked for its first :data:`CHECKED_SAMPLES`, or for its first epoch if that is more; streamed
-    samples, which are read and encoded for this, for the first epoch.
+    """Check that the steps of :func:`checked_steps` fit their micro-batches.
 
     Args:
-        order: order in which steps take the samples.
-        size_at: function that returns the size of the step that begins after so many samples.
+        order, size_at, consumed, end: as there.
         folding: folding of the job.
         objective: objective of the job, which keeps some samples in one micro-batch.
-        consumed: number of samples before the first step.
-        end: number of samples after which no step begins.
 
     Raises:
         ArgumentError: see :func:`check_fits`.
     """
-    checked = order.samples_per_epoch if order.is_streamed else max(CHECKED_SAMPLES, order.samples_per_epoch)
-    start, end = consumed, min(end, consumed + checked)
-    while start < end:
-        size = size_at(start)
-        check_fits(order.take(start, size.samples), size, folding, objective)
-        start += size.samples
+    for size, samples in checked_steps(order, size_at, consumed=consumed, end=end):
+        check_fits(samples, size, folding, objective)

@@ -11,22 +11,27 @@ import torch
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
+from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.megatron_lm.arguments import has_scalar_head
-from mcore_prefix_tree.mcore.megatron_lm.dealing import check_fits, check_steps
+from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, largest_micro_batch_size, needs, settle
 from mcore_prefix_tree.mcore.megatron_lm.job import folding_of, work_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
 from mcore_prefix_tree.mcore.megatron_lm.sizes import evaluation_size, megatrons_calculator, size_at
+from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ExpectedSpeedup, ForestPlan
 from mcore_prefix_tree.sample import Sample
 
 GIB = 1024**3
+# Begins the line that recipes/launch/job.sh reads.
+DECIDED = "sizes that the data decides: "
+_NAMED = 8  # ranks that one line names
 
 
-def dry_run(args: argparse.Namespace) -> str:
+def dry_run(args: argparse.Namespace, left_out: frozenset[str] = frozenset()) -> str:
     """Describe the first step of a job with these arguments, and the memory of a rank.
 
     Memory is an estimate for the most loaded rank: Megatron's own for weights, gradients and optimizer, and that of
@@ -35,6 +40,7 @@ def dry_run(args: argparse.Namespace) -> str:
 
     Args:
         args: validated arguments, with what :func:`checked_config` changes in them.
+        left_out: names of the sizes that the data decides; see :func:`leave_to_data`. The first line gives them.
 
     Raises:
         ArgumentError: a step does not fit its micro-batches.
@@ -44,24 +50,29 @@ def dry_run(args: argparse.Namespace) -> str:
     order = training_order(args, objective)
     end = args.train_samples or (args.train_iters or 0) * args.global_batch_size or order.samples_per_epoch
     with megatrons_calculator(args):
-        check_steps(order, lambda start: size_at(args, start), folding, objective, consumed=0, end=end)
+        training = list(needs(order, lambda start: size_at(args, start), folding, objective, end=end))
+    validation = validation_order(args, objective) if args.prefix_tree_valid_data_path and args.eval_iters else None
+    evaluation = [] if validation is None else _evaluation(args, validation, folding, objective, end)
+    # Evaluation takes training's size, unless it has one of its own.
+    apart = "micro_batch_size" in left_out and "eval_micro_batch_size" not in left_out
+    largest = largest_micro_batch_size(
+        training if apart else [*training, *evaluation],
+        stages=args.pipeline_model_parallel_size,
+        multiple=folding.micro_batch_multiple,
+    )
+    lines = []
+    if left_out:
+        orders = [order] if validation is None else [order, validation]
+        lines.append(DECIDED + settle(args, left_out, orders, micro_batch_size=largest))
+    with megatrons_calculator(args):
         size = size_at(args, 0)
-    if args.prefix_tree_valid_data_path and args.eval_iters:
-        validation, evaluated = validation_order(args, objective), evaluation_size(args)
-        interval = args.eval_interval or end
-        # Since core_v0.19 the first ones may be left out.
-        left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
-        evaluations = 1 + end // args.global_batch_size // interval - left_out
-        end = evaluations * args.eval_iters * evaluated.samples
-        check_steps(validation, lambda _: evaluated, folding, objective, consumed=0, end=end)
     samples = order.take(0, size.samples)
-    check_fits(samples, size, folding, objective)
     plan = folding.plan(samples, micro_batches=size.micro_batches, together=objective.together(samples))
 
     logical = sum(len(sample) for sample in samples)
     physical = sum(map(sum, plan.physical_tokens))
     longest = max(map(max, plan.physical_tokens))
-    lines = [
+    lines += [
         f"{order.samples_per_epoch} samples an epoch, {size.samples} a step, in {size.micro_batches} micro-batches on "
         f"each of {size.dp_size} data-parallel ranks",
         f"first step: {logical} logical tokens, {physical} physical, fold ratio {logical / physical:.2f}",
@@ -76,10 +87,12 @@ def dry_run(args: argparse.Namespace) -> str:
         f"  data-parallel rank {rank}: {_dealt(batches, sizes)}"
         for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
     ]
-    if plan.idle_ranks:
+    lines += _idle(plan)
+    lines.append(f"first step: {_filled(plan, folding.max_tokens)}")
+    if largest > args.micro_batch_size:
         lines.append(
-            f"  {plan.idle_ranks} of {size.dp_size} data-parallel ranks have no work: use fewer ranks, or raise "
-            "--global-batch-size"
+            f"  fewer and larger micro-batches, {training[0].samples // largest} a rank here, fit every step: use "
+            f"--micro-batch-size {largest}"
         )
     if hybrid_pattern(args) is not None:
         lines.append("a rank's memory: no estimate, because Megatron-LM has none of a hybrid model's weights")
@@ -98,6 +111,19 @@ def dry_run(args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+def _evaluation(
+    args: argparse.Namespace, validation: SampleOrder, folding: Folding, objective: Objective, end: int
+) -> list[Need]:
+    """Return what the steps of evaluation need, of a job that trains on ``end`` samples."""
+    evaluated = evaluation_size(args)
+    interval = args.eval_interval or end
+    # Since core_v0.19 the first ones may be left out.
+    left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
+    evaluations = 1 + end // args.global_batch_size // interval - left_out
+    end = evaluations * args.eval_iters * evaluated.samples
+    return list(needs(validation, lambda _: evaluated, folding, objective, end=end))
+
+
 def _expected(
     args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding
 ) -> ExpectedSpeedup:
@@ -113,6 +139,27 @@ def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
     ]
     empty = len(batches) - len(parts)
     return ", ".join(parts + [f"{empty} empty"] * bool(empty))
+
+
+def _idle(plan: ForestPlan) -> list[str]:
+    """Name the data-parallel ranks of a plan that have no work, and the way out."""
+    idle = [str(rank) for rank, batches in enumerate(plan.micro_batches) if not any(batches)]
+    if not idle:
+        return []
+    named = ", ".join([*idle[:_NAMED], *([f"{len(idle) - _NAMED} more"] if len(idle) > _NAMED else [])])
+    return [
+        f"  {len(idle)} of {len(plan.micro_batches)} data-parallel ranks have no work ({named}): use fewer ranks, or "
+        "raise --global-batch-size"
+    ]
+
+
+def _filled(plan: ForestPlan, max_tokens: int) -> str:
+    """Describe how much of the budget the micro-batches of a plan use; those without samples are named."""
+    sizes = [tokens for rank in plan.physical_tokens for tokens in rank]
+    empty = sum(not batch for rank in plan.micro_batches for batch in rank)
+    share = sum(sizes) / max(1, len(sizes) - empty) / max_tokens
+    text = f"micro-batches with samples use {share:.0%} of --prefix-tree-max-tokens={max_tokens} on average"
+    return text + (f"; {empty} of {len(sizes)} are empty" if empty else "")
 
 
 def _weights(args: argparse.Namespace) -> float:

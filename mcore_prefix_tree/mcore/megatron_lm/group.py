@@ -63,7 +63,8 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--global-batch-size, --train-samples and the schedules count samples as they are before folding. "
         "--micro-batch-size says how many of them are folded into one micro-batch on average: a step always has "
         "global-batch-size / (micro-batch-size * data-parallel-size) micro-batches a rank, and samples that share "
-        "their beginning are dealt to the same one.",
+        "their beginning are dealt to the same one. --prefix-tree-dry-run finds the size that fills "
+        "--prefix-tree-max-tokens.",
     )
     group.add_argument(
         "--prefix-tree",
@@ -192,7 +193,8 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--prefix-tree-dry-run",
         action="store_true",
         help="Print the plan of the first step, its expected speed-up and an estimate of each rank's memory, and stop. "
-        "Needs no GPU and starts no job; set WORLD_SIZE to the ranks of the job to plan for.",
+        "Needs no GPU and starts no job; set WORLD_SIZE to the ranks of the job to plan for. Finds --micro-batch-size "
+        "and --seq-length in the data if they are left out.",
     )
     _add_score_options(group)
     return parser
