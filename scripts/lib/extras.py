@@ -46,7 +46,7 @@ if find_spec("transformer_engine"):
     from megatron.bridge import AutoBridge
 else:
     import sys
-    sys.path.append({str(ROOT / "tests" / "peers")!r})
+    sys.path += [{str(ROOT / "tests")!r}, {str(ROOT / "tests" / "peers")!r}]
     import bridge_models
     bridge_models.auto_bridge()
 """
