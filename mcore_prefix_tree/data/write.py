@@ -187,11 +187,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Teacher):
-        return {name: _plain(part) for name, part in vars(value).items() if part is not None}
+        return {name: _plain(part) for name, part in value.parts().items()}
     if isinstance(value, np.ndarray):
         return [_plain(row) for row in value] if value.ndim > 1 else _listed(value)
     return value
 
 
 def _listed(values: np.ndarray[Any, Any]) -> list[Any]:
+    if values.dtype == np.float32:  # the digits that a float32 is read back from, which are half of a double's
+        short = values.astype(np.str_).astype(np.float64)
+        values = np.where(short.astype(np.float32) == values, short, values)
     return [value if math.isfinite(value) else None for value in values.tolist()]
