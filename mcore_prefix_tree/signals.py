@@ -39,8 +39,8 @@ class Teacher:
     the same text in m tokens of its own, has a row for each of these, and sets the last three attributes; n is m.
 
     Attributes:
-        token_ids: int32 ``[n, k]``, different ids of the teacher's vocabulary in each row. A list may have None in place
-            of a row that is not read, here and in ``logprobs``; with nothing but None, k is 0.
+        token_ids: int32 ``[n, k]``, different ids of the teacher's vocabulary in each row. A list may have None for a
+            row that is not read, here and in ``logprobs``; with nothing but None, k is 0.
         logprobs: float32 ``[n, k]`` in nats, or float64 beside ``tokens``; row t belongs to the distribution that
             ``tokens[t]`` is predicted from. What a row lacks to a probability of 1 is the rest of the vocabulary.
         tokens: int32 ``[m]``, the teacher's own token ids; None where these are the sample's.
@@ -55,8 +55,10 @@ class Teacher:
     tokenizer: str | None = None
 
     def parts(self) -> dict[str, Any]:
-        """Return what is set, by name, for a file: a row without a finite number, which nothing reads, as None."""
+        """Return what is set, by name, for a file, with None in place of each row that has no finite number."""
         found = {name: part for name, part in vars(self).items() if part is not None}
+        if self.tokens is None:
+            found["logprobs"] = self.logprobs.astype(np.float32)  # as they are read
         is_read = np.isfinite(self.logprobs).any(axis=1).tolist()
         if not all(is_read):
             for name in ("token_ids", "logprobs"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mcore_prefix_tree.cli.options import check_output_option
+from mcore_prefix_tree.cli.options import check_output_option, local
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.layout import FlatLayout
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.trainer.trainer import StepReport
     from mcore_prefix_tree.plan import PlanReport
 
-Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the result into a PNG or SVG file.")]
+Plot = Annotated[
+    str | None, typer.Option("--plot", parser=local, metavar="FILE", help="Draw the result into a PNG or SVG file.")
+]
 
 
 def check_picture(path: str | None, inputs: Iterable[str]) -> None:
@@ -35,6 +37,14 @@ def check_picture(path: str | None, inputs: Iterable[str]) -> None:
     check_output_option("--plot", path, inputs)
     if find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib; install it with: pip install 'mcore-prefix-tree[plot]'")
+
+
+# Panels of a training run beside loss, speed and fold ratio: the axis, and the objective's metrics with their legends.
+_METRICS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("reward", {"reward": "mean of the rollouts", "reward_chosen": "chosen", "reward_rejected": "rejected"}),
+    ("KL divergence", {"kl": "from the reference", "kl_old": "from the old policy"}),
+    ("clip fraction", {"clip_fraction": "clipped tokens"}),
+)
 
 
 @contextmanager
@@ -92,9 +102,10 @@ def draw_ranks(report: PlanReport, unit: str, path: str) -> None:
 
 
 def draw_steps(steps: Sequence[StepReport], evaluations: Sequence[Evaluation], path: str) -> None:
-    """Draw loss, speed and fold ratio over the steps of a run."""
+    """Draw loss, speed and fold ratio over the steps of a run, and what an objective of rewards reports of them."""
     at = [one.iteration for one in steps]
-    with _picture(path, 3, width=5.0) as (losses, speed, ratios):
+    reported = [panel for panel in _METRICS if any(name in one.metrics for one in steps for name in panel[1])]
+    with _picture(path, 3 + len(reported), width=5.0) as (losses, speed, ratios, *others):
         losses.plot(at, [one.loss for one in steps], marker="." if len(at) < 50 else None, label="training")
         if evaluations:
             held_out = [(one.iteration, one.loss) for one in evaluations]
@@ -107,7 +118,14 @@ def draw_steps(steps: Sequence[StepReport], evaluations: Sequence[Evaluation], p
         speed.legend()
         ratios.plot(at, [one.fold_ratio for one in steps])
         ratios.set(xlabel="step", ylabel="fold ratio", ylim=(0, None))
-        for axes in (losses, speed, ratios):
+        for axes, (label, names) in zip(others, reported, strict=True):
+            for name, meaning in names.items():
+                known = [(one.iteration, one.metrics[name]) for one in steps if name in one.metrics]
+                if known:
+                    axes.plot(*zip(*known, strict=True), marker="." if len(known) < 50 else None, label=meaning)
+            axes.set(xlabel="step", ylabel=label)
+            axes.legend()
+        for axes in (losses, speed, ratios, *others):
             axes.xaxis.get_major_locator().set_params(integer=True)
 
 

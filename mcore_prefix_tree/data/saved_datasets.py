@@ -15,7 +15,6 @@ from typing import Any
 from mcore_prefix_tree.inputs import read_text
 from mcore_prefix_tree.sample import SampleError
 
-HUB = "hf://"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _NAME = re.compile(
     r"hf://(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?(:(?P<split>\w+))?", re.ASCII
