@@ -197,8 +197,10 @@ def _reward(signals: Signals, scored: npt.NDArray[np.bool_], source: str) -> flo
 
 def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Teacher:
     double = teacher.tokens is not None
-    logprobs = _log_probabilities(_with_absent(teacher.logprobs, np.nan), "teacher.logprobs", source, double=double)
-    token_ids = _integers(_with_absent(teacher.token_ids, 0))
+    absent = _absent(teacher.token_ids) | _absent(teacher.logprobs)
+    logprobs = _with_absent(teacher.logprobs, absent, np.nan)
+    logprobs = _log_probabilities(logprobs, "teacher.logprobs", source, double=double)
+    token_ids = _integers(_with_absent(teacher.token_ids, absent, 0))
     own: dict[str, Any] = {}
     of = "tokens"
     if teacher.tokens is not None:
@@ -209,8 +211,7 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
         raise SampleError(
             f"{source}: fields 'teacher.token_ids' and 'teacher.logprobs' must both be {length} lists of k"
         )
-    absent = _absent(teacher.token_ids, length) | _absent(teacher.logprobs, length)
-    if len(token_ids) != length or not (token_ids.shape[1] or absent.all()):
+    if len(token_ids) != length or not (token_ids.shape[1] or len(absent) == length):
         raise SampleError(
             f"{source}: field 'teacher' has {len(token_ids)} rows of {token_ids.shape[1]} but '{of}' has {length} "
             "entries; there must be a row of at least one token for each"
@@ -221,7 +222,7 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
     with np.errstate(over="ignore"):  # infinite is more than 1 too
         mass = np.exp(logprobs.astype(np.float64)).sum(axis=1)
     faults = {
-        "no row": absent,
+        "no row": np.isin(np.arange(length), [*absent]),
         "token ids that are not different and >= 0": are_wrong,
         "token ids that no vocabulary has": too_large.any(axis=1),
         "log-probabilities that are not finite": ~np.isfinite(logprobs).all(axis=1),
@@ -233,31 +234,30 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
     return Teacher(token_ids=_frozen(token_ids.astype(np.int32)), logprobs=_frozen(logprobs), **own)
 
 
-def _absent(rows: object, length: int) -> npt.NDArray[np.bool_]:
-    """Return bool ``[length]``, the rows of a list that are None, or hold nothing but None."""
-    if not isinstance(rows, list) or len(rows) != length:
-        return np.zeros(length, dtype=np.bool_)
-    return np.array(
-        [row is None or (isinstance(row, list) and all(entry is None for entry in row)) for row in rows], np.bool_
-    )
+def _absent(rows: object) -> set[int]:
+    """Return the rows of a list that are None, or hold nothing but None."""
+    return {
+        at
+        for at, row in enumerate(rows if isinstance(rows, list) else ())
+        if row is None or (isinstance(row, list) and all(entry is None for entry in row))
+    }
 
 
-def _with_absent(rows: Any, fill: float) -> Any:
+def _with_absent(rows: Any, absent: set[int], fill: float) -> Any:
     """Return rows with ``fill`` in those that are absent; a list stays a list."""
-    absent = _absent(rows, len(rows)) if isinstance(rows, list) else np.zeros(0, np.bool_)
-    if not absent.any():
+    if not absent or not isinstance(rows, (list, np.ndarray)):
         return rows
-    known = [row for row, is_absent in zip(rows, absent.tolist(), strict=True) if not is_absent]
-    if not known:
+    places = [at for at in range(len(rows)) if at not in absent]
+    if not places:
         return np.empty((len(rows), 0), dtype=np.min_scalar_type(fill))
     try:
-        found = np.asarray(known)
+        known = np.asarray([rows[at] for at in places])
     except ValueError:  # ragged, which is refused
         return rows
-    dtype = np.result_type(found.dtype, fill) if found.dtype.kind in "iu" else found.dtype
-    filled = np.full((len(rows), *found.shape[1:]), fill, dtype=dtype)
-    filled[~absent] = found
-    return filled if isinstance(known[0], np.ndarray) else filled.tolist()
+    dtype = np.result_type(known.dtype, fill) if known.dtype.kind in "iu" else known.dtype
+    filled = np.full((len(rows), *known.shape[1:]), fill, dtype=dtype)
+    filled[places] = known
+    return filled if isinstance(rows, np.ndarray) or isinstance(rows[places[0]], np.ndarray) else filled.tolist()
 
 
 def _own_tokens(teacher: Teacher, source: str) -> dict[str, Any]:

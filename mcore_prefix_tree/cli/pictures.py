@@ -39,6 +39,7 @@ def check_picture(path: str | None, inputs: Iterable[str]) -> None:
         raise ImportError("--plot needs matplotlib; install it with: pip install 'mcore-prefix-tree[plot]'")
 
 
+_COLUMNS = 3
 # Panels of a training run beside loss, speed and fold ratio: the axis, and the objective's metrics with their legends.
 _METRICS: tuple[tuple[str, dict[str, str]], ...] = (
     ("reward", {"reward": "mean of the rollouts", "reward_chosen": "chosen", "reward_rejected": "rejected"}),
@@ -49,7 +50,7 @@ _METRICS: tuple[tuple[str, dict[str, str]], ...] = (
 
 @contextmanager
 def _picture(path: str, panels: int, width: float = 6.0) -> Iterator[Any]:
-    """Give the axes of panels side by side, and write them to a file if all goes well."""
+    """Give the axes of panels, three in a row, and write them to a file if all goes well."""
     import matplotlib
 
     matplotlib.use("Agg")  # there may be no display
@@ -57,9 +58,14 @@ def _picture(path: str, panels: int, width: float = 6.0) -> Iterator[Any]:
 
     from mcore_prefix_tree.data.write import whole_file
 
-    figure, axes = pyplot.subplots(1, panels, figsize=(width * panels, 4.0), layout="constrained")
+    columns, rows = min(panels, _COLUMNS), -(-panels // _COLUMNS)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(width * columns, 4.0 * rows), layout="constrained", squeeze=False
+    )
+    for axes in grid.flat[panels:]:
+        axes.remove()
     try:
-        yield axes
+        yield grid.flat[:panels]
         with whole_file(path) as unfinished:
             figure.savefig(unfinished, format=path[-3:].lower())
     finally:
@@ -88,7 +94,7 @@ def draw_forest(layout: FlatLayout, path: str) -> None:
 def draw_ranks(report: PlanReport, unit: str, path: str) -> None:
     """Draw a bar for each rank, stacked from its micro-batches, with the mean and the lower bound."""
     ranks = range(len(report.ranks))
-    with _picture(path, 1, width=min(16.0, 4.0 + 0.25 * len(report.ranks))) as axes:
+    with _picture(path, 1, width=min(16.0, 4.0 + 0.25 * len(report.ranks))) as (axes,):
         below = [0.0] * len(report.ranks)
         for number in range(len(report.ranks[0])):
             cost = [rank[number].cost for rank in report.ranks]
