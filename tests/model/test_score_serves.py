@@ -18,7 +18,7 @@ pytest.importorskip("mistral_common")
 ROLLOUTS = Path(__file__).parents[2] / "recipes" / "data" / "quickstart_rollouts.jsonl"
 RECIPE = """
 data: {{path: {data}, tokenizer: mistral-v7, expand_turns: true}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 16, vocab_size: 32768, dtype: float64}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2, vocab_size: 32768, dtype: float64}}
 batch: {{global_batch_size: 12, max_tokens: 8192}}
 optimizer: {{lr: 1.0e-2, clip_grad: 0}}
 train_iters: 3
@@ -93,7 +93,8 @@ def test_the_documented_distillation_folds_as_the_rollouts(job: Path, tmp_path: 
     # Written again, into a table, and read from there.
     score(job, tmp_path / "again.parquet", f"data.path={taught}")
     for one, other in zip(read_samples(taught), read_samples(tmp_path / "again.parquet"), strict=True):
-        assert one.signals.teacher is not None and other.signals.teacher is not None
+        assert one.signals.teacher is not None
+        assert other.signals.teacher is not None
         np.testing.assert_array_equal(one.signals.teacher.logprobs, other.signals.teacher.logprobs)
     assert steps(job, *unsaved, f"data.path={tmp_path / 'again.parquet'}", "objective.name=distill") == learnt
 
@@ -105,20 +106,15 @@ def test_no_file_that_is_read_is_replaced(job: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").symlink_to(metadata.parent)
     os.link(metadata, tmp_path / "hard.json")
     around = metadata.parent / ".." / "iter_0000003" / "metadata.json"
-    for path in (
-        metadata,
-        around,
-        tmp_path / "link.json",
-        tmp_path / "folder" / "metadata.json",
-        tmp_path / "hard.json",
-    ):
+    linked = [tmp_path / name for name in ("link.json", "folder/metadata.json", "hard.json")]
+    for path in (metadata, around, *linked):
         done = command("score", job, "--output", str(path))
         assert done.exit_code == 2
         assert f"--output {path}: is read by this command, which would replace it" in done.stderr
-    done = command(
-        "score", job, "checkpoint.save=null", "--output", str(metadata), "--reference", str(job.parent / "run")
-    )
+    options = ("--reference", str(job.parent / "run"), "--output", str(metadata))
+    done = command("score", job, f"checkpoint.save={tmp_path / 'other'}", *options)
     assert done.exit_code == 2
+    assert "is read by this command" in done.stderr
     assert metadata.read_bytes() == before
     # Another file in the run's folder is nobody's input, also the second time.
     for _ in range(2):
@@ -158,8 +154,8 @@ def test_paths_mean_what_they_say(job: Path, tmp_path: Path, monkeypatch: pytest
         ("recipes", "s3://bucket/one"),
         ("inspect", "s3://bucket/one.jsonl"),
     )
-    for arguments in options:
-        done = command(*arguments)
+    for name, first, *others in options:
+        done = command(name, first, *others)  # type: ignore[arg-type]  # a recipe, or what another command takes first
         assert done.exit_code == 2
         assert "is a URL" in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["home"]
