@@ -59,7 +59,7 @@ class Teacher:
         found = {name: part for name, part in vars(self).items() if part is not None}
         if self.tokens is None:
             found["logprobs"] = self.logprobs.astype(np.float32)  # as they are read
-        is_read = np.isfinite(self.logprobs).any(axis=1).tolist()
+        is_read: list[bool] = [bool(np.isfinite(row).any()) for row in self.logprobs]
         if not all(is_read):
             for name in ("token_ids", "logprobs"):
                 found[name] = [row if one else None for row, one in zip(found[name], is_read, strict=True)]

@@ -148,9 +148,9 @@ def test_paths_mean_what_they_say(job: Path, tmp_path: Path, monkeypatch: pytest
         ("train", job, "--plot", "s3://bucket/one.png"),
         ("export", job, "s3://bucket/one"),
         ("calibrate", job, "--output", "s3://bucket/one.json"),
-        ("bench", "step", job, "--output", "s3://bucket/one.json"),
+        ("bench", "step", str(job), "--output", "s3://bucket/one.json"),
         ("xtoken", "build-projection", "--student", "mistral-v7", "--teacher", "mistral-v3", "s3://bucket/one.pt"),
-        ("xtoken", "export-teacher", job, "--output", "s3://bucket/one.jsonl"),
+        ("xtoken", "export-teacher", str(job), "--output", "s3://bucket/one.jsonl"),
         ("recipes", "s3://bucket/one"),
         ("inspect", "s3://bucket/one.jsonl"),
     )

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.write import check_rows_output
-from mcore_prefix_tree.inputs import check_files_of
+from mcore_prefix_tree.inputs import TRACKER, check_files_of
 from mcore_prefix_tree.mcore.engine.score_file import ScoreOptions
 from mcore_prefix_tree.mcore.megatron_lm.pattern import check_layers
-from mcore_prefix_tree.mcore.models.checkpoint import TRACKER
 from mcore_prefix_tree.objectives import OBJECTIVES, Objective
 from mcore_prefix_tree.recipe import ObjectiveConfig
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
