@@ -54,11 +54,16 @@ class Teacher:
     realised: FloatArray | None = None
     tokenizer: str | None = None
 
-    def parts(self) -> dict[str, Any]:
-        """Return what is set, by name, for a file, with None in place of each row that has no finite number."""
+    def arrays(self) -> dict[str, Any]:
+        """Return what is set, by name, for a file, in the precision that it is read in."""
         found = {name: part for name, part in vars(self).items() if part is not None}
         if self.tokens is None:
-            found["logprobs"] = self.logprobs.astype(np.float32)  # as they are read
+            found["logprobs"] = self.logprobs.astype(np.float32)
+        return found
+
+    def parts(self) -> dict[str, Any]:
+        """Return :meth:`arrays`, with None in place of each row that has no finite number, which nothing reads."""
+        found = self.arrays()
         is_read: list[bool] = [bool(np.isfinite(row).any()) for row in self.logprobs]
         if not all(is_read):
             for name in ("token_ids", "logprobs"):

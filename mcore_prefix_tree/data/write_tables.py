@@ -146,11 +146,10 @@ def _array(values: Sequence[Any]) -> Any:
 
 def _structs(teachers: Sequence[Teacher | None]) -> Any:
     """Return an Arrow array of teachers, of the fields that any of them has."""
-    written = [None if one is None else one.parts() for one in teachers]
     parts: dict[str, list[Any]] = {}
-    for name, part in ((name, part) for one in written if one for name, part in one.items()):
+    for name, part in ((name, part) for one in teachers if one for name, part in one.arrays().items()):
         parts.setdefault(name, []).append(part)
-    rows = [None if one is None else {name: _plain(part) for name, part in one.items()} for one in written]
+    rows = [None if one is None else {name: _plain(part) for name, part in one.parts().items()} for one in teachers]
     return pa.array(rows, type=pa.struct([(name, _type_of(own)) for name, own in parts.items()]))
 
 
