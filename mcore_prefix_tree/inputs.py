@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +18,43 @@ PathLike = str | os.PathLike[str]
 FIFO_S = 10.0
 TEXT_BYTES = 1 << 24
 MOST = 2**31 - 1  # of tokens, which are counted in int32, and of whatever else is counted
+
+
+# File of a run's folder that names its last checkpoint, and the folders of checkpoints beside it; Megatron-LM's names.
+TRACKER = "latest_checkpointed_iteration.txt"
+_CHECKPOINT = re.compile(r"iter_\d{7,}|release")
+# What names of data sets on Hugging Face's hub begin with, which data settings take.
+HUB = "hf://"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# What commands write into the folder of a model, and nothing reads as a part of it.
+_NO_MODEL = (".jsonl", ".gz", ".parquet", ".arrow", ".feather", ".png", ".svg")
+
+
+def local_path(path: str) -> str:
+    """Return a path that a setting gives, with the home folder in place of ``~``.
+
+    Raises:
+        ValueError: the path is a URL, or begins with ``~`` and a user that this machine does not have.
+    """
+    if _URL.match(path):
+        raise ValueError(f"{path} is a URL, and only local files are read and written; give the path of a mounted copy")
+    found = os.path.expanduser(path)
+    if path.startswith("~") and found == path and not os.path.exists(path):
+        user = path.partition("/")[0]
+        raise ValueError(f"{path}: {user} is no user's home on this machine; write ./{path} for a name that begins so")
+    return found
+
+
+def files_of_folder(folder: PathLike) -> Iterator[str]:
+    """Yield the files that a job reads of a folder: the checkpoints of a run; or a model, an adapter or a tokenizer."""
+    entries = list(os.scandir(folder))
+    is_run = any(entry.name == TRACKER for entry in entries)
+    for entry in entries:
+        if entry.is_dir():
+            if _CHECKPOINT.fullmatch(entry.name):
+                yield from (inner.path for inner in os.scandir(entry.path))
+        elif entry.name == TRACKER if is_run else not entry.name.lower().endswith(_NO_MODEL):
+            yield entry.path
 
 
 def open_input(path: PathLike) -> BinaryIO:

@@ -39,7 +39,8 @@ class Teacher:
     the same text in m tokens of its own, has a row for each of these, and sets the last three attributes; n is m.
 
     Attributes:
-        token_ids: int32 ``[n, k]``, different ids of the teacher's vocabulary in each row.
+        token_ids: int32 ``[n, k]``, different ids of the teacher's vocabulary in each row. A list may have None for a
+            row that is not read, here and in ``logprobs``; with nothing but None, k is 0.
         logprobs: float32 ``[n, k]`` in nats, or float64 beside ``tokens``; row t belongs to the distribution that
             ``tokens[t]`` is predicted from. What a row lacks to a probability of 1 is the rest of the vocabulary.
         tokens: int32 ``[m]``, the teacher's own token ids; None where these are the sample's.
@@ -52,6 +53,22 @@ class Teacher:
     tokens: npt.NDArray[np.int32] | None = None
     realised: FloatArray | None = None
     tokenizer: str | None = None
+
+    def arrays(self) -> dict[str, Any]:
+        """Return what is set, by name, for a file, in the precision that it is read in."""
+        found = {name: part for name, part in vars(self).items() if part is not None}
+        if self.tokens is None:
+            found["logprobs"] = self.logprobs.astype(np.float32)
+        return found
+
+    def parts(self) -> dict[str, Any]:
+        """Return :meth:`arrays`, with None in place of each row that has no finite number, which nothing reads."""
+        found = self.arrays()
+        is_read: list[bool] = [bool(np.isfinite(row).any()) for row in self.logprobs]
+        if not all(is_read):
+            for name in ("token_ids", "logprobs"):
+                found[name] = [row if one else None for row, one in zip(found[name], is_read, strict=True)]
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -185,8 +202,10 @@ def _reward(signals: Signals, scored: npt.NDArray[np.bool_], source: str) -> flo
 
 def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Teacher:
     double = teacher.tokens is not None
-    logprobs = _log_probabilities(teacher.logprobs, "teacher.logprobs", source, double=double)
-    token_ids = _integers(teacher.token_ids)
+    absent = _absent(teacher.token_ids) | _absent(teacher.logprobs)
+    logprobs = _with_absent(teacher.logprobs, absent, np.nan)
+    logprobs = _log_probabilities(logprobs, "teacher.logprobs", source, double=double)
+    token_ids = _integers(_with_absent(teacher.token_ids, absent, 0))
     own: dict[str, Any] = {}
     of = "tokens"
     if teacher.tokens is not None:
@@ -197,17 +216,19 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
         raise SampleError(
             f"{source}: fields 'teacher.token_ids' and 'teacher.logprobs' must both be {length} lists of k"
         )
-    if len(token_ids) != length or not token_ids.shape[1]:
+    if len(token_ids) != length or not (token_ids.shape[1] or len(absent) == length):
         raise SampleError(
             f"{source}: field 'teacher' has {len(token_ids)} rows of {token_ids.shape[1]} but '{of}' has {length} "
             "entries; there must be a row of at least one token for each"
         )
     too_large = token_ids > np.iinfo(np.int32).max
     ordered = np.sort(token_ids, axis=1)
+    are_wrong = (np.diff(ordered, axis=1) == 0).any(axis=1) | (ordered < 0).any(axis=1)
     with np.errstate(over="ignore"):  # infinite is more than 1 too
         mass = np.exp(logprobs.astype(np.float64)).sum(axis=1)
     faults = {
-        "token ids that are not different and >= 0": (np.diff(ordered, axis=1) == 0).any(axis=1) | (ordered[:, 0] < 0),
+        "no row": np.isin(np.arange(length), [*absent]),
+        "token ids that are not different and >= 0": are_wrong,
         "token ids that no vocabulary has": too_large.any(axis=1),
         "log-probabilities that are not finite": ~np.isfinite(logprobs).all(axis=1),
         "more probability than 1": mass > 1 + _MASS_TOLERANCE,
@@ -216,6 +237,32 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
         if (rows & scored).any():
             raise SampleError(f"{source}: field 'teacher' has {fault} at token {int(np.argmax(rows & scored))}")
     return Teacher(token_ids=_frozen(token_ids.astype(np.int32)), logprobs=_frozen(logprobs), **own)
+
+
+def _absent(rows: object) -> set[int]:
+    """Return the rows of a list that are None, or hold nothing but None."""
+    return {
+        at
+        for at, row in enumerate(rows if isinstance(rows, list) else ())
+        if row is None or (isinstance(row, list) and all(entry is None for entry in row))
+    }
+
+
+def _with_absent(rows: Any, absent: set[int], fill: float) -> Any:
+    """Return rows with ``fill`` in those that are absent; a list stays a list."""
+    if not absent or not isinstance(rows, (list, np.ndarray)):
+        return rows
+    places = [at for at in range(len(rows)) if at not in absent]
+    if not places:
+        return np.empty((len(rows), 0), dtype=np.min_scalar_type(fill))
+    try:
+        known = np.asarray([rows[at] for at in places])
+    except ValueError:  # ragged, which is refused
+        return rows
+    dtype = np.result_type(known.dtype, fill) if known.dtype.kind in "iu" else known.dtype
+    filled = np.full((len(rows), *known.shape[1:]), fill, dtype=dtype)
+    filled[places] = known
+    return filled if isinstance(rows, np.ndarray) or isinstance(rows[places[0]], np.ndarray) else filled.tolist()
 
 
 def _own_tokens(teacher: Teacher, source: str) -> dict[str, Any]:

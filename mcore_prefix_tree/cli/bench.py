@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import check_output_option, job_of
+from mcore_prefix_tree.cli.options import check_output_option, job_of, local_file
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_comparison
 from mcore_prefix_tree.inputs import MOST
 
@@ -25,7 +25,10 @@ def step(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Timed rounds.")] = 5,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the numbers, the machine and its versions as JSON.")
+        Path | None,
+        typer.Option(
+            parser=local_file, metavar="FILE", help="Write the numbers, the machine and its versions as JSON."
+        ),
     ] = None,
     plot: Plot = None,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import check_output_option, job_of
+from mcore_prefix_tree.cli.options import check_output_option, job_of, local
 from mcore_prefix_tree.inputs import MOST
 
 
@@ -18,7 +18,8 @@ def calibrate(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example batch.max_tokens=32768.")
     ] = None,
     output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the measurements, for batch.calibration and plan.")
+        str | None,
+        typer.Option(parser=local, metavar="FILE", help="Write the measurements, for batch.calibration and plan."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Timed rounds.")] = 5,
 ) -> None:

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import HuggingFace, with_hf
+from mcore_prefix_tree.cli.options import HuggingFace, local, with_hf
 
 
 def export(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file that sets model.hf.")],
-    path: Annotated[str, typer.Argument(metavar="PATH", help="The folder to make; it must not exist.")],
+    path: Annotated[str, typer.Argument(parser=local, metavar="PATH", help="The folder to make; it must not exist.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example checkpoint.save=runs/mine.")
     ] = None,

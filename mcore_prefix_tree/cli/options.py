@@ -13,11 +13,31 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.inputs import HUB, local_path
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.recipe import Recipe
 
 Section = TypeVar("Section")
+
+
+def local(given: str | Path) -> str:
+    """Return the path that an option gives, with ``~`` as the home folder; the parser of every path of a command."""
+    try:
+        return local_path(str(given))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def local_data(given: str) -> str:
+    """Return :func:`local` of a file of samples, which may be a name on the hub."""
+    return given if given.startswith(HUB) else local(given)
+
+
+def local_file(given: str | Path) -> Path:
+    """Return :func:`local` as a path."""
+    return Path(local(given))
+
 
 HuggingFace = Annotated[
     str | None, typer.Option("--hf", metavar="PATH", help="Folder of a Hugging Face model; the same as model.hf=PATH.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mcore_prefix_tree.cli.options import check_output_option
+from mcore_prefix_tree.cli.options import check_output_option, local
 from mcore_prefix_tree.versions import install_command
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.trainer.trainer import StepReport
     from mcore_prefix_tree.plan import PlanReport
 
-Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the result into a PNG or SVG file.")]
+Plot = Annotated[
+    str | None, typer.Option("--plot", parser=local, metavar="FILE", help="Draw the result into a PNG or SVG file.")
+]
 
 
 def check_picture(path: str | None, inputs: Iterable[str]) -> None:
@@ -38,9 +40,18 @@ def check_picture(path: str | None, inputs: Iterable[str]) -> None:
         raise ImportError(f"--plot needs matplotlib; install it with: {install_command('plot')}")
 
 
+_COLUMNS = 3
+# Panels of a training run beside loss, speed and fold ratio: the axis, and the objective's metrics with their legends.
+_METRICS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("reward", {"reward": "mean of the rollouts", "reward_chosen": "chosen", "reward_rejected": "rejected"}),
+    ("KL divergence", {"kl": "from the reference", "kl_old": "from the old policy"}),
+    ("clip fraction", {"clip_fraction": "clipped tokens"}),
+)
+
+
 @contextmanager
 def _picture(path: str, panels: int, width: float = 6.0) -> Iterator[Any]:
-    """Give the axes of panels side by side, and write them to a file if all goes well."""
+    """Give the axes of panels, three in a row, and write them to a file if all goes well."""
     import matplotlib
 
     matplotlib.use("Agg")  # there may be no display
@@ -48,9 +59,14 @@ def _picture(path: str, panels: int, width: float = 6.0) -> Iterator[Any]:
 
     from mcore_prefix_tree.data.write import whole_file
 
-    figure, axes = pyplot.subplots(1, panels, figsize=(width * panels, 4.0), layout="constrained")
+    columns, rows = min(panels, _COLUMNS), -(-panels // _COLUMNS)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(width * columns, 4.0 * rows), layout="constrained", squeeze=False
+    )
+    for axes in grid.flat[panels:]:
+        axes.remove()
     try:
-        yield axes
+        yield grid.flat[:panels]
         with whole_file(path) as unfinished:
             figure.savefig(unfinished, format=path[-3:].lower())
     finally:
@@ -79,7 +95,7 @@ def draw_forest(layout: FlatLayout, path: str) -> None:
 def draw_ranks(report: PlanReport, unit: str, path: str) -> None:
     """Draw a bar for each rank, stacked from its micro-batches, with the mean and the lower bound."""
     ranks = range(len(report.ranks))
-    with _picture(path, 1, width=min(16.0, 4.0 + 0.25 * len(report.ranks))) as axes:
+    with _picture(path, 1, width=min(16.0, 4.0 + 0.25 * len(report.ranks))) as (axes,):
         below = [0.0] * len(report.ranks)
         for number in range(len(report.ranks[0])):
             cost = [rank[number].cost for rank in report.ranks]
@@ -93,9 +109,10 @@ def draw_ranks(report: PlanReport, unit: str, path: str) -> None:
 
 
 def draw_steps(steps: Sequence[StepReport], evaluations: Sequence[Evaluation], path: str) -> None:
-    """Draw loss, speed and fold ratio over the steps of a run."""
+    """Draw loss, speed and fold ratio over the steps of a run, and what an objective of rewards reports of them."""
     at = [one.iteration for one in steps]
-    with _picture(path, 3, width=5.0) as (losses, speed, ratios):
+    reported = [panel for panel in _METRICS if any(name in one.metrics for one in steps for name in panel[1])]
+    with _picture(path, 3 + len(reported), width=5.0) as (losses, speed, ratios, *others):
         losses.plot(at, [one.loss for one in steps], marker="." if len(at) < 50 else None, label="training")
         if evaluations:
             held_out = [(one.iteration, one.loss) for one in evaluations]
@@ -108,7 +125,14 @@ def draw_steps(steps: Sequence[StepReport], evaluations: Sequence[Evaluation], p
         speed.legend()
         ratios.plot(at, [one.fold_ratio for one in steps])
         ratios.set(xlabel="step", ylabel="fold ratio", ylim=(0, None))
-        for axes in (losses, speed, ratios):
+        for axes, (label, names) in zip(others, reported, strict=True):
+            for name, meaning in names.items():
+                known = [(one.iteration, one.metrics[name]) for one in steps if name in one.metrics]
+                if known:
+                    axes.plot(*zip(*known, strict=True), marker="." if len(known) < 50 else None, label=meaning)
+            axes.set(xlabel="step", ylabel=label)
+            axes.legend()
+        for axes in (losses, speed, ratios, *others):
             axes.xaxis.get_major_locator().set_params(integer=True)
 
 

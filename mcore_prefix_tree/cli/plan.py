@@ -12,7 +12,7 @@ import typer
 
 from mcore_prefix_tree.cli import numbers
 from mcore_prefix_tree.cli.alternatives import alternatives, alternatives_json, print_alternatives
-from mcore_prefix_tree.cli.options import RANKS, takes
+from mcore_prefix_tree.cli.options import RANKS, local, takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_ranks
 from mcore_prefix_tree.cli.samples import SampleOptions, Samples
 from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
@@ -48,7 +48,9 @@ def plan(
     ] = None,
     calibration: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Predict seconds, from measurements that the calibrate command wrote."),
+        typer.Option(
+            parser=local, metavar="FILE", help="Predict seconds, from measurements that the calibrate command wrote."
+        ),
     ] = None,
     length_buckets: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="The only sizes that micro-batches are padded to.")

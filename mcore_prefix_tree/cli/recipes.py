@@ -8,12 +8,16 @@ from typing import Annotated
 
 import typer
 
+from mcore_prefix_tree.cli.options import local_file
+
 # In a clone a link to its recipes/, in a wheel the files themselves.
 SHIPPED = Path(__file__).parents[1] / "shipped_recipes"
 
 
 def recipes(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to make the folder recipes.")] = Path("."),
+    folder: Annotated[
+        Path, typer.Argument(parser=local_file, metavar="[FOLDER]", help="Where to make the folder recipes.")
+    ] = Path("."),
 ) -> None:
     """Copy the shipped recipes and the quickstart's data into FOLDER/recipes, to edit and to train."""
     target = folder / "recipes"

@@ -12,7 +12,7 @@ import typer
 
 from mcore_prefix_tree.choices import OnError, Order, Share
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import SEEDS
+from mcore_prefix_tree.cli.options import SEEDS, local, local_data
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.inputs import MOST, json_of
 
@@ -93,13 +93,18 @@ class SampleOptions:
     files: Annotated[
         list[str],
         typer.Argument(
+            parser=local_data,
             metavar="FILE...",
             help="JSON Lines (.gz too), Parquet or Arrow files, or globs; '-' is JSON Lines on standard input.",
         ),
     ]
     model: Annotated[
         str | None,
-        typer.Option(metavar="RECIPE", help="Read, order and fold samples as this recipe does, except its data.path."),
+        typer.Option(
+            parser=local,
+            metavar="RECIPE",
+            help="Read, order and fold samples as this recipe does, except its data.path.",
+        ),
     ] = None
     global_batch_size: Annotated[
         int | None,

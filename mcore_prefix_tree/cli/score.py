@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, job_of
+from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, job_of, local
 from mcore_prefix_tree.inputs import MOST
 
 
@@ -15,6 +15,7 @@ def score(
     output: Annotated[
         str,
         typer.Option(
+            parser=local,
             metavar="FILE",
             help="File to write, one sample a line in the data's order: JSON Lines (.jsonl, .json, also .gz), "
             ".parquet, .arrow or .feather. An existing file is replaced once all samples are scored.",
@@ -25,7 +26,8 @@ def score(
     ] = None,
     hf: HuggingFace = None,
     reference: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Checkpoints of a reference model; adds ref_logprobs.")
+        str | None,
+        typer.Option(parser=local, metavar="FOLDER", help="Checkpoints of a reference model; adds ref_logprobs."),
     ] = None,
     all_tokens: Annotated[
         bool, typer.Option("--all-tokens", help="Score every token, not only those of the loss mask.")
@@ -45,7 +47,7 @@ def score(
     was asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.
     """
     loaded = job_of(recipe, overrides, hf)
-    check_output_option("--output", output, [recipe, *loaded.inputs])
+    check_output_option("--output", output, [recipe, *loaded.inputs, *([] if reference is None else [reference])])
     from mcore_prefix_tree.mcore.trainer.score_file import run_score
 
     report, is_main = run_score(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import check_output_option, takes
+from mcore_prefix_tree.cli.options import check_output_option, local_file, takes
 from mcore_prefix_tree.cli.xtoken_alignment import inspect_alignment
 from mcore_prefix_tree.cli.xtoken_export import export_teacher
 from mcore_prefix_tree.cli.xtoken_options import Tokenizers
@@ -26,7 +26,9 @@ _FILES = "safetensors, or NeMo-RL's format if it ends in .pt. A file that is the
 Sparse = Annotated[
     bool, typer.Option("--sparse", help="In NeMo-RL's format, write a dictionary of entries instead of matrices.")
 ]
-Input = Annotated[Path, typer.Argument(metavar="FILE", help="A projection: safetensors, or NeMo-RL's .pt.")]
+Input = Annotated[
+    Path, typer.Argument(parser=local_file, metavar="FILE", help="A projection: safetensors, or NeMo-RL's .pt.")
+]
 ScaleColumn = Annotated[
     bool, typer.Option("--scale-column", help="Keep the last column of a NeMo-RL file made with its scale trick.")
 ]
@@ -36,7 +38,7 @@ ScaleColumn = Annotated[
 @takes(Tokenizers)
 def build_projection(
     tokenizers: Tokenizers,
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help=_FILES)],
+    output: Annotated[Path, typer.Argument(parser=local_file, metavar="OUTPUT", help=_FILES)],
     top_k: Annotated[int, typer.Option(min=1, max=MOST, metavar="K", help="Entries of a row.")] = 32,
     tokens_kept: Annotated[
         int, typer.Option(min=1, max=MOST, metavar="N", help="A token is written as at most so many of the other's.")
@@ -57,7 +59,7 @@ def build_projection(
     from mcore_prefix_tree.xtoken.projection_build import BuildSettings
     from mcore_prefix_tree.xtoken.projection_file import PartFiles
 
-    _check_output("OUTPUT", output, [], sparse=sparse)
+    _check_output("OUTPUT", output, tokenizers.names, sparse=sparse)
     settings = BuildSettings(
         top_k=top_k, tokens_kept=tokens_kept, reverse=reverse, special_similarity=special_similarity
     )
@@ -74,12 +76,12 @@ def build_projection(
 def apply_exact_map(
     tokenizers: Tokenizers,
     projection: Input,
-    output: Annotated[Path, typer.Option(metavar="OUTPUT", help=_FILES)],
+    output: Annotated[Path, typer.Option(parser=local_file, metavar="OUTPUT", help=_FILES)],
     scale_column: ScaleColumn = False,
     sparse: Sparse = False,
 ) -> None:
     """Map each token that both vocabularies have to itself alone; other rows stay as they are."""
-    _check_output("--output", output, [projection], sparse=sparse)
+    _check_output("--output", output, [*tokenizers.names, projection], sparse=sparse)
     vocabularies = tokenizers.vocabularies()
     read = _read(projection, vocabularies, scale_column=scale_column)
     _write(output, vocabularies.exact_map(read), vocabularies, sparse=sparse)
@@ -90,7 +92,7 @@ def apply_exact_map(
 def trim(
     tokenizers: Tokenizers,
     projection: Input,
-    output: Annotated[Path, typer.Option(metavar="OUTPUT", help=_FILES)],
+    output: Annotated[Path, typer.Option(parser=local_file, metavar="OUTPUT", help=_FILES)],
     top_k: Annotated[int, typer.Option(min=1, max=MOST, metavar="K", help="Entries of a row that are kept.")],
     scale_column: ScaleColumn = False,
     sparse: Sparse = False,
@@ -98,7 +100,7 @@ def trim(
     """Keep the heaviest entries of each row, and let them add up to 1."""
     from mcore_prefix_tree.xtoken.projection import trim as trimmed
 
-    _check_output("--output", output, [projection], sparse=sparse)
+    _check_output("--output", output, [*tokenizers.names, projection], sparse=sparse)
     vocabularies = tokenizers.vocabularies()
     read = _read(projection, vocabularies, scale_column=scale_column)
     _write(output, trimmed(read, top_k), vocabularies, sparse=sparse)
@@ -108,7 +110,7 @@ app.command()(inspect_alignment)
 app.command()(export_teacher)
 
 
-def _check_output(option: str, path: Path, inputs: list[Path], *, sparse: bool) -> None:
+def _check_output(option: str, path: Path, inputs: Sequence[str | Path], *, sparse: bool) -> None:
     from mcore_prefix_tree.xtoken.projection_file import check_form
 
     check_output_option(option, path, inputs)

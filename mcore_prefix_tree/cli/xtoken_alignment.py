@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_prefix_tree.choices import Aligner, OnError, Rendering
-from mcore_prefix_tree.cli.options import takes
+from mcore_prefix_tree.cli.options import local_data, takes
 from mcore_prefix_tree.cli.xtoken_options import Tokenizers
 from mcore_prefix_tree.inputs import MOST
 
@@ -28,7 +28,9 @@ def inspect_alignment(
     tokenizers: Tokenizers,
     files: Annotated[
         list[str],
-        typer.Argument(metavar="FILE...", help="JSON Lines (.gz too), Parquet or Arrow files, or globs."),
+        typer.Argument(
+            parser=local_data, metavar="FILE...", help="JSON Lines (.gz too), Parquet or Arrow files, or globs."
+        ),
     ],
     samples: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Samples to show.")] = 1,
     chunks: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Chunks to show of each sample.")] = 40,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import check_output_option
+from mcore_prefix_tree.cli.options import check_output_option, local
 from mcore_prefix_tree.inputs import MOST
 
 
@@ -16,6 +16,7 @@ def export_teacher(
     output: Annotated[
         str,
         typer.Option(
+            parser=local,
             metavar="FILE",
             help="A sample a line in the data's order: JSON Lines (.jsonl, .json, or packed with .gz), or a .parquet, "
             ".arrow or .feather file. An existing file is replaced once all samples are exported.",

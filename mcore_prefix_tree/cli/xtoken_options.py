@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mcore_prefix_tree.cli.options import local
 from mcore_prefix_tree.cli.samples import object_of
 
 if TYPE_CHECKING:
@@ -20,14 +21,19 @@ _NAMES = "mistral-v7, mistral-v3, mistral-v3-tekken, or a folder with a Hugging 
 class Tokenizers:
     """The student's and the teacher's tokenizer."""
 
-    student: Annotated[str, typer.Option(metavar="NAME", help=f"The student's tokenizer: {_NAMES}")]
-    teacher: Annotated[str, typer.Option(metavar="NAME", help="The teacher's, named in the same way.")]
+    student: Annotated[str, typer.Option(parser=local, metavar="NAME", help=f"The student's tokenizer: {_NAMES}")]
+    teacher: Annotated[str, typer.Option(parser=local, metavar="NAME", help="The teacher's, named in the same way.")]
     student_chat_template_kwargs: Annotated[
         str | None, typer.Option(metavar="JSON", help="What the student's chat template is given besides.")
     ] = None
     teacher_chat_template_kwargs: Annotated[
         str | None, typer.Option(metavar="JSON", help="What the teacher's chat template is given besides.")
     ] = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names or folders of both."""
+        return [self.student, self.teacher]
 
     def load(self) -> tuple[ChatTokenizer, ChatTokenizer]:
         """Return both; raises ValueError for a name or template that cannot be used."""

@@ -10,8 +10,9 @@ from typing import Protocol
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.jsonl import STDIN, LineIndex, read_lines
 from mcore_prefix_tree.data.records import Record
-from mcore_prefix_tree.data.saved_datasets import HUB, files_of_folder, files_of_hub, is_saved
+from mcore_prefix_tree.data.saved_datasets import files_of_folder, files_of_hub, is_saved
 from mcore_prefix_tree.data.skipped import Skipped
+from mcore_prefix_tree.inputs import HUB, local_path
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.versions import install_command
 
@@ -55,12 +56,17 @@ def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
     for path in [os.fspath(path) for path in given]:
         if path.startswith(HUB):
             resolved += files_of_hub(path)
-        elif os.path.isdir(path):
+            continue
+        try:
+            path = local_path(path)
+        except ValueError as error:
+            raise SampleError(str(error)) from None
+        if os.path.isdir(path):
             if is_saved(path):
                 resolved += files_of_folder(path)
                 continue
             raise SampleError(f"{path}: is a folder; name its files, for example '{os.path.join(path, '*.jsonl')}'")
-        elif path == STDIN or os.path.exists(path):
+        if path == STDIN or os.path.exists(path):
             resolved.append(path)
         elif glob.has_magic(path):
             matches = sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match))

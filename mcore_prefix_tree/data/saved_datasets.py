@@ -16,7 +16,6 @@ from mcore_prefix_tree.inputs import read_text
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.versions import install_command
 
-HUB = "hf://"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _NAME = re.compile(
     r"hf://(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?(:(?P<split>\w+))?", re.ASCII

@@ -19,6 +19,7 @@ from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.same import ALONE, Ranks, check_same_samples
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.data.stream import StreamedGroups
+from mcore_prefix_tree.data.turn_order import turn_of, with_later_turns
 from mcore_prefix_tree.errors import naming_memory
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
@@ -105,7 +106,7 @@ class Source:
             )
             with _naming_what_was_left_out(skipped):
                 groups = (
-                    stream()
+                    stream(turn_of=turn_of if self._joins_turns else None)
                     if self.grouped_by is None
                     else streamed_whole_groups(
                         stream,
@@ -186,8 +187,13 @@ class Source:
         self, lines: Sequence[Sequence[Sample]], by: GroupedBy | None, step: int | None
     ) -> Sequence[Sequence[Sample]]:
         if by is None:
-            return lines
+            return with_later_turns(lines) if self._joins_turns else lines
         return whole_groups(lines, by, step=step, setting=self.objective, step_setting=self.step_setting)
+
+    @property
+    def _joins_turns(self) -> bool:
+        """True if an order could take the turns of a rollout apart that lie in lines of their own."""
+        return self.order != "file"
 
     @property
     def _samples_of_a_step(self) -> int | None:

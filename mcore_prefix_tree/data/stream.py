@@ -1,6 +1,6 @@
 """Records of files larger than memory: an index of where they begin, samples made when they are asked for.
 
-Memory is 12 bytes a line, or 4 bytes a row and the chunks of tables that were read last, and where records are grouped
+Memory is 13 bytes a line, or 5 bytes a row and the chunks of tables that were read last, and where records are grouped
 8 bytes a record and 12 a group. One pass at the start, shared by the ranks of a job, finds every bad record before
 training begins, and how many samples each record makes. Groups whose records lie apart are read once more, and checked.
 """
@@ -21,6 +21,7 @@ from mcore_prefix_tree.data.files import PathLike, index_files, no_samples, reso
 from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
 from mcore_prefix_tree.data.same import ALONE, Ranks, check_same_files
 from mcore_prefix_tree.data.skipped import Skipped, check_on_error
+from mcore_prefix_tree.data.turn_order import Turn, goes_on
 from mcore_prefix_tree.sample import Sample, SampleError
 
 Int64Array = npt.NDArray[np.int64]
@@ -90,6 +91,8 @@ class StreamedGroups(Sequence[list[Sample]]):
             ``fault`` then.
         check_apart: function called with the samples of each group that has others between its records; it may raise
             SampleError.
+        turn_of: function that returns the rollout and the turn of a sample, or None: neighbouring records that hold one
+            turn after another of a rollout are a group. Without it, and without ``key``, each record is one.
 
     Attributes:
         sizes: int32 ``[len(self)]``, number of samples of each record, or group.
@@ -114,6 +117,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         key: Callable[[Sample], Hashable] | None = None,
         check: Callable[[list[Sample]], None] | None = None,
         check_apart: Callable[[list[Sample]], None] | None = None,
+        turn_of: Callable[[Sample], Turn | None] | None = None,
     ) -> None:
         check_on_error(on_error)
         resolved = resolve_paths(paths)
@@ -131,13 +135,16 @@ class StreamedGroups(Sequence[list[Sample]]):
         )
         borders = [*(index.record_at(index.total_bytes * rank // size) for rank in range(size)), len(index)]
         records = range(*borders[ranks.rank : ranks.rank + 2])
-        own = _go_through(index, records, options, skips=self._skips, progress=progress, key=key, check=check)
+        own = _go_through(
+            index, records, options, skips=self._skips, progress=progress, key=key, check=check, turn_of=turn_of
+        )
         everyone: list[_Found] = ranks.gather(own)
         _raise_failure(everyone, resolved, options, skipped)
         self.is_scored = any(found.is_scored for found in everyone)
         self.sizes = self._record_sizes = np.concatenate([found.sizes for found in everyone])
         if key is None:
             self.fault = next((found.fault for found in everyone if found.fault), "")
+            self._join_turns(everyone)
             return
         group_of, is_apart = self._join(np.concatenate([found.digests for found in everyone]))
         fault = self._check_again(np.flatnonzero(is_apart), check_apart, ranks)
@@ -193,6 +200,23 @@ class StreamedGroups(Sequence[list[Sample]]):
         begins = self._begins[:-1]
         self.sizes = np.add.reduceat(self._record_sizes[self._members], begins).astype(np.int32)
         return groups, by_group[ends - 1] - by_group[begins] != ends - begins - 1
+
+    def _join_turns(self, everyone: Sequence[_Found]) -> None:
+        """Join neighbouring records that hold one turn after another of a rollout."""
+        goes_on_here, last = [], None
+        for found in everyone:
+            follows = found.goes_on.copy()
+            if found.first_place >= 0:
+                follows[found.first_place] = goes_on(last, found.first_turn)
+                last = found.last_turn
+            goes_on_here.append(follows)
+        follows = np.concatenate(goes_on_here)
+        if not follows.any():
+            return
+        self._members = np.flatnonzero(self._record_sizes)
+        begins = np.flatnonzero(~follows[self._members])
+        self._begins = np.append(begins, len(self._members))
+        self.sizes = np.add.reduceat(self._record_sizes[self._members], begins).astype(np.int32)
 
     def _check_again(
         self,
@@ -259,6 +283,10 @@ class _Found:
         fault: first error of ``check`` among neighbouring records of this rank with the same key, or "".
         fault_at: first of these records.
         is_scored: whether any token of the samples is scored.
+        goes_on: bool ``[N]``, whether a record's first sample is a later turn of the rollout of the sample before it.
+        first_place: place of the first record that has samples; -1 without any.
+        first_turn: rollout and turn of its first sample; None unless it names both.
+        last_turn: the same of the last sample.
     """
 
     sizes: npt.NDArray[np.int32]
@@ -269,6 +297,17 @@ class _Found:
     fault: str = ""
     fault_at: int = 0
     is_scored: bool = False
+    goes_on: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    first_place: int = -1
+    first_turn: Turn | None = None
+    last_turn: Turn | None = None
+
+    def add_turns(self, place: int, first: Turn | None, last: Turn | None) -> None:
+        """Take the turns of the first and the last sample of the next record that has samples."""
+        if self.first_place < 0:
+            self.first_turn, self.first_place = first, place
+        self.goes_on[place] = goes_on(self.last_turn, first)
+        self.last_turn = last
 
 
 def _go_through(
@@ -280,9 +319,14 @@ def _go_through(
     progress: Callable[[int, int], None] | None,
     key: Callable[[Sample], Hashable] | None,
     check: Callable[[list[Sample]], None] | None,
+    turn_of: Callable[[Sample], Turn | None] | None,
 ) -> _Found:
     keyed = 0 if key is None else len(records)
-    found = _Found(sizes=np.zeros(len(records), np.int32), digests=np.zeros((keyed, 2), np.uint64))
+    found = _Found(
+        sizes=np.zeros(len(records), np.int32),
+        digests=np.zeros((keyed, 2), np.uint64),
+        goes_on=np.zeros(len(records), np.bool_),
+    )
     groups = _CheckedGroups(check, keyed=key is not None)
     try:
         for place, record in enumerate(_reporting(index, records, progress)):
@@ -291,6 +335,8 @@ def _go_through(
             found.sizes[place] = len(samples)
             if not samples:
                 continue
+            if turn_of is not None:
+                found.add_turns(place, turn_of(samples[0]), turn_of(samples[-1]))
             found.is_scored = found.is_scored or any(sample.is_scored for sample in samples)
             digest = None if key is None else _digest(_key_of(samples, key), record)
             if digest is not None:

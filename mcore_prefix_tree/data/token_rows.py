@@ -107,7 +107,7 @@ class _Aligned:
 
     def value(self, value: Any, name: str, fill: Any = None) -> Any:
         """Return ``field`` for a value."""
-        if not isinstance(value, (list, np.ndarray)) or np.ndim(value) == 0:
+        if not isinstance(value, list) and not (isinstance(value, np.ndarray) and value.ndim):
             raise ChatError(f"field '{name}' must be a list with an entry for each token")
         if len(value) == self.length:
             return value
@@ -131,14 +131,8 @@ class _Aligned:
         return array.astype(bool)
 
     def teacher(self, teacher: Mapping[str, Any], kept: slice) -> dict[str, Any]:
-        """Return the rows of a teacher for each token that is kept."""
-        found = {}
-        for name in _TEACHER_ROWS:
-            rows = teacher[name]
-            width = np.size(rows[0]) if isinstance(rows, (list, np.ndarray)) and len(rows) else 1
-            nothing = [0] * width if name == "token_ids" else [None] * width
-            found[name] = self.value(rows, f"teacher.{name}", nothing)[kept]
-        return found
+        """Return the rows of a teacher for each token that is kept, None for those of the prompt."""
+        return {name: self.value(teacher[name], f"teacher.{name}")[kept] for name in _TEACHER_ROWS}
 
 
 def _ids(row: Mapping[str, Any], name: str) -> Any:

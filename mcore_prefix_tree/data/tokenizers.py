@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_prefix_tree.data.chat import ChatTokenizer
+from mcore_prefix_tree.inputs import local_path
 from mcore_prefix_tree.versions import install_command
 
 # v7 leaves the history alone from turn to turn, so the turns of a rollout share it, and has the small vocabulary.
@@ -29,6 +30,7 @@ def load_tokenizer(
             output each time; or ``chat_template_kwargs`` are not a template's.
         ImportError: the name is a folder and transformers is missing.
     """
+    name_or_path = local_path(name_or_path)
     # Both libraries take their time to import, and data that is already tokens needs neither.
     if os.path.isdir(name_or_path):
         try:

@@ -19,7 +19,8 @@ import numpy as np
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.files import TABLES, is_table, require_pyarrow
 from mcore_prefix_tree.data.jsonl import JsonText, is_gzip
-from mcore_prefix_tree.inputs import is_same_file
+from mcore_prefix_tree.data.saved_datasets import is_saved
+from mcore_prefix_tree.inputs import files_of_folder, is_same_file
 from mcore_prefix_tree.sample import Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals, Teacher
 
@@ -71,7 +72,8 @@ def check_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
 
     Args:
         path: path of the file.
-        inputs: inputs that the command reads: paths, globs, ``-``. One that does not exist is ignored.
+        inputs: inputs that the command reads: files, globs, ``-``; folders of runs, models, tokenizers and saved data
+            sets. One that does not exist is ignored.
 
     Raises:
         ValueError: the file's folder does not exist or cannot be written to, the path is a folder or a device, or the
@@ -87,11 +89,21 @@ def check_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
         raise ValueError(f"{path}: exists and is not a regular file; name another")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{path}: its folder cannot be written to; name another")
-    for given in map(str, inputs):
-        if any(is_same_file(path, one) for one in (given, *glob.glob(given, recursive=True))):
-            raise ValueError(f"{path}: is read by this command, which would replace it; name another file")
+    if Path(path).exists() and any(is_same_file(path, one) for given in inputs for one in _files_of(str(given))):
+        raise ValueError(f"{path}: is read by this command, which would replace it; name another file")
     if is_table(str(path)):
         require_pyarrow(str(path))
+
+
+def _files_of(given: str) -> Iterator[str]:
+    """Yield the files that an input names; a folder's own."""
+    for one in (given, *glob.glob(given, recursive=True)):
+        if not os.path.isdir(one):
+            yield one
+        elif is_saved(one):
+            yield from (entry.path for entry in os.scandir(one))
+        else:
+            yield from files_of_folder(one)
 
 
 def check_rows_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
@@ -187,10 +199,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Teacher):
-        return {name: _plain(part) for name, part in vars(value).items() if part is not None}
+        return {name: _part(part) for name, part in value.parts().items()}
     if isinstance(value, np.ndarray):
         return [_plain(row) for row in value] if value.ndim > 1 else _listed(value)
     return value
+
+
+def _part(part: Any) -> Any:
+    """Return a part of a teacher; of float32 the digits that it is read back from, which are half of a double's."""
+    if isinstance(part, list):
+        return [None if row is None else _part(row) for row in part]
+    if not isinstance(part, np.ndarray) or part.dtype != np.float32:
+        return _plain(part)
+    short = part.astype(np.str_).astype(np.float64)
+    return _plain(np.where(short.astype(np.float32) == part, short, part))
 
 
 def _listed(values: np.ndarray[Any, Any]) -> list[Any]:

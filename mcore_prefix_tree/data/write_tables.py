@@ -136,7 +136,7 @@ def _array(values: Sequence[Any]) -> Any:
     """Return an Arrow array of values of one kind. In a list of numbers, NaN becomes null."""
     example = next((value for value in values if value is not None), None)
     if isinstance(example, Teacher):
-        return _structs([None if value is None else vars(value) for value in values])
+        return _structs(values)
     if isinstance(example, np.ndarray):
         dtype = np.result_type(*(value.dtype for value in values if value is not None))
         lists = [None if value is None else value.astype(dtype, copy=False) for value in values]
@@ -144,16 +144,18 @@ def _array(values: Sequence[Any]) -> Any:
     return pa.array(values)
 
 
-def _structs(objects: Sequence[Mapping[str, Any] | None]) -> Any:
-    """Return an Arrow array of objects, of the fields that any of them has."""
+def _structs(teachers: Sequence[Teacher | None]) -> Any:
+    """Return an Arrow array of teachers, of the fields that any of them has."""
     parts: dict[str, list[Any]] = {}
-    for name, part in ((name, part) for one in objects if one for name, part in one.items() if part is not None):
+    for name, part in ((name, part) for one in teachers if one for name, part in one.arrays().items()):
         parts.setdefault(name, []).append(part)
-    rows = [None if one is None else {name: _plain(one[name]) for name in parts} for one in objects]
+    rows = [None if one is None else {name: _plain(part) for name, part in one.parts().items()} for one in teachers]
     return pa.array(rows, type=pa.struct([(name, _type_of(own)) for name, own in parts.items()]))
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(row) for row in value]
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 

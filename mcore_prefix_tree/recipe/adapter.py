@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from mcore_prefix_tree.inputs import check_files_of
+from mcore_prefix_tree.inputs import check_files_of, local_path
 from mcore_prefix_tree.recipe.hf import PICKLES, HuggingFaceFolder, read_json, tensors_in
 from mcore_prefix_tree.recipe.model import LoraConfig, LoraTarget
 
@@ -61,7 +61,7 @@ class AdapterFolder:
                 than low-rank matrices beside linear layers; names the file.
             OSError: a file cannot be read.
         """
-        folder = Path(path)
+        folder = Path(local_path(str(path)))
         if not (folder / CONFIG).is_file():
             raise ValueError(f"{folder} is not a folder with an {CONFIG}; give the local folder that PEFT wrote")
         check_files_of(folder)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_prefix_tree.inputs import check_files_of, open_regular, read_text
+from mcore_prefix_tree.inputs import check_files_of, local_path, open_regular, read_text
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -83,7 +83,7 @@ class HuggingFaceFolder:
                 model is not a causal language model; names the file.
             OSError: a file cannot be read.
         """
-        folder = Path(path)
+        folder = Path(local_path(str(path)))
         if not (folder / CONFIG).is_file():
             raise ValueError(
                 f"{folder} is not a folder with a {CONFIG}; download the model first and give its local folder"
@@ -205,7 +205,7 @@ def with_folder(content: Any) -> Any:
     if isinstance(data, dict) and folder.has_chat_template:
         filled["data"] = {"tokenizer": path} | data
     if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
-        _check_tokenizer(folder, Path(data["tokenizer"]))
+        _check_tokenizer(folder, Path(local_path(data["tokenizer"])))
     return filled
 
 

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from pydantic import ValidationError as PydanticError
 from yaml import YAMLError
 
-from mcore_prefix_tree.inputs import read_text
+from mcore_prefix_tree.inputs import local_path, read_text
 from mcore_prefix_tree.recipe.adapter import AdapterFolder, layers_with, with_adapter
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder, with_folder
 from mcore_prefix_tree.recipe.keys import instead_of
@@ -47,6 +47,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: the recipe cannot be used; names the file and the key.
     """
     try:
+        path = local_path(str(path))
         text = read_text(path)
         _check_scalars(text)
         merged = OmegaConf.load(io.StringIO(text))

@@ -9,7 +9,15 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from mcore_prefix_tree.recipe.values import STRICT, Dtype, NonNegativeFloat, Number, PositiveFloat, PositiveInt
+from mcore_prefix_tree.recipe.values import (
+    STRICT,
+    Dtype,
+    LocalPath,
+    NonNegativeFloat,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+)
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -106,6 +114,6 @@ class ModelConfig:
     dtype: Dtype = "float32"
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     transformer: dict[str, Any] = field(default_factory=dict)
-    hf: str | None = None
+    hf: Annotated[str | None, LocalPath] = None
     lora: LoraConfig | None = None
-    adapter: str | None = None
+    adapter: Annotated[str | None, LocalPath] = None

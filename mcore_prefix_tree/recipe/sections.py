@@ -18,13 +18,16 @@ from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.values import (
     AT_ODDS,
     STRICT,
+    DataPath,
     Fields,
+    LocalPath,
     NonNegativeFloat,
     NonNegativeInt,
     Number,
     PositiveFloat,
     PositiveInt,
     Seed,
+    local,
 )
 from mcore_prefix_tree.trie import Sharing
 
@@ -59,9 +62,9 @@ class DataConfig:
         num_workers: number of processes of each rank that read and encode ahead, under ``streaming``; 0 for none.
     """
 
-    path: str | list[str]
+    path: Annotated[str | list[str], DataPath]
     fields: Fields = field(default_factory=dict)
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, LocalPath] = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     expand_turns: bool = False
     order: Order = "shuffled"
@@ -143,7 +146,7 @@ class BatchConfig:
     share: Share = "all"
     min_shared_tokens: NonNegativeInt = 0
     length_buckets: list[PositiveInt] | None = None
-    calibration: str | None = None
+    calibration: Annotated[str | None, LocalPath] = None
 
     def __post_init__(self) -> None:
         """Refuse two sizes of a step, or none."""
@@ -167,6 +170,12 @@ class BatchConfig:
         return size
 
 
+def _with_local_projection(options: dict[str, Any]) -> dict[str, Any]:
+    given = options.get("projection")
+    is_path = isinstance(given, str) or (isinstance(given, list) and all(isinstance(one, str) for one in given))
+    return options | {"projection": local(given)} if is_path else options
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ObjectiveConfig:
     """Objective that the samples are trained with.
@@ -184,8 +193,8 @@ class ObjectiveConfig:
     """
 
     name: str = "sft"
-    options: dict[str, Any] = field(default_factory=dict)
-    teacher_recipe: str | list[str] | None = None
+    options: Annotated[dict[str, Any], AfterValidator(_with_local_projection)] = field(default_factory=dict)
+    teacher_recipe: Annotated[str | list[str] | None, LocalPath] = None
     teacher_tensor_model_parallel_size: PositiveInt | None = None
 
     @property
@@ -253,11 +262,11 @@ class CheckpointConfig:
             needs, or with ``model.lora`` in PEFT's; it must not exist. None exports nothing.
     """
 
-    save: str | None = None
-    pretrained_checkpoint: str | None = None
+    save: Annotated[str | None, LocalPath] = None
+    pretrained_checkpoint: Annotated[str | None, LocalPath] = None
     save_interval: PositiveInt = 100
     keep_last: PositiveInt | None = None
-    export_hf: str | None = None
+    export_hf: Annotated[str | None, LocalPath] = None
 
 
 def _json_lines(name: str) -> str:
@@ -285,8 +294,8 @@ class LogConfig:
             run is kept in ``checkpoint.save``; ``WANDB_MODE=offline`` keeps the numbers in files. None sends none.
     """
 
-    metrics: Annotated[str, AfterValidator(_json_lines)] | None = None
-    tensorboard: str | None = None
+    metrics: Annotated[str, AfterValidator(_json_lines), LocalPath] | None = None
+    tensorboard: Annotated[str | None, LocalPath] = None
     wandb: str | None = None
 
 
@@ -309,7 +318,7 @@ class ValidationConfig:
             last, too. A signal that ends the run leaves out that of its step.
     """
 
-    path: Annotated[str | list[str] | None, AfterValidator(_no_standard_input)] = None
+    path: Annotated[str | list[str] | None, AfterValidator(_no_standard_input), DataPath] = None
     eval_interval: PositiveInt = 100
 
 
@@ -404,13 +413,18 @@ class Recipe:
 
     @property
     def inputs(self) -> list[str]:
-        """Files and globs that a job reads, which none of its outputs may replace."""
+        """Files, globs and folders that a job reads, of which its outputs may replace no file."""
         projections = self.objective.options.get("projection")
         named = (
             self.data.path,
             self.validation.path,
             self.batch.calibration,
             self.objective.teacher_recipe,
+            self.data.tokenizer,
+            self.model.hf,
+            self.model.adapter,
+            self.checkpoint.save,
+            self.checkpoint.pretrained_checkpoint,
             # Of another type it is rejected with the options.
             projections if isinstance(projections, str | list) else None,
         )

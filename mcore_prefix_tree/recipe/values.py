@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.data.fields import check_names
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.inputs import HUB, MOST, local_path
 
 # The type of an error about several keys together, of which none has a wrong value by itself.
 AT_ODDS = "at_odds"
@@ -31,6 +31,20 @@ def _names(value: dict[str, str | None]) -> dict[str, str | None]:
     return value
 
 
+def local(value: str | list[str] | None) -> str | list[str] | None:
+    """Return :func:`local_path` of a path, or of each; raises what pydantic reports."""
+    try:
+        return [local_path(one) for one in value] if isinstance(value, list) else value and local_path(value)
+    except ValueError as error:
+        raise PydanticCustomError(AT_ODDS, "{error}", {"error": str(error)}) from None
+
+
+def _data(value: str | list[str] | None) -> str | list[str] | None:
+    if isinstance(value, list):
+        return [one if one.startswith(HUB) else str(local(one)) for one in value]
+    return value if value is None or value.startswith(HUB) else local(value)
+
+
 Number = BeforeValidator(_no_boolean)
 PositiveInt = Annotated[int, Field(gt=0, le=MOST), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST), Number]
@@ -39,4 +53,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63), Number]
 PositiveFloat = Annotated[float, Field(gt=0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0), Number]
 Fields = Annotated[dict[str, str | None], AfterValidator(_names)]
+# A path of this machine, or several; of data, also a name on the hub.
+LocalPath = AfterValidator(local)
+DataPath = AfterValidator(_data)
 Dtype = Literal["float64", "float32", "bfloat16"]

@@ -81,3 +81,19 @@ def test_pictures_are_checked_before_the_work(
     done = CliRunner().invoke(app, [*words, str(tmp_path / "picture.png")])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == ("error: --plot needs matplotlib; install it with: pip install 'matplotlib>=3.8'\n")
+
+
+def test_train_draws_what_rewards_report(recipe: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = {"group": "a", "old_logprobs": [None, None, -2.0], "ref_logprobs": [None, None, -2.5]}
+    rows = [{"tokens": [1, 2, 4 + at], "loss_mask": [0, 0, 1], "reward": at, **row} for at in range(2)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    grpo = ["objective.name=grpo", "objective.options={kl_coef: 0.1}", "validation.path=null"]
+    texts = []
+    for overrides in (["validation.path=null"], grpo):
+        arguments = [*overrides, "--plot", str(tmp_path / "steps.svg")]
+        done = CliRunner().invoke(app, ["train", str(recipe), *arguments])
+        assert done.exit_code == 0, done.output
+        texts.append((tmp_path / "steps.svg").read_text())
+    for panel in ("reward", "KL divergence", "clip fraction"):
+        assert [f"<!-- {panel} -->" in text for text in texts] == [False, True]

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.write import check_rows_output
-from mcore_prefix_tree.inputs import check_files_of
+from mcore_prefix_tree.inputs import TRACKER, check_files_of
 from mcore_prefix_tree.mcore.engine.score_file import ScoreOptions
 from mcore_prefix_tree.mcore.megatron_lm.pattern import check_layers
-from mcore_prefix_tree.mcore.models.checkpoint import TRACKER
 from mcore_prefix_tree.objectives import OBJECTIVES, Objective
 from mcore_prefix_tree.recipe import ObjectiveConfig
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
@@ -297,7 +296,7 @@ def check_score(args: argparse.Namespace) -> None:
     setting = NAMES.objective.format(args.prefix_tree_objective)
     try:
         options.check(objective_kind(args), setting=setting, vocab_size=args.vocab_size)
-        check_rows_output(file, args.prefix_tree_data_path)
+        check_rows_output(file, [*args.prefix_tree_data_path, *_folders_read(args)])
     except ValueError as error:
         text = str(error)
         raise ArgumentError(text if text.startswith(options.prefix) else f"--prefix-tree-score {text}") from None
@@ -312,6 +311,12 @@ def check_score(args: argparse.Namespace) -> None:
             raise ArgumentError(f"{option} {folder} holds no checkpoint; name the folder of a run that saved one")
     if args.load is None and has_scalar_head(args) and not HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head:
         raise ArgumentError(f"--prefix-tree-hf {args.prefix_tree_hf} has no scalar head to score with; give --load")
+
+
+def _folders_read(args: argparse.Namespace) -> list[str]:
+    """Return the folders and files besides the data that a scoring job reads."""
+    names = ("load", "prefix_tree_score_reference", "prefix_tree_hf", "prefix_tree_tokenizer", "tokenizer_model")
+    return [given for name in names if (given := getattr(args, name, None)) is not None]
 
 
 def score_options(args: argparse.Namespace) -> ScoreOptions:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_prefix_tree.data.fields import check_names
-from mcore_prefix_tree.inputs import json_of
+from mcore_prefix_tree.inputs import HUB, json_of, local_path
 from mcore_prefix_tree.mcore.megatron_lm.folding_arguments import add_folding_arguments, whole_number
 from mcore_prefix_tree.objectives import OBJECTIVES
 
@@ -44,6 +44,17 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return found
+
+
+def _local(text: str) -> str:
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _data(text: str) -> str:
+    return text if text.startswith(HUB) else _local(text)
 
 
 def _field_names(text: str) -> dict[str, Any]:
@@ -81,6 +92,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--prefix-tree-data-path",
+        type=_data,
         nargs="+",
         metavar="FILE",
         help="JSONL, Parquet or Arrow files or globs: lines or rows with tokens (and loss_mask, merge_key) or with "
@@ -88,6 +100,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--prefix-tree-valid-data-path",
+        type=_data,
         nargs="+",
         metavar="FILE",
         help="The same, for validation. Without it nothing is evaluated.",
@@ -102,12 +115,14 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--prefix-tree-hf",
+        type=_local,
         metavar="DIR",
         help="Folder of a Hugging Face model, whose architecture sets the model's arguments. Training starts from its "
         "weights unless it loads a checkpoint. Needs Megatron-Bridge, Python 3.12 and core_v0.19.0.",
     )
     group.add_argument(
         "--prefix-tree-tokenizer",
+        type=_local,
         metavar="NAME",
         help="For chat messages: mistral-v7, mistral-v3, mistral-v3-tekken, or the folder of a Hugging Face "
         "tokenizer. Sets the vocabulary where --tokenizer-type and --vocab-size do not.",
@@ -141,6 +156,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--prefix-tree-teacher",
+        type=_local,
         nargs="+",
         metavar="RECIPE",
         help="Recipes of the models that distill with teacher=full, and xtoken, learn from: model, checkpoint.save or "
@@ -204,6 +220,7 @@ def _add_score_options(group: argparse._ArgumentGroup) -> None:
     """Add the options of ``mcore-prefix-tree score``, under their names."""
     group.add_argument(
         "--prefix-tree-score",
+        type=_local,
         metavar="FILE",
         help="Train nothing: write every sample with what the checkpoint of --load says of it, one a line in the "
         "data's order, as `mcore-prefix-tree score --output FILE` does. JSON Lines (.jsonl, .json, also .gz), "
@@ -211,6 +228,7 @@ def _add_score_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--prefix-tree-score-reference",
+        type=_local,
         metavar="DIR",
         help="Checkpoints of a reference model of the same arguments; adds ref_logprobs.",
     )

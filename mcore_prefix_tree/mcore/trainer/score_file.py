@@ -60,7 +60,7 @@ def run_score(
     """
     check_recipe(recipe)
     try:
-        check_rows_output(output, recipe.inputs)
+        check_rows_output(output, [*recipe.inputs, *([] if reference is None else [reference])])
     except ValueError as error:
         raise RecipeError(f"--output {error}") from None
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
