@@ -17,13 +17,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from mcore_prefix_tree.arguments.early import check_early, check_rl_early, help_of
+from mcore_prefix_tree.arguments.rules import check_unused
 from mcore_prefix_tree.ending import end_without_stacks
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.launchers import adopt_ranks
 from mcore_prefix_tree.output import lost_output, outlive_output
 
 VARIABLE = "MEGATRON_LM_PATH"
-GPT, HYBRID = "pretrain_gpt.py", "pretrain_hybrid.py"
+GPT, HYBRID, RL = "pretrain_gpt.py", "pretrain_hybrid.py", "train_rl.py"
 _PATTERNS = {"--hybrid-layer-pattern", "--hybrid-override-pattern"}
 
 
@@ -48,15 +50,22 @@ def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -
             _check_hybrid(root)
         if folded:
             _check_kind(script, rest)
+        rl = script == RL
+        if folded and {"-h", "--help"} & set(rest):
+            print(help_of(root / script, rl=rl), end="")
+            return
         dry_run = "--prefix-tree-dry-run" in rest
         if folded and not dry_run:
             adopt_ranks(os.environ)
+        if folded:
+            (check_rl_early if rl else check_early)(rest)
+        else:
+            check_unused(rest)
         with warnings.catch_warnings():
             if folded and (dry_run or os.environ.get("LOCAL_RANK", "0") != "0"):
                 # Which optional packages are missing one rank of a machine says; a dry run does without them.
                 warnings.simplefilter("ignore")
             # Only now is it known which megatron there is to import.
-            from mcore_prefix_tree.mcore.megatron_lm.arguments import check_unused
             from mcore_prefix_tree.mcore.megatron_lm.launch import emulate_without_gpu
         emulate_without_gpu(dry_run=dry_run)
         if folded:
@@ -65,7 +74,6 @@ def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -
                 outlive_output()
             import_module(f"{room}.launch").run(root)
             return
-        check_unused(rest)
     sys.argv = [str(root / script), *rest]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -10,6 +10,12 @@ from mcore_prefix_tree.data.chat import ChatTokenizer
 
 # v7 leaves the history alone from turn to turn, so the turns of a rollout share it, and has the small vocabulary.
 DEFAULT_TOKENIZER = "mistral-v7"
+# v1 and v2 are left out: v1 knows no tools and no control tokens, v2 drops the tool calls of earlier turns.
+FILES = {
+    "mistral-v3": "mistral_instruct_tokenizer_240323.model.v3",
+    "mistral-v3-tekken": "tekken_240718.json",
+    "mistral-v7": "mistral_instruct_tokenizer_241114.model.v7",
+}
 
 
 def load_tokenizer(
@@ -41,8 +47,24 @@ def load_tokenizer(
 
         return HuggingFaceChatTokenizer(name_or_path, chat_template_kwargs)
 
-    from mcore_prefix_tree.data.mistral import FILES, MistralChatTokenizer
+    check_tokenizer_named(name_or_path, chat_template_kwargs)
+    from mcore_prefix_tree.data.mistral import MistralChatTokenizer
 
+    return MistralChatTokenizer(name_or_path)
+
+
+def check_tokenizer_named(name_or_path: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+    """Check that a name is a tokenizer's or a folder, without loading it.
+
+    Args:
+        name_or_path: see :func:`load_tokenizer`.
+        chat_template_kwargs: see :func:`load_tokenizer`.
+
+    Raises:
+        ValueError: the name is neither, or ``chat_template_kwargs`` are not a template's.
+    """
+    if os.path.isdir(name_or_path):
+        return
     if name_or_path not in FILES:
         raise ValueError(
             f"tokenizer '{name_or_path}' is neither a folder nor one of {', '.join(sorted(FILES))}; "
@@ -53,4 +75,3 @@ def load_tokenizer(
             f"chat_template_kwargs ({', '.join(chat_template_kwargs)}) are for the chat template of a Hugging Face "
             f"tokenizer; tokenizer '{name_or_path}' has none"
         )
-    return MistralChatTokenizer(name_or_path)

@@ -31,9 +31,9 @@ def has_hybrid_model() -> bool:
 
 # Arguments, and how what is said of them begins after "prefix-tree training does not support ".
 SPINE = [
-    ("--context-parallel-size 2", "context_parallel_size=2"),
-    ("--attention-dropout 0.1", "attention_dropout=0.1"),
-    ("--hidden-dropout 0.1", "hidden_dropout=0.1"),
+    ("--context-parallel-size 2", "--context-parallel-size 2"),
+    ("--attention-dropout 0.1", "--attention-dropout 0.1"),
+    ("--hidden-dropout 0.1", "--hidden-dropout 0.1"),
     (f"{LATENT} --rope-type yarn", "apply_rope_fusion=True with multi_latent_attention"),
     (
         f"{LATENT} --no-rope-fusion --tensor-model-parallel-size 2 --transformer-impl transformer_engine",
@@ -231,5 +231,6 @@ def test_every_refusal_of_the_spine_is_driven_here() -> None:
 
 
 def setting_of(sentence: str) -> str:
-    """The name before a value or a colon."""
-    return sentence.partition(":")[0].partition("=")[0]
+    """The name before a value or a colon; an option's as the field's."""
+    name = sentence.partition(":")[0].partition("=")[0]
+    return name.partition(" ")[0].removeprefix("--").replace("-", "_") if name.startswith("--") else name

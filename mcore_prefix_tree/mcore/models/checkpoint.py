@@ -27,7 +27,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_prefix_tree.data.same import name_ranks
-from mcore_prefix_tree.inputs import check_files_of, read_regular
+from mcore_prefix_tree.inputs import TRACKER, check_files_of, read_regular
 from mcore_prefix_tree.mcore.models.hf import ADAPTER
 from mcore_prefix_tree.mcore.models.integrity import (
     DamagedCheckpointError,
@@ -45,7 +45,6 @@ from mcore_prefix_tree.mcore.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY, start_new_head
 from mcore_prefix_tree.recipe import ModelConfig, RecipeError
 
-TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 # How long a rank looks for what another machine has written, and how often.
 _PATIENCE_S, _LOOK_S = 15.0, 0.5

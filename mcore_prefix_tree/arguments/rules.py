@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from mcore_prefix_tree.attention.api import check_setting
+from mcore_prefix_tree.data import resolve_paths
 from mcore_prefix_tree.data.write import check_rows_output
-from mcore_prefix_tree.inputs import check_files_of
-from mcore_prefix_tree.mcore.engine.score_file import ScoreOptions
-from mcore_prefix_tree.mcore.megatron_lm.pattern import check_layers
-from mcore_prefix_tree.mcore.models.checkpoint import TRACKER
+from mcore_prefix_tree.inputs import TRACKER, check_files_of
+from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.objectives import OBJECTIVES, Objective
+from mcore_prefix_tree.objectives.score_options import ScoreOptions
 from mcore_prefix_tree.recipe import ObjectiveConfig
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import check_teachers_named, settings_of
@@ -79,6 +79,8 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("logits_save_dir", "it would save the logits of unique tokens as those of samples"),
     ("use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp", "not proven equal yet; leave it out"),
 )
+# Names of these arguments.
+UNSUPPORTED = tuple(name for names, _ in _UNSUPPORTED for name in names.split())
 # Values of arguments that cannot be used, and why.
 _UNSUPPORTED_VALUES: tuple[tuple[str, str, str], ...] = (
     ("transformer_impl", "inference_optimized", "use local or transformer_engine"),
@@ -103,6 +105,19 @@ _SHARDS = "tensor-parallel-num-weight-shards above the tensor-parallel size: not
 
 # What cannot be used together.
 _AT_ODDS: tuple[Rule, ...] = (
+    (
+        lambda args: args.context_parallel_size > 1,
+        "--context-parallel-size {context_parallel_size}: a tree is not split over context-parallel ranks; use "
+        "tensor, sequence or pipeline parallelism",
+    ),
+    # The arguments of a checkpoint, or a file, would replace these.
+    *(
+        (
+            lambda args, name=name: getattr(args, name) > 0 and not (args.use_checkpoint_args or args.yaml_cfg),
+            f"{option} {{{name}}}: samples that share a token would share its dropout; give {option} 0",
+        )
+        for name, option in (("attention_dropout", "--attention-dropout"), ("hidden_dropout", "--hidden-dropout"))
+    ),
     (
         lambda args: _splits_latents(args) and args.transformer_impl == "local",
         f"--transformer-impl local{_WRONG_GRADIENT}",
@@ -170,8 +185,6 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
 
     Raises:
         ArgumentError: one sentence for every argument at fault.
-        NotImplementedError: a layer of a hybrid model cannot follow a tree; see :func:`check_layers`.
-        ValueError: a hybrid model cannot be built.
     """
     given = vars(args)
     found = [
@@ -184,7 +197,6 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
     found += [sentence.format_map(given) for holds, sentence in (*_AT_ODDS, *at_odds) if holds(args)]
     if found:
         raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
-    check_layers(args)
 
 
 def check_checkpoints(args: argparse.Namespace) -> None:
@@ -203,6 +215,72 @@ def check_checkpoints(args: argparse.Namespace) -> None:
                 check_files_of(checkpoint)
 
 
+def check_checkpoint_args(args: argparse.Namespace) -> None:
+    """Refuse ``--use-checkpoint-args`` with what needs the model's arguments before the checkpoint is read.
+
+    Raises:
+        ArgumentError: names the other argument.
+    """
+    if args.use_checkpoint_args and args.prefix_tree_hf is not None:
+        raise ArgumentError("--use-checkpoint-args and --prefix-tree-hf both decide the model; leave one of them out")
+    if args.use_checkpoint_args and args.prefix_tree_dry_run:
+        raise ArgumentError("--prefix-tree-dry-run does not read --use-checkpoint-args; give the model's arguments")
+
+
+def check_launched(environment: Mapping[str, str]) -> None:
+    """Check that a launcher started this rank.
+
+    Raises:
+        ArgumentError: it is not set where the ranks meet.
+    """
+    if "MASTER_ADDR" not in environment:
+        raise ArgumentError(
+            "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets where its ranks meet"
+        )
+
+
+def check_data(args: argparse.Namespace) -> None:
+    """Check that the files of samples exist.
+
+    Raises:
+        SampleError: a file is missing, or a glob matches none.
+    """
+    resolve_paths([*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())])
+
+
+def check_vocabulary_known(args: argparse.Namespace) -> None:
+    """Check that an argument sets the vocabulary.
+
+    Raises:
+        ArgumentError: none does.
+    """
+    if args.use_checkpoint_args:
+        return
+    names = ("prefix_tree_tokenizer", "prefix_tree_hf", "tokenizer_type", "vocab_size", "padded_vocab_size")
+    if all(getattr(args, name) is None for name in names):
+        raise ArgumentError(
+            "the vocabulary is not known: give --prefix-tree-tokenizer, --vocab-size, or Megatron's --tokenizer-type"
+        )
+
+
+def padding_of(args: argparse.Namespace, *, multiple: int) -> Padding:
+    """Return the padding that the arguments describe.
+
+    Args:
+        args: parsed arguments.
+        multiple: number that lengths must be a multiple of, for the parallel layout.
+
+    Raises:
+        ArgumentError: the length buckets fit neither the budget nor the parallel layout.
+    """
+    try:
+        padding = Padding(multiple=multiple, buckets=tuple(args.prefix_tree_length_buckets or ()))
+        padding.check_holds(args.prefix_tree_max_tokens)
+    except ValueError as error:
+        raise ArgumentError(f"--prefix-tree-length-buckets: {error}") from None
+    return padding
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Refuse what cannot be used with ``--prefix-tree``, from the arguments alone.
 
@@ -210,8 +288,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         args: arguments parsed by Megatron-LM's parser with :func:`add_argument_group`, validated by it or not yet.
 
     Raises:
-        ArgumentError, NotImplementedError: see :func:`refuse`.
-        ValueError: there is no such attention back-end, or a hybrid model cannot be built.
+        ArgumentError: see :func:`refuse`.
+        ValueError: there is no such attention back-end.
     """
     refuse(args, at_odds=_AT_ODDS_OF_FILES)
     given = vars(args)
@@ -347,5 +425,8 @@ def check_unused(arguments: Sequence[str]) -> None:
         ArgumentError: one is given; the message names the first.
     """
     for argument in arguments:
-        if argument.startswith("--prefix-tree-"):
-            raise ArgumentError(f"{argument.partition('=')[0]} needs --prefix-tree, which is missing")
+        name = argument.partition("=")[0]
+        if name.startswith("--prefix-tree-"):
+            raise ArgumentError(f"{name} needs --prefix-tree, which is missing")
+        if name.replace("_", "-").startswith("--prefix-tree"):
+            raise ArgumentError(f"{argument}: there is no such argument, did you mean --prefix-tree?")
