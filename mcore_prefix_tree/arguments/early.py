@@ -92,7 +92,7 @@ class _Given(argparse.Action):
         setattr(namespace, self.dest, not words or not _OFF.issuperset(words))
 
 
-class _Parser(argparse.ArgumentParser):
+class EarlyParser(argparse.ArgumentParser):
     def __init__(self, add_group: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]) -> None:
         super().__init__(allow_abbrev=False, add_help=False, argument_default=None)
         add_group(self)
@@ -143,7 +143,7 @@ def check_early(words: Sequence[str]) -> None:
         SampleError: a file of samples is missing.
         OSError, ValueError: a folder that an argument names cannot be used.
     """
-    args = _Parser(add_argument_group).parse(words)
+    args = EarlyParser(add_argument_group).parse(words)
     check_checkpoints(args)
     check_checkpoint_args(args)
     check_arguments(args)
@@ -161,7 +161,7 @@ def check_early(words: Sequence[str]) -> None:
 
 def check_rl_early(words: Sequence[str]) -> None:
     """Refuse a command line of ``train_rl`` for what it decides by itself; see :func:`check_early`."""
-    args = _Parser(add_rl_argument_group).parse(words)
+    args = EarlyParser(add_rl_argument_group).parse(words)
     check_checkpoints(args)
     check_rl_arguments(args)
     check_launched(os.environ)
