@@ -93,6 +93,12 @@ class _Given(argparse.Action):
 
 
 class EarlyParser(argparse.ArgumentParser):
+    """Parser of the arguments of ``--prefix-tree`` and of those of Megatron-LM that the rules read.
+
+    Args:
+        add_group: function that adds the arguments of ``--prefix-tree`` to a parser.
+    """
+
     def __init__(self, add_group: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]) -> None:
         super().__init__(allow_abbrev=False, add_help=False, argument_default=None)
         add_group(self)

@@ -33,7 +33,10 @@ def load_tokenizer(
         ValueError: the name is neither; the folder holds no tokenizer, or its chat template is missing or gives other
             output each time; or ``chat_template_kwargs`` are not a template's.
         ImportError: the name is a folder and transformers is missing.
+        TypeError: the name is not a string or a path.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise TypeError(f"the tokenizer's name is a {type(name_or_path).__name__}; give a name or the path of a folder")
     # Both libraries take their time to import, and data that is already tokens needs neither.
     if os.path.isdir(name_or_path):
         try:

@@ -242,12 +242,9 @@ def _dense_entries(path: str | Path, content: dict[str, Any], scale_column: bool
     import torch
 
     indices, likelihoods = content["indices"], content["likelihoods"]
-    if (
-        not (torch.is_tensor(indices) and torch.is_tensor(likelihoods))
-        or indices.ndim != 2
-        or indices.shape != likelihoods.shape
-        or indices.dtype.is_floating_point
-    ):
+    for name, tensor in (("indices", indices), ("likelihoods", likelihoods)):
+        _check_tensor(path, name, tensor)
+    if indices.ndim != 2 or indices.shape != likelihoods.shape or not indices.shape[1]:
         raise ValueError(f"{path}: 'indices' and 'likelihoods' are not matrices of one shape; {_REBUILD}")
     # Weights that were learned are parameters.
     columns = indices.to(torch.int64).numpy()
@@ -256,6 +253,29 @@ def _dense_entries(path: str | Path, content: dict[str, Any], scale_column: bool
         columns, weights = columns[:, :-1], weights[:, :-1]
     row, rank = np.nonzero((columns >= 0) & (weights != 0))
     return row, columns[row, rank], weights[row, rank]
+
+
+def _check_tensor(path: str | Path, name: str, tensor: Any) -> None:
+    """Refuse a value that is no tensor of numbers with an element for each index.
+
+    Raises:
+        ValueError: names it, and says what it is.
+    """
+    import torch
+
+    found = None
+    if not torch.is_tensor(tensor):
+        found = f"is a {type(tensor).__name__} and no tensor"
+    elif tensor.is_meta:
+        found = "is on the meta device, which holds no values"
+    elif tensor.is_quantized:
+        found = f"is quantized ({tensor.dtype})"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        found = f"is nested or has the layout {tensor.layout}; call to_dense() before it is saved"
+    elif tensor.is_complex() or tensor.dtype is torch.bool or (name == "indices" and tensor.is_floating_point()):
+        found = f"has the type {tensor.dtype}"
+    if found is not None:
+        raise ValueError(f"{path}: '{name}' {found}; {_REBUILD}")
 
 
 def _sparse_entries(path: str | Path, content: dict[Any, Any]) -> Coordinates:
