@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mcore_prefix_tree.arguments.group import add_argument_group
-from mcore_prefix_tree.arguments.rl import add_rl_argument_group, check_rl_arguments
-from mcore_prefix_tree.arguments.rules import (
-    UNSUPPORTED,
-    ArgumentError,
-    check_arguments,
+from mcore_prefix_tree.arguments.named import (
     check_checkpoint_args,
     check_checkpoints,
     check_data,
     check_launched,
-    check_score,
+    check_spec_named,
     check_vocabulary_known,
     padding_of,
 )
+from mcore_prefix_tree.arguments.rl import add_rl_argument_group, check_rl_arguments
+from mcore_prefix_tree.arguments.rules import UNSUPPORTED, ArgumentError, check_arguments, check_score
 from mcore_prefix_tree.data import check_tokenizer_named
 from mcore_prefix_tree.recipe import RecipeError
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
@@ -163,6 +161,8 @@ def check_early(words: Sequence[str]) -> None:
     if args.prefix_tree_tokenizer is not None:
         check_tokenizer_named(args.prefix_tree_tokenizer, args.prefix_tree_chat_template_kwargs)
     padding_of(args, multiple=1)
+    if args.spec is not None:
+        check_spec_named(args.spec)
 
 
 def check_rl_early(words: Sequence[str]) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from mcore_prefix_tree.attention.api import check_setting
-from mcore_prefix_tree.data import resolve_paths
 from mcore_prefix_tree.data.write import check_rows_output
-from mcore_prefix_tree.inputs import TRACKER, check_files_of
-from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.inputs import TRACKER
 from mcore_prefix_tree.objectives import OBJECTIVES, Objective
 from mcore_prefix_tree.objectives.score_options import ScoreOptions
 from mcore_prefix_tree.recipe import ObjectiveConfig
@@ -87,9 +83,6 @@ _UNSUPPORTED_VALUES: tuple[tuple[str, str, str], ...] = (
     ("non_persistent_ckpt_type", "local", "which samples it was trained on cannot be read of it; use global"),
     ("position_embedding_type", "mrope", "its positions are three-dimensional; use rope"),
 )
-
-
-_CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 
 
 def _splits_latents(args: argparse.Namespace) -> bool:
@@ -197,88 +190,6 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
     found += [sentence.format_map(given) for holds, sentence in (*_AT_ODDS, *at_odds) if holds(args)]
     if found:
         raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
-
-
-def check_checkpoints(args: argparse.Namespace) -> None:
-    """Check that the folders of checkpoints hold files, which Megatron-LM opens: it would wait for ever at a pipe.
-
-    Raises:
-        OSError: an entry is a pipe, a socket or a device; names it.
-    """
-    for name in ("load", "pretrained_checkpoint"):
-        folder = getattr(args, name, None)
-        if folder is None or not os.path.isdir(folder):
-            continue
-        check_files_of(folder)
-        for checkpoint in (entry for entry in os.scandir(folder) if _CHECKPOINT.fullmatch(entry.name)):
-            if checkpoint.is_dir():
-                check_files_of(checkpoint)
-
-
-def check_checkpoint_args(args: argparse.Namespace) -> None:
-    """Refuse ``--use-checkpoint-args`` with what needs the model's arguments before the checkpoint is read.
-
-    Raises:
-        ArgumentError: names the other argument.
-    """
-    if args.use_checkpoint_args and args.prefix_tree_hf is not None:
-        raise ArgumentError("--use-checkpoint-args and --prefix-tree-hf both decide the model; leave one of them out")
-    if args.use_checkpoint_args and args.prefix_tree_dry_run:
-        raise ArgumentError("--prefix-tree-dry-run does not read --use-checkpoint-args; give the model's arguments")
-
-
-def check_launched(environment: Mapping[str, str]) -> None:
-    """Check that a launcher started this rank.
-
-    Raises:
-        ArgumentError: it is not set where the ranks meet.
-    """
-    if "MASTER_ADDR" not in environment:
-        raise ArgumentError(
-            "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets where its ranks meet"
-        )
-
-
-def check_data(args: argparse.Namespace) -> None:
-    """Check that the files of samples exist.
-
-    Raises:
-        SampleError: a file is missing, or a glob matches none.
-    """
-    resolve_paths([*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())])
-
-
-def check_vocabulary_known(args: argparse.Namespace) -> None:
-    """Check that an argument sets the vocabulary.
-
-    Raises:
-        ArgumentError: none does.
-    """
-    if args.use_checkpoint_args:
-        return
-    names = ("prefix_tree_tokenizer", "prefix_tree_hf", "tokenizer_type", "vocab_size", "padded_vocab_size")
-    if all(getattr(args, name) is None for name in names):
-        raise ArgumentError(
-            "the vocabulary is not known: give --prefix-tree-tokenizer, --vocab-size, or Megatron's --tokenizer-type"
-        )
-
-
-def padding_of(args: argparse.Namespace, *, multiple: int) -> Padding:
-    """Return the padding that the arguments describe.
-
-    Args:
-        args: parsed arguments.
-        multiple: number that lengths must be a multiple of, for the parallel layout.
-
-    Raises:
-        ArgumentError: the length buckets fit neither the budget nor the parallel layout.
-    """
-    try:
-        padding = Padding(multiple=multiple, buckets=tuple(args.prefix_tree_length_buckets or ()))
-        padding.check_holds(args.prefix_tree_max_tokens)
-    except ValueError as error:
-        raise ArgumentError(f"--prefix-tree-length-buckets: {error}") from None
-    return padding
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -143,7 +143,7 @@ def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[st
             if not isinstance(about, dict):
                 raise ValueError("its description is not an object")
             return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, TypeError, ValueError) as error:  # NumPy lacks types that a file may have, such as BF16
         raise _damaged(path, error) from None
 
 
@@ -249,7 +249,10 @@ def _dense_entries(path: str | Path, content: dict[str, Any], scale_column: bool
     # Weights that were learned are parameters.
     columns = indices.to(torch.int64).numpy()
     weights = likelihoods.detach().to(torch.float64).numpy()
-    if content.get("enable_scale_trick") and not scale_column:
+    trick = content.get("enable_scale_trick")
+    if not isinstance(trick, bool | int | None):
+        raise ValueError(f"{path}: 'enable_scale_trick' is a {type(trick).__name__}, not true or false; {_REBUILD}")
+    if trick and not scale_column:
         columns, weights = columns[:, :-1], weights[:, :-1]
     row, rank = np.nonzero((columns >= 0) & (weights != 0))
     return row, columns[row, rank], weights[row, rank]
@@ -282,7 +285,7 @@ def _sparse_entries(path: str | Path, content: dict[Any, Any]) -> Coordinates:
     try:
         keys = np.array([*content], dtype=np.int64)
         weights = np.array([float(weight) for weight in content.values()], dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: of a tensor without a value
         raise ValueError(f"{path}: its pairs are not two tokens with a weight; {_REBUILD}") from None
     return keys[:, 0], keys[:, 1], weights
 

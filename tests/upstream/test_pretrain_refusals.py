@@ -82,6 +82,16 @@ OTHER = [
         "Megatron-LM does not take these arguments: max_position_embeddings (32) must be greater than or equal to "
         "seq_length (64)",
     ),
+    ("--spec os system", "--spec os system: os.system is a builtin_function_or_method and no spec of layers; for exam"),
+    ("--spec os nothing", "--spec os nothing: os.nothing is missing and no spec of layers; for example --spec mcore_"),
+    (
+        "--spec json.no_part x",
+        "--spec json.no_part x: there is no module json.no_part; for example --spec mcore_prefix",
+    ),
+    (
+        "--spec nope layer",
+        "--spec nope layer: there is no module nope; for example --spec mcore_prefix_tree.mcore.seam",
+    ),
     ("--hidden-size 30", "Megatron-LM does not take these arguments: assert args.hidden_size % args.num_attention_hea"),
     ("--prefix-tree-max-token 3", "unrecognized arguments: --prefix-tree-max-token 3"),
     ("--prefix-tree-data-path nope.jsonl", "nope.jsonl: no such file in "),

@@ -31,18 +31,21 @@ from megatron.core import datasets
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 
 from mcore_prefix_tree.arguments.group import add_argument_group
-from mcore_prefix_tree.arguments.rules import (
-    ArgumentError,
-    check_arguments,
+from mcore_prefix_tree.arguments.named import (
+    SPEC_EXAMPLE,
     check_data,
     check_launched,
-    check_score,
+    check_spec_named,
     check_vocabulary_known,
 )
+from mcore_prefix_tree.arguments.rules import ArgumentError, check_arguments, check_score
 from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.launchers import check_gpus
 from mcore_prefix_tree.mcore.megatron_lm.adapter import check_megatron_lm
@@ -146,8 +149,10 @@ def config_for_folding(args: argparse.Namespace) -> Any:
         args: validated arguments. They gain what folding needs of the model.
 
     Raises:
+        ArgumentError: see :func:`check_spec`.
         NotImplementedError: see :func:`check_config`.
     """
+    check_spec(args)
     # Micro-batches differ in length. Megatron's validation switches this off and leaves it to whoever brings the data.
     args.variable_seq_lengths = True
     if args.num_experts is None:
@@ -156,6 +161,31 @@ def config_for_folding(args: argparse.Namespace) -> Any:
     config = core_transformer_config_from_args(args)
     check_config(config)
     return config
+
+
+def check_spec(args: argparse.Namespace) -> None:
+    """Check that ``--spec`` names layers; nothing of the module is called.
+
+    A module that does not load before the job has started is for Megatron-LM to import.
+
+    Raises:
+        ArgumentError: there is no such module, or it has something else under this name.
+    """
+    if args.spec is None:
+        return
+    check_spec_named(args.spec)
+    place, name = args.spec
+    try:
+        found = vars(import_module(place)).get(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            return
+        raise ArgumentError(f"--spec {place} {name}: there is no module {error.name}; {SPEC_EXAMPLE}") from None
+    except Exception:  # it may need what only a started job has
+        return
+    if not isinstance(found, ModuleSpec | TransformerBlockSubmodules | MultiTokenPredictionBlockSubmodules):
+        what = "is missing" if found is None else f"is a {type(found).__name__}"
+        raise ArgumentError(f"--spec {place} {name}: {place}.{name} {what} and no spec of layers; {SPEC_EXAMPLE}")
 
 
 def config_in_provider(args: argparse.Namespace) -> Any:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from mcore_prefix_tree.arguments.group import add_argument_group
-from mcore_prefix_tree.arguments.rules import ArgumentError, check_checkpoint_args, check_checkpoints, check_unused
+from mcore_prefix_tree.arguments.named import check_checkpoint_args, check_checkpoints
+from mcore_prefix_tree.arguments.rules import ArgumentError, check_unused
 from mcore_prefix_tree.ending import end_without_stacks
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore import compat

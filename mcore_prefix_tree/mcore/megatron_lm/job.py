@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 from megatron.training import print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 
-from mcore_prefix_tree.arguments.rules import has_scalar_head, padding_of
+from mcore_prefix_tree.arguments.named import padding_of
+from mcore_prefix_tree.arguments.rules import has_scalar_head
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
 from mcore_prefix_tree.mcore.engine.folding import Folding
