@@ -38,7 +38,8 @@ class TreeShape:
         tokens: number of physical tokens.
         segments: number of runs of tokens without branching, empty ones left out.
         pairs: number of visible pairs.
-        depth: largest number of nested branches with anything beside their first child; 0 without sharing.
+        depth: largest number of nested branches with anything beside their first child; 0 without branches: nothing is
+            shared, or each sample continues the one before.
     """
 
     tokens: int
@@ -111,7 +112,9 @@ def _in_order(case: Case, shape: TreeShape, able: Sequence[str], device_name: st
     what = case.device.type if device_name is None else device_name
     reasons: dict[str, str] = {}
     if shape.depth == 0 and "cascade" in able:
-        reasons["cascade"] = "nothing is shared, and without sharing it is the stock causal kernel"
+        reasons["cascade"] = (
+            "no sample branches off another in the first step, and without branches it is the stock causal kernel"
+        )
     measured = [row for row in _measured(case, device_name) if any(name in row["seconds"] for name in able)]
     if measured:
         row = min(measured, key=lambda row: _distance(row, case, shape))

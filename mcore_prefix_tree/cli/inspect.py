@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from mcore_prefix_tree.cli.alternatives import alternatives, alternatives_json, print_alternatives
+from mcore_prefix_tree.cli.causes import causes_json, causes_lines, causes_of
 from mcore_prefix_tree.cli.options import takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_forest
 from mcore_prefix_tree.cli.samples import SampleOptions
@@ -45,6 +47,7 @@ def inspect(
             cut = partial(plan_step, max_tokens=limit, budget_name="batch.max_tokens", sharing=options.sharing)
         steps = report_steps(order.first_epoch(), plan=cut, sharing=options.sharing)
 
+    better, causes = alternatives(samples, steps), causes_of(samples)
     if plot is not None:
         draw_forest(layout, plot)
     if as_json:
@@ -52,6 +55,8 @@ def inspect(
             **counts,
             "expected_speedup": None if expected is None else expected.to_json(),
             "steps": steps_json(steps, order),
+            "folds_more_with": alternatives_json(better),
+            "causes": causes_json(causes),
             "skipped": samples.skipped.count,
             "skipped_by_kind": samples.skipped.kinds,
             "excluded": samples.skipped.excluded,
@@ -80,6 +85,10 @@ def inspect(
         say(console, f"… {numbers.plural(layout.num_trees - len(largest), 'more tree', 'more trees')}\n", style="dim")
     console.print(summary(counts, expected, steps_rows(steps, order)))
     say_line(console, f"longest sample: {longest}", style="dim")
+    print_alternatives(console, better)
+    lines = causes_lines(causes, counts["fold_ratio"], has_text=samples.tokenizer.loaded is not None)
+    for line in ["", *lines] if lines else []:
+        say_line(console, line, style="dim")
     for line in ways_to_more(samples, layout.physical_tokens):
         console.print()
         say(console, line, style="dim")

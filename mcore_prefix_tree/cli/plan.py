@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_prefix_tree.cli import numbers
+from mcore_prefix_tree.cli.alternatives import alternatives, alternatives_json, print_alternatives
 from mcore_prefix_tree.cli.options import RANKS, takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_ranks
 from mcore_prefix_tree.cli.samples import SampleOptions, Samples
@@ -116,6 +117,7 @@ def plan(
             "idle_ranks": report.idle_ranks,
             "cost_unit": unit,
             "steps": steps_json(steps, order),
+            "folds_more_with": alternatives_json(alternatives(samples, steps)),
         }
         typer.echo(json.dumps({"samples": len(samples.all), **left_out, **asdict(report), **more}))
     else:
@@ -201,6 +203,7 @@ def _print(report: PlanReport, steps: StepsReport | None, samples: Samples, unit
         say(console, f"… {report.idle_ranks:,} idle ranks", style="dim")
     console.print()
     console.print(rows(lines))
+    print_alternatives(console, alternatives(samples, steps))
     for line in ways_to_more(samples, report.unique_tokens):
         console.print()
         say(console, line, style="dim")

@@ -19,6 +19,7 @@ from mcore_prefix_tree.inputs import MOST, json_of
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
     from mcore_prefix_tree.data.batches import SampleOrder
+    from mcore_prefix_tree.data.source import Source
     from mcore_prefix_tree.data.vocabulary import Vocabulary
     from mcore_prefix_tree.objectives import Objective
     from mcore_prefix_tree.plan import ModelWork
@@ -266,6 +267,17 @@ class SampleOptions:
         return Samples(lines=lines, tokenizer=tokenizer, skipped=skipped, options=self)
 
 
+def order_of(source: Source, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
+    """Return the order in which a source takes samples, with steps no larger than all of them.
+
+    Raises:
+        SampleError, ValueError: see :meth:`Source.of_lines`.
+    """
+    if source.grouped_by is None:
+        source = replace(source, step=min(source.step, sum(map(len, lines))))
+    return source.of_lines(lines)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples:
     """Samples of each line, bad samples, and the options by which they were read."""
@@ -314,30 +326,41 @@ class Samples:
         return objective_of(self.options.recipe)
 
     @cached_property
+    def source(self) -> Source | None:
+        """The way in which training takes the samples; None if nothing says how large a step is.
+
+        Raises:
+            RecipeError: see :func:`~mcore_prefix_tree.recipe.source.source_of`.
+        """
+        from mcore_prefix_tree.data import LineOptions, Ranks
+        from mcore_prefix_tree.data.source import Source
+        from mcore_prefix_tree.recipe import Recipe
+        from mcore_prefix_tree.recipe.source import source_of
+
+        options = self.options
+        if options.recipe is not None:
+            return source_of(options.recipe, self.objective, ranks=Ranks(), options=LineOptions())
+        if options.global_batch_size is None:
+            return None
+        return Source(
+            paths=options.files,
+            options=LineOptions(),
+            seed=Recipe.seed if options.seed is None else options.seed,
+            order=options.data.order,
+            step=options.global_batch_size,
+            streaming="give fewer files",
+        )
+
+    @cached_property
     def order(self) -> SampleOrder | None:
         """The order in which training takes the samples; None if nothing says how large a step is.
+
+        A step takes no sample twice, also where one of training is larger than the files.
 
         Raises:
             SampleError, RecipeError: training with the recipe refuses the groups or their number.
         """
-        options = self.options
-        if options.recipe is not None:
-            from mcore_prefix_tree.data import LineOptions, Ranks
-            from mcore_prefix_tree.recipe.source import source_of
-
-            source = source_of(options.recipe, self.objective, ranks=Ranks(), options=LineOptions())
-            return source.of_lines(self.lines)
-        if options.global_batch_size is None:
-            return None
-        from mcore_prefix_tree.data.batches import SampleOrder
-        from mcore_prefix_tree.recipe import Recipe
-
-        return SampleOrder(
-            self.lines,
-            seed=Recipe.seed if options.seed is None else options.seed,
-            order=options.data.order,
-            step=options.global_batch_size,
-        )
+        return None if self.source is None else order_of(self.source, self.lines)
 
     @property
     def turns(self) -> list[int]:

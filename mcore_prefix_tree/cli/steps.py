@@ -48,10 +48,10 @@ def ways_to_more(samples: Samples, physical_tokens: int) -> list[str]:
             "These figures take all samples as one step. Training steps hold fewer and fold less: give "
             "--global-batch-size N or --model RECIPE to see by how much."
         )
-    elif samples.order.step is not None and samples.order.step > samples.order.per_epoch:
+    elif samples.source is not None and samples.source.step > samples.order.per_epoch and not samples.order.by_line:
         lines.append(
-            f"A step of {samples.order.step:,} takes the {samples.order.per_epoch:,} samples there are more than once, "
-            "which folds better than other samples would."
+            f"A step of {samples.source.step:,} is larger than the {samples.order.per_epoch:,} samples there are, so "
+            "these figures are for one step that takes each of them once."
         )
     turns = samples.turns
     # Every prefix is shared: a turn that ends inside a conversation adds no unique token.

@@ -105,7 +105,8 @@ class HuggingFaceChatTokenizer:
         is_cut = messages[index].is_cut
         stop = self._ends.stop(tokens, start)
         if stop is not None:
-            tokens, end = tokens[: stop + 1], stop if is_cut else stop + 1
+            text_end, at = stop
+            tokens, end = tokens[: at + 1], text_end if is_cut else at + 1
         else:
             end = len(tokens)
             if index + 1 < len(messages):

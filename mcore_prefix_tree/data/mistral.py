@@ -175,8 +175,15 @@ class MistralChatTokenizer:
             tokens, starts, ends = tokens[kept], before[starts], before[ends]
         return [EncodedTurn(tokens=tokens[:end], start=int(start)) for start, end in zip(starts, ends, strict=True)]
 
-    def _check(self, message: ChatMessage, field: str) -> None:
-        """Reject what the format cannot write."""
+    def _check(self, messages: Sequence[ChatMessage], index: int) -> None:
+        """Reject a message that the format cannot write."""
+        message, field = messages[index], f"messages[{index}]"
+        beside = (messages[at] for at in (index - 1, index + 1) if 0 <= at < len(messages))
+        if _is_empty(message) and any(other.role == "assistant" for other in beside):
+            raise ChatError(
+                f"field '{field}' is an empty assistant message next to another one, which the chat format of "
+                f"tokenizer '{self._name}' writes as one turn; join them"
+            )
         if message.thinking:
             raise ChatError(
                 f"field '{field}' has thinking apart from its content, which the chat format of tokenizer "
@@ -216,8 +223,8 @@ class MistralChatTokenizer:
         return np.array(encoded.tokens, dtype=np.int32)
 
     def _convert(self, messages: Sequence[ChatMessage]) -> list[Any]:
-        for index, message in enumerate(messages):
-            self._check(message, f"messages[{index}]")
+        for index in range(len(messages)):
+            self._check(messages, index)
         keep_ids = all(_CALL_ID.fullmatch(call.id) for message in messages for call in message.tool_calls)
         renamed: dict[str, str] = {}
         calls_seen = 0

@@ -353,7 +353,7 @@ def _parts(
     weighted = [(turn, weight) for turn, weight in zip(turns, weights, strict=True) if weight is not None]
     if expand_turns:
         return [(turn.tokens, _mask(len(turn.tokens), [(turn, weight)])) for turn, weight in weighted]
-    weighted = [(turn, weight) for turn, weight in weighted if weight] or weighted[-1:]
+    weighted = [(turn, weight) for turn, weight in weighted if weight and turn.end != turn.start] or weighted[-1:]
     whole = weighted[-1][0].tokens
     for turn, _ in weighted:
         written = turn.tokens[: turn.end]

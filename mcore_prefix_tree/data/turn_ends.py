@@ -60,36 +60,54 @@ class TurnEnds:
         # The tokens with which the template ends an answer, and the index of the one that stops the model.
         self._ending: list[int] = []
         self._at: int | None = None
+        self._is_ended = True
         try:
-            answer = encode([_QUESTION, _ANSWER])
+            answer, later = encode([_QUESTION, _ANSWER]), encode([_QUESTION, _ANSWER, _QUESTION])
         except ChatError:  # a template for other conversations
-            self._is_ended = True
+            pass
         else:
-            self._ending = answer[self._tail(answer, 0, stops | added) :]
-            ends = (at for at, token in enumerate(self._ending) if token in added or token in stops)
-            self._at = next(ends, None)
+            self._ending, self._at = self._answer_end(answer, later, stops)
             self._is_ended = self._at is not None
             stops |= set() if self._at is None else {self._ending[self._at]}
         self._stops = frozenset(stops)
         self._openers: dict[str, int | None] = {}
         self._has_warned = False
 
-    def stop(self, tokens: list[int], start: int) -> int | None:
-        """Return the index of the token that ends a turn, or None if the turn has no such token.
+    def _answer_end(self, answer: list[int], later: list[int], stops: set[int]) -> tuple[list[int], int | None]:
+        """Return the tokens that end an answer, and the index of the one that stops the model, if there is one.
+
+        Some templates end a conversation with another token, which the history of ``later`` messages does not have.
+        """
+        start = self._tail(answer, 0, stops | self._added)
+        ending = answer[start:]
+        behind = later[len(later) - later[::-1].index(answer[start - 1]) :] if answer[start - 1] in later else []
+        kept = 0
+        while kept < min(len(ending), len(behind)) and ending[kept] == behind[kept]:
+            kept += 1
+        for tokens in (ending[:kept], ending):
+            known = [at for at, token in enumerate(tokens) if token in stops]
+            added = [at for at, token in enumerate(tokens) if token in self._added]
+            if known or added:
+                return ending, known[0] if known else added[-1]
+        return ending, None
+
+    def stop(self, tokens: list[int], start: int) -> tuple[int, int] | None:
+        """Return where the text of a turn ends, and the index of the token that ends it; None without such a token.
 
         Args:
             tokens: tokens of the conversation up to the end of the turn.
             start: index of the first token of the turn.
         """
-        at = len(tokens) - len(self._ending) + (self._at or 0)
-        if self._at is None or at < start or tokens[at - self._at :] != self._ending:
+        text_end = len(tokens) - len(self._ending)
+        at = text_end + (self._at or 0)
+        if self._at is None or text_end < start or tokens[text_end:] != self._ending:
             # A turn of another kind may end otherwise, such as a call; and text may end with the token itself.
-            at = self._tail(tokens, start, frozenset()) - 1
+            text_end = at = self._tail(tokens, start, frozenset()) - 1
             if at < start or tokens[at] not in (self._stops | self._special if self._is_ended else self._stops):
                 return None
         while at > start and tokens[at - 1] == tokens[at]:  # the text ends with the token, and the template repeats it
             at -= 1
-        return at
+        return min(text_end, at), at
 
     def opener(self, role: str, following: Sequence[int]) -> int | None:
         """Return the token that opens a message and so stopped the model before it; None if there is no such token.

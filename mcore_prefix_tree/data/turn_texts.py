@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mcore_prefix_tree.data.chat import ChatMessage, Tool
@@ -69,12 +70,45 @@ class TurnTexts:
         texts = []
         for index, message in enumerate(messages):
             if message.role == "assistant":
-                prompt = self._templates.render(converted[:index], told, add_generation_prompt=True)
+                prompt = self._opening(told) if index == 0 else self._prompt(converted[:index], told)
                 answered = self._templates.render(converted[: index + 1], told)
                 self._check_written(message, f"messages[{index}]", answered, converted[: index + 1], told)
-                prompt = self._with_empty_thinking(prompt, answered, message, converted[: index + 1], told)
+                if answered.startswith(prompt):
+                    prompt = self._with_empty_thinking(prompt, answered, message, converted[: index + 1], told)
+                else:
+                    prompt = self._with_or_without_thinking(prompt, answered, message, converted[:index], told)
                 texts.append(TurnText(index=index, prompt=prompt, answered=answered))
         return texts
+
+    def _prompt(self, history: list[dict[str, Any]], told: list[dict[str, Any]] | None) -> str:
+        return self._templates.render(history, told, add_generation_prompt=True)
+
+    def _opening(self, told: list[dict[str, Any]] | None) -> str:
+        """Return the prompt of a conversation that the assistant begins."""
+        try:
+            return self._prompt([], told)
+        except ChatError as error:
+            raise ChatError(
+                "field 'messages[0]' is an assistant message with no message before it, and the chat template of "
+                f"tokenizer '{self._folder}' needs one; begin with a system or user message"
+            ) from error
+
+    def _with_or_without_thinking(
+        self,
+        prompt: str,
+        answered: str,
+        message: ChatMessage,
+        history: list[dict[str, Any]],
+        told: list[dict[str, Any]] | None,
+    ) -> str:
+        """Return the prompt that a turn continues, if the usual one turns thinking on for a turn without, or off."""
+        thinks = bool(message.thinking) or "</think>" in message.content
+        switched = self._templates.render(
+            history, told, add_generation_prompt=True, **dict.fromkeys(_THINKING_SWITCHES, thinks)
+        )
+        opened = _OPENED_THINKING.search(prompt[-_LONGEST_TAG:])
+        unopened = prompt if opened is None or thinks else prompt[: -len(opened[0])]
+        return next((other for other in (switched, unopened) if answered.startswith(other)), prompt)
 
     def _with_empty_thinking(
         self,
@@ -91,7 +125,7 @@ class TurnTexts:
         """
         opened = _OPENED_THINKING.search(prompt[-_LONGEST_TAG:])
         start = len(prompt) - (len(opened[0]) if opened else 0)
-        block = _EMPTY_THINKING.match(answered, start) if answered.startswith(prompt) else None
+        block = _EMPTY_THINKING.match(answered, start)
         if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
             return prompt
         *history, turn = converted
@@ -128,8 +162,10 @@ class TurnTexts:
         elif "</think>" in message.content:
             parts["thinking"] = turn | {"content": message.content.replace("</think>", f"{_PROBE}</think>", 1)}
         if message.tool_calls:
-            other = {"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
-            parts["tool_calls"] = turn | {"tool_calls": [other]}
+            first, *others = turn["tool_calls"]
+            # Some templates write a call by its id, others by its name.
+            renamed = first | {"id": "call99999", "function": first["function"] | {"name": _PROBE}}
+            parts["tool_calls"] = turn | {"tool_calls": [renamed, *others]}
             if message.content:
                 parts["content"] = turn | {"content": message.content + _PROBE}
         shape = frozenset(parts), bool(message.thinking)
@@ -164,7 +200,10 @@ class TurnTexts:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.arguments if self._joins_arguments else _arguments(call.arguments),
+                    },
                 }
                 for call in message.tool_calls
             ]
@@ -173,6 +212,20 @@ class TurnTexts:
         if message.name is not None:
             converted["name"] = message.name
         return converted
+
+    @cached_property
+    def _joins_arguments(self) -> bool:
+        """Return whether the chat template joins arguments with other text, and so takes their JSON text."""
+        question, call = _BEFORE_RESULT
+        function = call["tool_calls"][0]["function"]
+        texts = []
+        for arguments in ({}, "{}"):
+            calling = call | {"tool_calls": [call["tool_calls"][0] | {"function": function | {"arguments": arguments}}]}
+            try:
+                texts.append(self._templates.render([question, calling]))
+            except ChatError:
+                texts.append("")
+        return not texts[0] and bool(texts[1])
 
     def _writes(self, role: str) -> bool:
         """Return whether the chat template writes messages of a role, rather than drop them in silence."""

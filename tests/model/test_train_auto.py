@@ -55,7 +55,7 @@ def test_a_first_step_without_sharing_takes_the_stock_causal_kernel_for_the_whol
 ) -> None:
     notes = train(write_job(tmp_path, UNSHARED + SHARED), "attention_backend=auto", *IN_ORDER)
     (said,) = said_of(notes)
-    assert said.startswith("attention backend cascade: nothing is shared")
+    assert said.startswith("attention backend cascade: no sample branches off another in the first step")
     assert {name for name, _ in called} == {"cascade"}
     assert len({size for _, size in called}) > 1, "the steps are of several sizes"
     # The steps that do share lose nothing but speed by it.
@@ -68,7 +68,7 @@ def test_a_first_step_without_sharing_takes_the_stock_causal_kernel_for_the_whol
 def test_a_later_step_without_sharing_changes_nothing(tmp_path: Path, called: list[tuple[str, int]]) -> None:
     notes = train(write_job(tmp_path, SHARED + UNSHARED), "attention_backend=auto", *IN_ORDER)
     (said,) = said_of(notes)
-    assert "nothing is shared" not in said
+    assert "no sample branches off" not in said
     (name,) = {name for name, _ in called}
     assert said.startswith(f"attention backend {name}: ")
 

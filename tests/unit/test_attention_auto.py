@@ -83,6 +83,7 @@ def test_without_sharing_it_is_the_stock_kernel(table):
     choice = choose(cpu(), UNSHARED)
     assert choice.backend == "cascade"
     assert "stock causal kernel" in choice.reason
+    assert "nothing is shared" not in choice.reason  # a chain of samples shares tokens and has no branch either
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ WHOLE_FILE = (
     "or --model RECIPE to see by how much."
 )
 
+NO_CAUSE = "No cause found in token ids; give --tokenizer to compare their text."
+
 
 def inspect(*arguments, stdin=None):
     return CliRunner().invoke(app, ["inspect", *map(str, arguments)], input=stdin)
@@ -67,11 +69,14 @@ def test_json_is_one_object_and_nothing_else(forest):
         "visible_pairs": 1 + 2 + 3 + 4 + 4 + 5 + 1 + 2 + 3,
         "pair_ratio": 44 / 25,
         "steps": None,
+        "folds_more_with": [],
+        "causes": {"complete": True, "found": []},
         "supervised_tokens": 13,
         "predictors": 6,
         "predictor_ratio": 13 / 6,
         "expected_speedup": None,
         "skipped": 0,
+        "excluded": 0,
         "skipped_by_kind": {},
         "longest_path": 5,
         "deepest_node": 3,
@@ -109,7 +114,7 @@ def test_the_drawing_says_the_same(forest):
         "3 tokens, 1 sample  9 9 9",
         "",
     ]
-    assert " ".join(lines[16:]).strip() == WHOLE_FILE
+    assert " ".join(lines[16:]).strip() == f"{NO_CAUSE}  {WHOLE_FILE}"
     assert max(map(len, (*lines[:15], *lines[16:]))) <= 80
 
 

@@ -4,6 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -324,3 +325,64 @@ def test_real_rollouts_are_the_official_encoding(tokenizer, official, tmp_path):
         last = max(i for i, message in enumerate(messages) if message.role == "assistant")
         assert sample.tokens.tolist() == official_tokens(official["mistral-v7"], messages[: last + 1])
     check_against_official(tokenizer, official["mistral-v7"], parse_messages(json.loads(lines[0])["messages"]))
+
+
+ASKED = "<s>[INST] two[/INST]"
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text, **keys):
+    return {"role": "assistant", "content": text, **keys}
+
+
+MARKED = {
+    "off": (
+        [user("two"), said("four", loss=0), user("more"), said("five")],
+        ["{asked} four</s>", "{asked} four</s>[INST] more[/INST][[ five</s>]]"],
+    ),
+    "cut": ([user("two"), said("four", truncated=True)], ["{asked}[[ four]]</s>"]),
+    "empty": ([user("two"), said("")], ["{asked}[[</s>]]"]),
+    "empty in the history": (
+        [user("two"), said(""), user("more"), said("five", weight=1)],
+        ["{asked}[[</s>]]", "{asked}</s>[INST] more[/INST][[ five</s>]]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MARKED)
+@pytest.mark.parametrize("name", ["mistral-v3", "mistral-v7"])
+def test_turns_are_scored_as_they_were_written(loaded, tmp_path, name, case):
+    rows, expected = MARKED[case]
+    tokenizer, path = loaded[name], tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": rows}))
+    marked = []
+    for sample in read_samples(path, tokenizer=tokenizer, expand_turns=True):
+        tokens, scored = sample.tokens.tolist(), np.flatnonzero(sample.loss_mask).tolist()
+        start, end = (scored[0], scored[-1] + 1) if scored else (len(tokens), len(tokens))
+        inner = f"[[{tokenizer.decode(tokens[start:end])}]]" if scored else ""
+        marked.append(tokenizer.decode(tokens[:start]) + inner + tokenizer.decode(tokens[end:]))
+    assert marked == [text.format(asked=ASKED) for text in expected]
+
+
+UNWRITTEN = {
+    "thinking": ([user("a"), said("b", reasoning="c")], "'messages[1]' has thinking apart from its content"),
+    "an answer to text": (
+        [user("a"), said("f()"), {"role": "tool", "content": "1"}, said("b")],
+        "'messages[2]' answers a call that is text",
+    ),
+    "an empty message in a turn": ([user("a"), said("b"), said("")], "'messages[2]' is an empty assistant message"),
+    "half a turn": ([user("a"), said("b", loss=0), said("c")], "are one turn in this chat format, but only a part of"),
+}
+
+
+@pytest.mark.parametrize("case", UNWRITTEN)
+def test_what_the_format_cannot_write_is_refused(loaded, tmp_path, case):
+    rows, message = UNWRITTEN[case]
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": rows}))
+    with pytest.raises(SampleError) as caught:
+        read_samples(path, tokenizer=loaded["mistral-v7"])
+    assert message in str(caught.value)

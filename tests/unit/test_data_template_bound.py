@@ -14,6 +14,7 @@ import pytest
 from test_data_huggingface import CHATML, PLAIN, THINKING, make_folder
 
 from mcore_prefix_tree.data import ChatError
+from mcore_prefix_tree.data.turns import THINKING as THINKING_NAMES
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
@@ -141,9 +142,9 @@ def conversation(rng: random.Random) -> list[dict[str, Any]]:
         if role == "assistant" and rng.random() < 0.5:
             arguments = {"id": 7, "deep": [1, {"x": None}], "text": rng.choice(texts)}
             call = {"id": "a1", "type": "function", "function": {"name": "find", "arguments": arguments}}
-            message |= {"content": rng.choice([None, ""]), "tool_calls": [call]}
+            message |= {"content": "", "tool_calls": [call]}
         if role == "assistant" and rng.random() < 0.3:
-            message |= {"reasoning": "because"}
+            message |= dict.fromkeys(THINKING_NAMES, "because")
         messages.append(message)
     return messages
 

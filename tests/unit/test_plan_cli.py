@@ -179,7 +179,11 @@ def test_one_step_is_said_to_be_the_whole_file(turns):
         assert "These figures" not in known
         assert "6 of 4 samples, shuffled" in " ".join(known.split())
         twice = CliRunner().invoke(app, [*asked, "--global-batch-size", "30"]).stdout
-        assert "A step of 30 takes the 24 samples there are more than once" in " ".join(twice.split())
+        assert (
+            "A step of 30 is larger than the 24 samples there are, so these figures are for one step that takes each "
+            "of them once."
+        ) in " ".join(twice.split())
+        assert "1 of 24 samples, shuffled" in " ".join(twice.split())
         result = CliRunner().invoke(app, [*asked, "--order", "folded"])
         assert (result.exit_code, "give --global-batch-size too" in result.stderr) == (2, True)
 

@@ -67,6 +67,11 @@ def dry_run(args: argparse.Namespace) -> str:
         f"first step: {logical} logical tokens, {physical} physical, fold ratio {logical / physical:.2f}",
         f"first step: expected speed-up {_expected(args, samples, plan, folding)}",
     ]
+    if size.samples > order.samples_per_epoch:
+        lines.append(
+            f"first step: takes the {order.samples_per_epoch} samples there are more than once; its fold ratio counts "
+            "the repeats, which other samples would not give"
+        )
     lines += [
         f"  data-parallel rank {rank}: {_dealt(batches, sizes)}"
         for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))

@@ -221,7 +221,10 @@ def _report_order(data: Data, say: Callable[[str], None]) -> None:
             f"{source.grouped_by}s, and a step of {source.step} does not divide all there are"
         )
     if order.per_epoch < source.step:
-        say(f"a step of {source.step} samples takes the {order.per_epoch} there are more than once")
+        say(
+            f"a step of {source.step} samples takes the {order.per_epoch} there are more than once; its fold ratio "
+            "counts the repeats, which other samples would not give"
+        )
 
 
 def _check_optimizer(recipe: Recipe) -> None:

@@ -1,0 +1,128 @@
+"""Settings that make training steps fold more, each with the ratio that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mcore_prefix_tree.cli import numbers
+from mcore_prefix_tree.cli.samples import Samples, order_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mcore_prefix_tree.data.source import Source
+    from mcore_prefix_tree.plan import StepsReport
+    from mcore_prefix_tree.sample import Sample
+
+# A setting is named if steps fold this much more with it.
+_GAIN = 1.05
+# A larger step is this many times as large, or the smaller number if there are not enough samples.
+_LARGER = (4, 2)
+# Of expanded turns, more logical tokens than these are not folded step by step.
+_MOST_TOKENS = 2**26
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A setting that folds more.
+
+    Attributes:
+        option: option of the command.
+        setting: the same in a recipe.
+        fold_ratio: fold ratio of training steps with it.
+        remark: further effect of the setting, or a setting that goes with it.
+    """
+
+    option: str
+    setting: str
+    fold_ratio: float
+    remark: str = ""
+
+
+def alternatives(samples: Samples, steps: StepsReport | None) -> list[Alternative]:
+    """Return the settings that fold training steps more than the given ones do, by a twentieth or more.
+
+    Args:
+        samples: samples that the command has read.
+        steps: report of their steps; None if the size of a step is not known, and then nothing is returned.
+    """
+    source, found = samples.source, list[Alternative]()
+    if steps is None or source is None:
+        return found
+    best, remark = steps.fold_ratio.mean, ""
+    if source.order != "folded":
+        folded = replace(source, order="folded")
+        ratio = _ratio(samples, folded, samples.lines)
+        if ratio >= _GAIN * best:
+            found.append(Alternative(option="--order folded", setting="data.order=folded", fold_ratio=ratio))
+            source, best, remark = folded, ratio, ", with --order folded"
+    others = [*_larger_steps(samples, source, remark), *_expanded(samples, source, remark)]
+    return found + [one for one in others if one.fold_ratio >= _GAIN * best]
+
+
+def _larger_steps(samples: Samples, source: Source, remark: str) -> Iterator[Alternative]:
+    assert samples.order is not None
+    all_of_them = samples.order.per_epoch if source.grouped_by is not None else len(samples.all)
+    for step in (factor * source.step for factor in _LARGER):
+        if step <= all_of_them:
+            setting = f"batch.groups_per_step={step}" if source.counts_units else f"batch.global_batch_size={step}"
+            yield Alternative(
+                option=setting if source.counts_units else f"--global-batch-size {step}",
+                setting=setting,
+                fold_ratio=_ratio(samples, replace(source, step=step), samples.lines),
+                remark=f"fewer, larger steps{remark}",
+            )
+            return
+
+
+def _expanded(samples: Samples, source: Source, remark: str) -> Iterator[Alternative]:
+    turns = samples.turns
+    if source.grouped_by is not None or len(turns) <= len(samples.all) or sum(turns) > _MOST_TOKENS:
+        return
+    lines = [[turn for sample in line for turn in turns_of(sample)] for line in samples.lines]
+    yield Alternative(
+        option="--expand-turns",
+        setting="data.expand_turns=true",
+        fold_ratio=_ratio(samples, source, lines),
+        remark=f"a sample per turn{remark}",
+    )
+
+
+def turns_of(sample: Sample) -> list[Sample]:
+    """Return a sample for every unbroken run of scored tokens, with all tokens up to its end."""
+    import numpy as np
+
+    from mcore_prefix_tree.sample import Sample
+
+    scored = np.append(sample.loss_mask != 0, False)
+    ends = (np.flatnonzero(scored[:-1] & ~scored[1:]) + 1).tolist()
+    turns = []
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        mask = sample.loss_mask[:end].copy()
+        mask[:begin] = 0
+        turns.append(
+            Sample(tokens=sample.tokens[:end], loss_mask=mask, merge_key=sample.merge_key, source=sample.source)
+        )
+    return turns
+
+
+def _ratio(samples: Samples, source: Source, lines: Sequence[Sequence[Sample]]) -> float:
+    from mcore_prefix_tree.plan import report_steps
+
+    return report_steps(order_of(source, lines).first_epoch(), sharing=samples.options.sharing).fold_ratio.mean
+
+
+def print_alternatives(console: Console, found: Sequence[Alternative]) -> None:
+    """Print a row for each setting that folds more; nothing if there is no such setting."""
+    from mcore_prefix_tree.cli.terminal import rows, say
+
+    if found:
+        say(console, "\nTraining steps fold more with:")
+        console.print(rows((f"  {one.option}", numbers.ratio(one.fold_ratio), one.remark) for one in found))
+
+
+def alternatives_json(found: Sequence[Alternative]) -> list[dict[str, Any]]:
+    """Return the same for programs."""
+    return [asdict(one) for one in found]

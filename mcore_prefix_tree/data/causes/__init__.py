@@ -1,0 +1,8 @@
+"""Reasons why samples that should begin with the same tokens do not, and what mending each would fold."""
+
+from mcore_prefix_tree.data.causes.align import Decode
+from mcore_prefix_tree.data.causes.difference import Difference
+from mcore_prefix_tree.data.causes.find import Mismatch, find_mismatches
+from mcore_prefix_tree.data.causes.mend import Cause, Causes, find_causes
+
+__all__ = ["Cause", "Causes", "Decode", "Difference", "Mismatch", "find_causes", "find_mismatches"]

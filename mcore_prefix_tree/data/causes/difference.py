@@ -1,0 +1,42 @@
+"""A difference of two samples, and the cause that it has."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from mcore_prefix_tree.data.causes.align import Decode, Tokens, text_of
+from mcore_prefix_tree.data.causes.words import Words
+
+# Tokens of one sequence and of another: where each differs, and where they meet again.
+Span = tuple[int, int, int, int]
+CauseName = Literal["retokenised", "thinking", "call ids", "prompt", "rewritten", "unknown"]
+
+
+class Difference(NamedTuple):
+    """Tokens ``start:end`` of a sample, and those that would be in their place if the cause were mended.
+
+    Attributes:
+        cause: name of the cause.
+        detail: kind of the words of a prompt, or ``tools``; empty for other causes.
+        words: words that differ; None without text.
+        is_bound: whether the sequences were not seen to meet again: ``end`` is then the best case.
+    """
+
+    start: int
+    end: int
+    tokens: Tokens
+    cause: CauseName
+    detail: str = ""
+    words: Words | None = None
+    is_bound: bool = False
+
+
+def retokenised(one: Tokens, other: Tokens, span: Span, decode: Decode | None) -> Difference | None:
+    """Return the difference if both sides of a span have the same text."""
+    start, end, other_start, other_end = span
+    if decode is None or min(end - start, other_end - other_start) == 0:
+        return None
+    text = text_of(decode, one, start, end)
+    if not text or text != text_of(decode, other, other_start, other_end):
+        return None
+    return Difference(other_start, other_end, one[start:end], "retokenised", words=Words(text, text, "words"))

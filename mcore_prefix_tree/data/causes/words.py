@@ -1,0 +1,148 @@
+"""Words in which two texts differ, and what kind of words they are."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+from mcore_prefix_tree.data.causes.align import RUN, Decode, Tokens, text_of
+from mcore_prefix_tree.trie import common_prefix_length
+
+Kind = Literal["call id", "date", "id", "number", "words"]
+# ``opening`` is a user's message before any other role but the system has spoken.
+Region = Literal["system", "tools", "opening", "conversation", "unknown"]
+
+# Tokens on both sides of a difference that are decoded with it, and characters that decide on its kind.
+_AROUND = 40
+_NEAR = 24
+# Text before a difference in which the last role is looked for.
+_ROLE_TOKENS = (512, 4096)
+_PUNCTUATION = ".,;:!?"
+_EDGES = " \t\r\n\"'`,;()[]{}<>|="
+
+_MONTHS = "Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sep(?:tember)?|Oct(?:ober)?"
+_MONTHS += "|Nov(?:ember)?|Dec(?:ember)?"
+_TIME = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?|\b1[5-9]\d{8}(?:\d{3})?\b")
+_DATE = re.compile(
+    r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:[.]\d+)?)?)?|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}"
+    rf"|{_TIME.pattern}"
+    rf"|(?:\d{{1,2}}(?:st|nd|rd|th)?\s+)?(?:{_MONTHS})\b\.?(?:\s+\d{{1,2}}(?:st|nd|rd|th)?\b)?(?:,?\s+\d{{4}})?"
+    r"|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b",
+    re.IGNORECASE,
+)
+_UUID = re.compile(r"[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}", re.IGNORECASE)
+_CALL = re.compile(r"(?:call|toolu|fc|chatcmpl-tool|tool_call)[-_][-A-Za-z0-9_]{4,}|call\d{4,}")
+# A field for the id of a call, before its value.
+_CALL_FIELD = re.compile(r"(?:tool_?)?call_?id\W{0,8}$|\[CALL_ID\]\s*$", re.IGNORECASE)
+# The id of an object that is a call: its name follows, or its arguments are before.
+_ID_FIELD = re.compile(r"\"id\"\s*:\s*\"$")
+_OF_CALL_BEFORE = re.compile(r"}\"?\s*,\s*\"id\"\s*:\s*\"$")
+_OF_CALL_AFTER = re.compile(r"\"\s*,\s*\"(?:name|type|function)\"")
+_ID = re.compile(r"(?=[-_A-Za-z]*\d)(?=[-_\d]*[A-Za-z])[-_A-Za-z0-9]{8,}")
+_NUMBER = re.compile(r"[-+]?\d[\d.,:/]*")
+_MARK = (
+    r"(?:<\|im_start\|>|<\|start_header_id\|>|<\|start\|>|<start_of_turn>|<\|turn>|<[|\uff5c]|\[/?|<</?"
+    r"|(?:^|\n)[#* ]*)\s*"
+)
+_ROLE = re.compile(
+    _MARK + r"(system_prompt|system|sys|developer|available_tools|user|human|inst|assistant|model|ai|tool_results"
+    r"|tool_calls|tool_content|tool|observation|ipython|function)(?=[\]>|:\uff5c<\n]|\s*$)",
+    re.IGNORECASE,
+)
+_SYSTEM = {"system_prompt", "system", "sys", "developer", "available_tools"}
+_USERS = {"user", "human", "inst"}
+_TOOLS = re.compile(r"# Tools\b|<tools>|\[AVAILABLE_TOOLS\]|\"parameters\"\s*:|namespace functions", re.IGNORECASE)
+THINKING = re.compile(
+    r"<(think|thinking|thought|reasoning|reason|seed:think)>.*?</\1>|\[THINK\].*?\[/THINK\]|\u25c1think\u25b7.*?\u25c1/think\u25b7"
+    r"|<\|START_THINKING\|>.*?<\|END_THINKING\|>|<\|begin_of_thought\|>.*?<\|end_of_thought\|>"
+    r"|<\|channel\|>analysis.*?(?:<\|end\|>(?:<\|start\|>assistant)?|(?=<\|channel\|>))",
+    re.DOTALL,
+)
+_THINKING_MARK = re.compile(
+    r"</?(?:think|thinking|thought|reasoning|reason|seed:think)>|\[/?THINK\]|\u25c1/?think\u25b7|<\|(?:START|END)_THINKING\|>"
+    r"|<\|(?:begin|end)_of_thought\|>|<\|channel\|>analysis"
+)
+
+
+class Words(NamedTuple):
+    """Words in which two texts differ, and their kind."""
+
+    left: str
+    right: str
+    kind: Kind
+
+
+def differing_words(decode: Decode, left: Tokens, right: Tokens, span: tuple[int, int, int, int]) -> Words | None:
+    """Return the words that differ in ``left[start:end]`` and ``right[other_start:other_end]``; None without text."""
+    start, end, other_start, other_end = span
+    before = common_prefix_length(
+        left[max(0, start - _AROUND) : start][::-1], right[max(0, other_start - _AROUND) : other_start][::-1]
+    )
+    if before < RUN:  # within a word that they share a part of
+        before = min(_AROUND, start, other_start)
+    after = common_prefix_length(left[end : end + _AROUND], right[other_end : other_end + _AROUND])
+    one = text_of(decode, left, start - before, end + after)
+    other = text_of(decode, right, other_start - before, other_end + after)
+    if one is None or other is None:
+        return None
+    least = min(len(one), len(other))
+    head = next((at for at in range(least) if one[at] != other[at]), least)
+    tail = next((at for at in range(least - head) if one[-1 - at] != other[-1 - at]), least - head)
+    while head and one[head - 1] not in _EDGES:
+        head -= 1
+    while tail and one[len(one) - tail] not in _EDGES:
+        tail -= 1
+    words = one[head : len(one) - tail].strip(), other[head : len(other) - tail].strip()
+    near = [text[max(0, head - _NEAR) : len(text) - max(0, tail - _NEAR)] for text in (one, other)]
+    ahead, behind = one[max(0, head - 2 * _NEAR) : head], one[len(one) - tail :][: 2 * _NEAR]
+    return Words(*words, kind=_kind(words, (near[0], near[1]), ahead, behind))
+
+
+def _kind(words: tuple[str, str], near: tuple[str, str], before: str, behind: str) -> Kind:
+    given = [bare for bare in (word.strip(_PUNCTUATION) for word in words) if bare]
+    if not given:
+        return "words"
+    if all(_CALL.fullmatch(word) or (_CALL_FIELD.search(before) and " " not in word) for word in given):
+        return "call id"
+    if all(_UUID.search(word) for word in given):
+        return "id"
+    if len(given) == 2 and all(_is_date(word, text) for word, text in zip(words, near, strict=True)):
+        return "date"
+    if all(_ID.fullmatch(word) for word in given):
+        is_calls = _OF_CALL_BEFORE.search(before) or (_ID_FIELD.search(before) and _OF_CALL_AFTER.match(behind))
+        return "call id" if is_calls else "id"
+    return "number" if all(_NUMBER.fullmatch(word) for word in given) else "words"
+
+
+def _is_date(word: str, near: str) -> bool:
+    return any(
+        found.start() < near.find(word) + len(word) and near.find(word) < found.end() for found in _DATE.finditer(near)
+    )
+
+
+def has_time(words: Words) -> bool:
+    """Return whether both words hold a time of day."""
+    return bool(_TIME.search(words.left) and _TIME.search(words.right))
+
+
+def has_thinking(text: str) -> bool:
+    """Return whether a text holds a mark of thinking."""
+    return _THINKING_MARK.search(text) is not None
+
+
+def region_of(decode: Decode, tokens: Tokens, at: int) -> Region:
+    """Return the part of a conversation that a place is in, by the last role named before it."""
+    for window in _ROLE_TOKENS:
+        text = decode(tokens[max(0, at - window) : at].tolist()) or ""
+        roles = [(found[1].lower(), found.end()) for found in _ROLE.finditer(text)]
+        if roles:
+            last, end = roles[-1]
+            if last in _SYSTEM:
+                return "tools" if last == "available_tools" or _TOOLS.search(text, end) else "system"
+            if window >= at:
+                return "opening" if all(role in _SYSTEM | _USERS for role, _ in roles) else "conversation"
+            if any(role not in _SYSTEM | _USERS for role, _ in roles):
+                return "conversation"
+        if window >= at:
+            break
+    return "conversation" if roles else "unknown"
