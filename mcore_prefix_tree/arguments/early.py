@@ -10,7 +10,6 @@ import argparse
 import difflib
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from mcore_prefix_tree.arguments.group import add_argument_group
@@ -182,14 +181,15 @@ def _check_folder(folder: str) -> None:
         raise ArgumentError(f"--prefix-tree-hf: {error}") from error
 
 
-def help_of(script: Path, *, rl: bool) -> str:
+def help_of(script: str, *, rl: bool) -> str:
     """Return the help of the arguments of ``--prefix-tree``.
 
     Args:
-        script: Megatron-LM's own script, whose help has the other arguments.
+        script: name of Megatron-LM's own script, whose help has the other arguments.
         rl: whether it is the script of the RL loop.
     """
-    usage = f"%(prog)s <arguments of {script.name}> {FLAG} ..."
+    usage = f"%(prog)s <arguments of {script}> {FLAG} ..."
     parser = argparse.ArgumentParser(usage=usage, add_help=False)
     (add_rl_argument_group if rl else add_argument_group)(parser)
-    return f"{parser.format_help()}\nThe other arguments are those of python {script} --help\n"
+    others = f"The other arguments are Megatron-LM's: python {script} --help in its checkout shows them"
+    return f"{parser.format_help()}\n{others}\n"
