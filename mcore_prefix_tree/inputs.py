@@ -17,6 +17,8 @@ PathLike = str | os.PathLike[str]
 
 FIFO_S = 10.0
 TEXT_BYTES = 1 << 24
+# File of a folder of Megatron's checkpoints that names the last complete one.
+TRACKER = "latest_checkpointed_iteration.txt"
 MOST = 2**31 - 1  # of tokens, which are counted in int32, and of whatever else is counted
 
 

@@ -73,7 +73,13 @@ class TreeMetadata:
 
     @classmethod
     def from_layout(cls, layout: FlatLayout, *, device: torch.device | str = "cpu") -> TreeMetadata:
-        """Metadata of a layout made by :func:`mcore_prefix_tree.fold`."""
+        """Metadata of a layout made by :func:`mcore_prefix_tree.fold`.
+
+        Raises:
+            TypeError: ``layout`` is something else.
+        """
+        if not isinstance(layout, FlatLayout):
+            raise TypeError(f"the layout is a {type(layout).__name__}; give what mcore_prefix_tree.fold returns")
         return cls(
             cu_node_lens=layout.cu_node_lens,
             node_parent=layout.node_parent,

@@ -17,13 +17,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from mcore_prefix_tree.arguments.early import check_early, check_rl_early, help_of
+from mcore_prefix_tree.arguments.rules import check_unused
 from mcore_prefix_tree.ending import end_without_stacks
-from mcore_prefix_tree.errors import is_of_this_package, readable_errors
+from mcore_prefix_tree.errors import USER_ERROR, is_of_this_package, readable_errors
 from mcore_prefix_tree.launchers import adopt_ranks
 from mcore_prefix_tree.output import lost_output, outlive_output
 
 VARIABLE = "MEGATRON_LM_PATH"
-GPT, HYBRID = "pretrain_gpt.py", "pretrain_hybrid.py"
+GPT, HYBRID, RL = "pretrain_gpt.py", "pretrain_hybrid.py", "train_rl.py"
 _PATTERNS = {"--hybrid-layer-pattern", "--hybrid-override-pattern"}
 
 
@@ -35,14 +37,17 @@ def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -
         room: package whose ``launch`` trains under the flag.
 
     Raises:
-        SystemExit: status 2, for arguments that cannot be used.
+        SystemExit: status 2, for arguments that cannot be used, or with the help for none at all; 0 after ``--help``.
     """
     # Megatron's parser is in the checkout, and this argument says where that is.
     early = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     early.add_argument("--megatron-lm-path")
     known, rest = early.parse_known_args()
-    folded = bool({"--prefix-tree", "-h", "--help"} & set(rest))
+    folded = "--prefix-tree" in rest
     with lost_output(), readable_errors(is_of_this_package):
+        if not sys.argv[1:] or {"-h", "--help"} & set(rest):
+            print(help_of(script, rl=script == RL), end="")
+            raise SystemExit(0 if rest else USER_ERROR)
         root = use_megatron_lm(known.megatron_lm_path)
         if script == HYBRID:
             _check_hybrid(root)
@@ -51,12 +56,15 @@ def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -
         dry_run = "--prefix-tree-dry-run" in rest
         if folded and not dry_run:
             adopt_ranks(os.environ)
+        if folded:
+            (check_rl_early if script == RL else check_early)(rest)
+        else:
+            check_unused(rest)
         with warnings.catch_warnings():
             if folded and (dry_run or os.environ.get("LOCAL_RANK", "0") != "0"):
                 # Which optional packages are missing one rank of a machine says; a dry run does without them.
                 warnings.simplefilter("ignore")
             # Only now is it known which megatron there is to import.
-            from mcore_prefix_tree.mcore.megatron_lm.arguments import check_unused
             from mcore_prefix_tree.mcore.megatron_lm.launch import emulate_without_gpu
         emulate_without_gpu(dry_run=dry_run)
         if folded:
@@ -65,7 +73,6 @@ def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -
                 outlive_output()
             import_module(f"{room}.launch").run(root)
             return
-        check_unused(rest)
     sys.argv = [str(root / script), *rest]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -121,8 +128,6 @@ def _check_kind(script: str, arguments: Sequence[str]) -> None:
         ValueError: the script is the wrong one; the message names the argument and the entry.
     """
     names = {argument.partition("=")[0] for argument in arguments}
-    if names & {"-h", "--help"}:
-        return
     given = names & _PATTERNS
     if script == GPT and given:
         raise ValueError(

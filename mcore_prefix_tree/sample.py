@@ -93,6 +93,7 @@ class Sample:
         checked_mask.flags.writeable = False
         object.__setattr__(self, "tokens", checked_tokens)
         object.__setattr__(self, "loss_mask", checked_mask)
+        _check_hashable(merge_key, source)
         object.__setattr__(self, "merge_key", merge_key)
         if not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise SampleError(
@@ -100,6 +101,8 @@ class Sample:
                 f"{MIN_TEMPERATURE}, and finite"
             )
         object.__setattr__(self, "source", source)
+        if not isinstance(signals, Signals | None):
+            raise SampleError(f"{source}: signals is a {type(signals).__name__}; give Signals(reward=...)")
         if signal_fields:
             signals = _signals_from(signal_fields, signals, source)
         checked_signals = NO_SIGNALS if signals is None else check_signals(signals, checked_mask, source)
@@ -127,6 +130,30 @@ class Sample:
         return self.merge_key.temperature if isinstance(self.merge_key, Tempered) else 1.0
 
 
+def check_samples(samples: object) -> None:
+    """Check that a function is given a sequence of samples.
+
+    Raises:
+        TypeError: something else; names it and the way out.
+    """
+    if not (hasattr(samples, "__len__") and hasattr(samples, "__iter__")):
+        raise TypeError(f"samples is a {type(samples).__name__}; give a list of Sample")
+    for index, sample in enumerate(samples):
+        if not isinstance(sample, Sample):
+            raise TypeError(
+                f"samples[{index}] is a {type(sample).__name__}, not a Sample; give Sample(tokens=[...]) for each"
+            )
+
+
+def _check_hashable(merge_key: object, source: str) -> None:
+    try:
+        hash(merge_key)
+    except TypeError:
+        raise SampleError(
+            f"{source}: the merge_key {str(merge_key)[:40]} cannot be hashed; give a string, a number or a tuple"
+        ) from None
+
+
 NO_SIGNALS = Signals()
 _SIGNAL_NAMES = tuple(each.name for each in fields(Signals))
 _NOTHING: Mapping[str, Any] = {}  # one for all samples
@@ -147,6 +174,8 @@ def _token_array(tokens: object, source: str) -> npt.NDArray[np.int32]:
         array = np.asarray(tokens)
     except ValueError:  # a ragged list
         raise SampleError(f"{source}: field 'tokens' must be a flat list of integers") from None
+    except (RuntimeError, TypeError) as error:  # a tensor that has no array: sparse, on a GPU, with a gradient
+        raise SampleError(f"{source}: field 'tokens' must be a flat list of integers ({error})") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise SampleError(f"{source}: field 'tokens' must be a flat list of integers")
     if array.size == 0:
@@ -163,6 +192,8 @@ def _mask_array(mask: object, length: int, source: str) -> npt.NDArray[np.float3
         array = np.asarray(mask)
     except ValueError:
         raise SampleError(f"{source}: field 'loss_mask' must be a flat list of numbers") from None
+    except (RuntimeError, TypeError) as error:
+        raise SampleError(f"{source}: field 'loss_mask' must be a flat list of numbers ({error})") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iufb"):
         raise SampleError(f"{source}: field 'loss_mask' must be a flat list of numbers")
     if len(array) != length:

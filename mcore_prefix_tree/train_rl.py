@@ -4,7 +4,7 @@ Under ``torchrun``, Slurm or ``mpirun``, with every argument of ``train_rl.py``.
 itself is run.
 """
 
-from mcore_prefix_tree.pretrain_gpt import main
+from mcore_prefix_tree.pretrain_gpt import RL, main
 
 if __name__ == "__main__":
-    main(script="train_rl.py", room="mcore_prefix_tree.mcore.megatron_lm.rl")
+    main(script=RL, room="mcore_prefix_tree.mcore.megatron_lm.rl")

@@ -98,8 +98,9 @@ def _one_sentence() -> Iterator[None]:
         yield
     except _UsageError as error:
         context, message = error.ctx, error.format_message()  # type: ignore[attr-defined]
-        if "\n" in message:  # the help of a group that was given no command
-            raise
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: with Rich its help is printed
+            typer.echo(message, nl=bool(message))
+            raise SystemExit(USER_ERROR) from None
         # An option of the program itself fails before there is a context.
         program = "mcore-prefix-tree" if context is None else context.command_path
         leave(USER_ERROR, f"{message.rstrip('.')}; see {program} --help")

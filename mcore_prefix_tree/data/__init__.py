@@ -10,7 +10,7 @@ from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.same import Ranks, check_same_samples
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.data.stream import StreamedGroups
-from mcore_prefix_tree.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
+from mcore_prefix_tree.data.tokenizers import DEFAULT_TOKENIZER, check_tokenizer_named, load_tokenizer
 from mcore_prefix_tree.data.tools import parse_tools
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "check_same_samples",
+    "check_tokenizer_named",
     "iter_sample_groups",
     "load_tokenizer",
     "parse_messages",

@@ -19,6 +19,7 @@ from mcore_prefix_tree.versions import install_command
 PathLike = str | os.PathLike[str]
 
 # Everything else is JSON Lines.
+_GIVE = "give the name of a file, or a list of names; samples that are in memory need no reading: Sample(tokens=[...])"
 TABLES = (".parquet", ".arrow", ".feather")
 
 
@@ -48,8 +49,14 @@ def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
     Raises:
         SampleError: a path names no file.
         ImportError: a data set is on the hub, and the datasets library is missing.
+        TypeError: a path is not a path.
     """
+    if not isinstance(paths, str | os.PathLike | Iterable):
+        raise TypeError(f"the data paths are a {type(paths).__name__}; {_GIVE}")
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    for path in given:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"a data path is a {type(path).__name__}; {_GIVE}")
     if not given:
         raise SampleError("no data paths; give data.path at least one file, glob or '-' for standard input")
     resolved: list[str] = []

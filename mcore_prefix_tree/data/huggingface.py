@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -17,7 +18,7 @@ from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continua
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.stopping import with_end
-from mcore_prefix_tree.data.tokenizer_probe import check_encodes_text
+from mcore_prefix_tree.data.tokenizer_probe import check_encodes_text, check_ids, code_of
 from mcore_prefix_tree.data.turn_ends import TurnEnds
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.data.vocabulary import DummySpace, Spelling, Vocabulary
@@ -261,8 +262,22 @@ def _loaded(folder: str) -> Any:
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # a damaged file makes transformers and tokenizers raise nearly anything
+        own = code_of(folder)
+        if own is not None:
+            raise ValueError(
+                f"tokenizer '{folder}': {own}, which is never run, and without it transformers cannot load the folder; "
+                "give a tokenizer that transformers itself implements"
+            ) from error
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"tokenizer '{folder}': transformers cannot load this folder: {reason}") from error
+    own = code_of(folder)
+    if own is not None:
+        warnings.warn(
+            f"tokenizer '{folder}': {own}, which is not run; it is loaded as {type(loaded).__name__}, and its tokens "
+            "may differ from those of its code",
+            stacklevel=2,
+        )
+    check_ids(loaded, folder)
     check_encodes_text(loaded, folder)
     return loaded
 

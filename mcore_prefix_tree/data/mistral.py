@@ -25,14 +25,8 @@ from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continua
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.json_fields import check_json_depth
 from mcore_prefix_tree.data.stopping import with_end
+from mcore_prefix_tree.data.tokenizers import FILES
 from mcore_prefix_tree.data.vocabulary import Vocabulary
-
-# v1 and v2 are left out: v1 knows no tools and no control tokens, v2 drops the tool calls of earlier turns.
-FILES = {
-    "mistral-v3": "mistral_instruct_tokenizer_240323.model.v3",
-    "mistral-v3-tekken": "tekken_240718.json",
-    "mistral-v7": "mistral_instruct_tokenizer_241114.model.v7",
-}
 
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 # mistral-common takes no answer without text; the tokens of this one are removed again.

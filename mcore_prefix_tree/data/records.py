@@ -59,6 +59,13 @@ class LineOptions:
     renderings: Sequence[ChatTokenizer] = ()
     names: FieldNames = field(default_factory=FieldNames)
 
+    def __post_init__(self) -> None:
+        for name, given in [("tokenizer", self.tokenizer), *(("renderings", one) for one in self.renderings)]:
+            if isinstance(given, str):
+                raise TypeError(f"{name} is the string {given!r}; give load_tokenizer({given!r})")
+        if not isinstance(self.names, FieldNames):
+            raise TypeError(f"names is a {type(self.names).__name__}; give FieldNames(given={{...}})")
+
     def lenient(self) -> LineOptions:
         """Return the options for other files than training's, which may lack some of the fields that are named."""
         return replace(self, names=replace(self.names, may_lack=True))

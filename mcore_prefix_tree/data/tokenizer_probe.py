@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
+
+from mcore_prefix_tree.inputs import read_regular
+from mcore_prefix_tree.sample import INT32_MAX
 
 # Something of most languages; a tokenizer of another one is asked for text of its own tokens.
 _TEXT = "the 0 la не 的 の 이 ال"
 _TOKENS = 1000
+
+
+def code_of(folder: str) -> str | None:
+    """Return a sentence about the code that a folder brings for its tokenizer, which is never run; None without any."""
+    for name in ("tokenizer_config.json", "config.json"):
+        found = _content(folder, name).get("auto_map")
+        if isinstance(found, dict):  # by the name of the class that it replaces
+            found = found.get("AutoTokenizer")
+        if found:
+            return f"the 'auto_map' of its {name} names code of its own"
+    return None
+
+
+def check_ids(tokenizer: Any, folder: str) -> None:
+    """Check that every token's id fits the type of token ids, also as the files have it: the library renumbers some.
+
+    Raises:
+        ValueError: one does not; names the token and the folder.
+    """
+    ids: dict[Any, Any] = dict(tokenizer.get_vocab())
+    listed = _content(folder, "tokenizer.json").get("added_tokens")
+    ids |= {one.get("content"): one.get("id") for one in listed or () if isinstance(one, dict)}
+    by_id = _content(folder, "tokenizer_config.json").get("added_tokens_decoder")
+    if isinstance(by_id, dict):
+        ids |= {
+            one.get("content"): int(token_id)
+            for token_id, one in by_id.items()
+            if isinstance(one, dict) and token_id.isdecimal()
+        }
+    for token, token_id in ids.items():
+        if isinstance(token_id, int) and token_id > INT32_MAX:
+            raise ValueError(
+                f"tokenizer '{folder}': its token {str(token)[:40]!r} has the id {token_id}; token ids are 0 to "
+                f"{INT32_MAX}"
+            )
+
+
+def _content(folder: str, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a folder; empty if it cannot be read, since transformers did without it."""
+    try:
+        found = json.loads(read_regular(os.path.join(folder, name)))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def check_encodes_text(tokenizer: Any, folder: str) -> None:

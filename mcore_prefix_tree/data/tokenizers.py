@@ -12,6 +12,12 @@ from mcore_prefix_tree.versions import install_command
 
 # v7 leaves the history alone from turn to turn, so the turns of a rollout share it, and has the small vocabulary.
 DEFAULT_TOKENIZER = "mistral-v7"
+# v1 and v2 are left out: v1 knows no tools and no control tokens, v2 drops the tool calls of earlier turns.
+FILES = {
+    "mistral-v3": "mistral_instruct_tokenizer_240323.model.v3",
+    "mistral-v3-tekken": "tekken_240718.json",
+    "mistral-v7": "mistral_instruct_tokenizer_241114.model.v7",
+}
 
 
 def load_tokenizer(
@@ -29,7 +35,10 @@ def load_tokenizer(
         ValueError: the name is neither; the folder holds no tokenizer, or its chat template is missing or gives other
             output each time; or ``chat_template_kwargs`` are not a template's.
         ImportError: the name is a folder and transformers is missing.
+        TypeError: the name is not a string or a path.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise TypeError(f"the tokenizer's name is a {type(name_or_path).__name__}; give a name or the path of a folder")
     name_or_path = local_path(name_or_path)
     # Both libraries take their time to import, and data that is already tokens needs neither.
     if os.path.isdir(name_or_path):
@@ -44,8 +53,24 @@ def load_tokenizer(
 
         return HuggingFaceChatTokenizer(name_or_path, chat_template_kwargs)
 
-    from mcore_prefix_tree.data.mistral import FILES, MistralChatTokenizer
+    check_tokenizer_named(name_or_path, chat_template_kwargs)
+    from mcore_prefix_tree.data.mistral import MistralChatTokenizer
 
+    return MistralChatTokenizer(name_or_path)
+
+
+def check_tokenizer_named(name_or_path: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+    """Check that a name is a tokenizer's or a folder, without loading it.
+
+    Args:
+        name_or_path: see :func:`load_tokenizer`.
+        chat_template_kwargs: see :func:`load_tokenizer`.
+
+    Raises:
+        ValueError: the name is neither, or ``chat_template_kwargs`` are not a template's.
+    """
+    if os.path.isdir(name_or_path):
+        return
     if name_or_path not in FILES:
         raise ValueError(
             f"tokenizer '{name_or_path}' is neither a folder nor one of {', '.join(sorted(FILES))}; "
@@ -56,4 +81,3 @@ def load_tokenizer(
             f"chat_template_kwargs ({', '.join(chat_template_kwargs)}) are for the chat template of a Hugging Face "
             f"tokenizer; tokenizer '{name_or_path}' has none"
         )
-    return MistralChatTokenizer(name_or_path)

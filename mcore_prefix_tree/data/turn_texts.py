@@ -219,7 +219,8 @@ class TurnTexts:
         question, call = _BEFORE_RESULT
         function = call["tool_calls"][0]["function"]
         texts = []
-        for arguments in ({}, "{}"):
+        object_and_text: tuple[Any, str] = ({}, "{}")
+        for arguments in object_and_text:
             calling = call | {"tool_calls": [call["tool_calls"][0] | {"function": function | {"arguments": arguments}}]}
             try:
                 texts.append(self._templates.render([question, calling]))

@@ -166,7 +166,13 @@ def fold(
     Raises:
         ValueError: if ``padded_size`` cannot hold the tokens or is not a multiple of ``pad_to_multiple_of``; if
             ``trie`` has another number of samples.
+        TypeError: something in ``samples`` is not a :class:`Sample`, or another argument has the wrong type.
     """
+    for name, value in (("pad_to_multiple_of", pad_to_multiple_of), ("padded_size", padded_size)):
+        if not isinstance(value, int | np.integer | None) or (value is None and name == "pad_to_multiple_of"):
+            raise TypeError(f"{name}={value!r} must be an integer")
+    if not isinstance(trie, Trie | None):
+        raise TypeError(f"trie is a {type(trie).__name__}; give what build_trie returns, or nothing")
     if trie is None:
         trie = build_trie(samples)
     elif len(trie.order) != len(samples):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.sample import Sample, check_samples
 from mcore_prefix_tree.trie.sort import SHARE_ALL, Sharing, sort_samples
 
 IntArray = npt.NDArray[np.int64]
@@ -59,7 +59,11 @@ def build_trie(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> Trie:
     """Fold any number of samples into a trie; those with different ``merge_key`` never share a node.
 
     A sample that is a prefix of another ends in an inner node, equal samples end in the same node.
+
+    Raises:
+        TypeError: something in ``samples`` is not a :class:`Sample`.
     """
+    check_samples(samples)
     order, shared = sort_samples(samples, sharing)
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
     return trie_from_order(order, shared, lengths[order])

@@ -143,7 +143,7 @@ def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[st
             if not isinstance(about, dict):
                 raise ValueError("its description is not an object")
             return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, TypeError, ValueError) as error:  # NumPy lacks types that a file may have, such as BF16
         raise _damaged(path, error) from None
 
 
@@ -242,27 +242,50 @@ def _dense_entries(path: str | Path, content: dict[str, Any], scale_column: bool
     import torch
 
     indices, likelihoods = content["indices"], content["likelihoods"]
-    if (
-        not (torch.is_tensor(indices) and torch.is_tensor(likelihoods))
-        or indices.ndim != 2
-        or indices.shape != likelihoods.shape
-        or indices.dtype.is_floating_point
-    ):
+    for name, tensor in (("indices", indices), ("likelihoods", likelihoods)):
+        _check_tensor(path, name, tensor)
+    if indices.ndim != 2 or indices.shape != likelihoods.shape or not indices.shape[1]:
         raise ValueError(f"{path}: 'indices' and 'likelihoods' are not matrices of one shape; {_REBUILD}")
     # Weights that were learned are parameters.
     columns = indices.to(torch.int64).numpy()
     weights = likelihoods.detach().to(torch.float64).numpy()
-    if content.get("enable_scale_trick") and not scale_column:
+    trick = content.get("enable_scale_trick")
+    if not isinstance(trick, bool | int | None):
+        raise ValueError(f"{path}: 'enable_scale_trick' is a {type(trick).__name__}, not true or false; {_REBUILD}")
+    if trick and not scale_column:
         columns, weights = columns[:, :-1], weights[:, :-1]
     row, rank = np.nonzero((columns >= 0) & (weights != 0))
     return row, columns[row, rank], weights[row, rank]
+
+
+def _check_tensor(path: str | Path, name: str, tensor: Any) -> None:
+    """Refuse a value that is no tensor of numbers with an element for each index.
+
+    Raises:
+        ValueError: names it, and says what it is.
+    """
+    import torch
+
+    found = None
+    if not torch.is_tensor(tensor):
+        found = f"is a {type(tensor).__name__} and no tensor"
+    elif tensor.is_meta:
+        found = "is on the meta device, which holds no values"
+    elif tensor.is_quantized:
+        found = f"is quantized ({tensor.dtype})"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        found = f"is nested or has the layout {tensor.layout}; call to_dense() before it is saved"
+    elif tensor.is_complex() or tensor.dtype is torch.bool or (name == "indices" and tensor.is_floating_point()):
+        found = f"has the type {tensor.dtype}"
+    if found is not None:
+        raise ValueError(f"{path}: '{name}' {found}; {_REBUILD}")
 
 
 def _sparse_entries(path: str | Path, content: dict[Any, Any]) -> Coordinates:
     try:
         keys = np.array([*content], dtype=np.int64)
         weights = np.array([float(weight) for weight in content.values()], dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: of a tensor without a value
         raise ValueError(f"{path}: its pairs are not two tokens with a weight; {_REBUILD}") from None
     return keys[:, 0], keys[:, 1], weights
 

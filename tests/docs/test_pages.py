@@ -12,8 +12,8 @@ import pytest
 import typer
 from pages import PAGES, ROOT, anchors_of, commands_of, fences_of, inline_of, links_of, name_of, prose_of
 
+from mcore_prefix_tree.arguments.group import add_argument_group
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
 from mcore_prefix_tree.recipe import Recipe, load_recipe
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from mcore_prefix_tree.arguments.rules import ArgumentError
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 from mcore_prefix_tree.mcore.probe import MegatronCoreError
 

@@ -65,8 +65,12 @@ def test_wrong_arguments_are_told_in_one_line(arguments: list[str], says: str) -
 
 
 def test_a_group_without_a_command_shows_its_help() -> None:
-    for arguments in ([], ["bench"]):
-        assert "Usage: " in cli(*arguments).output
+    for arguments in ([], ["bench"], ["xtoken"]):
+        done = cli(*arguments)
+        assert "Usage: " in done.output
+        assert done.exit_code == 2
+        assert "error:" not in done.output
+        assert done.stderr == ""
 
 
 @pytest.mark.parametrize("columns", ["0", "-1", "1", "39", "wide", "9" * 5000])

@@ -4,6 +4,7 @@ import json
 import sys
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -530,3 +531,78 @@ def test_tokenizer_of_few_words_is_accepted(tmp_path):
         ),
     )
     assert load_tokenizer(str(folder)).encode_text("ᚠᚢᚦ") == [3]
+
+
+def rewritten(folder, name, change):
+    """Change one JSON file of a folder."""
+    path = Path(folder) / name
+    content = json.loads(path.read_text()) if path.exists() else {}
+    change(content)
+    path.write_text(json.dumps(content))
+    return folder
+
+
+BEYOND = {
+    "tokenizer.json": lambda content: content["added_tokens"][0].update(id=2**31),
+    "tokenizer_config.json": lambda content: content.update(
+        added_tokens_decoder={str(2**31): {"content": "<|far|>", "special": True}}
+    ),
+}
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", BEYOND)
+def test_an_added_token_beyond_int32_is_refused(tmp_path, name):
+    folder = rewritten(make_folder(tmp_path / "tokenizer", CHATML), name, BEYOND[name])
+    with pytest.raises(ValueError, match=r"its token '<\|.*\|>' has the id 2147483648; token ids are 0 to 2147483647"):
+        load_tokenizer(folder)
+
+
+@needs_transformers
+@pytest.mark.parametrize("token_id", [2**31, 2**32 - 1])
+def test_a_token_of_the_model_beyond_int32_is_refused(tmp_path, token_id):
+    folder = make_folder(tmp_path / "tokenizer", CHATML)
+    rewritten(folder, "tokenizer.json", lambda content: content["model"]["vocab"].update(far=token_id))
+    with pytest.raises(ValueError, match=f"its token 'far' has the id {token_id}; token ids are 0 to 2147483647"):
+        load_tokenizer(folder)
+
+
+@pytest.fixture
+def with_code(tmp_path):
+    """A folder with a module that would leave a file behind."""
+    folder = make_folder(tmp_path / "tokenizer", CHATML)
+    (Path(folder) / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    return folder
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("name", "auto_map"),
+    [
+        ("tokenizer_config.json", {"AutoTokenizer": ["own.Own", None]}),
+        ("tokenizer_config.json", ["own.Own", None]),
+        ("config.json", {"AutoTokenizer": ["own.Own", None]}),
+    ],
+)
+def test_a_folder_with_code_of_its_own_says_that_it_is_not_run(with_code, tmp_path, name, auto_map):
+    rewritten(with_code, name, lambda content: content.update(auto_map=auto_map))
+    with pytest.warns(UserWarning, match=f"the 'auto_map' of its {name} names code of its own, which is not run"):
+        tokenizer = load_tokenizer(with_code)
+    assert tokenizer.vocab_size > 256
+    assert not (tmp_path / "ran").exists()
+
+
+@needs_transformers
+def test_a_folder_that_needs_its_code_is_refused_by_name(with_code, tmp_path):
+    change = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    rewritten(with_code, "tokenizer_config.json", lambda content: content.update(change))
+    with pytest.raises(ValueError, match=r"of its tokenizer_config\.json names code of its own, which is never run"):
+        load_tokenizer(with_code)
+    assert not (tmp_path / "ran").exists()
+
+
+@needs_transformers
+def test_code_of_a_model_alone_is_no_code_of_the_tokenizer(with_code, recwarn):
+    rewritten(with_code, "config.json", lambda content: content.update(auto_map={"AutoConfig": "own.Own"}))
+    load_tokenizer(with_code)
+    assert not [one for one in recwarn if "auto_map" in str(one.message)]

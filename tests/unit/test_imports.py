@@ -47,9 +47,10 @@ ALLOWED = {
         "attention", "choices", "plan", "inputs", "data", "trie", "layout", "objectives", "sample", "signals",
         "versions", "xtoken",
     },
+    "arguments": {"attention", "data", "inputs", "layout", "objectives", "recipe"},
     "mcore": {
-        "choices", "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention", "logprob",
-        "objectives", "recipe", "launchers", "memory", "upload", "errors", "ending", "inputs",
+        "arguments", "choices", "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention",
+        "logprob", "objectives", "recipe", "launchers", "memory", "upload", "errors", "ending", "inputs",
         "cpu", "randomness", "versions", "xtoken",
     },
     "integrations": {
@@ -57,8 +58,8 @@ ALLOWED = {
     },
     "bench": {"versions", "recipe", "mcore"},
     "pretrain_gpt": {
-        "ending", "errors", "launchers", "output", "sample", "data", "layout", "plan", "metadata", "attention",
-        "logprob", "objectives", "mcore",
+        "arguments", "ending", "errors", "launchers", "output", "sample", "data", "layout", "plan", "metadata",
+        "attention", "logprob", "objectives", "mcore",
     },
     "pretrain_hybrid": {"pretrain_gpt"},
     "train_rl": {"pretrain_gpt"},

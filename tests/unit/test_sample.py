@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Tempered
@@ -17,6 +18,11 @@ from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Tempered
         ({"tokens": [1.0, 2.0]}, "tokens", "flat list of integers"),
         ({"tokens": ["1"]}, "tokens", "flat list of integers"),
         ({"tokens": [True, False]}, "tokens", "flat list of integers"),
+        ({"tokens": None}, "tokens", "flat list of integers"),
+        ({"tokens": {"input_ids": [1]}}, "tokens", "flat list of integers"),
+        ({"tokens": torch.ones(3, dtype=torch.int64).to_sparse()}, "tokens", "to_dense"),
+        ({"tokens": torch.ones(3, dtype=torch.int64, device="meta")}, "tokens", "can't convert meta"),
+        ({"tokens": [1], "loss_mask": torch.ones(1, requires_grad=True)}, "loss_mask", "detach"),
         ({"tokens": [None]}, "tokens", "flat list of integers"),
         ({"tokens": [10**30]}, "tokens", "flat list of integers"),
         ({"tokens": [5, -3, -4]}, "tokens", "-3 at index 1"),
@@ -107,3 +113,15 @@ def test_the_merge_key_may_say_the_temperature():
             match=r"^file:3: the temperature of its merge_key is .*; it must be at least 0.001, and finite$",
         ):
             Sample(tokens=[1], merge_key=Tempered(temperature=temperature), source="file:3")
+
+
+@pytest.mark.parametrize("merge_key", [[1], {"adapter": 1}, {1}, np.ones(2), (1, [2])])
+def test_merge_key_that_cannot_be_hashed_is_named(merge_key):
+    with pytest.raises(SampleError, match=r"^a\.jsonl:3: the merge_key .* cannot be hashed; give a string, a number"):
+        Sample(tokens=[1], merge_key=merge_key, source="a.jsonl:3")
+
+
+@pytest.mark.parametrize("signals", [{}, {"reward": 1.0}, 1.0, "reward"])
+def test_signals_of_another_type_are_refused(signals):
+    with pytest.raises(SampleError, match=r"^sample: signals is a \w+; give Signals\(reward=...\)$"):
+        Sample(tokens=[1], signals=signals)

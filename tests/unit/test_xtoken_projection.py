@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import random
+import warnings
 import zipfile
 
 import numpy as np
@@ -243,7 +244,67 @@ def truncated(path):
     path.write_bytes(path.read_bytes()[:-40])
 
 
+def tensors(indices=None, likelihoods=None, **others):
+    """Write a file in NeMo-RL's form with some of its content replaced."""
+    given = {
+        "indices": torch.zeros(5, 1, dtype=torch.int64) if indices is None else indices,
+        "likelihoods": torch.ones(5, 1) if likelihoods is None else likelihoods,
+    }
+    return lambda path: torch.save(given | others, path)
+
+
+def quantized(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to remove these types
+        tensors(likelihoods=torch.quantize_per_tensor(torch.ones(5, 1), 0.1, 0, torch.qint8))(path)
+
+
+def stored(**arrays):
+    """Write a file of this version with other arrays."""
+
+    def write(path):
+        from safetensors.torch import save_file
+
+        about = {"format": "mcore-prefix-tree projection 1", "student_hash": "", "teacher_hash": ""}
+        save_file(arrays, path, metadata={"projection": json.dumps(about)})
+
+    return write
+
+
 BAD = {
+    "sparse.pt": (tensors(likelihoods=torch.ones(5, 1).to_sparse()), "'likelihoods' is nested or has the layout torch"),
+    "sparse_ids.pt": (tensors(indices=torch.ones(5, 1).long().to_sparse()), "'indices' is nested or has the layout"),
+    "meta.pt": (tensors(likelihoods=torch.ones(5, 1, device="meta")), "'likelihoods' is on the meta device"),
+    "meta_ids.pt": (tensors(indices=torch.ones(5, 1, dtype=torch.int64, device="meta")), "'indices' is on the meta"),
+    "quantized.pt": (quantized, "'likelihoods' is quantized .torch.qint8."),
+    "complex.pt": (tensors(likelihoods=torch.ones(5, 1, dtype=torch.complex64)), "'likelihoods' has the type torch"),
+    "bool.pt": (tensors(indices=torch.ones(5, 1, dtype=torch.bool)), "'indices' has the type torch.bool"),
+    "float_ids.pt": (tensors(indices=torch.ones(5, 1)), "'indices' has the type torch.float32"),
+    "lists.pt": (tensors(indices=[[0]] * 5), "'indices' is a list and no tensor"),
+    "none.pt": (tensors(likelihoods=None, indices=torch.zeros(5)), "'indices' has the type torch.float32"),
+    "flat.pt": (tensors(torch.zeros(5).long(), torch.ones(5)), "are not matrices of one shape"),
+    "narrow.pt": (tensors(torch.zeros(5, 0).long(), torch.ones(5, 0)), "are not matrices of one shape"),
+    "trick.pt": (tensors(enable_scale_trick=torch.ones(2)), "'enable_scale_trick' is a Tensor, not true or false"),
+    "meta_pair.pt": (
+        lambda path: torch.save({(0, 0): torch.ones((), device="meta")}, path),
+        "its pairs are not two tokens with a weight",
+    ),
+    "sparse_pair.pt": (
+        lambda path: torch.save({(0, 0): torch.ones(2).to_sparse()}, path),
+        "its pairs are not two tokens with a weight",
+    ),
+    "bf16.safetensors": (
+        stored(columns=torch.zeros(5, 1, dtype=torch.int32), weights=torch.ones(5, 1, dtype=torch.bfloat16)),
+        "is damaged or no projection|its arrays are not those of a projection",
+    ),
+    "int64.safetensors": (
+        stored(columns=torch.zeros(5, 1, dtype=torch.int64), weights=torch.ones(5, 1)),
+        "its arrays are not those of a projection",
+    ),
+    "flat.safetensors": (
+        stored(columns=torch.zeros(5, dtype=torch.int32), weights=torch.ones(5)),
+        "its arrays are not those of a projection",
+    ),
     "cut.safetensors": (truncated, "is damaged or no projection"),
     "cut.pt": (truncated, "is damaged or no projection"),
     "empty.safetensors": (lambda path: path.touch(), "is damaged or no projection"),

@@ -32,8 +32,8 @@ def main(cases: Path, answers: Path) -> None:
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
     from megatron.training.global_vars import set_args
 
+    from mcore_prefix_tree.arguments.group import add_argument_group
     from mcore_prefix_tree.mcore.megatron_lm.checks import checked_config
-    from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
     from mcore_prefix_tree.mcore.megatron_lm.model import tree_model
 
     build, _ = stock_builder()

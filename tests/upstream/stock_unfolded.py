@@ -24,10 +24,10 @@ from test_objectives_distill import top_k_loss
 from test_objectives_preference import kto_loss, pair_loss
 from test_objectives_scalar_head import critic_loss, reward_model_loss
 
+from mcore_prefix_tree.arguments.group import add_argument_group
 from mcore_prefix_tree.cpu.emulation import enable_training
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
 from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
 from mcore_prefix_tree.objectives import make_objective
 

@@ -172,7 +172,7 @@ class Sweep:
 
     def tried(self, case: Case) -> Case:
         """The case, with its outcome."""
-        from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+        from mcore_prefix_tree.arguments.rules import ArgumentError
         from mcore_prefix_tree.mcore.megatron_lm.checks import checked_config
         from mcore_prefix_tree.mcore.megatron_lm.model import tree_model
 
@@ -249,7 +249,7 @@ class Sweep:
             raise Megatrons(f"{type(error).__name__}: {error or asked}") from error
 
     def _added(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
+        from mcore_prefix_tree.arguments.group import add_argument_group
 
         return add_argument_group(parser)
 

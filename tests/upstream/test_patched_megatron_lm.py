@@ -129,5 +129,5 @@ def test_refusals_name_the_argument(patched: tuple[str, ...], data: str) -> None
         patched, CPU, MODEL, TRAIN, FOLDED, data, TOKENIZER, "--attention-backend tree", "--hidden-dropout 0.1"
     )
     assert run.status != 0
-    assert "does not support hidden_dropout=0.1" in run.output
+    assert "does not support --hidden-dropout 0.1" in run.output
     assert not run.losses

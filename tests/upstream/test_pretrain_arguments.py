@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from mcore_prefix_tree.mcore.megatron_lm.arguments import (
+from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.rules import (
     ArgumentError,
     check_arguments,
     check_unused,
 )
-from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
 from mcore_prefix_tree.pretrain_gpt import use_megatron_lm
 
 FOLDED = ("--prefix-tree", "--prefix-tree-data-path", "a.jsonl", "b.jsonl", "--prefix-tree-max-tokens", "100")
@@ -24,11 +24,15 @@ def parse(*arguments: str) -> argparse.Namespace:
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--dataloader-type", choices=["single", "cyclic", "external"])
     parser.add_argument("--num-experts", type=int)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--attention-dropout", type=float, default=0.0)
+    parser.add_argument("--hidden-dropout", type=float, default=0.0)
+    parser.add_argument("--yaml-cfg")
     parser.add_argument("--moe-token-dispatcher-type", default="allgather")
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--position-embedding-type", default="rope")
     for flag in (
-        *("--mock-data", "--sft", "--full-validation", "--use-torch-fsdp2", "--fp16"),
+        *("--mock-data", "--sft", "--full-validation", "--use-torch-fsdp2", "--fp16", "--use-checkpoint-args"),
         *("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss", "--ddp-average-in-collective"),
         "--defer-embedding-wgrad-compute",
     ):
@@ -76,6 +80,7 @@ def test_the_flag_implies_one_denominator_for_the_step() -> None:
         ("--deterministic-mode",),
         ("--prefix-tree-no-deterministic-attention",),
         ("--defer-embedding-wgrad-compute", "--prefix-tree-no-fused-head"),
+        ("--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--use-checkpoint-args"),
     ],
 )
 def test_accepted(arguments: tuple[str, ...]) -> None:
@@ -108,6 +113,9 @@ def test_accepted(arguments: tuple[str, ...]) -> None:
             ("--deterministic-mode", "--prefix-tree-no-deterministic-attention"),
             "--prefix-tree-no-deterministic-attention with --deterministic-mode: leave one of them out",
         ),
+        (("--context-parallel-size", "2"), "--context-parallel-size 2: a tree is not split"),
+        (("--attention-dropout", "0.1"), "--attention-dropout 0.1: samples that share a token"),
+        (("--hidden-dropout", "0.1"), "give --hidden-dropout 0"),
         (("--prefix-tree-max-tokens", "0"), "--prefix-tree-max-tokens=0"),
         (("--prefix-tree-data-path", "-"), "--prefix-tree-data-path -"),
         (("--prefix-tree-attention-backend", "nope"), "'nope'"),

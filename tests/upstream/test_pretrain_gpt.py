@@ -233,7 +233,7 @@ def test_a_sites_own_script_takes_three_lines(stock: Stock, site_script: tuple[s
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--hidden-dropout 0.1", "hidden_dropout=0.1"),
+        ("--hidden-dropout 0.1", "--hidden-dropout 0.1"),
         ("--use-distributed-optimizer --save saved", "--use-distributed-optimizer with --save"),
         ("--micro-batch-size 5", "Megatron-LM does not take these arguments: "),
         ("--prefix-tree-max-tokens 48", "--prefix-tree-max-tokens=48"),
@@ -311,11 +311,11 @@ def test_help_has_a_group_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--hidden-dropout 0.1", "hidden_dropout=0.1"),
-        ("--context-parallel-size 2", "context_parallel_size=2"),
+        ("--hidden-dropout 0.1", "--hidden-dropout 0.1"),
+        ("--context-parallel-size 2", "--context-parallel-size 2"),
         ("--num-experts 4 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff=[0.1]"),
         ("--mock-data", "--mock-data"),
-        ("--pipeline-model-parallel-size 2 --prefix-tree-max-token 3", "unrecognized arguments: --prefix-tree-max-tok"),
+        ("--pipeline-model-parallel-size 2 --prefix-tree-max-token 3", "--prefix-tree-max-token: there is no such arg"),
     ],
 )
 def test_refusals_come_before_anything_is_started(stock: Stock, arguments: str, sentence: str) -> None:

@@ -31,9 +31,9 @@ def has_hybrid_model() -> bool:
 
 # Arguments, and how what is said of them begins after "prefix-tree training does not support ".
 SPINE = [
-    ("--context-parallel-size 2", "context_parallel_size=2"),
-    ("--attention-dropout 0.1", "attention_dropout=0.1"),
-    ("--hidden-dropout 0.1", "hidden_dropout=0.1"),
+    ("--context-parallel-size 2", "--context-parallel-size 2"),
+    ("--attention-dropout 0.1", "--attention-dropout 0.1"),
+    ("--hidden-dropout 0.1", "--hidden-dropout 0.1"),
     (f"{LATENT} --rope-type yarn", "apply_rope_fusion=True with multi_latent_attention"),
     (
         f"{LATENT} --no-rope-fusion --tensor-model-parallel-size 2 --transformer-impl transformer_engine",
@@ -81,6 +81,16 @@ OTHER = [
         "--position-embedding-type learned_absolute --max-position-embeddings 32",
         "Megatron-LM does not take these arguments: max_position_embeddings (32) must be greater than or equal to "
         "seq_length (64)",
+    ),
+    ("--spec os system", "--spec os system: os.system is a builtin_function_or_method and no spec of layers; for exam"),
+    ("--spec os nothing", "--spec os nothing: os.nothing is missing and no spec of layers; for example --spec mcore_"),
+    (
+        "--spec json.no_part x",
+        "--spec json.no_part x: there is no module json.no_part; for example --spec mcore_prefix",
+    ),
+    (
+        "--spec nope layer",
+        "--spec nope layer: there is no module nope; for example --spec mcore_prefix_tree.mcore.seam",
     ),
     ("--hidden-size 30", "Megatron-LM does not take these arguments: assert args.hidden_size % args.num_attention_hea"),
     ("--prefix-tree-max-token 3", "unrecognized arguments: --prefix-tree-max-token 3"),
@@ -231,5 +241,6 @@ def test_every_refusal_of_the_spine_is_driven_here() -> None:
 
 
 def setting_of(sentence: str) -> str:
-    """The name before a value or a colon."""
-    return sentence.partition(":")[0].partition("=")[0]
+    """The name before a value or a colon; an option's as the field's."""
+    name = sentence.partition(":")[0].partition("=")[0]
+    return name.partition(" ")[0].removeprefix("--").replace("-", "_") if name.startswith("--") else name

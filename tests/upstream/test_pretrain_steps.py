@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mcore_prefix_tree import Sample
+from mcore_prefix_tree.arguments.rules import ArgumentError
 from mcore_prefix_tree.choices import Order
 from mcore_prefix_tree.data import LineOptions, StreamedGroups
 from mcore_prefix_tree.data.batches import SampleOrder
@@ -21,7 +22,6 @@ from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.megatron_lm import dealing
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
 from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, largest_micro_batch_size, needs
 from mcore_prefix_tree.mcore.megatron_lm.dealing import (
     StepDealer,

@@ -16,10 +16,9 @@ from mcore_prefix_tree.mcore.engine.score import Scorer, ScoringStep
 from mcore_prefix_tree.mcore.ranks import is_main_rank
 from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs, Values
 from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.objectives.score_options import REFERENCE, ScoreOptions
 from mcore_prefix_tree.sample import Sample
 
-# Columns of the file, which training reads, beside those that objectives name.
-REFERENCE, TEACHER = "ref_logprobs", "teacher"
 _ENTROPY = "entropy"
 
 
@@ -72,73 +71,24 @@ class ScoreReport:
         return [written, f"not scored: {self.skipped}"] if self.skipped else [written]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoreOptions:
-    """Options of a scoring run.
+def readouts_of(
+    options: ScoreOptions, objective: type[Objective], *, vocab_size: int | None, fused_head: bool
+) -> dict[str, Scorer[Any]]:
+    """Return each model's readout by column, the objective's own first.
 
-    Attributes:
-        reference: folder of a second model's weights, which gives ``ref_logprobs``.
-        all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
-        entropy: whether to write the entropies too.
-        teacher_top_k: number of likeliest tokens to write of each prediction of a teacher; None for other models.
-        prefix: prefix of the options' names, for messages.
+    Args:
+        options: options of the run.
+        objective: objective that trains the model.
+        vocab_size: size of the vocabulary before padding.
+        fused_head: whether the models use the fused head.
     """
-
-    reference: str | Path | None = None
-    all_tokens: bool = False
-    entropy: bool = True
-    teacher_top_k: int | None = None
-    prefix: str = "--"
-
-    def column(self, objective: type[Objective]) -> str:
-        """Return the column for the scores of a model that an objective trains."""
-        return objective.scored_as if self.teacher_top_k is None else TEACHER
-
-    def reads_mask(self, objective: type[Objective]) -> bool:
-        """Return whether only scored tokens get scores, and not all, or the last of each sample."""
-        return not self.all_tokens and objective.scored_as != "reward"
-
-    def check(self, objective: type[Objective], *, setting: str, vocab_size: int | None) -> None:
-        """Check that the model supports these options.
-
-        Args:
-            objective: objective that trains the model.
-            setting: setting that names the objective, for messages.
-            vocab_size: size of the vocabulary before padding; None where it is not known yet.
-
-        Raises:
-            ValueError: the model does not support them.
-        """
-        k = self.teacher_top_k
-        if k is not None and objective.has_scalar_head:
-            raise ValueError(f"{self.prefix}teacher-top-k wants a vocabulary, and {setting} has none")
-        if k is not None and (k < 1 or (vocab_size is not None and k > vocab_size)):
-            raise ValueError(
-                f"{self.prefix}teacher-top-k {k}: it must be from 1 to the vocabulary's {vocab_size or 'size'}"
-            )
-        if self.reference is not None and (objective.has_scalar_head or k is not None):
-            raise ValueError(
-                f"{self.prefix}reference gives ref_logprobs beside those of a policy, but this model gives "
-                f"{self.column(objective)} alone; score the reference in a run of its own"
-            )
-
-    def readouts(
-        self, objective: type[Objective], *, vocab_size: int | None, fused_head: bool
-    ) -> dict[str, Scorer[Any]]:
-        """Return each model's readout by column, the objective's own first.
-
-        Args:
-            objective: objective that trains the model.
-            vocab_size: size of the vocabulary before padding.
-            fused_head: whether the models use the fused head.
-        """
-        main: Scorer[Any] = Logprobs(entropy=self.entropy, fused=fused_head)
-        if objective.has_scalar_head:
-            main = Values()
-        elif self.teacher_top_k is not None:
-            main = TopLogprobs(k=self.teacher_top_k, vocab_size=vocab_size)
-        reference = {} if self.reference is None else {REFERENCE: Logprobs(fused=fused_head)}
-        return {self.column(objective): main, **reference}
+    main: Scorer[Any] = Logprobs(entropy=options.entropy, fused=fused_head)
+    if objective.has_scalar_head:
+        main = Values()
+    elif options.teacher_top_k is not None:
+        main = TopLogprobs(k=options.teacher_top_k, vocab_size=vocab_size)
+    reference = {} if options.reference is None else {REFERENCE: Logprobs(fused=fused_head)}
+    return {options.column(objective): main, **reference}
 
 
 def write_scores(

@@ -28,8 +28,8 @@ from megatron.training import get_args, pretrain
 from megatron.training import training as loop
 from megatron.training.arguments import parse_args
 
+from mcore_prefix_tree.arguments.rules import ArgumentError
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
 

@@ -31,19 +31,29 @@ from megatron.core import datasets
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 
-from mcore_prefix_tree.data import load_tokenizer, resolve_paths
+from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.named import (
+    SPEC_EXAMPLE,
+    check_data,
+    check_launched,
+    check_spec_named,
+    check_vocabulary_known,
+)
+from mcore_prefix_tree.arguments.rules import ArgumentError, check_arguments, check_score
+from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.launchers import check_gpus
 from mcore_prefix_tree.mcore.megatron_lm.adapter import check_megatron_lm
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, check_arguments, check_score
-from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
 from mcore_prefix_tree.mcore.megatron_lm.hf import check_same_model
 from mcore_prefix_tree.mcore.megatron_lm.job import check_backend, device_of_this_rank, folding_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
-from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
+from mcore_prefix_tree.mcore.megatron_lm.pattern import check_layers, hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.sizes import check_sizes, megatrons_calculator
 from mcore_prefix_tree.mcore.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.seam.validation import check_config
@@ -68,17 +78,16 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
     """
     check_megatron_lm()
     check_arguments(args)
+    check_layers(args)
     check_score(args)
     if args.prefix_tree_score is not None and args.micro_batch_size is None:
         args.micro_batch_size = 1  # Megatron wants one, and nothing takes it
-    resolve_paths([*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())])
+    check_data(args)
     if not args.prefix_tree_dry_run:
         check_machine(args)
     _set_vocabulary(args, args_defaults)
     if args.use_checkpoint_args:
         # Megatron reads the model's arguments from the checkpoint later; the model provider checks them then.
-        if args.prefix_tree_dry_run:
-            raise ArgumentError("--prefix-tree-dry-run does not read --use-checkpoint-args; give the model's arguments")
         return None
     # First, because what folding cannot do may also need, for Megatron's validation, what is not installed.
     check_config(as_config(args))
@@ -123,6 +132,7 @@ def checked_config(args: argparse.Namespace) -> Any:
         NotImplementedError: see :func:`check_config`.
     """
     check_arguments(args)
+    check_layers(args)
     config = config_for_folding(args)
     if args.prefix_tree_hf is not None:
         check_same_model(args, config)
@@ -139,8 +149,10 @@ def config_for_folding(args: argparse.Namespace) -> Any:
         args: validated arguments. They gain what folding needs of the model.
 
     Raises:
+        ArgumentError: see :func:`check_spec`.
         NotImplementedError: see :func:`check_config`.
     """
+    check_spec(args)
     # Micro-batches differ in length. Megatron's validation switches this off and leaves it to whoever brings the data.
     args.variable_seq_lengths = True
     if args.num_experts is None:
@@ -149,6 +161,31 @@ def config_for_folding(args: argparse.Namespace) -> Any:
     config = core_transformer_config_from_args(args)
     check_config(config)
     return config
+
+
+def check_spec(args: argparse.Namespace) -> None:
+    """Check that ``--spec`` names layers; nothing of the module is called.
+
+    A module that does not load before the job has started is for Megatron-LM to import.
+
+    Raises:
+        ArgumentError: there is no such module, or it has something else under this name.
+    """
+    if args.spec is None:
+        return
+    check_spec_named(args.spec)
+    place, name = args.spec
+    try:
+        found = vars(import_module(place)).get(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            return
+        raise ArgumentError(f"--spec {place} {name}: there is no module {error.name}; {SPEC_EXAMPLE}") from None
+    except Exception:  # it may need what only a started job has
+        return
+    if not isinstance(found, ModuleSpec | TransformerBlockSubmodules | MultiTokenPredictionBlockSubmodules):
+        what = "is missing" if found is None else f"is a {type(found).__name__}"
+        raise ArgumentError(f"--spec {place} {name}: {place}.{name} {what} and no spec of layers; {SPEC_EXAMPLE}")
 
 
 def config_in_provider(args: argparse.Namespace) -> Any:
@@ -208,18 +245,11 @@ def check_machine(args: argparse.Namespace) -> None:
         ArgumentError: no launcher started the job; or see :func:`check_installed`.
         ValueError: there are fewer GPUs than ranks.
     """
-    _check_launch()
-    check_installed(args)
-    build_helpers_for_this_python()
-
-
-def _check_launch() -> None:
-    if "MASTER_ADDR" not in os.environ:
-        raise ArgumentError(
-            "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets where its ranks meet"
-        )
+    check_launched(os.environ)
     if torch.cuda.is_available():
         check_gpus(os.environ, torch.cuda.device_count())
+    check_installed(args)
+    build_helpers_for_this_python()
 
 
 def _check_saved_arguments(args: argparse.Namespace) -> None:
@@ -353,12 +383,9 @@ def _set_vocabulary(args: argparse.Namespace, args_defaults: Mapping[str, Any] |
         args.vocab_size = args.vocab_size or size
         args.prefix_tree_vocab_size = args.vocab_size
         return
-    if given is None and size is None:
-        if args_defaults is None and (args.vocab_file or args.tokenizer_model):
-            return  # of the tokenizer that the script sets by default
-        raise ArgumentError(
-            "the vocabulary is not known: give --prefix-tree-tokenizer, --vocab-size, or Megatron's --tokenizer-type"
-        )
+    if given is None and size is None and args_defaults is None and (args.vocab_file or args.tokenizer_model):
+        return  # of the tokenizer that the script sets by default
+    check_vocabulary_known(args)
     if given is not None and size is not None and given < size:
         raise ArgumentError(f"the vocabulary of {given} tokens is smaller than the {size} of tokenizer {name}")
     # Megatron wants a tokenizer of its own, which has nothing to do here; left alone it would add a token to the

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.named import check_checkpoint_args, check_checkpoints
+from mcore_prefix_tree.arguments.rules import ArgumentError, check_unused
 from mcore_prefix_tree.ending import end_without_stacks
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, check_checkpoints, check_unused
-from mcore_prefix_tree.mcore.megatron_lm.group import add_argument_group
 
 
 def add_prefix_tree_args(
@@ -111,6 +112,7 @@ class _CheckedJob(CheckedParser):
             raise ArgumentError(
                 "--prefix-tree-score: this script trains; start it with python -m mcore_prefix_tree.pretrain_gpt"
             )
+        check_checkpoint_args(parsed)
         # What these import has to find Megatron-LM, which this module does without.
         if parsed.prefix_tree_hf is not None:
             from mcore_prefix_tree.mcore.megatron_lm.hf import set_arguments

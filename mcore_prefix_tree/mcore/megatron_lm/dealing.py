@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from mcore_prefix_tree.arguments.rules import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.steps import FoldedStep, StepPlanner, fold_step
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
 from mcore_prefix_tree.mcore.readout import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
 from mcore_prefix_tree.objectives import LossOutput, Objective

@@ -11,9 +11,9 @@ import torch
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
+from mcore_prefix_tree.arguments.rules import has_scalar_head
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.megatron_lm.arguments import has_scalar_head
 from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, largest_micro_batch_size, needs, settle
 from mcore_prefix_tree.mcore.megatron_lm.job import folding_of, work_of
 from mcore_prefix_tree.mcore.megatron_lm.memory import activation_bytes, warm_up_bytes

@@ -13,14 +13,14 @@ from megatron.core import ModelParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training import print_rank_0
 
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, has_scalar_head
+from mcore_prefix_tree.arguments.rules import ArgumentError, has_scalar_head
+from mcore_prefix_tree.inputs import TRACKER
 from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
 from mcore_prefix_tree.mcore.models.fields import defaults_of_run, settings_of_run
 from mcore_prefix_tree.mcore.models.hf import OFF, load_folder, provider_of
 from mcore_prefix_tree.recipe import Dtype, ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.recipe.hf import SAME_FUNCTION, HuggingFaceFolder
 
-_TRACKER = "latest_checkpointed_iteration.txt"
 # Arguments that a folder decides, by the names of a provider's fields where these differ.
 _DECIDED = {
     **{name: name for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")},
@@ -54,8 +54,6 @@ def set_arguments(args: argparse.Namespace, given: Collection[str]) -> None:
             it, or Megatron-LM's own builder has no such model.
     """
     path = args.prefix_tree_hf
-    if args.use_checkpoint_args:
-        raise ArgumentError("--use-checkpoint-args and --prefix-tree-hf both decide the model; leave one of them out")
     if hybrid_pattern(args) is not None:
         raise ArgumentError(
             "--prefix-tree-hf with --hybrid-layer-pattern: its weights are read into a GPT; leave one of them out"
@@ -119,7 +117,7 @@ def load_weights(args: argparse.Namespace, chunk: torch.nn.Module) -> None:
         ArgumentError: see :func:`load_folder`.
     """
     checkpoints = (args.load, args.pretrained_checkpoint)
-    if any(folder is not None and Path(folder, _TRACKER).is_file() for folder in checkpoints):
+    if any(folder is not None and Path(folder, TRACKER).is_file() for folder in checkpoints):
         return
     try:
         load_folder(args.prefix_tree_hf, [chunk])

@@ -12,12 +12,12 @@ from megatron.core import parallel_state
 from megatron.training import print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 
+from mcore_prefix_tree.arguments.named import padding_of
+from mcore_prefix_tree.arguments.rules import has_scalar_head
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, has_scalar_head
 from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
 from mcore_prefix_tree.mcore.seam.hybrid import parts_of
 from mcore_prefix_tree.objectives import Objective
@@ -72,21 +72,11 @@ def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
         micro_batch_multiple=stages if in_stages else 1,
         bubble=(stages - 1) / (args.virtual_pipeline_model_parallel_size or 1),
         sharing=Sharing(share=args.prefix_tree_share, min_shared_tokens=args.prefix_tree_min_shared_tokens),
-        padding=_padding_of(args),
+        padding=padding_of(args, multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1),
         attention_backend=args.prefix_tree_attention_backend,
         deterministic_attention=args.prefix_tree_deterministic_attention,
         only_supervised=args.prefix_tree_fused_head,
     )
-
-
-def _padding_of(args: argparse.Namespace) -> Padding:
-    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    try:
-        padding = Padding(multiple=multiple, buckets=tuple(args.prefix_tree_length_buckets or ()))
-        padding.check_holds(args.prefix_tree_max_tokens)
-    except ValueError as error:
-        raise ArgumentError(f"--prefix-tree-length-buckets: {error}") from None
-    return padding
 
 
 def work_of(args: argparse.Namespace) -> ModelWork:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from megatron.training import get_args, print_rank_0
 
+from mcore_prefix_tree.arguments.rules import has_scalar_head
 from mcore_prefix_tree.cpu.specs import cpu_spec, interleaving
 from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.megatron_lm.adapter import build_model
-from mcore_prefix_tree.mcore.megatron_lm.arguments import has_scalar_head
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.hf import load_weights
 from mcore_prefix_tree.mcore.megatron_lm.loaded import head_starts_new

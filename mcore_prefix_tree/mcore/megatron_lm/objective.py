@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
+from mcore_prefix_tree.arguments.rules import NAMES, objective_section
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.teacher import Teacher
-from mcore_prefix_tree.mcore.megatron_lm.arguments import NAMES, objective_section
 from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
 from mcore_prefix_tree.mcore.models.teacher import check_teachers, load_teachers
 from mcore_prefix_tree.objectives import Objective

@@ -16,9 +16,9 @@ from typing import Any
 from megatron.training import print_rank_0
 from megatron.training.checkpointing import load_args_from_checkpoint
 
+from mcore_prefix_tree.arguments.rules import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.same import CHECKSUMS, are_new_data, difference
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
 from mcore_prefix_tree.mcore.ranks import everyone
 
 # What has to stay for an order of samples to go on where it stopped, and how the user says it.

@@ -12,10 +12,10 @@ from megatron.training import print_rank_0
 from megatron.training.checkpointing import load_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mcore_prefix_tree.arguments.rules import ArgumentError, objective_kind, score_options
 from mcore_prefix_tree.data.fields import FieldNames
-from mcore_prefix_tree.mcore.engine.score_file import REFERENCE, ScoreReport, write_scores
+from mcore_prefix_tree.mcore.engine.score_file import ScoreReport, readouts_of, write_scores
 from mcore_prefix_tree.mcore.megatron_lm.adapter import build_chunks, start
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, objective_kind, score_options
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, folding_of, job_of
 from mcore_prefix_tree.mcore.megatron_lm.loaded import checkpoint_of
@@ -23,6 +23,7 @@ from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.providers import ReadingProgress, source_of
 from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
+from mcore_prefix_tree.objectives.score_options import REFERENCE
 
 _REFERENCE_ARGUMENT = "prefix_tree_score_reference"
 
@@ -54,7 +55,7 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
         args.prefix_tree_score,
         order,
         models,
-        options.readouts(kind, vocab_size=vocab_size_of(args), fused_head=args.prefix_tree_fused_head),
+        readouts_of(options, kind, vocab_size=vocab_size_of(args), fused_head=args.prefix_tree_fused_head),
         ScoreReport(
             iteration=_named(args, "load") or args.prefix_tree_hf,
             reference_iteration=_named(args, _REFERENCE_ARGUMENT),

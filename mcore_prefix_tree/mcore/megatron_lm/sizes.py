@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from megatron.core import num_microbatches_calculator as calculator
 
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError
+from mcore_prefix_tree.arguments.rules import ArgumentError
 from mcore_prefix_tree.mcore.megatron_lm.dealing import StepSize
 
 

@@ -16,7 +16,7 @@ from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.score import ScoringStep
-from mcore_prefix_tree.mcore.engine.score_file import TEACHER, ScoreReport, batches
+from mcore_prefix_tree.mcore.engine.score_file import ScoreReport, batches
 from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
 from mcore_prefix_tree.mcore.models.teacher import check_teachers, load_model, vocabulary_of
 from mcore_prefix_tree.mcore.ranks import is_main_rank
@@ -24,6 +24,7 @@ from mcore_prefix_tree.mcore.readout import ExportedRows, TopLogprobs
 from mcore_prefix_tree.mcore.trainer.resolve import read_data
 from mcore_prefix_tree.mcore.trainer.session import Session, session
 from mcore_prefix_tree.objectives import CrossTokenizer
+from mcore_prefix_tree.objectives.score_options import TEACHER
 from mcore_prefix_tree.objectives.xtoken_rows import refuse_temperatures
 from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.objective import settings_of

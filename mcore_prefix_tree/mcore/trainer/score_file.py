@@ -9,13 +9,14 @@ import torch
 
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import check_rows_output
-from mcore_prefix_tree.mcore.engine.score_file import REFERENCE, ScoreOptions, ScoreReport, write_scores
+from mcore_prefix_tree.mcore.engine.score_file import ScoreReport, readouts_of, write_scores
 from mcore_prefix_tree.mcore.models import checkpoint
 from mcore_prefix_tree.mcore.models.hf import load_folder
 from mcore_prefix_tree.mcore.models.lora import load_start
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
 from mcore_prefix_tree.mcore.trainer.resolve import read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
+from mcore_prefix_tree.objectives.score_options import REFERENCE, ScoreOptions
 from mcore_prefix_tree.recipe import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.check import check_recipe
 from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
@@ -96,7 +97,7 @@ def run_score(
             output,
             data.order,
             models,
-            options.readouts(kind, vocab_size=run.recipe.model.vocab_size, fused_head=recipe.fused_head),
+            readouts_of(options, kind, vocab_size=run.recipe.model.vocab_size, fused_head=recipe.fused_head),
             report,
             per_step=recipe.batch.per_step,
             folding=run.job.folding,

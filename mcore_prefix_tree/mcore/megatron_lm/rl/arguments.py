@@ -1,4 +1,4 @@
-"""Arguments that ``train_rl.py`` gains, and those that it refuses when it trains folded."""
+"""Parser of a folded ``train_rl.py``, which checks the job."""
 
 from __future__ import annotations
 
@@ -6,71 +6,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_prefix_tree.attention.api import check_setting
-from mcore_prefix_tree.mcore.megatron_lm.arguments import ArgumentError, Rule, refuse
+from mcore_prefix_tree.arguments.rl import add_rl_argument_group
+from mcore_prefix_tree.arguments.rules import ArgumentError
 from mcore_prefix_tree.mcore.megatron_lm.command_line import CheckedParser
-from mcore_prefix_tree.mcore.megatron_lm.folding_arguments import add_folding_arguments
-
-# Refused where the data are files; here they are the loop's own, or nothing reads them.
-_ALLOWED = {
-    "perform_rl_step",
-    "data_path",
-    "train_data_path",
-    "data_args_path",
-    "per_split_data_args_path",
-    "mock_data",
-    "valid_data_path",
-    "test_data_path",
-    "eod_mask_loss",
-    "full_validation",
-    "log_throughput",
-    "log_progress",
-}
-_VIRTUAL = (
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-)
-_AT_ODDS: tuple[Rule, ...] = (
-    (
-        lambda args: any(getattr(args, name, None) is not None for name in _VIRTUAL),
-        "virtual pipeline stages: Megatron-LM's log-probabilities take the first model chunk of a rank alone; leave "
-        "them out",
-    ),
-    (
-        lambda args: args.rl_training_cuda_graphs,
-        "--rl-training-cuda-graphs: the shape of a tree changes with every micro-batch; leave it out",
-    ),
-    (
-        lambda args: getattr(args, "batch_invariant_mode", False),
-        "--batch-invariant-mode: attention along a tree is computed in other blocks than that of a row; leave it out",
-    ),
-    (
-        lambda args: args.context_parallel_size > 1,
-        "--context-parallel-size {context_parallel_size}: a tree is not split over context-parallel ranks; use "
-        "tensor, sequence or pipeline parallelism",
-    ),
-)
-
-
-def add_rl_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group "prefix-tree" of ``train_rl.py`` and return the parser."""
-    group = parser.add_argument_group(
-        title="prefix-tree",
-        description="Fold trajectories that begin with the same tokens and compute every unique token once. All "
-        "arguments of train_rl.py keep their meaning. --micro-batch-size says how many trajectories are folded into "
-        "one micro-batch on average, and how many may share in the passes that compute log-probabilities; "
-        "--micro-batch-size times --seq-length bounds the tokens of a micro-batch, as without folding.",
-    )
-    group.add_argument("--prefix-tree", action="store_true", help="Train folded. Needs --perform-rl-step.")
-    group.add_argument(
-        "--megatron-lm-path",
-        metavar="DIR",
-        help="Checkout of Megatron-LM, core_v0.19.0 or main; its own megatron.core is used. Default: the environment's "
-        "MEGATRON_LM_PATH, else the megatron.training that Python finds.",
-    )
-    add_folding_arguments(group)
-    return parser
 
 
 def add_rl_arguments(
@@ -110,21 +48,3 @@ class _CheckedLoop(CheckedParser):
         from mcore_prefix_tree.mcore.megatron_lm.rl.checks import check_command_line
 
         check_command_line(parsed)
-
-
-def check_rl_arguments(args: argparse.Namespace) -> None:
-    """Refuse what cannot be used with ``--prefix-tree``, from the arguments alone.
-
-    Args:
-        args: arguments parsed by Megatron-LM's parser with :func:`add_rl_argument_group`, validated by it or not yet.
-
-    Raises:
-        ArgumentError, NotImplementedError: see :func:`refuse`.
-        ValueError: there is no such attention back-end, or a hybrid model cannot be built.
-    """
-    if not args.perform_rl_step:
-        raise ArgumentError(
-            "--prefix-tree needs --perform-rl-step here; -m mcore_prefix_tree.pretrain_gpt trains on files"
-        )
-    refuse(args, at_odds=_AT_ODDS, allowed=_ALLOWED)
-    check_setting(args.prefix_tree_attention_backend)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mcore_prefix_tree.arguments.rl import check_rl_arguments
 from mcore_prefix_tree.mcore.megatron_lm.adapter import check_megatron_lm
 from mcore_prefix_tree.mcore.megatron_lm.checks import as_config, check_machine, config_for_folding
 from mcore_prefix_tree.mcore.megatron_lm.job import check_backend
-from mcore_prefix_tree.mcore.megatron_lm.rl.arguments import check_rl_arguments
+from mcore_prefix_tree.mcore.megatron_lm.pattern import check_layers
 from mcore_prefix_tree.mcore.megatron_lm.rl.script import load_script
 from mcore_prefix_tree.mcore.seam.validation import check_config
 
@@ -27,6 +28,7 @@ def check_command_line(args: argparse.Namespace) -> None:
     """
     check_megatron_lm()
     check_rl_arguments(args)
+    check_layers(args)
     check_config(as_config(args))
     check_machine(args)
     load_script()
@@ -42,6 +44,7 @@ def checked_config(args: argparse.Namespace) -> Any:
         ArgumentError, NotImplementedError, ValueError: see :func:`check_command_line`.
     """
     check_rl_arguments(args)
+    check_layers(args)
     # What a micro-batch of the loop holds without folding. So a step always fits, and needs no more memory.
     args.prefix_tree_max_tokens = args.micro_batch_size * args.seq_length
     config = config_for_folding(args)

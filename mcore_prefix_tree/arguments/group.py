@@ -11,9 +11,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from mcore_prefix_tree.arguments.folding import add_folding_arguments, whole_number
 from mcore_prefix_tree.data.fields import check_names
 from mcore_prefix_tree.inputs import HUB, json_of, local_path
-from mcore_prefix_tree.mcore.megatron_lm.folding_arguments import add_folding_arguments, whole_number
 from mcore_prefix_tree.objectives import OBJECTIVES
 
 

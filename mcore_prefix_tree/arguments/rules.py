@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
-import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.write import check_rows_output
-from mcore_prefix_tree.inputs import TRACKER, check_files_of
-from mcore_prefix_tree.mcore.engine.score_file import ScoreOptions
-from mcore_prefix_tree.mcore.megatron_lm.pattern import check_layers
+from mcore_prefix_tree.inputs import TRACKER
 from mcore_prefix_tree.objectives import OBJECTIVES, Objective
+from mcore_prefix_tree.objectives.score_options import ScoreOptions
 from mcore_prefix_tree.recipe import ObjectiveConfig
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import check_teachers_named, settings_of
@@ -78,15 +75,14 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("logits_save_dir", "it would save the logits of unique tokens as those of samples"),
     ("use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp", "not proven equal yet; leave it out"),
 )
+# Names of these arguments.
+UNSUPPORTED = tuple(name for names, _ in _UNSUPPORTED for name in names.split())
 # Values of arguments that cannot be used, and why.
 _UNSUPPORTED_VALUES: tuple[tuple[str, str, str], ...] = (
     ("transformer_impl", "inference_optimized", "use local or transformer_engine"),
     ("non_persistent_ckpt_type", "local", "which samples it was trained on cannot be read of it; use global"),
     ("position_embedding_type", "mrope", "its positions are three-dimensional; use rope"),
 )
-
-
-_CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 
 
 def _splits_latents(args: argparse.Namespace) -> bool:
@@ -102,6 +98,19 @@ _SHARDS = "tensor-parallel-num-weight-shards above the tensor-parallel size: not
 
 # What cannot be used together.
 _AT_ODDS: tuple[Rule, ...] = (
+    (
+        lambda args: args.context_parallel_size > 1,
+        "--context-parallel-size {context_parallel_size}: a tree is not split over context-parallel ranks; use "
+        "tensor, sequence or pipeline parallelism",
+    ),
+    # The arguments of a checkpoint, or a file, would replace these.
+    *(
+        (
+            lambda args, name=name: getattr(args, name) > 0 and not (args.use_checkpoint_args or args.yaml_cfg),
+            f"{option} {{{name}}}: samples that share a token would share its dropout; give {option} 0",
+        )
+        for name, option in (("attention_dropout", "--attention-dropout"), ("hidden_dropout", "--hidden-dropout"))
+    ),
     (
         lambda args: _splits_latents(args) and args.transformer_impl == "local",
         f"--transformer-impl local{_WRONG_GRADIENT}",
@@ -169,8 +178,6 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
 
     Raises:
         ArgumentError: one sentence for every argument at fault.
-        NotImplementedError: a layer of a hybrid model cannot follow a tree; see :func:`check_layers`.
-        ValueError: a hybrid model cannot be built.
     """
     given = vars(args)
     found = [
@@ -183,23 +190,6 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
     found += [sentence.format_map(given) for holds, sentence in (*_AT_ODDS, *at_odds) if holds(args)]
     if found:
         raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
-    check_layers(args)
-
-
-def check_checkpoints(args: argparse.Namespace) -> None:
-    """Check that the folders of checkpoints hold files, which Megatron-LM opens: it would wait for ever at a pipe.
-
-    Raises:
-        OSError: an entry is a pipe, a socket or a device; names it.
-    """
-    for name in ("load", "pretrained_checkpoint"):
-        folder = getattr(args, name, None)
-        if folder is None or not os.path.isdir(folder):
-            continue
-        check_files_of(folder)
-        for checkpoint in (entry for entry in os.scandir(folder) if _CHECKPOINT.fullmatch(entry.name)):
-            if checkpoint.is_dir():
-                check_files_of(checkpoint)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -209,8 +199,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         args: arguments parsed by Megatron-LM's parser with :func:`add_argument_group`, validated by it or not yet.
 
     Raises:
-        ArgumentError, NotImplementedError: see :func:`refuse`.
-        ValueError: there is no such attention back-end, or a hybrid model cannot be built.
+        ArgumentError: see :func:`refuse`.
+        ValueError: there is no such attention back-end.
     """
     refuse(args, at_odds=_AT_ODDS_OF_FILES)
     given = vars(args)
@@ -352,5 +342,8 @@ def check_unused(arguments: Sequence[str]) -> None:
         ArgumentError: one is given; the message names the first.
     """
     for argument in arguments:
-        if argument.startswith("--prefix-tree-"):
-            raise ArgumentError(f"{argument.partition('=')[0]} needs --prefix-tree, which is missing")
+        name = argument.partition("=")[0]
+        if name.startswith("--prefix-tree-"):
+            raise ArgumentError(f"{name} needs --prefix-tree, which is missing")
+        if name.replace("_", "-").startswith("--prefix-tree"):
+            raise ArgumentError(f"{argument}: there is no such argument, did you mean --prefix-tree?")

@@ -1,0 +1,195 @@
+"""Check of a command line before Megatron-LM is imported, which takes seconds on an idle machine.
+
+It finds what the arguments of ``--prefix-tree`` and the few of Megatron-LM's that the rules read decide. Whatever it
+lets pass, and every other argument, is checked again when Megatron-LM has parsed the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.named import (
+    check_checkpoint_args,
+    check_checkpoints,
+    check_data,
+    check_launched,
+    check_spec_named,
+    check_vocabulary_known,
+    padding_of,
+)
+from mcore_prefix_tree.arguments.rl import add_rl_argument_group, check_rl_arguments
+from mcore_prefix_tree.arguments.rules import UNSUPPORTED, ArgumentError, check_arguments, check_score
+from mcore_prefix_tree.data import check_tokenizer_named
+from mcore_prefix_tree.recipe import RecipeError
+from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
+
+FLAG = "--prefix-tree"
+# Megatron-LM's arguments that the rules read, by type, with its defaults; tests compare them with its own parser.
+_SIZES = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "num_experts": None,
+    "gtp_weight_remat_size": None,
+    "expert_gtp_weight_remat_size": None,
+    "global_batch_size": None,
+    "micro_batch_size": None,
+    "vocab_size": None,
+    "padded_vocab_size": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+}
+_RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+_NAMES = {
+    "dataloader_type": None,
+    "transformer_impl": "transformer_engine",
+    "moe_token_dispatcher_type": "allgather",
+    "position_embedding_type": "learned_absolute",
+    "non_persistent_ckpt_type": None,
+    "ckpt_format": "torch_dist",
+    "tokenizer_type": None,
+    "load": None,
+    "save": None,
+    "pretrained_checkpoint": None,
+    "step_batch_size_schedule": None,
+}
+_LISTS = ("spec", "rampup_batch_size")
+_SWITCHES = (
+    "calculate_per_token_loss",
+    "deterministic_mode",
+    "multi_latent_attention",
+    "mla_down_proj_fusion",
+    "defer_embedding_wgrad_compute",
+    "use_checkpoint_args",
+    "skip_train",
+    "rl_training_cuda_graphs",
+    "batch_invariant_mode",
+)
+# Values that leave an argument off, in whatever type Megatron-LM reads it.
+_OFF = {"", "0", "0.0", "none", "null", "false"}
+
+
+class _Given(argparse.Action):
+    """An argument that is refused if it is set; a value that may leave it off is for Megatron-LM to read."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        words = [str(value).lower() for value in values or ()]
+        setattr(namespace, self.dest, not words or not _OFF.issuperset(words))
+
+
+class EarlyParser(argparse.ArgumentParser):
+    """Parser of the arguments of ``--prefix-tree`` and of those of Megatron-LM that the rules read.
+
+    Args:
+        add_group: function that adds the arguments of ``--prefix-tree`` to a parser.
+    """
+
+    def __init__(self, add_group: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]) -> None:
+        super().__init__(allow_abbrev=False, add_help=False, argument_default=None)
+        add_group(self)
+        for of_type, defaults in ((int, _SIZES), (float, _RATES), (str, _NAMES)):
+            for name, default in defaults.items():
+                self.add_argument(option_of(name), type=of_type, default=default)
+        for name in _LISTS:
+            self.add_argument(option_of(name), nargs="*")
+        for name in _SWITCHES:
+            self.add_argument(option_of(name), action="store_true")
+        for name in UNSUPPORTED:
+            self.add_argument(option_of(name), nargs="*", action=_Given)
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(message)
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Return the arguments that are known here.
+
+        Raises:
+            ArgumentError: a value cannot be read, or an argument of ``--prefix-tree`` is misspelt.
+        """
+        parsed, rest = self.parse_known_args(words)
+        for word in rest:
+            name = word.partition("=")[0]
+            if name.replace("_", "-").startswith(FLAG):
+                near = difflib.get_close_matches(
+                    name.replace("_", "-"), [one for one in self._option_string_actions if one.startswith(FLAG)], 1
+                )
+                hint = f", did you mean {near[0]}?" if near else ""
+                raise ArgumentError(f"{name}: there is no such argument{hint}")
+        return parsed
+
+
+def option_of(name: str) -> str:
+    """Return the option of an argument's name."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_early(words: Sequence[str]) -> None:
+    """Refuse a command line of ``pretrain_gpt`` or ``pretrain_hybrid`` for what it decides by itself.
+
+    Args:
+        words: command line with ``--prefix-tree``.
+
+    Raises:
+        ArgumentError: an argument is unknown, cannot be read, is missing, or cannot be used with another.
+        SampleError: a file of samples is missing.
+        OSError, ValueError: a folder that an argument names cannot be used.
+    """
+    args = EarlyParser(add_argument_group).parse(words)
+    check_checkpoints(args)
+    check_checkpoint_args(args)
+    check_arguments(args)
+    if args.prefix_tree_hf is not None:
+        _check_folder(args.prefix_tree_hf)
+    check_score(args)
+    check_data(args)
+    if not args.prefix_tree_dry_run:
+        check_launched(os.environ)
+    check_vocabulary_known(args)
+    if args.prefix_tree_tokenizer is not None:
+        check_tokenizer_named(args.prefix_tree_tokenizer, args.prefix_tree_chat_template_kwargs)
+    padding_of(args, multiple=1)
+    if args.spec is not None:
+        check_spec_named(args.spec)
+
+
+def check_rl_early(words: Sequence[str]) -> None:
+    """Refuse a command line of ``train_rl`` for what it decides by itself; see :func:`check_early`."""
+    args = EarlyParser(add_rl_argument_group).parse(words)
+    check_checkpoints(args)
+    check_rl_arguments(args)
+    check_launched(os.environ)
+
+
+def _check_folder(folder: str) -> None:
+    try:
+        HuggingFaceFolder.read(folder)
+    except RecipeError as error:
+        raise ArgumentError(str(error).replace("model.hf=", "--prefix-tree-hf ")) from error
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--prefix-tree-hf: {error}") from error
+
+
+def help_of(script: str, *, rl: bool) -> str:
+    """Return the help of the arguments of ``--prefix-tree``.
+
+    Args:
+        script: name of Megatron-LM's own script, whose help has the other arguments.
+        rl: whether it is the script of the RL loop.
+    """
+    usage = f"%(prog)s <arguments of {script}> {FLAG} ..."
+    parser = argparse.ArgumentParser(usage=usage, add_help=False)
+    (add_rl_argument_group if rl else add_argument_group)(parser)
+    others = f"The other arguments are Megatron-LM's: python {script} --help in its checkout shows them"
+    return f"{parser.format_help()}\n{others}\n"

@@ -1,0 +1,193 @@
+"""Mistakes on the command line of Megatron-LM's door, reported before Megatron-LM or torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Starts the door with one command line after the other, in one interpreter, and prints how each ended.
+PROGRAM = """
+import contextlib, io, json, os, sys
+from unittest import mock
+from mcore_prefix_tree.pretrain_gpt import HYBRID, RL, main
+for script, arguments, environment in json.load(sys.stdin):
+    sys.argv, said, err = [script, *arguments], io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(err), mock.patch.dict(os.environ, environment):
+        try:
+            main(script, "a.room.that.no.refused.job.comes.to")
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        except ModuleNotFoundError as error:
+            code = f"passed: {error.name}"
+    loaded = sorted({"torch", "megatron.core", "megatron.training", "transformers"} & set(sys.modules))
+    print(json.dumps({"code": code, "out": said.getvalue(), "err": err.getvalue(), "loaded": loaded}))
+"""
+
+GPT, HYBRID, RL = "pretrain_gpt.py", "pretrain_hybrid.py", "train_rl.py"
+LAUNCHED = {"MASTER_ADDR": "localhost"}
+DRY = "--prefix-tree-dry-run"
+# A job that the early check has nothing to say of; PATH stands for a file of samples.
+JOB = (
+    "--prefix-tree --prefix-tree-data-path PATH --prefix-tree-max-tokens 64 --attention-dropout 0 --hidden-dropout 0 "
+    "--vocab-size 128"
+)
+LATENT = "--multi-latent-attention --tensor-model-parallel-size 2 --transformer-impl local"
+
+# Script, what is added to the job (or after "only", all of it), and how the sentence begins.
+MISTAKES = [
+    (
+        GPT,
+        "--prefix-tree-max-token 3",
+        "--prefix-tree-max-token: there is no such argument, did you mean --prefix-tree-m",
+    ),
+    (
+        GPT,
+        "--prefix_tree_order file",
+        "--prefix_tree_order: there is no such argument, did you mean --prefix-tree-order?",
+    ),
+    (GPT, "--prefix-tree-zzzzz", "--prefix-tree-zzzzz: there is no such argument"),
+    (GPT, "--prefix-tree-order sorted", "argument --prefix-tree-order: invalid choice: 'sorted'"),
+    (GPT, "--prefix-tree-max-tokens 0", "--prefix-tree-max-tokens=0 must be at least 1"),
+    (GPT, "--prefix-tree-max-tokens lots", "argument --prefix-tree-max-tokens: 'lots' is not a number"),
+    (GPT, "--prefix-tree-data-path", "argument --prefix-tree-data-path: expected at least one argument"),
+    (GPT, "--prefix-tree-data-path nope.jsonl", "nope.jsonl: no such file in "),
+    (GPT, "--prefix-tree-valid-data-path nope/*.jsonl", "nope/*.jsonl: this glob matches no file in "),
+    (GPT, "--prefix-tree-order folded --prefix-tree-streaming", "--prefix-tree-order folded sorts all samples in mem"),
+    (GPT, "--prefix-tree-objective-options {", "argument --prefix-tree-objective-options: '{' is not a JSON object"),
+    (GPT, '--prefix-tree-objective-options {"kl":1}', "--prefix-tree-objective-options.kl: "),
+    (GPT, '--prefix-tree-objective distill --prefix-tree-objective-options {"teacher":"full"}', "--prefix-tree-"),
+    (GPT, "--prefix-tree-attention-backend nope", "attention backend 'nope' does not exist; "),
+    (GPT, "--prefix-tree-length-buckets 8 16", "--prefix-tree-length-buckets: "),
+    (GPT, "--prefix-tree-tokenizer mistral-v9", "tokenizer 'mistral-v9' is neither a folder nor one of "),
+    (GPT, "--prefix-tree-hf no/folder", "--prefix-tree-hf"),
+    (GPT, "--prefix-tree-hf no/folder --use-checkpoint-args", "--use-checkpoint-args and --prefix-tree-hf both decide"),
+    (GPT, f"--use-checkpoint-args {DRY}", "--prefix-tree-dry-run does not read --use-checkpoint-args; "),
+    (GPT, "--prefix-tree-score s.jsonl", "--prefix-tree-score needs --global-batch-size, "),
+    (GPT, "--prefix-tree-score s.jsonl --global-batch-size 4 --load no/folder", "--load no/folder holds no checkpoint"),
+    (GPT, "--prefix-tree-score-all-tokens", "--prefix-tree-score-... options need --prefix-tree-score FILE"),
+    (GPT, "--context-parallel-size 2", "prefix-tree training does not support --context-parallel-size 2: "),
+    (GPT, "--context-parallel-size two", "argument --context-parallel-size: invalid int value: 'two'"),
+    (GPT, "--attention-dropout 0.1", "prefix-tree training does not support --attention-dropout 0.1: "),
+    (GPT, "--hidden-dropout .5", "prefix-tree training does not support --hidden-dropout 0.5: "),
+    (GPT, "--spec os", "--spec os: give a module and the name of a spec in it; for example --spec mcore_prefix_tree."),
+    (GPT, "--spec no_such_package layer", "--spec no_such_package layer: there is no module no_such_package; for exam"),
+    (GPT, "--mock-data", "prefix-tree training does not support --mock-data: "),
+    (GPT, "--data-path a b", "prefix-tree training does not support --data-path: "),
+    (GPT, "--fp16", "prefix-tree training does not support --fp16: "),
+    (GPT, "--transformer-impl=inference_optimized", "prefix-tree training does not support --transformer-impl infer"),
+    (GPT, "--num-experts 4", "prefix-tree training does not support --moe-token-dispatcher-type allgather: "),
+    (GPT, "--dataloader-type cyclic", "prefix-tree training does not support --dataloader-type cyclic: "),
+    (GPT, LATENT, "prefix-tree training does not support --transformer-impl local with --multi-latent-attention"),
+    (GPT, "--yaml-cfg model.yaml", "prefix-tree training does not support --yaml-cfg: give the arguments on the c"),
+    (GPT, "only --prefix-tree --yaml-cfg model.yaml", "prefix-tree training does not support --yaml-cfg: "),
+    (GPT, "only --prefix-tree --attention-dropout 0 --hidden-dropout 0", "--prefix-tree needs --prefix-tree-data-path"),
+    (GPT, "only --prefix-tree", "prefix-tree training does not support --attention-dropout 0.1: "),
+    (GPT, f"only {JOB.partition(' --vocab-size')[0]}", "the vocabulary is not known: give --prefix-tree-tokenizer, "),
+    (GPT, "only --prefix-tree-max-tokens 8", "--prefix-tree-max-tokens needs --prefix-tree, which is missing"),
+    (GPT, "only --prefix-trees", "--prefix-trees: there is no such argument, did you mean --prefix-tree?"),
+    (GPT, "only --prefix-tree=1", "--prefix-tree=1: there is no such argument, did you mean --prefix-tree?"),
+    (GPT, "--hybrid-layer-pattern *-", "--hybrid-layer-pattern is an argument of pretrain_hybrid.py; "),
+    (HYBRID, "--num-layers 2", "pretrain_hybrid.py needs --hybrid-layer-pattern"),
+    (
+        HYBRID,
+        "--hybrid-layer-pattern *-*- --context-parallel-size 2",
+        "prefix-tree training does not support --context",
+    ),
+    (RL, "only --prefix-tree", "--prefix-tree needs --perform-rl-step here"),
+    (RL, "only --prefix-tree --perform-rl-step --prefix-tree-sharing all", "--prefix-tree-sharing: there is no such a"),
+    (
+        RL,
+        "only --prefix-tree --perform-rl-step --attention-dropout 0 --hidden-dropout 0 --rl-training-cuda-graphs",
+        "prefix-tree training does not support --rl-training-cuda-graphs: ",
+    ),
+]
+# Jobs that only Megatron-LM's parser, a checkpoint or the model can judge.
+PASSED = [
+    (GPT, ""),
+    (GPT, "--use-checkpoint-args --attention-dropout 0.1 --hidden-dropout 0.1"),
+    (GPT, f"only {JOB.partition(' --attention')[0]} --use-checkpoint-args"),
+    (GPT, "--hybrid-attention-ratio 0.0 --log-interval 1 --spec mcore_prefix_tree.cpu.hybrid hybrid_stack"),
+    (GPT, "--spec os system"),
+    (GPT, "--not-an-argument-of-this-version 3 --lr -1"),
+    (GPT, "--num-experts 4 --moe-token-dispatcher-type=alltoall --rampup-batch-size 8 4 64"),
+    (HYBRID, "--hybrid-layer-pattern *-*-"),
+    (RL, "only --prefix-tree --perform-rl-step --attention-dropout 0 --hidden-dropout 0 --mock-data"),
+]
+
+
+def words(text: str, data: Path) -> list[str]:
+    added = text.removeprefix("only ") if text.startswith("only ") else f"{JOB} {text}"
+    return [str(data) if word == "PATH" else word for word in added.split()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of samples, and what the door takes for a checkout, in which importing anything fails."""
+    root = tmp_path_factory.mktemp("job")
+    for name in (GPT, HYBRID, RL):
+        (root / name).write_text("raise AssertionError")
+    for package in ("training", "core"):
+        (root / "megatron" / package).mkdir(parents=True)
+        (root / "megatron" / package / "__init__.py").write_text("raise ModuleNotFoundError(name='megatron')")
+    (root / "megatron" / "training" / "training.py").touch()
+    (root / "data.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
+    return root
+
+
+def ended(root: Path, cases: list[tuple[str, list[str], dict[str, str]]]) -> list[dict[str, object]]:
+    """How the door ended each time, and what was imported by then."""
+    environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env=environment | {"MEGATRON_LM_PATH": str(root)},
+    )
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def refused(folder: Path) -> list[dict[str, object]]:
+    cases = [(script, words(text, folder / "data.jsonl"), LAUNCHED) for script, text, _ in MISTAKES]
+    return ended(folder, cases)
+
+
+@pytest.mark.parametrize("index", range(len(MISTAKES)), ids=[f"{script} {text}" for script, text, _ in MISTAKES])
+def test_mistakes_are_reported_before_anything_is_imported(refused: list[dict[str, object]], index: int) -> None:
+    found = refused[index]
+    assert str(found["err"]).startswith(f"error: {MISTAKES[index][2]}")
+    assert str(found["err"]).count("\n") == 1
+    assert found["code"] == 2
+    assert found["loaded"] == []
+
+
+def test_a_job_without_a_launcher_is_refused_early(folder: Path) -> None:
+    (found,) = ended(folder, [(GPT, words("", folder / "data.jsonl"), {})])
+    assert str(found["err"]).startswith("error: MASTER_ADDR is not set: start the job with torchrun")
+    assert (found["code"], found["loaded"]) == (2, [])
+
+
+@pytest.mark.parametrize(("script", "text"), PASSED)
+def test_what_megatron_lm_has_to_judge_is_let_pass(folder: Path, script: str, text: str) -> None:
+    # It ends where Megatron-LM is imported, which fails in this checkout.
+    (found,) = ended(folder, [(script, words(text, folder / "data.jsonl"), LAUNCHED)])
+    assert str(found["code"]).startswith("passed: "), found
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--prefix-tree", "--help"], []])
+@pytest.mark.parametrize("script", [GPT, HYBRID, RL])
+def test_help_imports_nothing_and_names_the_rest(folder: Path, script: str, arguments: list[str]) -> None:
+    (found,) = ended(folder, [(script, arguments, {})])
+    assert (found["code"], found["loaded"]) == (0 if arguments else 2, [])
+    assert "\nprefix-tree:\n" in str(found["out"])
+    assert "--prefix-tree-share" in str(found["out"])
+    assert f"python {script} --help in its checkout" in str(found["out"])
