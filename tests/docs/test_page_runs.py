@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from page_exceptions import AFTER, NOT_RUN, QUOTED, reason
 from page_runs import Content, Runs, blocks_of, difference, parts_of, quoted_of, rewritten, same_line
-from pages import PAGES, ROOT, name_of
+from pages import PAGES, ROOT, fences_of, name_of
 
 RUN = [
     page for page in PAGES if any(not reason(name_of(page), one) for block in blocks_of(page) for one in block.commands)
@@ -38,6 +40,25 @@ def test_page_shows_what_its_commands_print(page: Path, runs: Runs) -> None:
         if ran.block.shown is not None:
             differs = difference(ran.block.shown, ran.printed)
             assert differs is None, f"{name_of(page)}:{ran.block.at}: run scripts/render_pages.py\n{differs}"
+
+
+def test_python_of_the_page_about_transformers_runs(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
+    batch = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 7]]
+    names: dict[str, Any] = {"path": str(tmp_path), "batch": batch}
+    page = ROOT / "docs/transformers.md"
+    lines = page.read_text().splitlines()
+    for first, language, last in fences_of(page):
+        assert language == "python"
+        exec("\n".join(lines[first : last - 1]), names)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for ids, row in zip(batch, names["rows"], strict=True):
+        alone = stock(torch.tensor([ids])).logits.log_softmax(-1)[0, :-1]
+        expected = alone.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(row[1:], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_exceptions_fit_commands_of_pages() -> None:
