@@ -24,8 +24,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # Tests are of the CPU, on every machine, but for those of these folders when they are named, as scripts/gpu_check does.
 _ON_GPU = [Path(__file__).with_name(name) for name in ("gpu", "kernels")]
 
-# Files of a minute and more come first, and the folders with such: at the end of a run one of those would keep one worker
-# busy and leave the others idle.
+# Files of a minute and more come first, and the folders with such: at the end of a run one of those would keep one
+# worker busy and leave the others idle.
 _LONGEST = ["test_page_runs.py", "torchrun", "faults", "kernels", "upstream", "world", "model"]
 
 _kept = 0  # threads after the last release: a module's fixtures have some

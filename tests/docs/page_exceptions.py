@@ -5,8 +5,6 @@ An entry names a page and how its commands begin. ``test_page_runs.py`` fails wh
 
 from __future__ import annotations
 
-import re
-
 INSTALLS = "installs packages from an index; tests/docs/test_requirements.py and CI's first step hold it"
 READERS = "has a placeholder, a recipe or a model of the reader's"
 GPUS = "needs GPUs"
@@ -31,7 +29,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "mcore-prefix-tree verify --megatron-lm-path": CHECKOUT,
     },
     "docs/data.md": {
-        "mcore-prefix-tree inspect saved/train": "reads a folder of a library; tests/peers/test_data_datasets.py writes some",
+        "mcore-prefix-tree inspect saved/train": "reads a library's folder; tests/peers/test_data_datasets.py has some",
         "mcore-prefix-tree inspect hf://": "downloads from the hub",
     },
     "docs/howto/distillation.md": {
@@ -72,8 +70,8 @@ AFTER = {
     "docs/howto/scoring.md": "docs/howto/sft.md",
 }
 
-# Changes of recipes in the reader's folder: (file, text, replacement). What is switched off takes longer than the training
-# itself; verify and the closing table have tests of their own, and pages cut both from what a training prints.
+# Changes of recipes in the reader's folder: (file, text, replacement). What is switched off takes longer than the
+# training itself; verify and the closing table have tests of their own, and pages cut both from what a training prints.
 SHORTER = [("recipes/quickstart.yaml", "compare: true", "compare: false\nverify: {enabled: false}")]
 
 

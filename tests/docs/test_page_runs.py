@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from page_exceptions import AFTER, NOT_RUN, QUOTED, reason
-from page_runs import Content, Runs, blocks_of, difference, parts_of, quoted_of, rewritten, same_line
+from page_outputs import difference, rewritten, same_line
+from page_runs import Content, Runs, blocks_of, parts_of, quoted_of
 from pages import PAGES, ROOT, fences_of, name_of
 
 RUN = [
@@ -110,7 +111,12 @@ def test_lines_agree_in_words_and_in_numbers_that_are_not_measured(shown: str, p
     assert same_line(shown, printed) is same
 
 
-PRINTED = ["first 1", "step 1 | loss 2.5 | fold 6.40x | 3k tok/s", "step 2 | loss 2.4 | fold 6.50x | 3k tok/s", "saved: a"]
+PRINTED = [
+    "first 1",
+    "step 1 | loss 2.5 | fold 6.40x | 3k tok/s",
+    "step 2 | loss 2.4 | fold 6.5x | 3k tok/s",
+    "saved: a",
+]
 
 
 @pytest.mark.parametrize(
@@ -148,8 +154,8 @@ def test_rewriting_keeps_the_cuts_of_a_block(shown: list[str], written: list[str
 def test_parts_of_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "Save `pairs.jsonl`:\n\n```json\n{}\n```\n\n```bash\na \\\n    b  # why\nc\n```\n\nIt prints:\n\n```\n1\n```\n\n"
-        "```bash\nd\n```\n\n## Next\n\n```\nquoted\n```\n"
+        "Save `pairs.jsonl`:\n\n```json\n{}\n```\n\n```bash\na \\\n    b  # why\nc\n```\n\nIt prints:\n\n```\n1\n```\n"
+        "\n```bash\nd\n```\n\n## Next\n\n```\nquoted\n```\n"
     )
     saved, first, second = parts_of(page)
     assert saved == Content(name="pairs.jsonl", text="{}\n")

@@ -6,7 +6,8 @@ import shlex
 
 import pytest
 from megatron_lm import ENTRY, megatron, require_checkout
-from page_runs import blocks_of, difference
+from page_outputs import difference
+from page_runs import blocks_of
 from pages import ROOT
 
 require_checkout()
