@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from contextlib import chdir
 from dataclasses import dataclass, field
@@ -228,5 +229,11 @@ def render(page: Path, runs: Runs) -> str:
     for ran in reversed(runs.of(page)):
         if ran.block.shown is not None:
             start = ran.block.at - 1
-            lines[start : start + len(ran.block.shown)] = rewritten(ran.block.shown, ran.printed)
+            written = rewritten(ran.block.shown, ran.printed)
+            for place in (str(ROOT), sys.prefix, tempfile.gettempdir()):
+                if any(place in line for line in written):
+                    raise ValueError(
+                        f"{page.name}:{ran.block.at} would show a path of this machine: cut {place} by hand"
+                    )
+            lines[start : start + len(ran.block.shown)] = written
     return "\n".join(lines) + "\n"

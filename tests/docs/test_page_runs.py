@@ -105,6 +105,8 @@ def test_quotations_are_on_their_pages() -> None:
         ("kl old 3.334e-14", "kl old -2.1e-15", True),  # rounding
         ("folded  1,963  0.503 s", "folded  1,963  0.6 s", True),
         ("┏━━━━┓", "┏━━━━━━┓", True),
+        ("head  60.8% of the folded FLOPs", "head  60.9% of the folded FLOPs", True),
+        ("head  60.8% of the folded FLOPs", "head  64.8% of the folded FLOPs", False),
     ],
 )
 def test_lines_agree_in_words_and_in_numbers_that_are_not_measured(shown: str, printed: str, same: bool) -> None:
@@ -149,6 +151,11 @@ def test_blocks_show_everything_but_what_they_cut(shown: list[str], same: bool) 
 def test_rewriting_keeps_the_cuts_of_a_block(shown: list[str], written: list[str]) -> None:
     assert rewritten(shown, PRINTED) == written
     assert difference(written, PRINTED) is None
+
+
+def test_rewriting_refuses_a_cut_that_no_longer_fits() -> None:
+    with pytest.raises(ValueError, match="cut that by hand"):
+        rewritten(["saved: runs/... on rank 0"], ["saved: runs/a on ranks 0"])
 
 
 def test_parts_of_a_page(tmp_path: Path) -> None:
