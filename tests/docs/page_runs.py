@@ -219,7 +219,7 @@ class Runs:
             fails = block.shown is not None and any(line.startswith("error: ") for line in block.shown)
             if bool(status) != fails:
                 raise AssertionError(f"{name}:{block.line}: {command}\nended with status {status}:\n{more}")
-        lines = [line.rstrip() for line in _WARNING.sub("", printed).splitlines()]
+        lines = [line.rstrip() for line in _WARNING.sub("", printed).strip("\n").splitlines()]
         return Ran(block=block, printed=[line for line in lines if not _PROGRESS.fullmatch(line)])
 
 
