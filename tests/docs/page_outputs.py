@@ -133,8 +133,9 @@ def _masked(line: str) -> str:
 
 
 def _alike(one: str, other: str) -> float:
-    same_step = one.split(" | ")[0] == other.split(" | ")[0]
-    return same_step + difflib.SequenceMatcher(None, _masked(one), _masked(other), autojunk=False).ratio()
+    # The number of a step counts more than all figures below it.
+    same_step = one.startswith("step ") and one.split(" | ")[0] == other.split(" | ")[0]
+    return 100 * same_step + difflib.SequenceMatcher(None, _masked(one), _masked(other), autojunk=False).ratio()
 
 
 def _place(run: list[str], printed: list[str], free: int) -> int:

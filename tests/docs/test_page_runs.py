@@ -153,6 +153,13 @@ def test_rewriting_keeps_the_cuts_of_a_block(shown: list[str], written: list[str
     assert difference(written, PRINTED) is None
 
 
+def test_rewriting_finds_a_step_by_its_number() -> None:
+    figures = ["  reward 0.5", "  kl 0.25", "  entropy 10"]
+    printed = ["first", "step 1 | loss 3", "  reward 0.1", "  kl 0.1", "  entropy 9", "step 2 | loss 2", *figures]
+    shown = ["...", "step 1 | loss 2", *figures, "..."]
+    assert rewritten(shown, printed) == ["...", *printed[1:5], "..."]
+
+
 def test_rewriting_refuses_a_cut_that_no_longer_fits() -> None:
     with pytest.raises(ValueError, match="cut that by hand"):
         rewritten(["saved: runs/... on rank 0"], ["saved: runs/a on ranks 0"])
