@@ -11,6 +11,7 @@ GPUS = "needs GPUs"
 MACHINES = "needs several machines; tests/torchrun and tests/docs/test_recipes.py start the same with stand-ins"
 TOOLS = "starts this project's own tests, benchmarks or site, as CI does"
 CHECKOUT = "needs a checkout of Megatron-LM; tests/upstream runs it"
+REPEATED = "is the same command as on docs/getting-started.md, which runs it"
 TRAINERS = "needs another trainer; tests/peers holds it"
 MINUTES = "takes several minutes; tests/docs/test_recipes.py holds the recipe"
 MESSAGES = "is the message about a file that the page does not give; tests/unit hold the messages"
@@ -19,7 +20,12 @@ IN_PEERS = "needs a model folder; tests/peers/test_grpo_own_model.py runs the pa
 # Page: {how a command begins: why it is not run}; "" fits every command of the page.
 NOT_RUN: dict[str, dict[str, str]] = {
     "CONTRIBUTING.md": {"": TOOLS},
-    "README.md": {"scripts/": INSTALLS, "pip install": INSTALLS},
+    "README.md": {
+        "scripts/": INSTALLS,
+        "pip install": INSTALLS,
+        "mcore-prefix-tree verify": REPEATED,
+        "mcore-prefix-tree train": REPEATED,
+    },
     "docs/correctness.md": {"": TOOLS},
     "docs/getting-started.md": {
         "scripts/quickstart": INSTALLS,

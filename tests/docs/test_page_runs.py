@@ -5,6 +5,7 @@ After a change of what is printed, ``scripts/render_pages.py`` writes the output
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from page_exceptions import AFTER, NOT_RUN, QUOTED, reason
+from page_exceptions import AFTER, NOT_RUN, QUOTED, REPEATED, reason
 from page_outputs import difference, rewritten, same_line
 from page_runs import Content, Runs, blocks_of, parts_of, quoted_of
 from pages import PAGES, ROOT, fences_of, name_of
@@ -69,6 +70,18 @@ def test_exceptions_fit_commands_of_pages() -> None:
             assert any(one.startswith(start) for one in commands), f"{name}: no command begins with {start}"
     for name, before in AFTER.items():
         assert f"({Path(before).name})" in (ROOT / name).read_text(), f"{name} does not name {before}"
+
+
+def test_repeated_commands_are_run_on_the_other_page() -> None:
+    started = {
+        " ".join(shlex.split(one, comments=True))
+        for block in blocks_of(ROOT / "docs/getting-started.md")
+        for one in block.commands
+        if not reason("docs/getting-started.md", one)
+    }
+    for name in NOT_RUN:
+        for one in [one for block in blocks_of(ROOT / name) for one in block.commands]:
+            assert reason(name, one) != REPEATED or " ".join(shlex.split(one, comments=True)) in started, one
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
