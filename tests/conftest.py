@@ -24,18 +24,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # Tests are of the CPU, on every machine, but for those of these folders when they are named, as scripts/gpu_check does.
 _ON_GPU = [Path(__file__).with_name(name) for name in ("gpu", "kernels")]
 
-# Folders with files of a minute and more come first: at the end of a run one of those would keep one worker busy and
-# leave the others idle.
-_LONGEST = ["torchrun", "faults", "kernels", "upstream", "world", "model"]
+# Files of a minute and more come first, and the folders with such: at the end of a run one of those would keep one
+# worker busy and leave the others idle.
+_LONGEST = ["test_page_runs.py", "torchrun", "faults", "kernels", "upstream", "world", "model"]
 
 _kept = 0  # threads after the last release: a module's fixtures have some
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the folders with the longest files first."""
+    """Put the longest files, and the folders with such, first."""
     folders = [item.path.relative_to(Path(__file__).parent).parts[0] for item in items]
-    order = {folder: position for position, folder in enumerate(_LONGEST)}
-    positions = [order.get(folder, len(order)) for folder in folders]
+    order = {name: position for position, name in enumerate(_LONGEST)}
+    positions = [
+        order.get(item.path.name, order.get(folder, len(order))) for item, folder in zip(items, folders, strict=True)
+    ]
     items[:] = [item for _, item in sorted(zip(positions, items, strict=True), key=lambda pair: pair[0])]
 
 

@@ -21,6 +21,7 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.objective import ScoreCommand, check_samples
 from mcore_prefix_tree.mcore.engine.teacher import Teacher
+from mcore_prefix_tree.mcore.megatron_lm.arguments import NAMES
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 from mcore_prefix_tree.mcore.megatron_lm.dealing import StepDealer, StepIterator, check_steps
@@ -93,6 +94,7 @@ def source_of(
             renderings=() if objective is None else objective.renderings,
             limits={"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens},
             names=names,
+            tokenizer_setting=NAMES.tokenizer,
         ),
         seed=args.seed,
         order=order,

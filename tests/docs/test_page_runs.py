@@ -1,0 +1,192 @@
+"""Pages show what their commands print: each is run in order, in a folder as a reader has it.
+
+After a change of what is printed, ``scripts/render_pages.py`` writes the output blocks anew.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from page_exceptions import AFTER, NOT_RUN, QUOTED, REPEATED, reason
+from page_outputs import difference, rewritten, same_line
+from page_runs import Content, Runs, blocks_of, parts_of, quoted_of
+from pages import PAGES, ROOT, fences_of, name_of
+
+RUN = [
+    page for page in PAGES if any(not reason(name_of(page), one) for block in blocks_of(page) for one in block.commands)
+]
+QUICK = {"docs/howto/own-trainer.md"}
+STEP = "step 1 | loss 10.379327 | grad 2.954 | lr 0.0e+00 | fold 6.40x | 14.5k tok/s"
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    runs = Runs()
+    yield runs
+    runs.close()
+
+
+@pytest.mark.skipif(not version("megatron-core").startswith("0.19."), reason="pages show what 0.19 prints")
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(one, id=name_of(one), marks=() if name_of(one) in QUICK else pytest.mark.ci) for one in RUN],
+)
+def test_page_shows_what_its_commands_print(page: Path, runs: Runs) -> None:
+    for ran in runs.of(page):
+        if ran.block.shown is not None:
+            differs = difference(ran.block.shown, ran.printed)
+            assert differs is None, f"{name_of(page)}:{ran.block.at}: run scripts/render_pages.py\n{differs}"
+
+
+def test_python_of_the_page_about_transformers_runs(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
+    batch = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 7]]
+    names: dict[str, Any] = {"path": str(tmp_path), "batch": batch}
+    page = ROOT / "docs/transformers.md"
+    lines = page.read_text().splitlines()
+    for first, language, last in fences_of(page):
+        assert language == "python"
+        exec("\n".join(lines[first : last - 1]), names)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for ids, row in zip(batch, names["rows"], strict=True):
+        alone = stock(torch.tensor([ids])).logits.log_softmax(-1)[0, :-1]
+        expected = alone.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(row[1:], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_exceptions_fit_commands_of_pages() -> None:
+    for name, starts in NOT_RUN.items():
+        commands = [one for block in blocks_of(ROOT / name) for one in block.commands]
+        for start in starts:
+            assert any(one.startswith(start) for one in commands), f"{name}: no command begins with {start}"
+    for name, before in AFTER.items():
+        assert f"({Path(before).name})" in (ROOT / name).read_text(), f"{name} does not name {before}"
+
+
+def test_repeated_commands_are_run_on_the_other_page() -> None:
+    started = {
+        " ".join(shlex.split(one, comments=True))
+        for block in blocks_of(ROOT / "docs/getting-started.md")
+        for one in block.commands
+        if not reason("docs/getting-started.md", one)
+    }
+    for name in NOT_RUN:
+        for one in [one for block in blocks_of(ROOT / name) for one in block.commands]:
+            assert reason(name, one) != REPEATED or " ".join(shlex.split(one, comments=True)) in started, one
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_output_blocks_follow_commands_that_are_run(page: Path) -> None:
+    name, lines = name_of(page), page.read_text().splitlines()
+    for block in blocks_of(page):
+        ran = [one for one in block.commands if not reason(name, one)]
+        quoted = any(lines[block.at - 1].startswith(start) for start in QUOTED.get(name, ()))
+        assert block.shown is None or ran or quoted, f"{name}:{block.at} shows what no test has printed"
+    for at in quoted_of(page):
+        assert any(lines[at - 1].startswith(start) for start in QUOTED.get(name, ())), f"{name}:{at} follows no command"
+
+
+def test_quotations_are_on_their_pages() -> None:
+    for name, starts in QUOTED.items():
+        lines = (ROOT / name).read_text().splitlines()
+        assert all(any(line.startswith(start) for line in lines) for start in starts), name
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("step 1 | loss 10.37 | ...", STEP, True),
+        (STEP, STEP.replace("14.5k", "9.1k"), True),  # what a clock measures
+        (STEP, STEP.replace("10.379327", "10.379311"), True),
+        (STEP, STEP.replace("10.379327", "11.379327"), False),
+        (STEP, STEP.replace("lr 0.0e+00", "lr 1.0e-03"), False),
+        (STEP, STEP.replace("6.40x", "6.41x"), False),
+        (STEP, STEP.replace("step 1", "step 2"), False),
+        (STEP, STEP.replace("grad", "norm"), False),
+        ("samples    283", "samples  283", True),  # columns move with their longest number
+        ("samples    283", "samples    284", False),
+        ("nodes  1,214", "nodes  1,215", False),
+        ("kl old 3.334e-14", "kl old -2.1e-15", True),  # rounding
+        ("folded  1,963  0.503 s", "folded  1,963  0.6 s", True),
+        ("┏━━━━┓", "┏━━━━━━┓", True),
+        ("head  60.8% of the folded FLOPs", "head  60.9% of the folded FLOPs", True),
+        ("head  60.8% of the folded FLOPs", "head  64.8% of the folded FLOPs", False),
+    ],
+)
+def test_lines_agree_in_words_and_in_numbers_that_are_not_measured(shown: str, printed: str, same: bool) -> None:
+    assert same_line(shown, printed) is same
+
+
+PRINTED = [
+    "first 1",
+    "step 1 | loss 2.5 | fold 6.40x | 3k tok/s",
+    "step 2 | loss 2.4 | fold 6.5x | 3k tok/s",
+    "saved: a",
+]
+
+
+@pytest.mark.parametrize(
+    ("shown", "same"),
+    [
+        (PRINTED, True),
+        (PRINTED[:3], False),
+        (["...", *PRINTED[1:3], "...", "saved: a"], True),
+        (["first 1", "...", "saved: a"], True),
+        (["first 1", "saved: a"], False),
+        (["...", PRINTED[2], PRINTED[1], "..."], False),
+        (["...", "step 1 | loss 2.5 | ...", "..."], True),
+        (["...", PRINTED[1]], False),
+        (["...", "step 3 | loss 2.3 | ...", "..."], False),
+    ],
+)
+def test_blocks_show_everything_but_what_they_cut(shown: list[str], same: bool) -> None:
+    assert (difference(shown, PRINTED) is None) is same
+
+
+@pytest.mark.parametrize(
+    ("shown", "written"),
+    [
+        (["anything"], PRINTED),
+        (["...", "step 1 | loss 9.9 | ...", "...", "saved: b"], ["...", "step 1 | loss 2.5 | ...", "...", "saved: a"]),
+        (["first 2", "..."], ["first 1", "..."]),
+        (["f... 2", "..."], ["f... 1", "..."]),
+    ],
+)
+def test_rewriting_keeps_the_cuts_of_a_block(shown: list[str], written: list[str]) -> None:
+    assert rewritten(shown, PRINTED) == written
+    assert difference(written, PRINTED) is None
+
+
+def test_rewriting_finds_a_step_by_its_number() -> None:
+    figures = ["  reward 0.5", "  kl 0.25", "  entropy 10"]
+    printed = ["first", "step 1 | loss 3", "  reward 0.1", "  kl 0.1", "  entropy 9", "step 2 | loss 2", *figures]
+    shown = ["...", "step 1 | loss 2", *figures, "..."]
+    assert rewritten(shown, printed) == ["...", *printed[1:5], "..."]
+
+
+def test_rewriting_refuses_a_cut_that_no_longer_fits() -> None:
+    with pytest.raises(ValueError, match="cut that by hand"):
+        rewritten(["saved: runs/... on rank 0"], ["saved: runs/a on ranks 0"])
+
+
+def test_parts_of_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Save `pairs.jsonl`:\n\n```json\n{}\n```\n\n```bash\na \\\n    b  # why\nc\n```\n\nIt prints:\n\n```\n1\n```\n"
+        "\n```bash\nd\n```\n\n## Next\n\n```\nquoted\n```\n"
+    )
+    saved, first, second = parts_of(page)
+    assert saved == Content(name="pairs.jsonl", text="{}\n")
+    assert [block.commands for block in blocks_of(page)] == [["a b  # why", "c"], ["d"]]
+    assert first.shown == ["1"]  # type: ignore[union-attr]
+    assert second.shown is None  # type: ignore[union-attr]
+    assert quoted_of(page) == [page.read_text().splitlines().index("quoted") + 1]
