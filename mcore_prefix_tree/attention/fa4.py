@@ -211,15 +211,17 @@ def attend(
     capability = torch.cuda.get_device_capability(query.device)
     mask = _mask(metadata, capability, query.shape[2], value.shape[2], options)
     out: torch.Tensor
-    out, _ = flash_attn_func(
-        query[None],
-        key[None],
-        value[None],
-        block_sparse_tensors=mask.forward,
-        block_sparse_tensors_bwd=mask.backward,
-        deterministic=mask.ordered,
-        **arguments(mask, options),
-    )
+    # It launches in the stream of the current device; backward has the right one from autograd.
+    with torch.cuda.device_of(query):
+        out, _ = flash_attn_func(
+            query[None],
+            key[None],
+            value[None],
+            block_sparse_tensors=mask.forward,
+            block_sparse_tensors_bwd=mask.backward,
+            deterministic=mask.ordered,
+            **arguments(mask, options),
+        )
     return out.squeeze(0)
 
 
