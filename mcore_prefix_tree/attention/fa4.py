@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from mcore_prefix_tree.attention.blocks import BlockPlan, Int32Array, block_plan
+from mcore_prefix_tree.attention.imports import import_fault
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -246,7 +247,18 @@ def refusal(case: Case) -> str | None:
         return f"dtype={case.dtype} (it takes bfloat16 and float16)"
     if case.needs_grad and case.options.deterministic and case.capability[0] == HOPPER:
         return "deterministic=True (on Hopper its block-sparse backward adds dQ up in any order)"
-    return _head_dim_refusal(case)
+    return _head_dim_refusal(case) or _import_refusal()
+
+
+def _import_refusal() -> str | None:
+    """Refuse a package that is there but cannot be used; asked last, because its import takes seconds."""
+    fault = import_fault("flash_attn.cute")
+    if fault is None:
+        return None
+    return (
+        f"device=cuda with a flash-attn-4 that does not import ({fault}): install it into this Python's environment, "
+        "since in a folder on PYTHONPATH the .pth files of its libraries are not read"
+    )
 
 
 def _head_dim_refusal(case: Case) -> str | None:

@@ -196,9 +196,7 @@ class _CascadeAttention(torch.autograd.Function):
         for level in plan.levels:
             result = Result(_take(out, level.queries), _take(lse, level.queries, dim=1).contiguous())
             rows = _rows_of(level, qkv)
-            parts = _backward(
-                ctx.kernel, _take(grad_out, level.queries), rows, result, level.sequences, ctx.options
-            )
+            parts = _backward(ctx.kernel, _take(grad_out, level.queries), rows, result, level.sequences, ctx.options)
             totals = (grad_query, level.queries), (grad_key, level.keys), (grad_value, level.keys)
             for (total, places), part in zip(totals, parts, strict=True):
                 _put(total, places, (_take(total, places).to(exact(total.dtype)) + part).to(total.dtype))
