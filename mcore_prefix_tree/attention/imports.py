@@ -1,4 +1,4 @@
-"""Whether a package that a back-end stands on can be used: one that is installed may still not import."""
+"""The question whether a package that a back-end stands on can be used: one that is installed may still not import."""
 
 from __future__ import annotations
 
