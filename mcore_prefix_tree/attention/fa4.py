@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from mcore_prefix_tree.attention.blocks import BlockPlan, Int32Array, block_plan
+from mcore_prefix_tree.attention.imports import import_fault
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -212,15 +213,17 @@ def attend(
     capability = torch.cuda.get_device_capability(query.device)
     mask = _mask(metadata, capability, query.shape[2], value.shape[2], options)
     out: torch.Tensor
-    out, _ = flash_attn_func(
-        query[None],
-        key[None],
-        value[None],
-        block_sparse_tensors=mask.forward,
-        block_sparse_tensors_bwd=mask.backward,
-        deterministic=mask.ordered,
-        **arguments(mask, options),
-    )
+    # It launches in the stream of the current device; backward has the right one from autograd.
+    with torch.cuda.device_of(query):
+        out, _ = flash_attn_func(
+            query[None],
+            key[None],
+            value[None],
+            block_sparse_tensors=mask.forward,
+            block_sparse_tensors_bwd=mask.backward,
+            deterministic=mask.ordered,
+            **arguments(mask, options),
+        )
     return out.squeeze(0)
 
 
@@ -245,7 +248,18 @@ def refusal(case: Case) -> str | None:
         return f"dtype={case.dtype} (it takes bfloat16 and float16)"
     if case.needs_grad and case.options.deterministic and case.capability[0] == HOPPER:
         return "deterministic=True (on Hopper its block-sparse backward adds dQ up in any order)"
-    return _head_dim_refusal(case)
+    return _head_dim_refusal(case) or _import_refusal()
+
+
+def _import_refusal() -> str | None:
+    """Refuse a package that is there but cannot be used; asked last, because its import takes seconds."""
+    fault = import_fault("flash_attn.cute")
+    if fault is None:
+        return None
+    return (
+        f"device=cuda with a flash-attn-4 that does not import ({fault}): install it into this Python's environment, "
+        "since in a folder on PYTHONPATH the .pth files of its libraries are not read"
+    )
 
 
 def _head_dim_refusal(case: Case) -> str | None:

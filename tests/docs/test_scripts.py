@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHELL = ["docs", "extras", "gpu_check", "quickstart", "test", "versions"]
+SHELL = ["docs", "extras", "gpu_check", "quickstart", "test", "tritons", "versions"]
 PYTHON = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
 
 

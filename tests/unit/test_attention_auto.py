@@ -12,7 +12,7 @@ from fake_flash_attention import install
 from oracles import metadata_of, random_forest
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4, parity
+from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4, imports, parity
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.attention.auto import PREFERENCE, TreeShape, choose, cost_table
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
@@ -111,6 +111,7 @@ def test_a_measured_gpu_is_used(table, triton_runs):
 def test_the_mode_of_the_run_decides_which_measurements_count(table, triton_runs, monkeypatch):
     """On a GPU a back-end may have two backwards. The faster one says nothing of a run that may not take it."""
     monkeypatch.setattr(fa4, "_is_installed", lambda: True)
+    monkeypatch.setattr(fa4, "import_fault", lambda module: None)
     monkeypatch.setattr(fa4, "check", lambda case: None)
     table += [
         row("any", device="NVIDIA H200", dtype="bfloat16", triton=3.0, flex=2.0),
@@ -246,6 +247,7 @@ def hopper(monkeypatch):
     """A GPU, as far as choosing a back-end asks about it, with FlashAttention-4."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(fa4, "_is_installed", lambda: True)
+    monkeypatch.setattr(fa4, "import_fault", lambda module: None)
     return torch.device("cuda")
 
 
@@ -278,6 +280,7 @@ def gpu(tmp_path, monkeypatch, table):
     """
     monkeypatch.syspath_prepend(tmp_path)
     install(tmp_path)
+    monkeypatch.setattr(imports, "_FAULTS", {})
     fa4._is_installed.cache_clear()
     fa4._visible.cache_clear()
     import flash_attn.cute as package

@@ -23,7 +23,7 @@ from mcore_prefix_tree.attention.cascade import (
     choose_kernel,
     cuda,
 )
-from mcore_prefix_tree.attention.cascade.cuda import TransformerEngine
+from mcore_prefix_tree.attention.cascade.cuda import FlashAttention2, FlashAttention3, TransformerEngine
 from mcore_prefix_tree.attention.cascade.kernels import QKV, Result
 from mcore_prefix_tree.attention.cascade.sequences import Sequences, build_plan
 
@@ -209,10 +209,31 @@ def test_statistics_of_an_old_cudnn_are_refused(monkeypatch):
 )
 def test_what_transformer_engine_takes(changes, says, monkeypatch):
     monkeypatch.setattr(cuda, "_is_missing", lambda *package: None)
+    monkeypatch.setattr(cuda, "import_fault", lambda module: None)
     reason = TransformerEngine().refusal(
         case_of(**({"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16} | changes))
     )
     assert reason is None if says is None else re.search(says, reason)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "module"),
+    [
+        (FlashAttention2(), "flash_attn.flash_attn_interface"),
+        (FlashAttention3(), "flash_attn_interface"),
+        (TransformerEngine(), "transformer_engine.pytorch.cpp_extensions"),
+    ],
+)
+def test_a_package_made_for_another_torch_is_passed_by(kernel, module, monkeypatch):
+    """Installed, it raises when it is imported; the next kernel is taken in its place."""
+    asked = []
+    monkeypatch.setattr(cuda, "_is_missing", lambda *package: None)
+    monkeypatch.setattr(cuda, "_flash_attn_interface_is_missing", lambda: False)
+    monkeypatch.setattr(cuda, "import_fault", lambda name: asked.append(name) or "ImportError: undefined symbol: _ZN3")
+    case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16, deterministic=False)
+    assert re.search(r"does not import \(ImportError: undefined symbol: _ZN3\)$", kernel.refusal(case))
+    assert asked == [module]
+    assert cascade.choose_kernel(case).name == "torch"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import case_of, random_inputs
+from fake_flash_attention import install
 from oracles import metadata_of, random_forest
 
-from mcore_prefix_tree.attention import fa4, tree_attention
+from mcore_prefix_tree.attention import fa4, imports, tree_attention
 from mcore_prefix_tree.attention.blocks import block_plan
 
 HOPPER = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "deterministic": False}
@@ -23,6 +25,7 @@ BLACKWELL = HOPPER | {"capability": (10, 0)}
 @pytest.fixture
 def installed(monkeypatch):
     monkeypatch.setattr(fa4, "_is_installed", lambda: True)
+    monkeypatch.setattr(fa4, "import_fault", lambda module: None)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,30 @@ def test_refusals_name_the_argument(case, says, installed):
 )
 def test_what_it_takes_is_not_refused(case, installed):
     assert fa4.refusal(case_of(**case)) is None
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """A flash-attn-4 whose libraries are not on the path."""
+    install(tmp_path)
+    shutil.rmtree(tmp_path / "cutlass")
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("import cutlass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(imports, "_FAULTS", {})
+    fa4._is_installed.cache_clear()
+    yield
+    install(tmp_path)  # its modules are forgotten
+    fa4._is_installed.cache_clear()
+
+
+@pytest.mark.skipif(fa4._is_installed(), reason="flash-attn-4 is installed, and with it cutlass")
+@pytest.mark.usefixtures("broken")
+def test_a_package_that_is_installed_but_does_not_import():
+    says = r"^device=cuda with a flash-attn-4 that does not import \(ModuleNotFoundError: No module named 'cutlass'\)"
+    assert fa4._is_installed()
+    for _ in range(2):
+        assert re.search(says, fa4.refusal(case_of(**HOPPER)))
+    assert "deterministic=True" in fa4.refusal(case_of(**HOPPER | {"deterministic": True}))
 
 
 def test_a_cpu_is_refused_with_the_way_out():

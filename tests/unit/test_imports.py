@@ -93,7 +93,7 @@ PUBLIC = set(mcore_prefix_tree.__all__)
 SLOW = {"megatron", "transformer_engine", "torch", "transformers", "mistral_common", "matplotlib"}
 # What the attention room has beside its back-ends, each of which is a file or a folder.
 ATTENTION_ENTRANCES = {"__init__", "api", "auto"}
-SHARED_BY_BACKENDS = {"options", "capability", "blocks", "spans", "padding", "parity"}
+SHARED_BY_BACKENDS = {"options", "capability", "blocks", "spans", "padding", "parity", "imports"}
 
 
 def room_of(file: Path) -> str:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from mcore_prefix_tree.attention.cascade.cuda import FlashAttention2, FlashAttention3, TorchFlash, TransformerEngine
 from mcore_prefix_tree.attention.cascade.kernels import QKV, CpuFlash, Result, VarlenKernel, exact
-from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Level, Rows, build_plan
+from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Level, Rows, Sequences, build_plan
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.parity import Attention, check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -163,11 +163,11 @@ class _CascadeAttention(torch.autograd.Function):
         options: AttentionOptions,
     ) -> torch.Tensor:
         qkv = QKV(query, key, value)
-        part, lse = kernel.forward(qkv, plan.runs, options)
+        part, lse = _forward(kernel, qkv, plan.runs, options)
         assert lse.shape == (query.shape[1], query.shape[0]), f"{kernel.name} returned statistics {tuple(lse.shape)}"
         out = part.to(exact(part.dtype)) if plan.levels or sinks is not None else part
         for level in plan.levels:
-            part, part_lse = kernel.forward(_rows_of(level, qkv), level.sequences, options)
+            part, part_lse = _forward(kernel, _rows_of(level, qkv), level.sequences, options)
             merged, rows = _take(out, level.queries), _take(lse, level.queries, dim=1)
             both = torch.logaddexp(rows, part_lse)
             merged = _weighted(merged, rows - both) + _weighted(part, part_lse - both)
@@ -187,24 +187,43 @@ class _CascadeAttention(torch.autograd.Function):
         plan: CascadePlan = ctx.plan
         qkv = QKV(query, key, value)
         grad_out = grad_outputs[0].contiguous()
-        grad_query, grad_key, grad_value = ctx.kernel.backward(grad_out, qkv, Result(out, lse), plan.runs, ctx.options)
+        grad_query, grad_key, grad_value = _backward(
+            ctx.kernel, grad_out, qkv, Result(out, lse), plan.runs, ctx.options
+        )
         # One part per level adds to a query's gradient; a key has two parts at most, so its sum is rounded once.
         if plan.levels:
             grad_query = grad_query.to(exact(query.dtype))
         for level in plan.levels:
             result = Result(_take(out, level.queries), _take(lse, level.queries, dim=1).contiguous())
-            parts = ctx.kernel.backward(
-                _take(grad_out, level.queries), _rows_of(level, qkv), result, level.sequences, ctx.options
-            )
+            rows = _rows_of(level, qkv)
+            parts = _backward(ctx.kernel, _take(grad_out, level.queries), rows, result, level.sequences, ctx.options)
             totals = (grad_query, level.queries), (grad_key, level.keys), (grad_value, level.keys)
-            for (total, rows), part in zip(totals, parts, strict=True):
-                _put(total, rows, (_take(total, rows).to(exact(total.dtype)) + part).to(total.dtype))
+            for (total, places), part in zip(totals, parts, strict=True):
+                _put(total, places, (_take(total, places).to(exact(total.dtype)) + part).to(total.dtype))
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             # The sink's weight w pulls the result towards zero: d out / d sink = -w * out.
             weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
             grad_sinks = -(weight * (grad_out.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
         return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None, None, None
+
+
+def _forward(kernel: VarlenKernel, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+    """Call a kernel on the device of its tensors: not all of them leave the current device for that by themselves."""
+    with torch.cuda.device_of(qkv.query):
+        return kernel.forward(qkv, sequences, options)
+
+
+def _backward(
+    kernel: VarlenKernel,
+    grad_out: torch.Tensor,
+    qkv: QKV,
+    result: Result,
+    sequences: Sequences,
+    options: AttentionOptions,
+) -> QKV:
+    with torch.cuda.device_of(qkv.query):
+        return kernel.backward(grad_out, qkv, result, sequences, options)
 
 
 def _rows_of(level: Level, qkv: QKV) -> QKV:

@@ -15,6 +15,7 @@ import torch
 
 from mcore_prefix_tree.attention.cascade.kernels import QKV, Result
 from mcore_prefix_tree.attention.cascade.sequences import Sequences
+from mcore_prefix_tree.attention.imports import import_fault
 from mcore_prefix_tree.attention.options import AttentionOptions, Case
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -36,6 +37,12 @@ def _is_missing(package: str, major: int, minor: int) -> str | None:
 @cache
 def _flash_attn_interface_is_missing() -> bool:
     return find_spec("flash_attn_interface") is None
+
+
+def _does_not_import(module: str) -> str | None:
+    """Return why a package that is installed cannot be used; asked last, because an import takes seconds."""
+    fault = import_fault(module)
+    return None if fault is None else f"device=cuda with a {module.partition('.')[0]} that does not import ({fault})"
 
 
 def _common_refusal(case: Case, oldest: tuple[int, int], newest: tuple[int, int]) -> str | None:
@@ -98,7 +105,8 @@ class FlashAttention2:
 
     def refusal(self, case: Case) -> str | None:
         """Refuse versions before 2.7, the first whose statistics have one number per query and head."""
-        return _is_missing("flash-attn", 2, 7) or _common_refusal(case, (8, 0), (99, 0))
+        reason = _is_missing("flash-attn", 2, 7) or _common_refusal(case, (8, 0), (99, 0))
+        return reason or _does_not_import("flash_attn.flash_attn_interface")
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
@@ -144,7 +152,7 @@ class FlashAttention3:
             return "device=cuda without flash_attn_interface, which is not installed"
         if case.needs_grad and case.options.deterministic and max(case.head_dim, case.value_dim) > 192:
             return "deterministic=True with a head_dim above 192"
-        return _common_refusal(case, (9, 0), (9, 0))
+        return _common_refusal(case, (9, 0), (9, 0)) or _does_not_import("flash_attn_interface")
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         from flash_attn_interface import _flash_attn_forward
@@ -202,7 +210,7 @@ class TransformerEngine:
         if reason is None and case.needs_grad and case.options.deterministic and case.capability == (9, 0):
             # Observed by TransformerEngine, which switches it off then: attention/dot_product_attention/utils.py.
             return "deterministic=True (its memory would grow with the square of the sequences' lengths)"
-        return reason
+        return reason or _does_not_import("transformer_engine.pytorch.cpp_extensions")
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
         """See :class:`VarlenKernel`.

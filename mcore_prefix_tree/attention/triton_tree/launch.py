@@ -95,8 +95,16 @@ def _constants(query: torch.Tensor, value: torch.Tensor, launch: Launch, call: C
         "STAGES": launch.stages,
         "ENGINE": call.configs.engine,
         "num_warps": launch.warps,
-        "enable_fp_fusion": _FP_FUSION,
     }
+
+
+def _launch(kernel: Any, programs: int, like: torch.Tensor, *arguments: Any, **constants: Any) -> None:
+    """Run a kernel on the device of a tensor, in the current stream of that device.
+
+    Triton launches on the current device of the process, and asks no tensor for its own.
+    """
+    with torch.cuda.device_of(like):
+        kernel[(programs,)](*arguments, enable_fp_fusion=_FP_FUSION, **constants)
 
 
 def forward(
@@ -114,7 +122,10 @@ def forward(
     # Infinity gives rows that do not exist no weight in backward.
     lse = torch.full((heads, len(call.end)), float("inf"), dtype=torch.float32, device=query.device)
     query_blocks = triton.cdiv(size, launch.query_block)
-    forward_kernel[(query_blocks * heads,)](
+    _launch(
+        forward_kernel,
+        query_blocks * heads,
+        query,
         call.tiles(query, launch.query_block, launch.widest),
         call.tiles(key, launch.key_block, launch.widest),
         call.tiles(value, launch.key_block, launch.widest),
@@ -141,7 +152,10 @@ def row_sums(out: torch.Tensor, grad_out: torch.Tensor, call: Call) -> torch.Ten
     rows = len(call.end)
     launch = ROW_SUMS
     delta = torch.empty((heads, rows), dtype=torch.float32, device=out.device)
-    delta_kernel[(rows // launch.query_block * heads,)](
+    _launch(
+        delta_kernel,
+        rows // launch.query_block * heads,
+        out,
         call.tiles(out, launch.query_block, launch.widest),
         call.tiles(grad_out, launch.query_block, launch.widest),
         delta,
@@ -153,7 +167,6 @@ def row_sums(out: torch.Tensor, grad_out: torch.Tensor, call: Call) -> torch.Ten
         BLOCK_M=launch.query_block,
         ENGINE=call.configs.engine,
         num_warps=launch.warps,
-        enable_fp_fusion=_FP_FUSION,
     )
     return delta
 
@@ -197,7 +210,10 @@ def key_value_grads(
     of_key, of_value = [tiles[0], None, tiles[2], None], [None, tiles[1], None, tiles[3]]
     apart = [one for one, wanted in zip((of_key, of_value), made, strict=True) if wanted]
     for written in apart if call.configs.apart else (tiles,):
-        key_value_kernel[(key_blocks * kv_heads * splits,)](
+        _launch(
+            key_value_kernel,
+            key_blocks * kv_heads * splits,
+            query,
             call.tiles(query, launch.query_block, launch.widest),
             call.tiles(key, launch.key_block, launch.widest),
             call.tiles(value, launch.key_block, launch.widest),
@@ -254,7 +270,10 @@ def query_grads(
     size, heads, width = query.shape
     grad_query = query.new_empty((size, heads, width))
     query_blocks = triton.cdiv(size, launch.query_block)
-    query_kernel[(query_blocks * heads,)](
+    _launch(
+        query_kernel,
+        query_blocks * heads,
+        query,
         call.tiles(query, launch.query_block, launch.widest),
         call.tiles(key, launch.key_block, launch.widest),
         call.tiles(value, launch.key_block, launch.widest),

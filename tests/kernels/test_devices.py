@@ -1,0 +1,151 @@
+"""Kernels are launched on the device of their tensors, where the current device of the process is another.
+
+No GPU is needed: tensors say that they are on a second one, and Triton has a driver that runs nothing but takes down
+where it was asked to. The kernels are really compiled, for Hopper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from fake_flash_attention import install
+from kernel_cases import options_of, small_configs
+from oracles import metadata_of
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from mcore_prefix_tree.attention import fa4
+from mcore_prefix_tree.attention.cascade.cascade import attention_through
+from mcore_prefix_tree.attention.cascade.kernels import CpuFlash
+from mcore_prefix_tree.attention.triton_tree import attend, backward, forward
+
+KERNELS = (forward.forward_kernel, backward.delta_kernel, backward.key_value_kernel, backward.query_kernel)
+SECOND = 1
+
+
+class Driver:
+    """What Triton asks of a driver; ``launches`` are names of kernels, devices and streams."""
+
+    def __init__(self):
+        self.current, self.launches = 0, []
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 227 << 10, "warpSize": 32},
+            load_binary=lambda name, kernel, shared, device: (device, (name, device), 0, 0, 1024),
+        )
+
+    def get_current_device(self):
+        return self.current
+
+    def get_current_stream(self, device):
+        return 100 + device
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source, metadata):
+        def launch(grid_0, grid_1, grid_2, stream, function, *_):
+            name, loaded_on = function
+            assert loaded_on == self.current
+            self.launches.append((name, self.current, stream))
+
+        return launch
+
+    def exchange(self, device):
+        """As ``cudaSetDevice`` of torch: the device before; a negative one changes nothing."""
+        before = self.current
+        self.current = before if device < 0 else device
+        return before
+
+
+@pytest.fixture
+def machine():
+    """A process on the first of two GPUs, whose tensors are all on the second."""
+    fake = Driver()
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (torch.Tensor, "is_cuda", property(lambda tensor: True)),
+            (torch.Tensor, "get_device", lambda tensor: SECOND),
+            (torch.cuda, "_exchange_device", fake.exchange),
+            (torch.cuda, "_maybe_exchange_device", fake.exchange),
+            (driver, "_active", fake),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield fake
+    for kernel in KERNELS:
+        for device in (0, SECOND):
+            kernel.device_caches.pop(device, None)
+
+
+def inputs_of(metadata):
+    return [torch.randn(metadata.padded_size, heads, 32).bfloat16().requires_grad_() for heads in (2, 1, 1)]
+
+
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize(("deterministic", "apart"), [(True, False), (True, True), (False, False)])
+def test_every_kernel_of_ours(machine, deterministic, apart, engine):
+    metadata = metadata_of([40, 10, 15], [-1, 0, 0], padding=3)
+    inputs = inputs_of(metadata)
+    configs = small_configs(deterministic=deterministic, apart=apart, engine=engine)
+    out = attend(*inputs, metadata, options_of(inputs), configs)
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    names = [kernel.__name__ for kernel in KERNELS]
+    if apart:
+        names.insert(2, "key_value_kernel")
+    if not deterministic:
+        names.pop()
+    assert machine.launches == [(name, SECOND, 100 + SECOND) for name in names]
+    assert machine.current == 0
+
+
+def test_a_launch_without_a_guard_is_noticed(machine):
+    """The test above can fail."""
+    metadata = metadata_of([40], [-1])
+    inputs = inputs_of(metadata)
+    with mock.patch.object(torch.cuda, "device_of", return_value=contextlib.nullcontext()):
+        attend(*inputs, metadata, options_of(inputs), small_configs())
+    assert machine.launches == [("forward_kernel", 0, 100)]
+
+
+class Recorded(CpuFlash):
+    """A varlen kernel that takes down the current device of its calls."""
+
+    def __init__(self, machine):
+        self.machine, self.devices = machine, []
+
+    def forward(self, *given):
+        self.devices.append(self.machine.current)
+        return super().forward(*given)
+
+    def backward(self, *given):
+        self.devices.append(self.machine.current)
+        return super().backward(*given)
+
+
+def test_every_call_of_a_cascade(machine):
+    metadata = metadata_of([40, 10, 15], [-1, 0, 0], padding=3)
+    inputs = [one.detach().float().requires_grad_() for one in inputs_of(metadata)]
+    kernel = Recorded(machine)
+    out = attention_through(kernel, *inputs, metadata, options_of(inputs))
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert len(kernel.devices) == 4
+    assert set(kernel.devices) == {SECOND}
+
+
+def test_flash_attention_4(machine, tmp_path, monkeypatch):
+    install(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from flash_attn import cute
+
+    devices = []
+    original = cute.flash_attn_func
+    monkeypatch.setattr(cute, "flash_attn_func", lambda *q, **k: devices.append(machine.current) or original(*q, **k))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    metadata = metadata_of([40, 10, 15], [-1, 0, 0])
+    inputs = inputs_of(metadata)
+    fa4.attend(*inputs, metadata, options_of(inputs))
+    assert devices == [SECOND]
+    fa4._visible.cache_clear()

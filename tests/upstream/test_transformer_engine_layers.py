@@ -1,0 +1,61 @@
+"""What TransformerEngine's released Python makes of our layers: whole steps, folded, with its compiled part stood in.
+
+``te_compiled.py`` computes what the kernels compute. Everything above it is TransformerEngine's own: signatures, what
+is saved for backward and recomputed, how weights are split and named, what is sent between ranks, and the checks that
+run before a kernel. It runs in another process, with TransformerEngine first on the path.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sources import ROOT, megatron_core, patches, require_series, wheel
+
+pytestmark = pytest.mark.ci
+pytest.importorskip("triton", reason="TransformerEngine imports triton")
+TESTS = ROOT / "tests"
+OLDER = [pytest.param(version, marks=pytest.mark.slow) for version in ("2.17.1", "2.19.0")]
+
+
+def run(path: list[Path], *arguments: str) -> str:
+    """Return pytest's last line about te_layers.py, of which no test may fail."""
+    path = [*path, TESTS, *(TESTS / name for name in ("unit", "model", "world", "upstream")), ROOT]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", *arguments]
+    result = subprocess.run(
+        [*command, str(TESTS / "upstream" / "te_layers.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        timeout=900,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stdout[-8000:]
+    return result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("version", ["2.20.2", *OLDER])
+def test_folded_is_unfolded(version: str, request: pytest.FixtureRequest) -> None:
+    said = run([wheel("transformer-engine", version, request.config.cache)], "-k", "not patched")
+    assert re.search(r"\d\d passed", said), said
+    assert "skipped" not in said
+
+
+@pytest.mark.parametrize("version", ["2.20.2", *OLDER])
+def test_patched_it_attends_by_itself(version: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """With stock layer specs, on a patched Megatron-Core."""
+    core = megatron_core(None, tmp_path / "core", request.config.cache)
+    require_series(core)
+    engine = tmp_path / "engine"
+    shutil.copytree(wheel("transformer-engine", version, request.config.cache), engine)
+    result = patches("apply", "--megatron-lm", core, "--transformer-engine", engine)
+    assert result.returncode == 0, result.stderr
+    said = run([engine, core], "-k", "patched or keys")
+    assert re.search(r"\b5 passed", said), said
+    assert "skipped" not in said
