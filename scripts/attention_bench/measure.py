@@ -9,18 +9,20 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from attention_bench.clock import Ceilings, measure_ceilings, seconds_of, wait_for
 from attention_bench.contestants import Contestant, contestants, peers
-from attention_bench.workloads import Workload
+from attention_bench.memory import misfit, parts_that_fit
+from attention_bench.workloads import Workload, chains
 from mcore_prefix_tree.attention import AttentionOptions, Case
 from mcore_prefix_tree.attention.auto import TreeShape
 from mcore_prefix_tree.attention.blocks import BlockPlan, visible_pairs
 from mcore_prefix_tree.bench.machine import describe_machine
-from mcore_prefix_tree.memory import PeakMemory
+from mcore_prefix_tree.memory import PeakMemory, available_bytes
 from mcore_prefix_tree.metadata import TreeMetadata
 
 T = TypeVar("T")
@@ -86,6 +88,8 @@ class Row:
         peak_bytes: beyond inputs, of forward and backward; None where it cannot be known.
         tile_efficiency: visible pairs over visited ones, by block size, of methods that visit blocks of our lists.
         difference: relative, in the norm, of out, dQ, dK and dV from the first method on the same layout; the largest.
+        parts: number of calls that a round is made of, one after another, because the batch does not fit the memory;
+            ``peak_bytes`` and ``difference`` are those of the first.
     """
 
     method: str
@@ -99,6 +103,7 @@ class Row:
     peak_bytes: int | None
     tile_efficiency: dict[str, float]
     difference: float
+    parts: int = 1
 
     @property
     def seconds(self) -> list[float]:
@@ -178,61 +183,78 @@ class TimedMetadata(TreeMetadata):
         return plan
 
 
-class _Runner:
-    """One contestant on its inputs."""
+class LayoutPart(NamedTuple):
+    """What one call attends to: a tree, and query, key, value and a gradient of the result."""
 
-    def __init__(self, contestant: Contestant, metadata: TreeMetadata, inputs: list[torch.Tensor]) -> None:
+    metadata: TreeMetadata
+    inputs: list[torch.Tensor]
+
+
+class Runner:
+    """One contestant on its inputs: those of a layout, or of its parts one after another."""
+
+    def __init__(self, contestant: Contestant, parts: list[LayoutPart]) -> None:
         self.contestant = contestant
-        self.metadata = metadata
-        self.inputs = inputs[:3]
-        self.grad_out = inputs[3]
+        self.parts = parts
         self.forward_seconds: list[float] = []
         self.backward_seconds: list[float] = []
         self.metadata_seconds = 0.0
         self.peak_bytes: int | None = None
         self.difference = 0.0
+        self._device = parts[0].inputs[3].device
 
-    def forward(self) -> torch.Tensor:
-        query, key, value = self.inputs
-        return self.contestant.attention(query, key, value, self.metadata, self.contestant.options)
+    def _forward(self, part: LayoutPart) -> torch.Tensor:
+        query, key, value, _ = part.inputs
+        return self.contestant.attention(query, key, value, part.metadata, self.contestant.options)
 
-    def backward(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(out, self.inputs, self.grad_out)
+    def _backward(self, part: LayoutPart, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, part.inputs[:3], part.inputs[3])
 
     def warm_up(self) -> list[torch.Tensor]:
-        """Compile, then plan and measure memory on fresh metadata; out, dQ, dK and dV."""
-        self.backward(self.forward())
-        timed = self.metadata = TimedMetadata.of(self.metadata)
-        self.forward()
-        self.metadata_seconds = sum(timed.build_seconds)
-        peak = PeakMemory(self.grad_out.device)
-        out = self.forward()
-        results = [out.detach(), *self.backward(out)]
+        """Compile, then plan and measure memory on fresh metadata; out, dQ, dK and dV of the first part."""
+        for part in self.parts:
+            self._backward(part, self._forward(part))
+        self.parts = [LayoutPart(TimedMetadata.of(part.metadata), part.inputs) for part in self.parts]
+        for part in self.parts:
+            self._forward(part)
+            assert isinstance(part.metadata, TimedMetadata)
+            self.metadata_seconds += sum(part.metadata.build_seconds)
+        peak = PeakMemory(self._device)
+        out = self._forward(self.parts[0])
+        results = [out.detach(), *self._backward(self.parts[0], out)]
         self.peak_bytes = peak.bytes()
-        wait_for(self.grad_out.device)  # so that what a kernel breaks is found here, not by the next one
+        wait_for(self._device)  # so that what a kernel breaks is found here, not by the next one
         return results
 
     def run(self) -> None:
         """One timed round."""
-        device = self.grad_out.device
-        out: list[torch.Tensor] = []
-        self.forward_seconds.append(seconds_of(lambda: out.append(self.forward()), device))
-        self.backward_seconds.append(seconds_of(lambda: self.backward(out[0]), device))
+        forward_seconds = backward_seconds = 0.0
+        for part in self.parts:
+            out: list[torch.Tensor] = []
+            forward_seconds += seconds_of(partial(self._append_forward, out, part), self._device)
+            backward_seconds += seconds_of(partial(self._backward, part, out[0]), self._device)
+        self.forward_seconds.append(forward_seconds)
+        self.backward_seconds.append(backward_seconds)
+
+    def _append_forward(self, out: list[torch.Tensor], part: LayoutPart) -> None:
+        out.append(self._forward(part))
 
     def row(self) -> Row:
-        plans = [plan for plan in self.metadata.cache.values() if isinstance(plan, BlockPlan)]
+        """Return what is known so far."""
+        plans = [plan for part in self.parts for plan in part.metadata.cache.values() if isinstance(plan, BlockPlan)]
         return Row(
             method=self.contestant.method,
             layout=self.contestant.layout,
             deterministic=self.contestant.options.deterministic,
-            tokens=self.metadata.num_tokens,
-            pairs=visible_pairs(self.metadata),
-            forward_seconds=self.forward_seconds,
-            backward_seconds=self.backward_seconds,
+            tokens=sum(part.metadata.num_tokens for part in self.parts),
+            pairs=sum(visible_pairs(part.metadata) for part in self.parts),
+            forward_seconds=list(self.forward_seconds),
+            backward_seconds=list(self.backward_seconds),
             metadata_seconds=self.metadata_seconds,
             peak_bytes=self.peak_bytes,
             tile_efficiency={f"{plan.query_block}x{plan.key_block}": plan.efficiency for plan in plans},
             difference=self.difference,
+            parts=len(self.parts),
         )
 
 
@@ -309,7 +331,7 @@ def _with_peers(
     return replace(result, rows=result.rows + rows, missing=result.missing + missing)
 
 
-class _Contest:
+class Contest:
     """One workload's contestants on the same tensors. One that fails costs the others nothing.
 
     Attributes:
@@ -318,43 +340,73 @@ class _Contest:
     """
 
     def __init__(self, workload: Workload, settings: Settings) -> None:
-        self.runners: list[_Runner] = []
+        self.runners: list[Runner] = []
         self.missing: list[dict[str, str]] = []
+        self.workload = workload
         self._settings = settings
-        self._make = {"tree": workload.folded, "unfolded": workload.unfolded, "dense": workload.dense}
-        self._layouts: dict[str, tuple[TreeMetadata, list[torch.Tensor]]] = {}
+        self._layouts: dict[str, list[LayoutPart]] = {}
         self._first: dict[str, list[torch.Tensor]] = {}
 
     def set_yardstick(self, contestant: Contestant) -> None:
         """Compare the others on its layout with this contestant, which is not measured."""
-        _why_not(lambda: self._difference(_Runner(contestant, *self._layout(contestant.layout))))
+        self._difference(Runner(contestant, self._layout(contestant.layout)))
+
+    def warm_up(self, contestant: Contestant) -> Runner | str:
+        """Warm a contestant up and compare it with the yardstick, else with the first that was right on its layout.
+
+        Returns:
+            The runner, or why the contestant cannot be measured.
+        """
+        if contestant.refusal is not None:
+            return contestant.refusal
+        runner = Runner(contestant, self._layout(contestant.layout))
+        runner.difference = self._difference(runner)
+        return runner if math.isfinite(runner.difference) else f"{FAILED}: its result is not finite"
 
     def enter(self, contestant: Contestant) -> None:
-        """Warm a contestant up and compare it with the yardstick, else with the first that was right on its layout."""
+        """Warm a contestant up, and let it run if nothing is wrong with it."""
 
-        def warm_up() -> str | None:
-            runner = _Runner(contestant, *self._layout(contestant.layout))
-            runner.difference = self._difference(runner)
-            if not math.isfinite(runner.difference):
-                return f"{FAILED}: its result is not finite"
-            self.runners.append(runner)
+        def warmed_up() -> str | None:
+            found = self.warm_up(contestant)
+            if isinstance(found, str):
+                return found
+            self.runners.append(found)
             return None
 
-        self._note(contestant, contestant.refusal or _why_not(warm_up))
+        self._note(contestant, _why_not(warmed_up))
 
     def run(self, rounds: int) -> None:
         """Time them in turn, so that a machine whose speed drifts slows all of them."""
-        self._first.clear()
+        self.forget_results()
         for _ in range(rounds):
             self.runners = [runner for runner in self.runners if self._note(runner.contestant, _why_not(runner.run))]
 
-    def _layout(self, name: str) -> tuple[TreeMetadata, list[torch.Tensor]]:
+    def forget_results(self) -> None:
+        """Free what contestants were compared with."""
+        self._first.clear()
+
+    def _layout(self, name: str) -> list[LayoutPart]:
         if name not in self._layouts:
-            metadata = self._make[name](self._settings.case.device)
-            self._layouts[name] = metadata, _inputs(metadata.padded_size, self._settings)
+            self._layouts[name] = self._made(name)
         return self._layouts[name]
 
-    def _difference(self, runner: _Runner) -> float:
+    def _made(self, name: str) -> list[LayoutPart]:
+        device, workload = self._settings.case.device, self.workload
+        free = available_bytes(device)
+        if name == "unfolded":
+            # On a CPU it is one batch, and memory is the user's business.
+            lens = workload.sample_lens
+            parts = parts_that_fit(lens, self._settings, free) if device.type == "cuda" else [lens]
+            trees = [chains(part, device) for part in parts]
+        else:
+            trees = [workload.folded(device) if name == "tree" else workload.dense(device)]
+        reason = misfit(max(tree.padded_size for tree in trees), self._settings, free)
+        if device.type == "cuda" and reason is not None:
+            raise NoRoomError(reason)
+        inputs = _inputs(max(tree.padded_size for tree in trees), self._settings)
+        return [LayoutPart(tree, _rows(inputs, tree.padded_size)) for tree in trees]
+
+    def _difference(self, runner: Runner) -> float:
         results, layout = runner.warm_up(), runner.contestant.layout
         found = difference(results, self._first.get(layout, results))
         if math.isfinite(found):
@@ -368,6 +420,10 @@ class _Contest:
         return reason is None
 
 
+class NoRoomError(ValueError):
+    """A layout does not fit the device's memory by the estimate of :mod:`attention_bench.memory`."""
+
+
 def _measure(
     workload: Workload, entered: Iterable[Contestant], settings: Settings, *, yardstick: Contestant | None = None
 ) -> tuple[list[Row], list[dict[str, str]]]:
@@ -377,11 +433,11 @@ def _measure(
         workload: the forest.
         entered: those that cannot run among them.
         settings: of the calls.
-        yardstick: see :meth:`_Contest.set_yardstick`; None compares with the first on each layout.
+        yardstick: see :meth:`Contest.set_yardstick`; None compares with the first on each layout.
     """
-    contest, entered = _Contest(workload, settings), list(entered)
+    contest, entered = Contest(workload, settings), list(entered)
     if yardstick is not None and any(contestant.refusal is None for contestant in entered):
-        contest.set_yardstick(yardstick)
+        _why_not(lambda: contest.set_yardstick(yardstick))
     for contestant in entered:
         contest.enter(contestant)
     contest.run(settings.repeats)
@@ -394,6 +450,8 @@ def _why_not(run: Callable[[], object]) -> str | None:
         said = run()
     except torch.OutOfMemoryError:
         return "out of memory"
+    except NoRoomError as error:
+        return str(error)
     except Exception as error:
         return f"{FAILED}: {type(error).__name__}: {' '.join(str(error).split())}"
     return said if isinstance(said, str) else None
@@ -410,6 +468,13 @@ def _inputs(size: int, settings: Settings) -> list[torch.Tensor]:
     ]
     tensors = [torch.randn(size, *shape, dtype=dtype, device=device) for shape in shapes]
     return [*(tensor.requires_grad_() for tensor in tensors[:3]), tensors[3]]
+
+
+def _rows(inputs: list[torch.Tensor], size: int) -> list[torch.Tensor]:
+    """Return the first rows of inputs, as leaves of their own if there are more."""
+    if inputs[0].shape[0] == size:
+        return inputs
+    return [*(tensor.detach()[:size].requires_grad_() for tensor in inputs[:3]), inputs[3][:size]]
 
 
 def difference(results: list[torch.Tensor], first: list[torch.Tensor]) -> float:
