@@ -18,7 +18,7 @@ from typing import Any
 from gpu_check_parts.arguments import RESULTS, missing_programs, parse
 from gpu_check_parts.children import PartRun
 from gpu_check_parts.context import ROOT
-from gpu_check_parts.registry import PARTS, Part
+from gpu_check_parts.registry import Part
 from gpu_check_parts.results import NOT_RUN, ResultFile
 from gpu_check_parts.table import short_table
 
@@ -191,6 +191,3 @@ def _without_wheels(given: Sequence[str]) -> list[str]:
         elif not word.startswith("--wheels="):
             rest.append(word)
     return rest
-
-
-__all__ = ["PARTS", "main", "plan"]

@@ -1,4 +1,4 @@
-"""The process of one part: ``python -m gpu_check_parts.child NAME FILE DESCRIPTOR``, started by the parent."""
+"""The process of one part: ``python -m gpu_check_parts.child FILE DESCRIPTOR``, started by the parent."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check_parts.context import Context, Options
-from gpu_check_parts.registry import PARTS
 from gpu_check_parts.results import Key
 
 
-def context_of(part: str, asked: dict[str, Any], stream: int) -> Context:
+def context_of(asked: dict[str, Any], stream: int) -> Context:
     """Return the context that the parent wrote down."""
     options = asked["options"]
     return Context(
-        part=part,
+        part=asked["rows"],
         options=Options(**{**options, "workloads": tuple(options["workloads"])}),
         device_name=asked["device_name"],
         earlier=asked["earlier"],
@@ -27,12 +26,11 @@ def context_of(part: str, asked: dict[str, Any], stream: int) -> Context:
     )
 
 
-def main(name: str, file: str, descriptor: str) -> None:
-    """Run a part. FILE has the context as JSON; lines for the parent go to DESCRIPTOR."""
-    part, stream = PARTS[name], int(descriptor)
-    context = context_of(part.rows, json.loads(Path(file).read_text()), stream)
-    module, function = part.function.split(":")
-    getattr(import_module(f"gpu_check_parts.{module}"), function)(context)
+def main(file: str, descriptor: str) -> None:
+    """Run a part. FILE has its function and the context as JSON; lines for the parent go to DESCRIPTOR."""
+    asked, stream = json.loads(Path(file).read_text()), int(descriptor)
+    module, function = asked["function"].split(":")
+    getattr(import_module(module), function)(context_of(asked, stream))
     os.write(stream, b'{"finished": true}\n')
 
 

@@ -120,12 +120,14 @@ class PartRun:
         """Run one process. True: time is up. False: the part is at its end. None: another process should go on."""
         part = self._part
         asked = {
+            "function": part.function,
+            "rows": part.rows,
             "options": asdict(self._options),
             "device_name": self._results.machine["device"],
             "earlier": [row for key, row in self._results.rows.items() if key.part == part.rows],
             "skip": sorted(self._skip),
         }
-        self._child = child = Child([sys.executable, "-m", "gpu_check_parts.child", part.name], asked, self._log)
+        self._child = child = Child([sys.executable, "-m", "gpu_check_parts.child"], asked, self._log)
         current, started = self._key_of_part(), time.monotonic()
         while True:
             now = time.monotonic()

@@ -13,7 +13,7 @@ class Part:
         name: for ``--only``, and of its log lines.
         title: what it measures, for the plan.
         minutes: expected on an H100; an estimate until a run has shown it.
-        function: ``module:function`` of this package, called with a :class:`~gpu_check_parts.context.Context`.
+        function: ``module:function``, called with a :class:`~gpu_check_parts.context.Context`.
         rows: first part of its rows' keys; parts that fill one table share it.
         imports: modules without which it does not run.
         programs: executables without which it does not run.
@@ -42,7 +42,7 @@ PARTS = {
             name="parity",
             title="kernels against the fp64 reference",
             minutes=1.0,
-            function="parity:run",
+            function="gpu_check_parts.parity:run",
             rows="parity",
             imports=_KERNELS,
             wanted=("flash_attn.cute",),
@@ -51,7 +51,7 @@ PARTS = {
             name="attention",
             title="two forests: our kernels, FlashAttention unfolded and dense, FlexAttention",
             minutes=1.5,
-            function="attention:run_first",
+            function="gpu_check_parts.attention:run_first",
             rows="attention",
             imports=_KERNELS,
             wanted=("flash_attn.cute",),
@@ -60,7 +60,7 @@ PARTS = {
             name="steps",
             title="training steps, folded and unfolded",
             minutes=2.0,
-            function="steps:run",
+            function="gpu_check_parts.steps:run",
             rows="steps",
             imports=_STEPS,
             row_seconds=240.0,
@@ -69,7 +69,7 @@ PARTS = {
             name="head",
             title="the vocabulary head, fused and unfused",
             minutes=0.7,
-            function="head:run",
+            function="gpu_check_parts.head:run",
             rows="head",
             imports=(*_KERNELS, "rich"),
             wanted=("liger_kernel",),
@@ -78,7 +78,7 @@ PARTS = {
             name="workloads",
             title="the other forests, and the other ways to attend",
             minutes=2.0,
-            function="attention:run_rest",
+            function="gpu_check_parts.attention:run_rest",
             rows="attention",
             imports=_KERNELS,
             wanted=("flash_attn.cute", "prefix_grouper", "areal"),
@@ -87,7 +87,7 @@ PARTS = {
             name="tests",
             title="tests/gpu and the kernels' tests that run on a GPU",
             minutes=4.0,
-            function="tests:run",
+            function="gpu_check_parts.tests:run",
             rows="tests",
             imports=(*_KERNELS, "pytest", "hypothesis", "pydantic"),
             row_seconds=180.0,
@@ -96,7 +96,7 @@ PARTS = {
             name="sanitizer",
             title="compute-sanitizer on a forest of 300 tokens",
             minutes=2.0,
-            function="tools:run_sanitizer",
+            function="gpu_check_parts.tools:run_sanitizer",
             rows="sanitizer",
             imports=_KERNELS,
             programs=("compute-sanitizer",),
@@ -106,7 +106,7 @@ PARTS = {
             name="profile",
             title="ncu on three kernels",
             minutes=1.0,
-            function="tools:run_profile",
+            function="gpu_check_parts.tools:run_profile",
             rows="profile",
             imports=_KERNELS,
             programs=("ncu",),
@@ -116,7 +116,7 @@ PARTS = {
             name="tune",
             title="other launches of the Triton kernels",
             minutes=6.0,
-            function="tune:run",
+            function="gpu_check_parts.tune:run",
             rows="tune",
             imports=(*_KERNELS, "rich"),
             row_seconds=60.0,

@@ -6,9 +6,9 @@ import sys
 
 import torch
 
+from gpu_check_parts.using import unchecked
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import AttentionOptions
-from mcore_prefix_tree.attention.api import load_backend
 
 # Ends on, before and behind borders of tiles, an empty node, a second root.
 LENS, PARENTS = (127, 1, 65, 0, 62, 44, 1), (-1, 0, 1, 1, 0, -1, 5)
@@ -25,8 +25,7 @@ def main(method: str, mode: str) -> None:
     inputs = [
         torch.randn(size, heads, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
     ]
-    backend: object = load_backend(method)
-    out = backend.attend(*inputs, tree, options)  # type: ignore[attr-defined]
+    out = unchecked(method)(*inputs, tree, options)
     out.backward(torch.randn_like(out))
     torch.cuda.synchronize()
     print("done")

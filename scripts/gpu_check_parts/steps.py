@@ -58,7 +58,9 @@ def _step(context: Context, name: str) -> dict[str, Any]:
         done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         print(done.stderr, file=sys.stderr, flush=True)
         if done.returncode or not output.exists():
-            return {FAILED: done.stderr.strip()[-500:] or f"exit code {done.returncode}"}
+            return {
+                FAILED: " / ".join(done.stderr.split("\n")[-6:]).strip(" /")[-500:] or f"exit code {done.returncode}"
+            }
         found = json.loads(output.read_text())
     speedup = found["gain"]["speedup"]["median"]
     return {"result": found, "shown": f"{speedup:.2f} times faster, {found['gain']['bound']['ratio']:.2f} at most"}
