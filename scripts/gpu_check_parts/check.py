@@ -144,7 +144,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def _check(arguments: Any, found: dict[str, Any], given: Sequence[str]) -> int:
-    name = found["file"] + ("_smoke" if arguments.smoke else "")
+    name = ("smoke_" if arguments.smoke else "") + found["file"]
     until = float("inf") if arguments.minutes is None else started_at() + 60 * arguments.minutes - RESERVED_SECONDS
     earlier = RESULTS / f"{name}.json"
     try:
