@@ -13,10 +13,11 @@ from typing import Annotated
 
 import torch
 import typer
-from attention_bench.measure import FAILED as METHOD_FAILED
-from attention_bench.measure import AttentionResult, Settings, bench_attention
+from attention_bench.contest import FAILED as METHOD_FAILED
+from attention_bench.measure import AttentionResult, bench_attention
 from attention_bench.plot import draw_roofline
 from attention_bench.report import cells, columns, headline, lines_of
+from attention_bench.settings import Settings
 from attention_bench.workloads import Workload, standard_workloads, workload_of_samples
 from rich.console import Console
 from rich.markup import escape

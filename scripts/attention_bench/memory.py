@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from attention_bench.measure import Settings
+    from attention_bench.settings import Settings
 
 # Of what is free: allocators round up, and kernels bring workspaces of their own.
 _SHARE = 0.85

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from attention_bench.clock import measure_ceilings
+from attention_bench.contest import FAILED as METHOD_FAILED
+from attention_bench.contest import Contest, NoRoomError, Runner
 from attention_bench.contestants import Contestant, contestants, peers
-from attention_bench.measure import FAILED as METHOD_FAILED
-from attention_bench.measure import Contest, NoRoomError, Runner, Settings
+from attention_bench.settings import Settings
 from attention_bench.workloads import Workload, standard_workloads
 
 from gpu_check_parts.context import Context
