@@ -626,3 +626,35 @@ def test_settings_are_the_case():
     case = replace(TINY, head_dim=16, value_dim=8).case
     assert (case.head_dim, case.value_dim, case.dtype, case.needs_grad) == (16, 8, torch.float32, True)
     assert case.options.softmax_scale == 0.25
+
+
+def test_an_unfolded_batch_in_parts_counts_as_the_whole():
+    """It does not fit the memory; its samples share nothing, so their pairs add up, and the parts' rounds do."""
+    workload = standard_workloads(0.002)[0]
+    case = TINY.case
+    one = Contestant(method="a", layout="unfolded", options=case.options, attention=reference.attention, refusal=None)
+    whole = contest.Contest(workload, TINY)
+    whole.enter(one)
+    divided = contest.Contest(workload, TINY)
+    parts = [contest.chains(part, CPU) for part in np.array_split(workload.sample_lens, 3)]
+    inputs = contest._inputs(max(part.padded_size for part in parts), TINY)
+    divided._layouts["unfolded"] = [contest.LayoutPart(part, contest._rows(inputs, part.padded_size)) for part in parts]
+    divided.enter(one)
+    for each in (whole, divided):
+        each.run(2)
+        assert each.missing == []
+    rows = [each.runners[0].row() for each in (whole, divided)]
+    assert [(row.tokens, row.pairs) for row in rows] == [(rows[0].tokens, rows[0].pairs)] * 2
+    assert [row.parts for row in rows] == [1, 3]
+    assert all(len(row.seconds) == 2 for row in rows)
+
+
+def test_a_layout_that_does_not_fit_is_left_out_with_a_reason(monkeypatch):
+    monkeypatch.setattr(contest, "available_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    entered = contest.Contest(standard_workloads(0.002)[0], replace(TINY, device="cuda"))
+    monkeypatch.setattr(type(entered.workload), "folded", lambda self, device: metadata_of([3, 4], [-1, 0]))
+    options = TINY.case.options
+    entered.enter(Contestant(method="a", layout="tree", options=options, attention=reference.attention, refusal=None))
+    (missing,) = entered.missing
+    assert missing["reason"] == "it would need about 0 GiB, and 0 GiB are free"
