@@ -100,9 +100,7 @@ def run_parts(
     well = True
     for part, reason in planned:
         if reason:
-            results.put(
-                {"part": part.rows, "workload": "", "method": part.name, "mode": "", "used": {}, NOT_RUN: reason}
-            )
+            results.put({**part.key._asdict(), "used": {}, NOT_RUN: reason})
             continue
         log.say(
             f"-- {part.name}, {max(0.0, until - time.monotonic()):.0f} s left"
@@ -157,8 +155,7 @@ def _check(arguments: Any, found: dict[str, Any], given: Sequence[str]) -> int:
     log.say(" ".join(f"{key}={value}" for key, value in found["machine"].items()))
     planned = plan(arguments.parts, found["missing"])
     log.say(plan_text(planned, found["missing"], arguments.minutes))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _stop)
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     results.write()
     code = 0
     try:
@@ -168,11 +165,13 @@ def _check(arguments: Any, found: dict[str, Any], given: Sequence[str]) -> int:
     except Stopped as stopped:
         log.say(f"stopped by {signal.Signals(stopped.number).name}")
         code = 128 + stopped.number
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in before:
         signal.signal(number, signal.SIG_IGN)
     results.write()
     log.say(f"{results.path}: {len(results.rows)} rows; scripts/render_results.py puts them into the documents")
     log.say(short_table(results.rows))
+    for number, handler in before.items():
+        signal.signal(number, handler)
     return code
 
 

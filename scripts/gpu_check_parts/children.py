@@ -25,7 +25,6 @@ from gpu_check_parts.results import FAILED, Key, ResultFile
 GRACE_SECONDS = 3.0
 # A child that ends at its first measurement again and again is given up.
 MOST_STARTS = 20
-_NO_KEY = ("", "", "")
 
 
 class Child:
@@ -100,6 +99,7 @@ class PartRun:
         self._part, self._options, self._results = part, options, results
         self._until, self._log, self._say = until, log, say
         self._skip: set[Key] = set()
+        results.drop(part.key)
         self._child: Child | None = None
         self.failed: set[Key] = set()
 
@@ -110,7 +110,7 @@ class PartRun:
                 again = self._run_child()
                 if again is not None:
                     return not again
-            self._fail(self._key_of_part(), f"gave up after {MOST_STARTS} processes")
+            self._fail(self._part.key, f"gave up after {MOST_STARTS} processes")
             return True
         finally:
             if self._child is not None:
@@ -128,7 +128,7 @@ class PartRun:
             "skip": sorted(self._skip),
         }
         self._child = child = Child([sys.executable, "-m", "gpu_check_parts.child"], asked, self._log)
-        current, started = self._key_of_part(), time.monotonic()
+        current, started = self._part.key, time.monotonic()
         while True:
             now = time.monotonic()
             if now > self._until:
@@ -137,7 +137,7 @@ class PartRun:
             if now - started > part.row_seconds:
                 child.stop()
                 self._fail(current, f"stopped after {part.row_seconds:.0f} s without a result")
-                return False if current == self._key_of_part() else None
+                return False if current == self._part.key else None
             try:
                 line = child.lines.get(timeout=0.1)
             except queue.Empty:
@@ -148,7 +148,7 @@ class PartRun:
                 current = Key(*line["started"])
             elif "row" in line:
                 self._take(line["row"])
-                current = self._key_of_part()
+                current = self._part.key
             started = time.monotonic()
             if "finished" in line:
                 child.stop()
@@ -161,7 +161,7 @@ class PartRun:
             return None
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self._fail(current, f"its process ended with {how}: {child.said()}")
-        return False if current == self._key_of_part() else None
+        return False if current == self._part.key else None
 
     def _take(self, row: dict[str, Any]) -> None:
         self._results.put(row)
@@ -173,13 +173,6 @@ class PartRun:
 
     def _fail(self, key: Key, reason: str) -> None:
         self._take({**key._asdict(), "used": {}, FAILED: reason})
-
-    def _key_of_part(self) -> Key:
-        return (
-            Key(self._part.rows, *_NO_KEY)
-            if self._part.rows == self._part.name
-            else Key(self._part.rows, "", self._part.name, "")
-        )
 
 
 def summary_of(row: dict[str, Any]) -> str:

@@ -55,7 +55,7 @@ def _run_case(context: Context, name: str, sizes: tuple[int, int, int, float], d
     if key in context.skip or not context.measure(key, {}, partial(_prepare, case, sizes, device)):
         return
     for way, run in wanted.items():
-        found = partial(_way, run, *case, context.options.repeats)
+        found = partial(_way, run, case, context.options.repeats)
         context.measure(context.key(name, way), used, lambda found=found: {**found(), **about}, also=about)  # type: ignore[misc]
         torch.cuda.empty_cache()
 
@@ -66,8 +66,9 @@ def _prepare(case: list[Any], sizes: tuple[int, int, int, float], device: torch.
     return {"shown": "computed in fp64"}
 
 
-def _way(run: Any, case: Any, exact: Any, repeats: int) -> dict[str, Any]:
-    found = bench_head.tried(run, case, exact)
+def _way(run: Any, prepared: list[Any], repeats: int) -> dict[str, Any]:
+    case, exact = prepared
+    found: dict[str, Any] = bench_head.tried(run, case, exact)
     if FAILED in found:
         return found
     found["seconds"] = [bench_head.seconds(run, case) for _ in range(repeats)]

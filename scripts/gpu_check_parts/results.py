@@ -55,13 +55,19 @@ class ResultFile:
                 self.rows |= {key_of(row): row for row in rows_of(file)}
 
     def put(self, row: dict[str, Any]) -> None:
-        """Add or replace a row, and write the file."""
+        """Add or replace a row, and write the file. Figures are not replaced by the reason why there are none now."""
         key = key_of(row)
+        if NOT_RUN in row and is_measured(self.rows.get(key, row)):
+            return
         self.rows[key] = _tidied(row)
         if len(self._text()) > LARGEST_BYTES:
             del self.rows[key]
             self.left_out.append(key.text)
         self.write()
+
+    def drop(self, key: Key) -> None:
+        """Remove a row, if there is one."""
+        self.rows.pop(key, None)
 
     def write(self) -> None:
         """Replace the file at once: whoever reads it or stops this process finds a whole one."""

@@ -22,10 +22,10 @@ def main(method: str, mode: str) -> None:
     size = borders[-1] + 3
     tree = TreeMetadata.from_nodes(borders, PARENTS, padded_size=size, device=torch.device("cuda"))
     options = AttentionOptions(softmax_scale=128**-0.5, deterministic=mode == "deterministic")
-    inputs = [
+    query, key, value = (
         torch.randn(size, heads, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
-    ]
-    out = unchecked(method)(*inputs, tree, options)
+    )
+    out = unchecked(method)(query, key, value, tree, options)
     out.backward(torch.randn_like(out))
     torch.cuda.synchronize()
     print("done")

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 MEMORY = 80 << 30
@@ -201,7 +202,16 @@ def patch_cascade(module):
         setattr(module.TorchFlash, name, getattr(CpuFlash, name))
 
 
+def patch_tune(module):
+    """Triton's interpreter has no bfloat16."""
+    import torch
+
+    of = module.Problem.of
+    module.Problem.of = lambda metadata, case: of(metadata, replace(case, dtype=torch.float16))
+
+
 PATCHES = {
+    "tune_triton": patch_tune,
     "torch": patch_torch,
     "torch.distributed": patch_distributed,
     "mcore_prefix_tree.attention.triton_tree": patch_triton_tree,

@@ -101,6 +101,24 @@ def test_later_run_measures_what_is_missing(tmp_path):
     assert seen(tmp_path)[4:] == ["first", "second", "third"]
 
 
+def test_figures_outlive_what_is_missing_later(tmp_path):
+    """Two folders travel one after the other; the second does not have what some rows of the first used."""
+    run(tmp_path)
+    _, _, rows = run(tmp_path, FAKE_PART="refused", FAKE_VERSION="2")
+    assert rows["second"]["seconds"] == [0.5]
+
+
+def test_part_that_cannot_run_is_one_row_until_it_can(tmp_path, monkeypatch):
+    machine = {"gpu": True, "machine": {"device": "H100"}, "file": "gpu_h100", "missing": {"megatron.core": "absent"}}
+    monkeypatch.setattr(check, "ask_machine", lambda parts: machine)
+    monkeypatch.setattr(check.PartRun, "run", lambda self: True)
+    assert check.main(["--only", "steps", "--output", str(tmp_path)]) == 0
+    assert rows_in(tmp_path)["steps"]["not_run"] == "missing: megatron.core (absent)"
+    machine["missing"] = {}
+    assert check.main(["--only", "steps", "--output", str(tmp_path)]) == 0
+    assert rows_in(tmp_path) == {}
+
+
 def wait_for_row(folder: Path, method: str) -> None:
     until = time.monotonic() + 60
     while time.monotonic() < until:
