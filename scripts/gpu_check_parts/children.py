@@ -37,6 +37,7 @@ class Child:
 
     def __init__(self, command: list[str], asked: dict[str, Any], log: Path) -> None:
         self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._is_stopped = False
         self._log = log
         self._log_start = log.stat().st_size if log.exists() else 0
         reading, writing = os.pipe()
@@ -65,6 +66,9 @@ class Child:
 
     def stop(self) -> int:
         """End the process and all that it has started; returns its exit code."""
+        if self._is_stopped:
+            return self.process.wait()
+        self._is_stopped = True
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from attention_bench.memory import bytes_per_token, misfit, parts_that_fit
 from attention_bench.settings import Settings
-from gpu_check_parts import arguments, check, pack, results, wheels
+from gpu_check_parts import arguments, check, head, pack, results, wheels
 from gpu_check_parts.context import Context, Options, hash_of
 from gpu_check_parts.registry import PARTS
 from gpu_check_parts.results import Key, ResultFile
@@ -315,6 +315,30 @@ def test_archive_has_all_files_but_stubs(tmp_path, monkeypatch):
 def test_folder_without_wheels_is_named(tmp_path):
     with pytest.raises(SystemExit, match=r"has no \*\.whl and no \*\.tar\.xz; scripts/gpu_check --pack makes them"):
         wheels.python_with(tmp_path)
+
+
+@pytest.mark.parametrize("words", [["--no-install", "--only", "steps"], ["--only", "steps", "--no-install"]])
+def test_python_at_hand_runs_it_without_an_installation(tmp_path, words):
+    """With the package from the checkout, wherever the flag stands."""
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/sh\necho "$PYTHONPATH"\necho "$@"\n')
+    python.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": "", "PYTHON": "python3"}
+    command = [str(ROOT / "scripts" / "gpu_check"), *words]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{ROOT}:{ROOT}/scripts\n-m gpu_check_parts {' '.join(words)}\n"
+
+
+def test_head_that_needs_too_much_memory_never_starts(monkeypatch):
+    """Nothing is allocated for a case of the head that does not fit; each of its rows says so."""
+    assert head.needed_bytes(16384, 4096, 131072) < 60 * GIB
+    sent = []
+    monkeypatch.setattr(Context, "_send", lambda self, line: sent.append(line))
+    monkeypatch.setattr(head, "available_bytes", lambda device: 30 * GIB)
+    context = Context(part="head", options=Options(), device_name="H100")
+    head._run_case(context, "large", (32768, 4096, 131072, 1.0), head.torch.device("cpu"))
+    reasons = [line["row"]["not_run"] for line in sent]
+    assert "it would need about 60 GiB, and 30 GiB are free" in reasons
 
 
 @pytest.fixture(scope="module")
