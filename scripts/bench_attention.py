@@ -13,10 +13,11 @@ from typing import Annotated
 
 import torch
 import typer
-from attention_bench.measure import FAILED as METHOD_FAILED
-from attention_bench.measure import AttentionResult, Settings, bench_attention
+from attention_bench.contest import FAILED as METHOD_FAILED
+from attention_bench.measure import AttentionResult, bench_attention
 from attention_bench.plot import draw_roofline
 from attention_bench.report import cells, columns, headline, lines_of
+from attention_bench.settings import Settings
 from attention_bench.workloads import Workload, standard_workloads, workload_of_samples
 from rich.console import Console
 from rich.markup import escape
@@ -117,14 +118,21 @@ def _workloads(
 ) -> list[Workload]:
     workloads = standard_workloads(scale)
     if data is not None:
-        stem = Path(data).name.partition(".")[0]
-        for view, expand in (("whole lines", False), ("a sample per turn", True)):
-            samples = SampleOptions(files=[data], tokenizer=tokenizer, expand_turns=expand).read()
-            workloads.append(workload_of_samples(f"{stem}, {view}", samples.all, max_tokens=max_tokens))
+        workloads += workloads_of_file(data, tokenizer, max_tokens)
     chosen = [one for one in workloads if not only or any(name in one.name for name in only)]
     if not chosen:
         raise ValueError(f"--only {' '.join(only)} matches none of: {'; '.join(one.name for one in workloads)}")
     return chosen
+
+
+def workloads_of_file(data: str, tokenizer: str | None, max_tokens: int) -> list[Workload]:
+    """Two views of a file of samples: its records as one sample each, and as one sample per assistant turn."""
+    stem = Path(data).name.partition(".")[0]
+    found = []
+    for view, expand in (("whole lines", False), ("a sample per turn", True)):
+        samples = SampleOptions(files=[data], tokenizer=tokenizer, expand_turns=expand).read()
+        found.append(workload_of_samples(f"{stem}, {view}", samples.all, max_tokens=max_tokens))
+    return found
 
 
 def _tables(result: AttentionResult) -> list[object]:

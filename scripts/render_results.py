@@ -13,6 +13,7 @@ from typing import Any
 from attention_bench.costs import costs_of
 from attention_bench.plot import draw_roofline
 from attention_bench.report import cells, columns, headline, lines_of
+from gpu_check_parts.sections import sections_of
 
 from mcore_prefix_tree.plan import CostModel, Parts
 from mcore_prefix_tree.plan.work import Work
@@ -453,7 +454,8 @@ def rendered(page: str) -> str:
 def loaded(file: str) -> Any:
     """The result in a file, or with a ``*`` in its name, the list of all there are."""
     if "*" in file:
-        return [json.loads(one.read_text()) for one in sorted(RESULTS.glob(file))]
+        read = sections_of if file.startswith("gpu_") else lambda one: json.loads(one.read_text())
+        return [read(one) for one in sorted(RESULTS.glob(file))]
     return json.loads((RESULTS / file).read_text())
 
 

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 import triton
 from attention_bench.clock import seconds_of
-from attention_bench.measure import difference
+from attention_bench.contest import difference
 from attention_bench.workloads import standard_workloads
 from rich.console import Console
 from rich.table import Table

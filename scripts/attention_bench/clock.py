@@ -53,11 +53,18 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     return milliseconds / 1e3
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """The best of a matrix product and the median of a copy. Random numbers: zeros take less power, and less time."""
-    size = 8192 if device.type == "cuda" else 1024
+def measure_ceilings(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Ceilings:
+    """The best of a matrix product and the median of a copy. Random numbers: zeros take less power, and less time.
+
+    Args:
+        device: where.
+        dtype: of the product.
+        small: use little work, whose figures mean nothing.
+    """
+    is_large = device.type == "cuda" and not small
+    size = 8192 if is_large else 1024
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    numbers = torch.randn(1 << (30 if device.type == "cuda" else 24), device=device, dtype=torch.float32)
+    numbers = torch.randn(1 << (30 if is_large else 24), device=device, dtype=torch.float32)
     copy = torch.empty_like(numbers)
 
     def product() -> None:

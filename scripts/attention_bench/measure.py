@@ -5,105 +5,20 @@ Legend: T tokens, H query heads, K key/value heads, D head_dim, W value head_dim
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
-from attention_bench.clock import Ceilings, measure_ceilings, seconds_of, wait_for
+from attention_bench.clock import Ceilings, measure_ceilings
+from attention_bench.contest import Contest, why_not
 from attention_bench.contestants import Contestant, contestants, peers
+from attention_bench.settings import Row, Settings
 from attention_bench.workloads import Workload
-from mcore_prefix_tree.attention import AttentionOptions, Case
 from mcore_prefix_tree.attention.auto import TreeShape
-from mcore_prefix_tree.attention.blocks import BlockPlan, visible_pairs
+from mcore_prefix_tree.attention.blocks import visible_pairs
 from mcore_prefix_tree.bench.machine import describe_machine
-from mcore_prefix_tree.memory import PeakMemory
-from mcore_prefix_tree.metadata import TreeMetadata
-
-T = TypeVar("T")
-
-# How the reason begins where a method should have run and did not.
-FAILED = "failed"
-
-# Of a result that is compared with another one at a time.
-_ROWS_AT_ONCE = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is measured.
-
-    Attributes:
-        heads: H.
-        kv_heads: K.
-        head_dim: D.
-        value_dim: W.
-        dtype: name of a torch dtype.
-        device: ``cuda`` or ``cpu``.
-        repeats: timed rounds, in each of which every method runs once.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: str
-    device: str
-    repeats: int
-
-    @property
-    def case(self) -> Case:
-        """As back-ends judge it."""
-        device = torch.device(self.device)
-        return Case(
-            device=device,
-            capability=torch.cuda.get_device_capability() if device.type == "cuda" else None,
-            dtype=getattr(torch, self.dtype),
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            value_dim=self.value_dim,
-            needs_grad=True,
-            options=AttentionOptions(softmax_scale=1 / math.sqrt(self.head_dim)),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One method on one layout of one workload.
-
-    Attributes:
-        method: its name.
-        layout: ``tree``, ``unfolded`` or ``dense``.
-        deterministic: whether it was asked for the same bits twice.
-        tokens: of the layout.
-        pairs: visible ones of the layout.
-        forward_seconds, backward_seconds: of each round.
-        metadata_seconds: for what is derived from a micro-batch once, and shared by its layers.
-        peak_bytes: beyond inputs, of forward and backward; None where it cannot be known.
-        tile_efficiency: visible pairs over visited ones, by block size, of methods that visit blocks of our lists.
-        difference: relative, in the norm, of out, dQ, dK and dV from the first method on the same layout; the largest.
-    """
-
-    method: str
-    layout: str
-    deterministic: bool
-    tokens: int
-    pairs: int
-    forward_seconds: list[float]
-    backward_seconds: list[float]
-    metadata_seconds: float
-    peak_bytes: int | None
-    tile_efficiency: dict[str, float]
-    difference: float
-
-    @property
-    def seconds(self) -> list[float]:
-        """Forward and backward of each round."""
-        return [sum(both) for both in zip(self.forward_seconds, self.backward_seconds, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,95 +60,6 @@ class AttentionResult:
     def to_json(self) -> dict[str, Any]:
         """For ``json.dump``."""
         return {"kind": "attention", **asdict(self)}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TimedMetadata(TreeMetadata):
-    """Metadata that knows how long the plans derived from it took to make.
-
-    Attributes:
-        build_seconds: of each plan, without those that it derived in turn.
-        open_builds: names of the plans that are being made.
-    """
-
-    build_seconds: list[float] = field(default_factory=list)
-    open_builds: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, metadata: TreeMetadata) -> TimedMetadata:
-        """The same forest, with nothing derived yet."""
-        return cls(**{name: getattr(metadata, name) for name in TreeMetadata.__dataclass_fields__ if name != "cache"})
-
-    def derived(self, name: str, build: Callable[[TreeMetadata], T]) -> T:
-        """As the base class, on a clock that waits for the device."""
-        if name in self.cache or self.open_builds:
-            return super().derived(name, build)
-        self.open_builds.append(name)
-        wait_for(self.subtree_end.device)  # what was queued before is not this plan's
-        started = time.perf_counter()
-        plan = super().derived(name, build)
-        wait_for(self.subtree_end.device)
-        self.build_seconds.append(time.perf_counter() - started)
-        self.open_builds.pop()
-        return plan
-
-
-class _Runner:
-    """One contestant on its inputs."""
-
-    def __init__(self, contestant: Contestant, metadata: TreeMetadata, inputs: list[torch.Tensor]) -> None:
-        self.contestant = contestant
-        self.metadata = metadata
-        self.inputs = inputs[:3]
-        self.grad_out = inputs[3]
-        self.forward_seconds: list[float] = []
-        self.backward_seconds: list[float] = []
-        self.metadata_seconds = 0.0
-        self.peak_bytes: int | None = None
-        self.difference = 0.0
-
-    def forward(self) -> torch.Tensor:
-        query, key, value = self.inputs
-        return self.contestant.attention(query, key, value, self.metadata, self.contestant.options)
-
-    def backward(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(out, self.inputs, self.grad_out)
-
-    def warm_up(self) -> list[torch.Tensor]:
-        """Compile, then plan and measure memory on fresh metadata; out, dQ, dK and dV."""
-        self.backward(self.forward())
-        timed = self.metadata = TimedMetadata.of(self.metadata)
-        self.forward()
-        self.metadata_seconds = sum(timed.build_seconds)
-        peak = PeakMemory(self.grad_out.device)
-        out = self.forward()
-        results = [out.detach(), *self.backward(out)]
-        self.peak_bytes = peak.bytes()
-        wait_for(self.grad_out.device)  # so that what a kernel breaks is found here, not by the next one
-        return results
-
-    def run(self) -> None:
-        """One timed round."""
-        device = self.grad_out.device
-        out: list[torch.Tensor] = []
-        self.forward_seconds.append(seconds_of(lambda: out.append(self.forward()), device))
-        self.backward_seconds.append(seconds_of(lambda: self.backward(out[0]), device))
-
-    def row(self) -> Row:
-        plans = [plan for plan in self.metadata.cache.values() if isinstance(plan, BlockPlan)]
-        return Row(
-            method=self.contestant.method,
-            layout=self.contestant.layout,
-            deterministic=self.contestant.options.deterministic,
-            tokens=self.metadata.num_tokens,
-            pairs=visible_pairs(self.metadata),
-            forward_seconds=self.forward_seconds,
-            backward_seconds=self.backward_seconds,
-            metadata_seconds=self.metadata_seconds,
-            peak_bytes=self.peak_bytes,
-            tile_efficiency={f"{plan.query_block}x{plan.key_block}": plan.efficiency for plan in plans},
-            difference=self.difference,
-        )
 
 
 def bench_attention(
@@ -309,65 +135,6 @@ def _with_peers(
     return replace(result, rows=result.rows + rows, missing=result.missing + missing)
 
 
-class _Contest:
-    """One workload's contestants on the same tensors. One that fails costs the others nothing.
-
-    Attributes:
-        runners: those that have not failed.
-        missing: method, layout and reason of the others.
-    """
-
-    def __init__(self, workload: Workload, settings: Settings) -> None:
-        self.runners: list[_Runner] = []
-        self.missing: list[dict[str, str]] = []
-        self._settings = settings
-        self._make = {"tree": workload.folded, "unfolded": workload.unfolded, "dense": workload.dense}
-        self._layouts: dict[str, tuple[TreeMetadata, list[torch.Tensor]]] = {}
-        self._first: dict[str, list[torch.Tensor]] = {}
-
-    def set_yardstick(self, contestant: Contestant) -> None:
-        """Compare the others on its layout with this contestant, which is not measured."""
-        _why_not(lambda: self._difference(_Runner(contestant, *self._layout(contestant.layout))))
-
-    def enter(self, contestant: Contestant) -> None:
-        """Warm a contestant up and compare it with the yardstick, else with the first that was right on its layout."""
-
-        def warm_up() -> str | None:
-            runner = _Runner(contestant, *self._layout(contestant.layout))
-            runner.difference = self._difference(runner)
-            if not math.isfinite(runner.difference):
-                return f"{FAILED}: its result is not finite"
-            self.runners.append(runner)
-            return None
-
-        self._note(contestant, contestant.refusal or _why_not(warm_up))
-
-    def run(self, rounds: int) -> None:
-        """Time them in turn, so that a machine whose speed drifts slows all of them."""
-        self._first.clear()
-        for _ in range(rounds):
-            self.runners = [runner for runner in self.runners if self._note(runner.contestant, _why_not(runner.run))]
-
-    def _layout(self, name: str) -> tuple[TreeMetadata, list[torch.Tensor]]:
-        if name not in self._layouts:
-            metadata = self._make[name](self._settings.case.device)
-            self._layouts[name] = metadata, _inputs(metadata.padded_size, self._settings)
-        return self._layouts[name]
-
-    def _difference(self, runner: _Runner) -> float:
-        results, layout = runner.warm_up(), runner.contestant.layout
-        found = difference(results, self._first.get(layout, results))
-        if math.isfinite(found):
-            self._first.setdefault(layout, results)
-        return found
-
-    def _note(self, contestant: Contestant, reason: str | None) -> bool:
-        """Return whether there is no reason to leave a contestant out, and keep the reason if there is."""
-        if reason is not None:
-            self.missing.append({"method": contestant.method, "layout": contestant.layout, "reason": reason})
-        return reason is None
-
-
 def _measure(
     workload: Workload, entered: Iterable[Contestant], settings: Settings, *, yardstick: Contestant | None = None
 ) -> tuple[list[Row], list[dict[str, str]]]:
@@ -377,55 +144,12 @@ def _measure(
         workload: the forest.
         entered: those that cannot run among them.
         settings: of the calls.
-        yardstick: see :meth:`_Contest.set_yardstick`; None compares with the first on each layout.
+        yardstick: see :meth:`Contest.set_yardstick`; None compares with the first on each layout.
     """
-    contest, entered = _Contest(workload, settings), list(entered)
+    contest, entered = Contest(workload, settings), list(entered)
     if yardstick is not None and any(contestant.refusal is None for contestant in entered):
-        contest.set_yardstick(yardstick)
+        why_not(lambda: contest.set_yardstick(yardstick))
     for contestant in entered:
         contest.enter(contestant)
     contest.run(settings.repeats)
     return [runner.row() for runner in contest.runners], contest.missing
-
-
-def _why_not(run: Callable[[], object]) -> str | None:
-    """Why ``run`` failed: what it returns, if that is text, or its error."""
-    try:
-        said = run()
-    except torch.OutOfMemoryError:
-        return "out of memory"
-    except Exception as error:
-        return f"{FAILED}: {type(error).__name__}: {' '.join(str(error).split())}"
-    return said if isinstance(said, str) else None
-
-
-def _inputs(size: int, settings: Settings) -> list[torch.Tensor]:
-    """query, key, value and a gradient of the result: fresh random numbers."""
-    dtype, device = settings.case.dtype, settings.case.device
-    shapes = [
-        (settings.heads, settings.head_dim),
-        (settings.kv_heads, settings.head_dim),
-        (settings.kv_heads, settings.value_dim),
-        (settings.heads, settings.value_dim),
-    ]
-    tensors = [torch.randn(size, *shape, dtype=dtype, device=device) for shape in shapes]
-    return [*(tensor.requires_grad_() for tensor in tensors[:3]), tensors[3]]
-
-
-def difference(results: list[torch.Tensor], first: list[torch.Tensor]) -> float:
-    """How far results are from others in the norm, the largest; NaN if any has a number that is not finite."""
-    found = [_apart(one, other) for one, other in zip(results, first, strict=True)]
-    return max(found) if all(map(math.isfinite, found)) else math.nan
-
-
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """In the norm, relative to ``other``.
-
-    A part of the rows at a time: copies in fp32 of whole results would take more memory than what is measured.
-    """
-    apart, whole = torch.zeros(2, dtype=torch.float64, device=other.device)
-    for ours, theirs in zip(one.split(_ROWS_AT_ONCE), other.split(_ROWS_AT_ONCE), strict=True):
-        truth = theirs.float()
-        apart += (ours.float() - truth).square().sum()
-        whole += truth.square().sum()
-    return float((apart / whole.clamp_min(1e-60)).sqrt())

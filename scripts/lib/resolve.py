@@ -23,6 +23,9 @@ INSTALLED = {
     "scripts/docs": ["-r", "requirements-torch.txt", "-r", "requirements-docs.txt"],
     "scripts/test": ["-r", "requirements-torch.txt", "-r", "requirements-test.txt"],
     "scripts/gpu_check": ["-r", "requirements-torch.txt", "-r", "requirements-gpu.txt"],
+    "scripts/gpu_check --pack": [
+        *("--no-deps", "-r", "requirements-pack-steps.txt", "-r", "requirements-pack-fa4.txt"),
+    ],
     "tests/upstream": [
         *("-r", "requirements-torch.txt", "-r", "requirements-test.txt", "-r", "requirements-megatron-lm.txt"),
     ],

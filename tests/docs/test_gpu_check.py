@@ -1,249 +1,395 @@
-"""``scripts/gpu_check``: what it runs, writes and passes on, on a machine that it takes for one with a GPU."""
+"""``scripts/gpu_check``: files are whole at every moment, a failure costs nothing else, a later run goes on."""
 
 from __future__ import annotations
 
 import json
 import os
-import runpy
+import signal
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
+import tarfile
+import tempfile
+import time
+import zipfile
+from importlib.metadata import requires
 from pathlib import Path
 
+import bare_machine
+import gpu_parts
+import numpy as np
 import pytest
-import torch
+from attention_bench.memory import bytes_per_token, misfit, parts_that_fit
+from attention_bench.settings import Settings
+from gpu_check_parts import arguments, check, head, pack, results, wheels
+from gpu_check_parts.context import Context, Options, hash_of
+from gpu_check_parts.registry import PARTS
+from gpu_check_parts.results import Key, ResultFile
+from gpu_check_parts.sections import sections_of
+from gpu_check_parts.table import short_table
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+RESULT = "gpu_h100.json"
+LARGE = Settings(heads=64, kv_heads=8, head_dim=128, value_dim=128, dtype="bfloat16", device="cpu", repeats=5)
+GIB = 1 << 30
 
 
-@pytest.fixture
-def gpu_check(monkeypatch, tmp_path):
-    """The script as a module, on a machine that it takes for one with a GPU, with results in a folder of their own."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "lib"))
-    import gpu_check
-
-    monkeypatch.setattr(gpu_check, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(gpu_check, "describe_machine", lambda: {"device": "NVIDIA H200", "torch": "2.13.0"})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return gpu_check
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "scripts", HERE)))
+    kept = {name: value for name, value in os.environ.items() if name != "OUT"}
+    return kept | {"PYTHONPATH": path, "FAKE_SEEN": str(folder / "seen"), **more}
 
 
-@pytest.fixture
-def gpu_parts(gpu_check, monkeypatch):
-    """Its parts replaced: each takes down what it was asked, and gives what is put here under its name."""
-    parts = {"tests": {"tests": 2, "failures": 0, "errors": 0, "skipped": 0, "asked": []}}
-
-    def bench(folder, name, *arguments, on_written=None):
-        parts["tests"]["asked"].append((name, arguments))
-        return parts.get(name, {"kind": name})
-
-    monkeypatch.setattr(gpu_check, "run_tests", lambda folder: parts["tests"])
-    monkeypatch.setattr(gpu_check, "run_bench", bench)
-    return parts
+def start(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "gpu_parts.py"), "--output", str(folder), *words]
+    return subprocess.Popen(command, env=environment(folder, **more), stdout=subprocess.PIPE, text=True)
 
 
-def gpu_result(gpu_check):
-    return json.loads((gpu_check.RESULTS / "gpu_nvidia_h200.json").read_text())
+def run(folder: Path, *words: str, **more: str) -> tuple[int, str, dict[str, dict]]:
+    """Exit code, what it printed, and its rows by method."""
+    process = start(folder, *words, **more)
+    said, _ = process.communicate(timeout=120)
+    return process.returncode, said, rows_in(folder)
 
 
-def test_gpu_check_says_that_there_is_no_gpu(monkeypatch, capsys):
-    """The script as a program, but in this process: nothing here depends on what a busy machine does to another."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(ROOT / "scripts" / "lib" / "gpu_check.py"), run_name="__main__")
-    assert left.value.code == 2
+def rows_in(folder: Path) -> dict[str, dict]:
+    return {row["method"]: row for row in results.rows_of(folder / RESULT)}
+
+
+def seen(folder: Path) -> list[str]:
+    return (folder / "seen").read_text().split()
+
+
+def test_rows_and_table_of_a_good_run(tmp_path):
+    code, said, rows = run(tmp_path)
+    assert code == 0
+    assert list(rows) == ["first", "second", "third"]
+    assert said.index("plan: 1.0 minutes expected, no limit") < said.index("-- parity")
+    assert said.rstrip().endswith("parity, forest, third: 0.5 s")
+    assert (tmp_path / "gpu_h100.log").read_text().rstrip() == said.rstrip()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [RESULT, "gpu_h100.log", "seen"]
+
+
+@pytest.mark.parametrize(
+    ("end", "entry", "reason"),
+    [
+        ("crash", "failed", "signal SIGSEGV: the last words"),
+        ("hang", "failed", "stopped after 2 s without a result"),
+        ("memory", "failed", "out of memory"),
+        ("error", "failed", "ValueError: it does not compile"),
+        ("refused", "not_run", "it would need about 90 GiB, and 80 GiB are free"),
+    ],
+)
+def test_failing_measurement_leaves_others(tmp_path, end, entry, reason):
+    code, said, rows = run(tmp_path, FAKE_PART=end, FAKE_SECONDS="2" if end == "hang" else "60")
+    assert code == (1 if entry == "failed" else 0)
+    assert reason in rows["second"][entry]
+    assert [rows[name].get("seconds") for name in ("first", "third")] == [[0.5], [0.5]]
+    assert seen(tmp_path) == list(gpu_parts.METHODS)
+    if entry == "failed":
+        assert said.index("2 measured, 1 failed, 0 not run") < said.rindex(reason)
+
+
+def test_later_run_measures_what_is_missing(tmp_path):
+    run(tmp_path, FAKE_PART="crash")
+    _, _, rows = run(tmp_path)
+    assert rows["second"]["seconds"] == [0.5]
+    assert seen(tmp_path) == ["first", "second", "third", "second"]
+    # What a row used is another version: it is measured again.
+    run(tmp_path, FAKE_VERSION="2")
+    assert seen(tmp_path)[4:] == ["first", "second", "third"]
+
+
+def test_figures_outlive_what_is_missing_later(tmp_path):
+    """Two folders travel one after the other; the second does not have what some rows of the first used."""
+    run(tmp_path)
+    _, _, rows = run(tmp_path, FAKE_PART="refused", FAKE_VERSION="2")
+    assert rows["second"]["seconds"] == [0.5]
+
+
+def test_part_that_cannot_run_is_one_row_until_it_can(tmp_path, monkeypatch):
+    machine = {"gpu": True, "machine": {"device": "H100"}, "file": "gpu_h100", "missing": {"megatron.core": "absent"}}
+    monkeypatch.setattr(check, "ask_machine", lambda parts: machine)
+    monkeypatch.setattr(check.PartRun, "run", lambda self: True)
+    assert check.main(["--only", "steps", "--output", str(tmp_path)]) == 0
+    assert rows_in(tmp_path)["steps"]["not_run"] == "missing: megatron.core (absent)"
+    machine["missing"] = {}
+    assert check.main(["--only", "steps", "--output", str(tmp_path)]) == 0
+    assert rows_in(tmp_path) == {}
+
+
+def wait_for_row(folder: Path, method: str) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        if (folder / "seen").exists() and method in seen(folder):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{method} did not start")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_leaves_a_whole_file_and_no_process(tmp_path, number):
+    process = start(tmp_path, FAKE_PART="hang")
+    wait_for_row(tmp_path, "second")
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert list(rows_in(tmp_path)) == ["first"]
+    assert f"stopped by {number.name}" in said
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert [line for line in running.splitlines() if "gpu_check_parts.child" in line and str(tmp_path) in line] == []
+    run(tmp_path)
+    assert seen(tmp_path) == ["first", "second", "second", "third"]
+
+
+def test_exit_code_is_0_when_time_is_up(tmp_path):
+    started = time.monotonic()
+    code, said, rows = run(tmp_path, "--minutes", "0.3", FAKE_PART="hang")
+    assert code == 0
+    assert time.monotonic() - started < 40
+    assert list(rows) in (["first"], [])  # a busy machine may not get as far
+    assert "time is up; call it again to go on" in said
+
+
+def test_output_goes_to_out_where_that_is_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert arguments.parse([]).output == tmp_path
+    assert arguments.parse(["--output", "elsewhere"]).output == Path("elsewhere")
+    monkeypatch.delenv("OUT")
+    assert arguments.parse([]).output == ROOT / "benchmarks" / "results"
+
+
+def test_parts_are_in_the_order_of_their_value():
+    assert [part.name for part in arguments.parse(["--only", "head", "--only", "parity"]).parts] == ["parity", "head"]
+    assert list(PARTS)[:3] == ["parity", "attention", "steps"]
+    assert list(PARTS)[-1] == "tune"
+
+
+@pytest.mark.parametrize("words", [["--only", "P4096"], ["--minutes", "0"], ["--repeats", "0"], ["--scale", "2"]])
+def test_wrong_arguments_are_rejected(words):
+    with pytest.raises(SystemExit) as ended:
+        arguments.parse(words)
+    assert ended.value.code == 2
+
+
+def test_plan_names_what_is_missing():
+    planned = check.plan(
+        list(PARTS.values()), {"megatron.core": "ModuleNotFoundError: no module", "liger_kernel": "no"}
+    )
+    reasons = {part.name: reason for part, reason in planned}
+    assert reasons["steps"] == "missing: megatron.core (ModuleNotFoundError: no module)"
+    assert reasons["parity"] == reasons["head"] == ""
+    assert "without liger_kernel" in check.plan_text(planned, {"liger_kernel": "no"}, 9)
+
+
+def test_no_gpu_is_said_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(check, "ask_machine", lambda parts: {"gpu": False, "missing": {}})
+    assert check.main([]) == 2
     assert capsys.readouterr().err == "gpu_check: torch sees no GPU; run it on a machine with one\n"
 
 
-@pytest.mark.parametrize(("capability", "code"), [((8, 0), 1), ((9, 0), 0), ((10, 3), 0), ((12, 0), 1)])
-def test_gpu_check_knows_which_gpus_run_fa4(gpu_check, monkeypatch, capability, code):
-    """The script installs flash-attn-4 on these only."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert gpu_check.main(["--gpu-runs-fa4"]) == code
-    assert "python scripts/lib/gpu_check.py --gpu-runs-fa4" in (ROOT / "scripts" / "gpu_check").read_text()
+def test_file_stays_below_its_limit_and_has_no_nan(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "LARGEST_BYTES", 3000)
+    file = ResultFile(tmp_path / RESULT, {"device": "H100"})
+    for number in range(20):
+        file.put({"part": "tests", "workload": str(number), "method": "", "mode": "", "used": {}, "text": "x" * 9999})
+    file.put({"part": "head", "workload": "", "method": "", "mode": "", "used": {}, "error": float("nan")})
+    content = (tmp_path / RESULT).read_text()
+    assert len(content) < 3000 + 1000  # the names of what is left out
+    assert json.loads(content, parse_constant=pytest.fail)["left_out"]
+    assert not [path for path in tmp_path.iterdir() if path.name != RESULT]
 
 
-def test_gpu_check_reads_what_pytest_writes(tmp_path, monkeypatch, gpu_check):
-    def write(command, **more):
-        suite = ElementTree.Element("testsuite", tests="3", failures="1", errors="0", skipped="1")
-        for name, fault in (("good", None), ("bad", "failure"), ("left_out", "skipped")):
-            case = ElementTree.SubElement(suite, "testcase", classname="tests.gpu", name=name)
-            if fault is None:
-                measured = ElementTree.SubElement(case, "properties")
-                ElementTree.SubElement(measured, "property", name="folded loss error", value="5.1e-05")
-            else:
-                ElementTree.SubElement(case, fault, message=f"{name}!")
-        root = ElementTree.Element("testsuites")
-        root.append(suite)
-        ElementTree.ElementTree(root).write(command[-1].removeprefix("--junitxml="))
-
-    monkeypatch.setattr(gpu_check.subprocess, "run", write)
-    tests = gpu_check.run_tests(tmp_path)
-    assert {name: tests[name] for name in ("tests", "failures", "errors", "skipped")} == {
-        "tests": 3,
-        "failures": 1,
-        "errors": 0,
-        "skipped": 1,
-    }
-    assert tests["faults"] == [{"test": "tests.gpu::bad", "message": "bad!"}]
-    assert tests["skips"] == {"left_out!": 1}
-    assert tests["figures"] == {"tests.gpu::good": {"folded loss error": 5.1e-05}}
+def test_a_file_that_is_none_is_named(tmp_path):
+    (tmp_path / RESULT).write_text("{}")
+    with pytest.raises(ValueError, match=rf"{RESULT}: not a result of scripts/gpu_check; move it away"):
+        ResultFile(tmp_path / RESULT, {})
 
 
-@pytest.mark.parametrize("report", [None, "", "<testsuites><testsuite tests="])
-def test_gpu_check_survives_a_pytest_that_dies(tmp_path, monkeypatch, gpu_check, report):
-    def die(command, **more):
-        if report is not None:
-            Path(command[-1].removeprefix("--junitxml=")).write_text(report)
-        return subprocess.CompletedProcess(command, -11)
-
-    monkeypatch.setattr(gpu_check.subprocess, "run", die)
-    assert gpu_check.run_tests(tmp_path)["failed"] == "pytest ended with exit code -11 and wrote no report"
-
-
-def test_gpu_check_goes_on_after_tests_that_died(gpu_check, gpu_parts):
-    gpu_parts["tests"] = {"failed": "pytest ended", "asked": []}
-    assert gpu_check.main([]) == 1
-    result = gpu_result(gpu_check)
-    assert result["tests"]["failed"] == "pytest ended"
-    assert result["attention"] == {"kind": "attention"}
-    assert set(result["steps"]) == {"quickstart", "one_gpu"}
-    assert result["head"] == {"kind": "head"}
+def test_rows_depend_only_on_what_they_used(tmp_path):
+    """A package that a row does not load may change; our sources, the GPU and the settings may not."""
+    context = Context(part="attention", options=Options(), device_name="H100")
+    used = context.used("numpy", "no-such-package", sources=("scripts/gpu_check_parts",), rounds=5)
+    assert set(used) == {"gpu", "numpy", "sources", "rounds"}
+    key = context.key("forest", "triton")
+    row = {**key._asdict(), "used": used, "seconds": [1.0]}
+    again = Context(part="attention", options=Options(), device_name="H100", earlier=[row])
+    assert again.is_done(key, used)
+    assert not again.is_done(key, used | {"rounds": "6"})
+    unfinished = Context(part="attention", options=Options(), device_name="H100", earlier=[row | {"unfinished": True}])
+    assert not unfinished.is_done(key, used)
+    assert hash_of(("scripts/gpu_check_parts",)) != hash_of(("scripts/gpu_check_parts/check.py",))
 
 
-def test_gpu_check_measures_the_head(gpu_check, gpu_parts):
-    assert gpu_check.main(["--only", "head"]) == 0
-    assert set(gpu_result(gpu_check)) == {"kind", "machine", "head"}
-    name, (script,) = gpu_parts["tests"]["asked"][0]
-    assert (name, Path(script)) == ("head", ROOT / "scripts" / "bench_head.py")
-    gpu_parts["head"] = {"kind": "head", "failed": "out of memory"}
-    assert gpu_check.main(["--only", "head"]) == 1
+def test_unfolded_batches_are_divided_by_memory():
+    """P16384 needs more than an H100 has; in parts it fits, and every sample is in one of them."""
+    lens = np.full(32, 18432)
+    assert misfit(int(lens.sum()), LARGE, 78 * GIB) is not None
+    assert misfit(81920, LARGE, 78 * GIB) is None
+    parts = parts_that_fit(lens, LARGE, 70 * GIB)
+    assert 2 <= len(parts) <= 4
+    assert np.concatenate(parts).tolist() == lens.tolist()
+    assert all(misfit(int(part.sum()), LARGE, 70 * GIB) is None for part in parts)
+    # One that is too long by itself is left to the guard of its row.
+    assert len(parts_that_fit(np.array([10**6, 5]), LARGE, GIB)) == 2
+    assert bytes_per_token(LARGE) > 3 * 2 * 72 * 256
 
 
-def test_gpu_check_tunes_where_it_is_asked_to(gpu_check, gpu_parts):
-    assert gpu_check.main(["--only", "tune"]) == 0
-    assert set(gpu_result(gpu_check)) == {"kind", "machine", "tune"}
-    name, (script,) = gpu_parts["tests"]["asked"].pop()
-    assert (name, Path(script)) == ("tune", ROOT / "scripts" / "tune_triton.py")
-    assert Path(script).exists()
-    assert gpu_check.main([]) == 0
-    assert "tune" not in gpu_result(gpu_check)
-    assert gpu_parts["tests"]["asked"]
-    assert all(name != "tune" for name, _ in gpu_parts["tests"]["asked"])
+def test_rows_become_the_sections_that_documents_read(tmp_path):
+    file = ResultFile(tmp_path / RESULT, {"device": "NVIDIA H100", "torch": "2.11.0"})
+    shape = {"tokens": 8, "pairs": 20, "unfolded_tokens": 9, "unfolded_pairs": 30, "nodes": 2, "shape": {}}
+    figures = {
+        "name": "triton", "layout": "tree", "deterministic": True, "tokens": 8, "pairs": 20,
+        "forward_seconds": [1.0, 2.0], "backward_seconds": [1.0, 2.0], "metadata_seconds": 0.1, "peak_bytes": 5,
+        "tile_efficiency": {}, "difference": 0.0, "parts": 1, "settings": {"heads": 64}, "unfinished": True,
+    }  # fmt: skip
+    more = {"name": "torch", "layout": "unfolded", "forward_seconds": [1.0], "backward_seconds": [3.0]}
+    for key, row in {
+        ("attention", "machine", "ceilings"): {"matrix_tflops": 700.0, "copy_gbytes": 3000.0},
+        ("attention", "forest", "shape"): shape,
+        ("attention", "forest", "triton, tree"): figures,
+        ("attention", "forest", "torch, unfolded"): figures | more,
+        ("attention", "forest", "fa4, tree"): {"name": "fa4", "layout": "tree", "not_run": "not installed"},
+        ("tests", "tests/gpu", "pytest"): {"tests": 3, "failures": 1, "errors": 0, "skipped": 1, "seconds": 2.0},
+        ("steps", "one_gpu", "bench step"): {"result": {"kind": "step"}},
+        ("steps", "quickstart", "bench step"): {"failed": "no memory"},
+    }.items():
+        file.put({**Key(*key, "")._asdict(), "used": {}, **row})
+    found = sections_of(tmp_path / RESULT)
+    (workload,) = found["attention"]["workloads"]
+    assert [(row["method"], row["forward_seconds"]) for row in workload["rows"]] == [
+        ("triton", [1.0]),
+        ("torch", [1.0]),
+    ]
+    assert workload["missing"] == [{"method": "fa4", "layout": "tree", "reason": "not installed"}]
+    assert found["tests"]["failures"] == 1
+    assert found["steps"] == {"one_gpu": {"kind": "step"}}
+    assert "head" not in found
+    assert short_table(file.rows).startswith("6 measured, 1 failed, 1 not run\nsteps, quickstart, bench step: FAILED")
 
 
-def test_steps_of_a_gpu_are_rendered():
-    render = runpy.run_path(str(ROOT / "scripts" / "render_results.py"))
-    step = json.loads((ROOT / "benchmarks" / "results" / "step_quickstart_cpu.json").read_text())
-    step["machine"]["device"] = "NVIDIA H200"
-    shown = render["steps_on_gpus"]([{"steps": {"one_gpu": step, "quickstart": {"failed": "no memory"}}}])
-    assert shown.startswith("`recipes/one_gpu.yaml`, NVIDIA H200:\n\n| model | times faster | by CPU time | bound |")
-    assert "quickstart" not in shown
-    assert render["steps_on_gpus"]([]) == "On a GPU: not yet measured."
+def test_packed_pins_agree_with_the_others():
+    """And each one with what the others of its folder ask for, as far as they are installed here."""
+    elsewhere = [line for name in ("", "-gpu") for line in (ROOT / f"requirements{name}.txt").read_text().splitlines()]
+    for name in pack.FOLDERS:
+        packed = bare_machine.pins(name)
+        for line in elsewhere:
+            pin = Requirement(line) if "==" in line and not line.startswith("#") else None
+            if (
+                pin is not None
+                and pin.name in packed
+                and (pin.marker is None or pin.marker.evaluate({"python_version": "3.12"}))
+            ):
+                assert f"=={packed[pin.name]}" == str(pin.specifier)
+    if sys.version_info[:2] == (3, 12):
+        packed = bare_machine.pins("steps")
+        for name in packed:
+            for needed in map(Requirement, requires(name) or ()):
+                if needed.name in packed and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
+                    assert needed.specifier.contains(packed[needed.name]), (name, needed)
 
 
-def test_gpu_check_writes_after_every_part(gpu_check, gpu_parts, monkeypatch):
-    bench, found = gpu_check.run_bench, []
-
-    def stopped(folder, name, *arguments, on_written=None):
-        found.append(set(gpu_result(gpu_check)))
-        if name == "one_gpu":
-            raise KeyboardInterrupt
-        if on_written is not None:
-            on_written({"kind": name, "workloads": ["the first"]})
-            found.append(gpu_result(gpu_check)["attention"])
-        return bench(folder, name, *arguments)
-
-    monkeypatch.setattr(gpu_check, "run_bench", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        gpu_check.main([])
-    written = {"kind", "machine", "tests"}
-    unfinished = {"kind": "attention", "workloads": ["the first"], "failed": "it did not come to its end"}
-    assert found == [written, unfinished, written | {"attention"}, written | {"attention", "steps"}]
-    assert set(gpu_result(gpu_check)["steps"]) == {"quickstart"}
-    assert [file.name for file in gpu_check.RESULTS.iterdir()] == ["gpu_nvidia_h200.json"]
-
-
-def test_gpu_check_adds_parts_to_what_there_is(gpu_check, gpu_parts, monkeypatch, capsys):
-    assert gpu_check.main(["--only", "tests"]) == 0
-    assert set(gpu_result(gpu_check)) == {"kind", "machine", "tests"}
-    gpu_parts["attention"] = {"kind": "new", "failed": "one measurement"}
-    assert gpu_check.main(["--only", "steps", "--only", "attention", "--scale", "2", "--", "--only", "P4096"]) == 1
-    result = gpu_result(gpu_check)
-    assert set(result) == {"kind", "machine", "tests", "attention", "steps"}
-    assert result["attention"]["kind"] == "new"
-    name, arguments = gpu_parts["tests"]["asked"][0]
-    of_bench = (str(ROOT / "scripts" / "bench_attention.py"),)
-    assert (name, arguments) == ("attention", (*of_bench, "--scale", "2", "--only", "P4096"))
-
-    monkeypatch.setattr(gpu_check, "describe_machine", lambda: {"device": "NVIDIA H200", "torch": "2.14.0"})
-    assert gpu_check.main(["--only", "tests"]) == 2
-    assert "was measured with torch 2.13.0 (now 2.14.0); move it away, or run all parts" in capsys.readouterr().err
-    assert gpu_result(gpu_check) == result
-    del gpu_parts["attention"]
-    assert gpu_check.main([]) == 0
-    assert gpu_result(gpu_check)["machine"]["torch"] == "2.14.0"
+def test_archive_has_all_files_but_stubs(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        for name in ("a/__init__.py", "a.pth", "a/cu13/lib/stubs/large.so"):
+            wheel.writestr(name, "")
+    pack.archive([tmp_path / "a.whl"], tmp_path / "site", tmp_path / "a.tar.xz")
+    with tarfile.open(tmp_path / "a.tar.xz") as packed:
+        names = {name.removeprefix("./") for name in packed.getnames()}
+    assert {"a/__init__.py", "a.pth"} <= names
+    assert not any("large" in name for name in names)
+    # And a Python over it follows its .pth.
+    (tmp_path / "site" / "a.pth").write_text("inner\n")
+    (tmp_path / "site" / "inner").mkdir()
+    (tmp_path / "site" / "inner" / "found_by_pth.py").write_text("")
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    pack.archive([], tmp_path / "site", folder / "a.tar.xz")
+    python = wheels.python_with(folder)
+    subprocess.run([python, "-c", "import a, found_by_pth, numpy, pytest"], check=True)
+    assert wheels.python_with(folder) == python
 
 
-def test_gpu_check_takes_parts_by_their_names(gpu_check, capsys):
-    with pytest.raises(SystemExit):
-        gpu_check.main(["--only", "P4096"])
-    assert "invalid choice: 'P4096'" in capsys.readouterr().err
+def test_folder_without_wheels_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"has no \*\.whl and no \*\.tar\.xz; scripts/gpu_check --pack makes them"):
+        wheels.python_with(tmp_path)
 
 
-BENCH = """
-import json, pathlib, sys, time
-output = pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
-print("as told", file=sys.stderr)
-for count in (1, 2):
-    output.write_text(json.dumps({"workloads": count}))
-    while count == 1 and not output.with_suffix(".seen").exists():
-        time.sleep(0.01)
-sys.exit(int(sys.argv[1]))
-"""
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_gpu_check_passes_on_what_a_benchmark_has_written_so_far(gpu_check, monkeypatch, tmp_path, code):
-    monkeypatch.setattr(gpu_check, "POLL_SECONDS", 0.01)
-    popen = subprocess.Popen
-
-    def start(command, **more):
-        return popen([sys.executable, "-c", BENCH, str(code), *command[1:]], **more)
-
-    monkeypatch.setattr(gpu_check.subprocess, "Popen", start)
-    found = []
-
-    def on_written(written):
-        found.append(written)
-        (tmp_path / "attention.seen").touch()
-
-    result = gpu_check.run_bench(tmp_path, "attention", "attention", on_written=on_written)
-    assert found[0] == {"workloads": 1}
-    assert result == {"workloads": 2} | ({"failed": "as told\n"} if code else {})
-
-
-def test_gpu_check_says_what_a_benchmark_said_that_wrote_nothing(gpu_check, monkeypatch, tmp_path):
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        gpu_check.subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", "exit('no GPU')"], **more)
-    )
-    assert gpu_check.run_bench(tmp_path, "attention") == {"failed": "no GPU\n"}
-
-
-def test_gpu_check_without_installing_anything(tmp_path):
-    """The Python at hand runs it, with the package from the checkout, wherever the flag stands."""
+@pytest.mark.parametrize("words", [["--no-install", "--only", "steps"], ["--only", "steps", "--no-install"]])
+def test_python_at_hand_runs_it_without_an_installation(tmp_path, words):
+    """With the package from the checkout, wherever the flag stands."""
     python = tmp_path / "python3"
     python.write_text('#!/bin/sh\necho "$PYTHONPATH"\necho "$@"\n')
     python.chmod(0o755)
-    for arguments in (["--no-install", "--only", "steps"], ["--only", "steps", "--no-install"]):
-        done = subprocess.run(
-            [str(ROOT / "scripts" / "gpu_check"), *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": "", "PYTHON": "python3"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout == f"{ROOT}\nscripts/lib/gpu_check.py --only steps\n"
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": "", "PYTHON": "python3"}
+    command = [str(ROOT / "scripts" / "gpu_check"), *words]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{ROOT}:{ROOT}/scripts\n-m gpu_check_parts {' '.join(words)}\n"
+
+
+def test_head_that_needs_too_much_memory_never_starts(monkeypatch):
+    """Nothing is allocated for a case of the head that does not fit; each of its rows says so."""
+    assert head.needed_bytes(16384, 4096, 131072) < 60 * GIB
+    sent = []
+    monkeypatch.setattr(Context, "_send", lambda self, line: sent.append(line))
+    monkeypatch.setattr(head, "available_bytes", lambda device: 30 * GIB)
+    context = Context(part="head", options=Options(), device_name="H100")
+    head._run_case(context, "large", (32768, 4096, 131072, 1.0), head.torch.device("cpu"))
+    reasons = [line["row"]["not_run"] for line in sent]
+    assert "it would need about 60 GiB, and 30 GiB are free" in reasons
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """A bare machine with a GPU that is not there, and the wheels for steps."""
+    folder = tmp_path_factory.mktemp("bare")
+    bare_machine.make(folder / "machine")
+    bare_machine.wheels(folder / "wheels")
+    return folder
+
+
+def check_on(machine: Path, out: Path, *words: str, **more: str) -> tuple[str, list[dict]]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    bin_folder = machine / "machine" / "bin"
+    env = kept | {
+        "PATH": f"{bin_folder}:{kept['PATH']}",
+        "PYTHON": str(bin_folder / "python"),
+        "OUT": str(out),
+        "TMPDIR": str(machine),
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "1",
+        **more,
+    }
+    command = [str(ROOT / "scripts" / "gpu_check"), "--smoke", "--repeats", "2", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode in (0, 1), done.stderr
+    (file,) = out.glob("*.json")
+    return done.stdout, results.rows_of(file)
+
+
+@pytest.mark.ci
+def test_every_part_runs_on_a_bare_machine(machine, tmp_path):
+    """Without an index and with what is missing there: every import, option, file and program."""
+    said, rows = check_on(machine, tmp_path, "--wheels", str(machine / "wheels"))
+    failed = [row for row in rows if "failed" in row]
+    assert failed == [], said
+    measured = {row["part"] for row in rows if results.is_measured(row)}
+    assert measured == {part.rows for part in PARTS.values()}, said
+    # FlashAttention-4 is not there: the check of it is one row.
+    (missing,) = (row for row in rows if row["part"] == "parity" and row["method"] == "fa4")
+    assert "without flash-attn-4" in missing["not_run"]
+    assert {row["workload"] for row in rows if row["part"] == "steps"} == {"one_gpu", "quickstart"}
+    assert said.rstrip().endswith(short_table({Key(*(row[name] for name in Key._fields)): row for row in rows}))
+
+
+@pytest.mark.ci
+def test_bare_machine_says_what_is_missing_and_survives_a_crash(machine, tmp_path):
+    words = ("--no-install", "--only", "parity", "--only", "steps")
+    said, rows = check_on(machine, tmp_path, *words, FAKE_GPU_CRASH="triton")
+    assert "[missing: megatron.core (ModuleNotFoundError" in said
+    by_mode = {(row["method"], row["mode"]): row for row in rows if row["part"] == "parity" and row["workload"]}
+    assert "SIGSEGV" in by_mode["triton", "deterministic"]["failed"]
+    assert "errors" in by_mode["triton", "any order"]
+    assert "errors" in by_mode["cascade, torch", "any order"]

@@ -147,7 +147,7 @@ def test_short_batches(name, tokens):
     case = case_for((4, 2, 64, 64), torch.bfloat16, deterministic=False)
     attention = method(name, case)
     trunk = max(1, tokens // 2)
-    metadata = metadata_of([trunk, tokens - trunk, 0], [-1, 0, 0], padding=3).to("cuda")
+    metadata = metadata_of([trunk, tokens - trunk, 0], [-1, 0, 0], padding=3).with_plans_on("cuda")
     inputs, grad_out = on_gpu(metadata, case)
     exact = [one.detach().double().requires_grad_() for one in inputs]
     truth = results(reference.attention, exact, grad_out.double(), metadata, case.options)
@@ -159,7 +159,7 @@ def test_short_batches(name, tokens):
 def test_the_same_bits_twice(name):
     case = case_for((8, 2, 128, 128), torch.bfloat16, deterministic=True)
     attention = method(name, case)
-    metadata = metadata_of(*random_forest(1, nodes=60, node_lens=(3, 64, 200)), padding=2).to("cuda")
+    metadata = metadata_of(*random_forest(1, nodes=60, node_lens=(3, 64, 200)), padding=2).with_plans_on("cuda")
     inputs, grad_out = on_gpu(metadata, case)
     first = results(attention, inputs, grad_out, metadata, case.options)
     for _ in range(5):
@@ -174,7 +174,7 @@ def test_a_call_does_not_wait_for_the_device(name):
     attention = method(name, case)
     if name == "path":
         pytest.skip("path is for a CPU")
-    metadata = metadata_of(*random_forest(1, nodes=60, node_lens=(3, 64, 200)), padding=2).to("cuda")
+    metadata = metadata_of(*random_forest(1, nodes=60, node_lens=(3, 64, 200)), padding=2).with_plans_on("cuda")
     inputs, grad_out = on_gpu(metadata, case)
     results(attention, inputs, grad_out, metadata, case.options)
     torch.cuda.set_sync_debug_mode("error")
@@ -186,7 +186,7 @@ def test_a_call_does_not_wait_for_the_device(name):
 
 def test_auto_takes_one_that_runs():
     case = case_for((8, 2, 128, 128), torch.bfloat16)
-    metadata = metadata_of([300, 40, 50], [-1, 0, 0]).to("cuda")
+    metadata = metadata_of([300, 40, 50], [-1, 0, 0]).with_plans_on("cuda")
     choice = choose(case, TreeShape.of([metadata]), device_name=torch.cuda.get_device_name())
     attention = method(choice.backend, replace(case, needs_grad=True))
     inputs, grad_out = on_gpu(metadata, case)

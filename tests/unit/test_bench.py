@@ -15,14 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attention_bench import contest
 from attention_bench import measure as bench
 from attention_bench.clock import measure_ceilings, seconds_of
+from attention_bench.contest import TimedMetadata
 from attention_bench.contestants import Contestant
 from attention_bench.costs import costs_of
-from attention_bench.measure import Settings, TimedMetadata, bench_attention
+from attention_bench.measure import bench_attention
 from attention_bench.peers import PEERS, _build_areal, token_parents
 from attention_bench.plot import draw_roofline, points_of
 from attention_bench.report import cells, columns, flops, headline, lines_of
+from attention_bench.settings import Settings
 from attention_bench.workloads import standard_workloads, workload_of_samples
 from attention_cases import case_of
 from bench_attention import app
@@ -360,7 +363,7 @@ def test_one_that_fails_does_not_cost_the_others(field):
 
 
 def test_one_that_fails_while_it_is_compared_does_not_cost_the_others(field, monkeypatch):
-    difference, calls = bench.difference, []
+    difference, calls = contest.difference, []
 
     def too_large(results, first):
         calls.append(first)
@@ -368,7 +371,7 @@ def test_one_that_fails_while_it_is_compared_does_not_cost_the_others(field, mon
             raise torch.OutOfMemoryError("2 GiB")
         return difference(results, first)
 
-    monkeypatch.setattr(bench, "difference", too_large)
+    monkeypatch.setattr(contest, "difference", too_large)
     field["ours"] = [contestant("one"), contestant("two"), contestant("three")]
     (workload,) = bench_attention(standard_workloads(0.001)[:1], TINY).workloads
     assert [row.method for row in workload.rows] == ["one", "three"]
@@ -377,7 +380,7 @@ def test_one_that_fails_while_it_is_compared_does_not_cost_the_others(field, mon
 
 def test_what_cannot_even_be_set_up_is_recorded(field, monkeypatch):
     """After some errors of CUDA nothing runs on the device any more, in no workload."""
-    inputs, calls = bench._inputs, []
+    inputs, calls = contest._inputs, []
 
     def dead(*arguments):
         calls.append(arguments)
@@ -385,7 +388,7 @@ def test_what_cannot_even_be_set_up_is_recorded(field, monkeypatch):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return inputs(*arguments)
 
-    monkeypatch.setattr(bench, "_inputs", dead)
+    monkeypatch.setattr(contest, "_inputs", dead)
     field["ours"] = [contestant("one"), contestant("two")]
     first, second = bench_attention(standard_workloads(0.001)[:2], TINY).workloads
     assert [row.method for row in first.rows] == ["one", "two"]
@@ -463,9 +466,9 @@ def test_differences_are_summed_over_parts(rows, monkeypatch):
     largest = []
     convert = torch.Tensor.float
     monkeypatch.setattr(torch.Tensor, "float", lambda self: largest.append(len(self)) or convert(self))
-    assert bench.difference([one], [other]) == pytest.approx(expected, rel=1e-5)
+    assert contest.difference([one], [other]) == pytest.approx(expected, rel=1e-5)
     assert max(largest) <= 8192
-    assert bench.difference([one], [one]) == 0.0
+    assert contest.difference([one], [one]) == 0.0
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -473,7 +476,7 @@ def test_a_difference_that_is_no_number_is_not_lost_among_others(place):
     good, bad = torch.ones(3, 1), torch.tensor([[1.0], [float("nan")], [1.0]])
     results = [good, good]
     results[place] = bad
-    assert np.isnan(bench.difference(results, [good, good]))
+    assert np.isnan(contest.difference(results, [good, good]))
 
 
 def test_the_clock_of_a_plan_starts_when_the_device_is_idle(monkeypatch):
@@ -484,7 +487,7 @@ def test_the_clock_of_a_plan_starts_when_the_device_is_idle(monkeypatch):
         waits.append(device)
         time.sleep(0.2 if len(waits) == 1 else 0.05)
 
-    monkeypatch.setattr(bench, "wait_for", wait)
+    monkeypatch.setattr(contest, "wait_for", wait)
     metadata = TimedMetadata.of(metadata_of([3, 2], [-1, 0]))
     metadata.derived("plan", lambda metadata: waits.append("built"))
     assert waits == [CPU, "built", CPU]
@@ -623,3 +626,35 @@ def test_settings_are_the_case():
     case = replace(TINY, head_dim=16, value_dim=8).case
     assert (case.head_dim, case.value_dim, case.dtype, case.needs_grad) == (16, 8, torch.float32, True)
     assert case.options.softmax_scale == 0.25
+
+
+def test_an_unfolded_batch_in_parts_counts_as_the_whole():
+    """It does not fit the memory; its samples share nothing, so their pairs add up, and the parts' rounds do."""
+    workload = standard_workloads(0.002)[0]
+    case = TINY.case
+    one = Contestant(method="a", layout="unfolded", options=case.options, attention=reference.attention, refusal=None)
+    whole = contest.Contest(workload, TINY)
+    whole.enter(one)
+    divided = contest.Contest(workload, TINY)
+    parts = [contest.chains(part, CPU) for part in np.array_split(workload.sample_lens, 3)]
+    inputs = contest._inputs(max(part.padded_size for part in parts), TINY)
+    divided._layouts["unfolded"] = [contest.LayoutPart(part, contest._rows(inputs, part.padded_size)) for part in parts]
+    divided.enter(one)
+    for each in (whole, divided):
+        each.run(2)
+        assert each.missing == []
+    rows = [each.runners[0].row() for each in (whole, divided)]
+    assert [(row.tokens, row.pairs) for row in rows] == [(rows[0].tokens, rows[0].pairs)] * 2
+    assert [row.parts for row in rows] == [1, 3]
+    assert all(len(row.seconds) == 2 for row in rows)
+
+
+def test_a_layout_that_does_not_fit_is_left_out_with_a_reason(monkeypatch):
+    monkeypatch.setattr(contest, "available_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    entered = contest.Contest(standard_workloads(0.002)[0], replace(TINY, device="cuda"))
+    monkeypatch.setattr(type(entered.workload), "folded", lambda self, device: metadata_of([3, 4], [-1, 0]))
+    options = TINY.case.options
+    entered.enter(Contestant(method="a", layout="tree", options=options, attention=reference.attention, refusal=None))
+    (missing,) = entered.missing
+    assert missing["reason"] == "it would need about 0 GiB, and 0 GiB are free"

@@ -1,0 +1,153 @@
+"""What a part sees of ``gpu_check``: options, the rows that are there, and the line to the parent process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gpu_check_parts.results import FAILED, NOT_RUN, Key, is_measured, key_of
+
+ROOT = Path(__file__).parents[2]
+# Exit code with which a child asks for a new process: CUDA refuses all work after some errors.
+START_AGAIN = 75
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line that parts read.
+
+    Attributes:
+        smoke: shapes so small that every part runs within seconds; its figures mean nothing.
+        repeats: timed rounds.
+        workloads: parts of names; only these are measured. Empty for all.
+        data: a file of samples to measure beside the standard forests, or None.
+    """
+
+    smoke: bool = False
+    repeats: int = 5
+    workloads: tuple[str, ...] = ()
+    data: str | None = None
+
+    def wants(self, workload: str) -> bool:
+        """Whether a workload is asked for."""
+        return not self.workloads or any(name in workload for name in self.workloads)
+
+
+@dataclass
+class Context:
+    """One part's run in a child process.
+
+    Attributes:
+        part: first part of its rows' keys.
+        options: of the command line.
+        device_name: of the GPU.
+        earlier: rows of the result file.
+        skip: keys that this run has given up.
+        stream: where lines for the parent go; a file descriptor.
+    """
+
+    part: str
+    options: Options
+    device_name: str
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+    skip: frozenset[Key] = frozenset()
+    stream: int = 1
+
+    def __post_init__(self) -> None:
+        self._earlier = {key_of(row): row for row in self.earlier}
+
+    def key(self, workload: str, method: str, mode: str = "") -> Key:
+        return Key(self.part, workload, method, mode)
+
+    def used(self, *packages: str, sources: tuple[str, ...] = (), **settings: object) -> dict[str, str]:
+        """Return what a row depends on: the GPU, installed versions, a hash of our own sources, settings."""
+        found = {"gpu": self.device_name, "smoke": "yes"} if self.options.smoke else {"gpu": self.device_name}
+        for package in packages:
+            with suppress(PackageNotFoundError):
+                found[package] = version(package)
+        if sources:
+            found["sources"] = hash_of(sources)
+        return found | {name: str(value) for name, value in settings.items()}
+
+    def is_done(self, key: Key, used: Mapping[str, str]) -> bool:
+        """Whether nothing is left to do for a key: measured before with the same things, or given up in this run."""
+        row = self._earlier.get(key)
+        return key in self.skip or (row is not None and is_measured(row) and row["used"] == used)
+
+    def measure(
+        self,
+        key: Key,
+        used: Mapping[str, str],
+        run: Callable[[], dict[str, Any] | str],
+        *,
+        also: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Run a measurement, send its row and return whether it has figures.
+
+        Args:
+            key: of the row.
+            used: see :meth:`used`.
+            run: returns the row's figures, or the reason why there are none.
+            also: more entries of a row without figures.
+        """
+        self._send({"started": key})
+        started = time.perf_counter()
+        broken = False
+        try:
+            found = run()
+        except Exception as error:
+            broken = not _is_device_alive()
+            found = {FAILED: reason_of(error)}
+        if isinstance(found, str):
+            found = {NOT_RUN: found}
+        row = {**key._asdict(), "used": dict(used), "took": round(time.perf_counter() - started, 3), **found}
+        if not is_measured(found) and "unfinished" not in found:
+            row |= also or {}
+        self._send({"row": row})
+        if broken:
+            os._exit(START_AGAIN)
+        return FAILED not in found and NOT_RUN not in found
+
+    def leave_out(self, key: Key, used: Mapping[str, str], reason: str, **also: Any) -> None:
+        """Send a row that says why a measurement is not made."""
+        self._send({"row": {**key._asdict(), "used": dict(used), NOT_RUN: reason, **also}})
+
+    def _send(self, line: dict[str, Any]) -> None:
+        os.write(self.stream, (json.dumps(line, default=str) + "\n").encode())
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error as one line."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return "out of memory"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def hash_of(sources: tuple[str, ...]) -> str:
+    """Return a short hash of the Python files in folders and files of the repository."""
+    found = hashlib.sha256()
+    for source in sources:
+        path = ROOT / source
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def _is_device_alive() -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return True
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True

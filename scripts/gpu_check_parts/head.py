@@ -1,0 +1,77 @@
+"""Part ``head``: the vocabulary head, by the ways and cases of ``scripts/bench_head.py``."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from typing import Any
+
+import bench_head
+import torch
+
+from gpu_check_parts.context import Context
+from gpu_check_parts.results import FAILED
+from mcore_prefix_tree.memory import available_bytes
+
+# The size of a model with a large vocabulary first.
+CASES = ((16384, 4096, 131072), (16384, 2048, 32768), (32768, 4096, 131072))
+SMOKE_CASES = ((64, 32, 256),)
+PACKAGES = ("torch", "triton", "liger-kernel")
+
+
+def needed_bytes(rows: int, hidden: int, vocab: int) -> int:
+    """Return what the hungriest way holds: logits in 16 bits and in fp32, each with a gradient, and exact gradients."""
+    return rows * vocab * 12 + (rows + vocab) * hidden * (2 + 2 + 8 + 8)
+
+
+def run(context: Context) -> None:
+    """Measure each case, all rows supervised first."""
+    device = torch.device("cuda")
+    for sizes in SMOKE_CASES if context.options.smoke else CASES:
+        for supervised in bench_head.SUPERVISED:
+            rows, hidden, vocab = sizes
+            name = f"{rows} x {hidden} x {vocab}, {supervised:.0%} scored"
+            if context.options.wants(name):
+                _run_case(context, name, (*sizes, supervised), device)
+
+
+def _run_case(context: Context, name: str, sizes: tuple[int, int, int, float], device: torch.device) -> None:
+    ways, missing = bench_head.ways(device)
+    used = context.used(*PACKAGES, sources=("mcore_prefix_tree/logprob",), rounds=context.options.repeats)
+    about = dict(zip(("rows", "hidden", "vocab", "supervised"), sizes, strict=True))
+    for way, reason in missing.items():
+        context.leave_out(context.key(name, way), used, reason, **about)
+    wanted = {way: run for way, run in ways.items() if not context.is_done(context.key(name, way), used)}
+    if not wanted:
+        return
+    needed, free = needed_bytes(*sizes[:3]), available_bytes(device)
+    if needed > free:
+        reason = f"it would need about {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
+        for way in wanted:
+            context.leave_out(context.key(name, way), used, reason, **about)
+        return
+    case: list[Any] = []
+    key = context.key(name, "exact gradients")
+    if key in context.skip or not context.measure(key, {}, partial(_prepare, case, sizes, device)):
+        return
+    for way, run in wanted.items():
+        found = partial(_way, run, case, context.options.repeats)
+        context.measure(context.key(name, way), used, lambda found=found: {**found(), **about}, also=about)  # type: ignore[misc]
+        torch.cuda.empty_cache()
+
+
+def _prepare(case: list[Any], sizes: tuple[int, int, int, float], device: torch.device) -> dict[str, Any]:
+    made = bench_head.Case(*sizes, torch.bfloat16, device)
+    case += [made, bench_head.exact_gradients(made)]
+    return {"shown": "computed in fp64"}
+
+
+def _way(run: Any, prepared: list[Any], repeats: int) -> dict[str, Any]:
+    case, exact = prepared
+    found: dict[str, Any] = bench_head.tried(run, case, exact)
+    if FAILED in found:
+        return found
+    found["seconds"] = [bench_head.seconds(run, case) for _ in range(repeats)]
+    found["median_seconds"] = statistics.median(found["seconds"])
+    found["shown"] = f"{found['median_seconds'] * 1e3:.1f} ms, gradient error {found['gradient_error']:.0e}"
+    return found

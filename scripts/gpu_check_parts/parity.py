@@ -1,0 +1,130 @@
+"""Part ``parity``: the worst row of each kernel's results beside the reference in fp64, on the forest of the check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from gpu_check_parts.context import Context
+from gpu_check_parts.results import FAILED
+from gpu_check_parts.using import packages_of, sources_of, unchecked
+from mcore_prefix_tree.attention import AttentionOptions, Case, triton_tree
+from mcore_prefix_tree.attention.api import load_backend
+from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through, refusal_through
+from mcore_prefix_tree.attention.parity import Attention, _Question, limit_of, worst_rows
+
+# heads, key heads, head_dim, value_dim
+PLAIN, SMALL, LATENT = (16, 2, 128, 128), (8, 2, 64, 64), (4, 4, 192, 128)
+TINY = (2, 2, 16, 16)
+WINDOW = 100
+# dims, window, whether there are sinks
+KINDS = (
+    (PLAIN, None, False),
+    (SMALL, None, False),
+    (LATENT, None, False),
+    (PLAIN, None, True),
+    (PLAIN, WINDOW, False),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One kind of call."""
+
+    dims: tuple[int, int, int, int]
+    deterministic: bool
+    window: int | None = None
+    has_sinks: bool = False
+
+    @property
+    def workload(self) -> str:
+        heads, kv_heads, head_dim, value_dim = self.dims
+        more = f"{', window' if self.window else ''}{', sinks' if self.has_sinks else ''}"
+        return f"{head_dim}/{value_dim}, {heads} heads on {kv_heads}{more}"
+
+    @property
+    def case(self) -> Case:
+        heads, kv_heads, head_dim, value_dim = self.dims
+        device = torch.device("cuda", torch.cuda.current_device())
+        return Case(
+            device=device,
+            capability=torch.cuda.get_device_capability(),
+            dtype=torch.bfloat16,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            needs_grad=True,
+            options=AttentionOptions(
+                softmax_scale=head_dim**-0.5,
+                window=self.window,
+                sinks=torch.zeros(heads, device=device) if self.has_sinks else None,
+                deterministic=self.deterministic,
+            ),
+        )
+
+
+def questions(*, smoke: bool) -> Iterator[Question]:
+    """Yield the kinds of calls; the commonest first, both modes of one before the next."""
+    kinds = ((TINY, None, False), (TINY, WINDOW, True)) if smoke else KINDS
+    for dims, window, has_sinks in kinds:
+        for deterministic in (True, False):
+            yield Question(dims=dims, deterministic=deterministic, window=window, has_sinks=has_sinks)
+
+
+def methods(case: Case) -> Iterator[tuple[str, Attention, str | None]]:
+    """Yield name, unchecked attention and refusal of what is compared."""
+    for name in ("triton", "fa4"):
+        yield name, unchecked(name), load_backend(name).refusal(case)
+        if name == "triton" and case.heads > case.kv_heads:
+            # The forest is so small that groups of heads are divided; a longer one keeps them whole.
+            yield "triton, whole groups", triton_tree._attend_whole_groups, load_backend(name).refusal(case)
+    for kernel in CUDA_KERNELS:
+        yield f"cascade, {kernel.name}", partial(attention_through, kernel), refusal_through(kernel, case)
+
+
+def run(context: Context) -> None:
+    """Compare every method with the reference, one kind of call after another."""
+    refused: set[tuple[str, str]] = set()
+    for question in questions(smoke=context.options.smoke):
+        case, mode = question.case, "deterministic" if question.deterministic else "any order"
+        for name, attention, refusal in methods(case):
+            key = context.key(question.workload, name, mode)
+            used = context.used(*packages_of(name), sources=sources_of(name))
+            if context.is_done(key, used):
+                continue
+            if refusal is not None:
+                # One row for all that a missing package costs.
+                if (name, refusal) not in refused:
+                    context.leave_out(key, used, refusal)
+                refused.add((name, refusal))
+                continue
+            context.measure(key, used, partial(_compared, attention, case))
+
+
+def _compared(attention: Attention, case: Case) -> dict[str, Any]:
+    question = _Question(
+        device=case.device,
+        dtype=case.dtype,
+        group=case.heads // case.kv_heads,
+        head_dim=case.head_dim,
+        value_dim=case.value_dim,
+        window=case.options.window,
+        has_sinks=case.options.sinks is not None,
+        deterministic=case.options.deterministic,
+        needs_grad=True,
+    )
+    errors = worst_rows(attention, question)
+    wrong = [
+        f"{what} is off by {error:.1e} of a row, and {limit_of(what, case.dtype):.1e} is rounding"
+        for what, error in errors.items()
+        if not error <= limit_of(what, case.dtype)  # NaN is not
+    ]
+    shown = ", ".join(f"{what} {error:.0e}" for what, error in errors.items())
+    # JSON has no NaN.
+    found: dict[str, Any] = {"errors": {what: f"{error:.3e}" for what, error in errors.items()}, "shown": shown}
+    return found | ({FAILED: "; ".join(wrong)} if wrong else {})

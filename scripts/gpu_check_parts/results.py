@@ -1,0 +1,121 @@
+"""The result file: one row per measurement, whole on disk after each of them.
+
+A row has a key (part, workload, method, mode) and under ``used`` what it depends on: the GPU, versions of packages, a
+hash of our sources, settings. A later run keeps the rows whose ``used`` agrees and measures the others again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LARGEST_BYTES = 1 << 20
+# Of a message; a traceback of a compiler can be longer than all figures together.
+LONGEST_TEXT = 600
+FAILED, NOT_RUN = "failed", "not_run"
+
+
+class Key(NamedTuple):
+    """What a row is about. ``workload``, ``method`` and ``mode`` may be empty."""
+
+    part: str
+    workload: str
+    method: str
+    mode: str
+
+    @property
+    def text(self) -> str:
+        return ", ".join(filter(None, self))
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    return Key(*(str(row.get(name, "")) for name in Key._fields))
+
+
+class ResultFile:
+    """Rows of one GPU by key.
+
+    Attributes:
+        path: the file.
+        rows: all rows, in the order in which their keys were first measured.
+        left_out: keys of rows for which the file had no room.
+    """
+
+    def __init__(self, path: Path, machine: Mapping[str, Any], earlier: Path | None = None) -> None:
+        self.path = path
+        self.machine = dict(machine)
+        self.rows: dict[Key, dict[str, Any]] = {}
+        self.left_out: list[str] = []
+        for file in dict.fromkeys((earlier, path)):
+            if file is not None and file.exists():
+                self.rows |= {key_of(row): row for row in rows_of(file)}
+
+    def put(self, row: dict[str, Any]) -> None:
+        """Add or replace a row, and write the file. Figures are not replaced by the reason why there are none now."""
+        key = key_of(row)
+        if NOT_RUN in row and is_measured(self.rows.get(key, row)):
+            return
+        self.rows[key] = _tidied(row)
+        if len(self._text()) > LARGEST_BYTES:
+            del self.rows[key]
+            self.left_out.append(key.text)
+        self.write()
+
+    def drop(self, key: Key) -> None:
+        """Remove a row, if there is one."""
+        self.rows.pop(key, None)
+
+    def write(self) -> None:
+        """Replace the file at once: whoever reads it or stops this process finds a whole one."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            with unfinished.open("w") as stream:
+                stream.write(self._text())
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(unfinished, self.path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _text(self) -> str:
+        head = {"kind": "gpu_check", "machine": self.machine, "left_out": self.left_out[-20:]}
+        lines = ",\n".join(json.dumps(row, allow_nan=False) for row in self.rows.values())
+        return f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n'
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a result file.
+
+    Raises:
+        ValueError: the file is not one; names it.
+    """
+    try:
+        content = json.loads(file.read_text())
+        rows: list[dict[str, Any]] = content["rows"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: not a result of scripts/gpu_check; move it away") from error
+    return rows
+
+
+def is_measured(row: Mapping[str, Any]) -> bool:
+    """Whether a row has figures, all of them."""
+    return not ({FAILED, NOT_RUN, "unfinished"} & row.keys())
+
+
+def _tidied(value: Any) -> Any:
+    """Return a value as JSON has it: texts of a bearable length, no number that is not finite."""
+    if isinstance(value, Mapping):
+        return {str(name): _tidied(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_tidied(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        half = LONGEST_TEXT // 2
+        return f"{value[:half]} ... {value[-half:]}"
+    return value

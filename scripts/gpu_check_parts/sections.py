@@ -1,0 +1,103 @@
+"""From rows to the tables of the documentation: what ``scripts/render_results.py`` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu_check_parts.results import FAILED, NOT_RUN
+
+_OF_ATTENTION = (
+    *("layout", "deterministic", "tokens", "pairs", "forward_seconds", "backward_seconds", "metadata_seconds"),
+    *("peak_bytes", "tile_efficiency", "difference", "parts"),
+)
+_OF_HEAD = ("rows", "hidden", "vocab", "supervised")
+
+
+def sections_of(file: Path) -> dict[str, Any]:
+    """Return ``machine`` and, for each part that has figures, what the benchmark of that part writes by itself."""
+    content = json.loads(file.read_text())
+    machine, rows = content["machine"], content["rows"]
+    makers = {"tests": _tests, "attention": _attention, "steps": _steps, "head": _head}
+    found: dict[str, Any] = {"kind": "gpu_check", "machine": machine}
+    for part, make in makers.items():
+        own = [row for row in rows if row["part"] == part]
+        made = make(own, machine)
+        if made is not None:
+            found[part] = made
+    return found
+
+
+def _tests(rows: list[dict[str, Any]], machine: Mapping[str, Any]) -> dict[str, Any] | None:
+    counted = [row for row in rows if "tests" in row]
+    names = ("tests", "failures", "errors", "skipped", "seconds")
+    return {name: sum(row[name] for row in counted) for name in names} if counted else None
+
+
+def _attention(rows: list[dict[str, Any]], machine: Mapping[str, Any]) -> dict[str, Any] | None:
+    ceilings = next((row for row in rows if row["method"] == "ceilings" and "matrix_tflops" in row), None)
+    workloads = [_workload(one, rows) for one in rows if one["method"] == "shape" and "pairs" in one]
+    workloads = [one for one in workloads if one["rows"]]
+    settings = next((row["settings"] for row in rows if "settings" in row), None)
+    if ceilings is None or settings is None or not workloads:
+        return None
+    return {
+        "kind": "attention",
+        "machine": dict(machine),
+        "settings": settings,
+        "ceilings": {name: ceilings[name] for name in ("matrix_tflops", "copy_gbytes")},
+        "workloads": workloads,
+    }
+
+
+def _workload(shape: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    own = [row for row in rows if row["workload"] == shape["workload"]]
+    measured = [row for row in own if row.get("forward_seconds") and FAILED not in row]
+    # Rounds are compared one by one, so a forest has as many as its least measured row.
+    rounds = min((len(row["backward_seconds"]) for row in measured), default=0)
+    return {
+        "name": shape["workload"],
+        **{name: shape[name] for name in ("tokens", "pairs", "unfolded_tokens", "unfolded_pairs", "nodes", "shape")},
+        "rows": [
+            {"method": row["name"], **{name: _cut(row[name], rounds) for name in _OF_ATTENTION}} for row in measured
+        ],
+        "missing": [
+            {"method": row["name"], "layout": row["layout"], "reason": row.get(FAILED) or row[NOT_RUN]}
+            for row in own
+            if "name" in row and (FAILED in row or NOT_RUN in row)
+        ],
+    }
+
+
+def _cut(value: Any, rounds: int) -> Any:
+    return value[:rounds] if isinstance(value, list) else value
+
+
+def _steps(rows: list[dict[str, Any]], machine: Mapping[str, Any]) -> dict[str, Any] | None:
+    return {row["workload"]: row["result"] for row in rows if "result" in row} or None
+
+
+def _head(rows: list[dict[str, Any]], machine: Mapping[str, Any]) -> dict[str, Any] | None:
+    cases: dict[str, dict[str, Any]] = {}
+    missing = {}
+    for row in rows:
+        if "seconds" in row:
+            case = cases.setdefault(row["workload"], {name: row[name] for name in _OF_HEAD} | {"ways": {}})
+            kept = ("seconds", "median_seconds", "peak_bytes", "gradient_error")
+            case["ways"][row["method"]] = {name: row[name] for name in kept}
+        elif FAILED in row and row["workload"] in cases:
+            cases[row["workload"]]["ways"][row["method"]] = {"failed": row[FAILED]}
+        elif NOT_RUN in row and row["workload"]:
+            missing[row["method"]] = row[NOT_RUN]
+    if not cases:
+        return None
+    return {
+        "machine": dict(machine),
+        "device": "cuda",
+        "dtype": "torch.bfloat16",
+        "clock": "wall clock",
+        "missing": missing,
+        "cases": list(cases.values()),
+    }

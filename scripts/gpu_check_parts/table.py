@@ -1,0 +1,31 @@
+"""The short table at the end: one line per measurement, what failed first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_check_parts.children import summary_of
+from gpu_check_parts.results import FAILED, NOT_RUN, Key
+
+# The end of a log is what comes back from some machines.
+MOST_LINES = 90
+LONGEST_LINE = 118
+
+
+def short_table(rows: Mapping[Key, Mapping[str, Any]]) -> str:
+    """Return counts, failures, then figures by part; what was not run only as a number."""
+    failed = [row for row in rows.values() if FAILED in row]
+    measured = [row for row in rows.values() if FAILED not in row and NOT_RUN not in row]
+    left = len(rows) - len(failed) - len(measured)
+    lines = [f"{len(measured)} measured, {len(failed)} failed, {left} not run"]
+    lines += [_line(row) for row in failed] + [_line(row) for row in measured]
+    more = len(lines) - MOST_LINES
+    if more > 0:
+        lines[MOST_LINES:] = [f"... and {more} more in the file"]
+    return "\n".join(line[:LONGEST_LINE] for line in lines)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    name = ", ".join(str(row[part]) for part in Key._fields if row.get(part))
+    return f"{name}: {summary_of(dict(row))}"

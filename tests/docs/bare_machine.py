@@ -1,0 +1,72 @@
+"""A machine with a torch and little else, as an environment: what is missing there is missing here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from importlib.metadata import distribution, packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+# Besides what requirements-pack-*.txt bring there.
+ABSENT = ("mcore-prefix-tree", "megatron-bridge", "prefix-grouper", "areal", "liger-kernel", "wandb")
+TOOL = """#!/bin/sh
+# Stands for {name}: runs the program behind its options, and prints what its readers look for.
+while [ "$#" -gt 0 ]; do
+    case $1 in
+    */python*) break ;;
+    esac
+    shift
+done
+"$@" || exit $?
+{prints}
+"""
+TOOLS = {
+    "compute-sanitizer": "echo '========= ERROR SUMMARY: 0 errors'",
+    "ncu": """printf '"ID","Metric Name","Metric Unit","Metric Value"\\n"0","Duration","us","7.1"\\n'""",
+}
+
+
+def pins(name: str) -> dict[str, str]:
+    """Return the pinned versions of ``requirements-pack-NAME.txt``."""
+    lines = (ROOT / f"requirements-pack-{name}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def make(folder: Path) -> Path:
+    """Make the environment, with a GPU that is not there and with NVIDIA's tools; returns its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    absent = {_normal(name) for name in (*ABSENT, *pins("steps"), *pins("fa4"))} - {"typing_extensions"}
+    modules = {module for module, names in packages_distributions().items() if {_normal(one) for one in names} & absent}
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        stem = _normal(path.name.partition("-")[0].removesuffix(".py"))
+        if path.name not in modules and stem not in absent and not path.name.startswith(("__editable__", "_editable")):
+            (packages / path.name).symlink_to(path)
+    (packages / "fake_gpu.py").symlink_to(HERE / "fake_gpu.py")
+    (packages / "fake_gpu.pth").write_text("import fake_gpu\n")
+    for name, prints in TOOLS.items():
+        tool = folder / "bin" / name
+        tool.write_text(TOOL.format(name=name, prints=prints))
+        tool.chmod(0o755)
+    return folder / "bin" / "python"
+
+
+def wheels(folder: Path) -> None:
+    """Pack what is installed of ``requirements-pack-steps.txt`` into wheels again."""
+    folder.mkdir()
+    for name in pins("steps"):
+        found = distribution(name)
+        target = folder / f"{_normal(name)}-{found.version}-py3-none-any.whl"
+        with zipfile.ZipFile(target, "w") as packed:
+            for file in found.files or ():
+                if ".." not in file.parts and "__pycache__" not in file.parts:
+                    packed.write(found.locate_file(file), str(file))
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()
