@@ -210,7 +210,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         action="store_true",
         help="Print the plan of the first step, its expected speed-up and an estimate of each rank's memory, and stop. "
         "Needs no GPU and starts no job; set WORLD_SIZE to the ranks of the job to plan for. Finds --micro-batch-size "
-        "and --seq-length in the data if they are left out.",
+        "and --seq-length in the data if they are omitted.",
     )
     _add_score_options(group)
     return parser

@@ -69,7 +69,7 @@ OPTIMIZER_ARGS=(
     --overlap-grad-reduce
     --overlap-param-gather
 )
-# Megatron-LM adds weight gradients up in a kernel of NVIDIA Apex by default, and refuses to start where it is missing.
+# Megatron-LM adds weight gradients up in a kernel of NVIDIA Apex by default, and refuses to start if it is missing.
 if ! python -c 'import sys; from importlib.util import find_spec; sys.exit(not find_spec("fused_weight_gradient_mlp_cuda"))'; then
     echo "NVIDIA Apex is not installed: --no-gradient-accumulation-fusion is added" >&2
     OPTIMIZER_ARGS+=(--no-gradient-accumulation-fusion)

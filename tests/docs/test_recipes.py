@@ -172,6 +172,14 @@ def test_a_micro_batch_size_that_is_given_asks_no_dry_run(tmp_path: Path) -> Non
     assert (options["--micro-batch-size"], options["--seq-length"]) == (["4"], ["1024"])
 
 
+def test_sizes_at_the_end_of_the_command_win(tmp_path: Path) -> None:
+    """The dry run finds what is left out, which may be nothing."""
+    given = ("--micro-batch-size", "4", "--seq-length", "900")
+    done = launch(tmp_path, "torchrun.sh", RECIPES[0], *given, ANSWER_python="283 samples an epoch")
+    assert done.status == 0, done.error
+    assert done.call.words[-4:] == [*given]
+
+
 @pytest.mark.parametrize("argument", ["--prefix-tree-score=scored.jsonl", "--use-checkpoint-args"])
 def test_jobs_that_no_dry_run_takes_start_without_one(tmp_path: Path, argument: str) -> None:
     (call,) = launch(tmp_path, "torchrun.sh", RECIPES[0], argument).calls

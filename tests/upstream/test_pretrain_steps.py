@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import threading
 import weakref
@@ -22,7 +23,7 @@ from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.megatron_lm import dealing
-from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, largest_micro_batch_size, needs
+from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, fill_omitted, largest_micro_batch_size, needs
 from mcore_prefix_tree.mcore.megatron_lm.dealing import (
     StepDealer,
     StepIterator,
@@ -119,6 +120,24 @@ def test_too_small_a_budget_names_the_micro_batch_size_that_fits() -> None:
 def test_largest_micro_batch_size(steps: list[tuple[int, int]], stages: int, multiple: int, size: int) -> None:
     asked = [Need(samples=samples, micro_batches=needed) for samples, needed in steps]
     assert largest_micro_batch_size(asked, stages=stages, multiple=multiple) == size
+
+
+def test_omitted_sizes_are_filled_for_validation() -> None:
+    def args(**given: int | None) -> argparse.Namespace:
+        names = ("micro_batch_size", "seq_length", "encoder_seq_length", "eval_micro_batch_size", "global_batch_size")
+        fixed = {"prefix_tree_max_tokens": 900, "max_position_embeddings": 512}
+        return argparse.Namespace(**dict.fromkeys(names) | fixed | given)
+
+    both = args(global_batch_size=64)
+    assert fill_omitted(both, None) == {"micro_batch_size", "seq_length", "eval_micro_batch_size"}
+    assert (both.micro_batch_size, both.seq_length) == (1, 512)
+    own = args(global_batch_size=64, eval_micro_batch_size=2, encoder_seq_length=100)
+    assert fill_omitted(own, {}) == {"micro_batch_size"}
+    given = args(micro_batch_size=4, seq_length=128)
+    assert fill_omitted(given, None) == frozenset()
+    assert fill_omitted(args(seq_length=128), {"micro_batch_size": 4}) == frozenset()
+    with pytest.raises(ArgumentError, match="--global-batch-size is missing, and a dry run cannot find it in the data"):
+        fill_omitted(args(seq_length=128), None)
 
 
 def test_needs_count_each_step_and_refuse_what_does_not_fit() -> None:

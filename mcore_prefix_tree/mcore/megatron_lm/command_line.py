@@ -126,14 +126,14 @@ class _CheckedJob(CheckedParser):
 
     def _dry_run(self, parsed: argparse.Namespace) -> NoReturn:
         from mcore_prefix_tree.mcore.megatron_lm.checks import check_command_line
-        from mcore_prefix_tree.mcore.megatron_lm.data_sizes import leave_to_data
+        from mcore_prefix_tree.mcore.megatron_lm.data_sizes import fill_omitted
         from mcore_prefix_tree.mcore.megatron_lm.dry_run import dry_run
 
-        left_out = leave_to_data(parsed, self._args_defaults)
+        omitted = fill_omitted(parsed, self._args_defaults)
         validated = check_command_line(parsed, self._args_defaults)
         assert validated is not None, "a dry run that cannot be validated is refused"
         if validated.rank == 0:
-            print(dry_run(validated, left_out))
+            print(dry_run(validated, omitted))
         raise SystemExit(0)
 
     def _given(self, words: Sequence[str]) -> set[str]:

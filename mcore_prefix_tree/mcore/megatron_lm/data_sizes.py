@@ -1,4 +1,4 @@
-"""Sizes that a job's data decides: a dry run finds ``--micro-batch-size`` and ``--seq-length`` if they are left out.
+"""Sizes that a job's data decides: a dry run finds ``--micro-batch-size`` and ``--seq-length`` if they are omitted.
 
 ``--prefix-tree-max-tokens`` is what fills a GPU. A number of samples cannot: how many fit the budget depends on what
 they share. So the right ``--micro-batch-size`` is the largest that every step fits, which makes as few micro-batches as
@@ -36,15 +36,15 @@ class Need:
     micro_batches: int
 
 
-def leave_to_data(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> frozenset[str]:
+def fill_omitted(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> frozenset[str]:
     """Fill sizes that a dry run has to find, so that Megatron can validate the rest; return their names.
 
     Args:
-        args: parsed arguments; those that are left out become the smallest micro-batch and the longest sample allowed.
-        args_defaults: values that the script gives Megatron-LM for arguments that are left out; None if unknown.
+        args: parsed arguments; omitted ones become the smallest micro-batch and the longest sample allowed.
+        args_defaults: values that the script gives Megatron-LM for omitted arguments; None if unknown.
 
     Raises:
-        ArgumentError: the number of samples in a step is left out too.
+        ArgumentError: the number of samples in a step is omitted too.
     """
     found = frozenset(name for name in _FOUND if vars(args)[name] is None and not (args_defaults or {}).get(name))
     if getattr(args, "encoder_seq_length", None) is not None:  # another name for it
@@ -72,7 +72,7 @@ def needs(
     """Yield what the steps need that a job is checked for; see :func:`checked_steps`.
 
     Raises:
-        ArgumentError: a step does not fit its micro-batches, of one sample each if their size is left out.
+        ArgumentError: a step does not fit its micro-batches, of one sample each if their size is omitted.
     """
     for size, samples in checked_steps(order, size_at, consumed=0, end=end):
         needed = folding.fewest_micro_batches(samples, together=objective.together(samples))
@@ -104,24 +104,24 @@ def largest_micro_batch_size(steps: Sequence[Need], *, stages: int, multiple: in
 
 
 def settle(
-    args: argparse.Namespace, left_out: frozenset[str], orders: Sequence[SampleOrder], *, micro_batch_size: int
+    args: argparse.Namespace, omitted: frozenset[str], orders: Sequence[SampleOrder], *, micro_batch_size: int
 ) -> str:
     """Set the arguments that the data decides, and return them as words of a command line.
 
     Args:
-        args: validated arguments, which :func:`leave_to_data` has filled.
-        left_out: names that :func:`leave_to_data` returned.
+        args: validated arguments, which :func:`fill_omitted` has filled.
+        omitted: names that :func:`fill_omitted` returned.
         orders: orders of all samples that the job reads.
         micro_batch_size: number of samples that :func:`largest_micro_batch_size` returned.
     """
-    if "micro_batch_size" in left_out:
+    if "micro_batch_size" in omitted:
         args.micro_batch_size = micro_batch_size
-    if "eval_micro_batch_size" in left_out:
+    if "eval_micro_batch_size" in omitted:
         args.eval_micro_batch_size = micro_batch_size
-    if "seq_length" in left_out:
+    if "seq_length" in omitted:
         # Of all samples, because the job refuses a longer one when it reads it. Sequence parallelism divides the
         # warm-up's tokens over the tensor ranks.
         longest = max(len(sample) for order in orders for group in order.groups for sample in group)
         ranks = args.tensor_model_parallel_size
         args.seq_length = args.encoder_seq_length = min(args.seq_length, -(-longest // ranks) * ranks)
-    return " ".join(f"--{name.replace('_', '-')} {vars(args)[name]}" for name in _FOUND if name in left_out)
+    return " ".join(f"--{name.replace('_', '-')} {vars(args)[name]}" for name in _FOUND if name in omitted)

@@ -31,7 +31,7 @@ DECIDED = "sizes that the data decides: "
 _NAMED = 8  # ranks that one line names
 
 
-def dry_run(args: argparse.Namespace, left_out: frozenset[str] = frozenset()) -> str:
+def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> str:
     """Describe the first step of a job with these arguments, and the memory of a rank.
 
     Memory is an estimate for the most loaded rank: Megatron's own for weights, gradients and optimizer, and that of
@@ -40,7 +40,7 @@ def dry_run(args: argparse.Namespace, left_out: frozenset[str] = frozenset()) ->
 
     Args:
         args: validated arguments, with what :func:`checked_config` changes in them.
-        left_out: names of the sizes that the data decides; see :func:`leave_to_data`. The first line gives them.
+        omitted: names of the sizes that the data decides; see :func:`fill_omitted`. The first line gives them.
 
     Raises:
         ArgumentError: a step does not fit its micro-batches.
@@ -54,16 +54,16 @@ def dry_run(args: argparse.Namespace, left_out: frozenset[str] = frozenset()) ->
     validation = validation_order(args, objective) if args.prefix_tree_valid_data_path and args.eval_iters else None
     evaluation = [] if validation is None else _evaluation(args, validation, folding, objective, end)
     # Evaluation takes training's size, unless it has one of its own.
-    apart = "micro_batch_size" in left_out and "eval_micro_batch_size" not in left_out
+    apart = "micro_batch_size" in omitted and "eval_micro_batch_size" not in omitted
     largest = largest_micro_batch_size(
         training if apart else [*training, *evaluation],
         stages=args.pipeline_model_parallel_size,
         multiple=folding.micro_batch_multiple,
     )
     lines = []
-    if left_out:
+    if omitted:
         orders = [order] if validation is None else [order, validation]
-        lines.append(DECIDED + settle(args, left_out, orders, micro_batch_size=largest))
+        lines.append(DECIDED + settle(args, omitted, orders, micro_batch_size=largest))
     with megatrons_calculator(args):
         size = size_at(args, 0)
     samples = order.take(0, size.samples)
