@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.training import get_args, get_timers, print_rank_0
 
+from mcore_prefix_tree.arguments.rules import NAMES
 from mcore_prefix_tree.choices import Order
 from mcore_prefix_tree.data import FieldNames, LineOptions, load_tokenizer
 from mcore_prefix_tree.data.batches import SampleOrder
@@ -21,7 +22,6 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.objective import ScoreCommand, check_samples
 from mcore_prefix_tree.mcore.engine.teacher import Teacher
-from mcore_prefix_tree.mcore.megatron_lm.arguments import NAMES
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 from mcore_prefix_tree.mcore.megatron_lm.dealing import StepDealer, StepIterator, check_steps
