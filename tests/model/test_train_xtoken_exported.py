@@ -103,7 +103,7 @@ def test_wrong_rows_are_refused_before_a_step(folder, lines, whole, tmp_path):  
     assert "changed.jsonl:4: field 'teacher' has no row for the teacher's token" in refused(3, realised=blank)
     assert "changed.jsonl:4: field 'teacher.realised' must have a number for each" in refused(3, realised=[None])
     assert "changed.jsonl:4: field 'teacher.tokens' must be a list of token ids" in refused(3, tokens=[])
-    one = {name: [row[:5] for row in other[name]] for name in ("token_ids", "logprobs")}
+    one = {name: [row and row[:5] for row in other[name]] for name in ("token_ids", "logprobs")}
     assert "changed.jsonl:4: field 'teacher' has rows of 5 tokens, but those of" in refused(3, **one)
     assert "has rows of 20 tokens, and mode=uld compares all" in refused(mode="uld")
     assert "field 'teacher' is missing, whose rows teacher=top_k reads; `mcore-prefix-tree xtoken" in refused(

@@ -166,7 +166,8 @@ IDS = (
 REWRITES = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'tool' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'tool' and loop.index0 < ns.last %}removed{% else %}{{ m.content or '' }}{% endif %}<|im_end|>\n"
+    "{% if m.role == 'tool' and loop.index0 < ns.last %}removed{% else %}{{ m.content or '' }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
