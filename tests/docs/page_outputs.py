@@ -151,16 +151,17 @@ def _paired(old: list[str], new: list[str]) -> Iterator[tuple[str, str]]:
 
 def _cut(old: str, new: str) -> str:
     """Return a printed line with the ``...`` of the line that stood there."""
-    before, dots, after = old.partition("...")
-    if not dots:
+    parts = old.split("...")
+    if len(parts) == 1:
         return new
     fields, kept = new.split(" | "), old.count(" | ")
     if old.endswith("| ...") and len(fields) > kept:
         return " | ".join([*fields[:kept], "..."])
-    head, tail = (_pattern(part)[0].pattern.removesuffix(_END) for part in (before, after))
-    found = re.fullmatch(f"(?P<head>{head}).*(?P<tail>{tail}){_END}", new)
+    kept_parts = (_pattern(part)[0].pattern.removesuffix(_END) for part in parts)
+    named = (f"(?P<part{number}>{part})" for number, part in enumerate(kept_parts))
+    found = re.fullmatch(".*".join(named) + _END, new)
     if found is not None:
-        return found["head"] + dots + found["tail"]
+        return "...".join(found[f"part{number}"] for number in range(len(parts)))
     if _alike(old, new) > 0.6:
         raise ValueError(f"{old!r} does not fit {new!r}: cut that by hand")
     return new
