@@ -26,6 +26,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "mcore-prefix-tree verify": REPEATED,
         "mcore-prefix-tree train": REPEATED,
     },
+    "docs/attention.md": {"scripts/gpu_check": GPUS},
     "docs/correctness.md": {"": TOOLS},
     "docs/getting-started.md": {
         "scripts/quickstart": INSTALLS,
@@ -38,6 +39,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "mcore-prefix-tree inspect saved/train": "reads a library's folder; tests/peers/test_data_datasets.py has some",
         "mcore-prefix-tree inspect hf://": "downloads from the hub",
     },
+    "docs/gpu.md": {"": GPUS},
     "docs/howto/distillation.md": {
         ".venv/bin/python scripts/xtoken_held_out.py": MINUTES,
         "mcore-prefix-tree train recipes/xtoken": MINUTES,
