@@ -20,7 +20,7 @@ from sources import ROOT, megatron_core, patches, require_series, wheel
 pytestmark = pytest.mark.ci
 pytest.importorskip("triton", reason="TransformerEngine imports triton")
 TESTS = ROOT / "tests"
-OLDER = [pytest.param(version, marks=pytest.mark.slow) for version in ("2.17.1", "2.19.0")]
+VERSION = "2.20.2"
 
 
 def run(path: list[Path], *arguments: str) -> str:
@@ -40,20 +40,18 @@ def run(path: list[Path], *arguments: str) -> str:
     return result.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("version", ["2.20.2", *OLDER])
-def test_folded_is_unfolded(version: str, request: pytest.FixtureRequest) -> None:
-    said = run([wheel("transformer-engine", version, request.config.cache)], "-k", "not patched")
+def test_folded_is_unfolded(request: pytest.FixtureRequest) -> None:
+    said = run([wheel("transformer-engine", VERSION, request.config.cache)], "-k", "not patched")
     assert re.search(r"\d\d passed", said), said
     assert "skipped" not in said
 
 
-@pytest.mark.parametrize("version", ["2.20.2", *OLDER])
-def test_patched_it_attends_by_itself(version: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_patched_it_attends_by_itself(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """With stock layer specs, on a patched Megatron-Core."""
     core = megatron_core(None, tmp_path / "core", request.config.cache)
     require_series(core)
     engine = tmp_path / "engine"
-    shutil.copytree(wheel("transformer-engine", version, request.config.cache), engine)
+    shutil.copytree(wheel("transformer-engine", VERSION, request.config.cache), engine)
     result = patches("apply", "--megatron-lm", core, "--transformer-engine", engine)
     assert result.returncode == 0, result.stderr
     said = run([engine, core], "-k", "patched or keys")
