@@ -46,6 +46,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
     },
     "docs/howto/grpo-own-model.md": {"": IN_PEERS},
     "docs/howto/many-machines.md": {"": MACHINES},
+    "docs/howto/token-ids.md": {"mcore-prefix-tree inspect turns.jsonl": READERS},
     "docs/howto/megatron-lm.md": {"": CHECKOUT},
     "docs/huggingface.md": {"": READERS},
     "docs/objectives.md": {"": READERS},
@@ -65,6 +66,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
 QUOTED: dict[str, dict[str, str]] = {
     "docs/data.md": {"error: ": MESSAGES},
     "docs/howto/megatron-lm.md": {"scored.jsonl: ": CHECKOUT, "...": CHECKOUT},
+    "docs/howto/token-ids.md": {"Samples would share more": "is what tests/unit/test_cli_causes.py holds"},
     "docs/inside.md": {"prefix trees of 100 micro-batches": TRAINERS},
     "docs/xtoken.md": {"error: ": MESSAGES},
 }
