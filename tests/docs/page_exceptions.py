@@ -65,9 +65,10 @@ NOT_RUN: dict[str, dict[str, str]] = {
 # Page: {how an output block below no command begins: why it cannot be compared}.
 QUOTED: dict[str, dict[str, str]] = {
     "docs/data.md": {"error: ": MESSAGES},
-    "docs/howto/megatron-lm.md": {"scored.jsonl: ": CHECKOUT, "...": CHECKOUT},
+    "docs/howto/megatron-lm.md": {"scored.jsonl: ": CHECKOUT, "sizes that": CHECKOUT, "...": CHECKOUT},
     "docs/howto/token-ids.md": {"Samples would share more": "is what tests/unit/test_cli_causes.py holds"},
     "docs/inside.md": {"prefix trees of 100 micro-batches": TRAINERS},
+    "docs/planning.md": {"Training steps fold more": "is what tests/unit/test_cli_causes.py holds"},
     "docs/xtoken.md": {"error: ": MESSAGES},
 }
 

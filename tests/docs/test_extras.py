@@ -38,7 +38,13 @@ OTHERS = {
     *("flash_attn_interface", "liger_kernel", "nemo_rl", "prefix_grouper", "ray", "slime", "tensordict", "tomli"),
     "verl",
 }
-OWN = {"mcore_prefix_tree", *(path.stem for path in (ROOT / "scripts").rglob("*") if path.suffix in ("", ".py"))}
+# What scripts import of the tests and for them is there where tests run.
+TESTS = {"pytest", *(path.stem for path in (ROOT / "tests").rglob("*.py"))}
+OWN = {
+    "mcore_prefix_tree",
+    *(path.stem for path in (ROOT / "scripts").rglob("*") if path.suffix in ("", ".py")),
+    *TESTS,
+}
 
 
 def declared() -> dict[str, list[str]]:

@@ -24,7 +24,8 @@ SOURCES = sorted([*(ROOT / "mcore_prefix_tree").rglob("*.py"), *(ROOT / "scripts
 _TOOLS = r"(?:pip3?|pipx|uv|poetry|conda|mamba)"
 _COMMAND = re.compile(rf"\b{_TOOLS}\s+(?:install|add|download|wheel|run --with)\s+([^\n`#;&|)]*)")
 # Projects of others that a GPU or a benchmark needs and no requirements file pins.
-OTHERS = {"areal", "transformer-engine"}
+# The last two are what TransformerEngine and flash-attn are compiled with.
+OTHERS = {"areal", "transformer-engine", "ninja", "wheel"}
 _TAKES_VALUE = {"-r", "--requirement", "-c", "--constraint", "-t", "--target", "-w", "--wheel-dir", "--python"}
 
 
