@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the steps of the README on a CPU, folded and unfolded: the quickstart's batch, in models of two shapes.
 
-    scripts/bench_steps.py            # two cores take about seven minutes; let nothing else run
+    scripts/bench_steps.py            # two cores take about four minutes; let nothing else run
     scripts/render_results.py         # writes the tables
 
 The body of one model does most of the work, the vocabulary head that of the other; so their bounds differ.
@@ -25,7 +25,7 @@ SHAPES = {
             *("model.hidden_size=768", "model.ffn_hidden_size=2048"),
             *("model.num_attention_heads=12", "model.num_query_groups=4"),
         ),
-        5,
+        3,
     ),
     "step_quickstart_cpu": ((), 9),
 }
