@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.inputs import read_regular
 
 logger = logging.getLogger(__name__)
 
 # A conversation that every chat template takes.
-_QUESTION = {"role": "user", "content": "a"}
+QUESTION: dict[str, Any] = {"role": "user", "content": "a"}
 _ANSWER = {"role": "assistant", "content": "b."}  # no letter: some tokens are none beside one
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "c", "arguments": {}}}
-_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+CALLING: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -62,7 +63,7 @@ class TurnEnds:
         self._at: int | None = None
         self._is_ended = True
         try:
-            answer, later = encode([_QUESTION, _ANSWER]), encode([_QUESTION, _ANSWER, _QUESTION])
+            answer, later = encode([QUESTION, _ANSWER]), encode([QUESTION, _ANSWER, QUESTION])
         except ChatError:  # a template for other conversations
             pass
         else:
@@ -143,14 +144,14 @@ class TurnEnds:
     def _opener(self, role: str) -> int | None:
         if role not in self._openers:
             message = {"role": role, "content": "d"}
-            turns: list[Mapping[str, Any]] = [_CALLING, _ANSWER] if role == "tool" else [_ANSWER]
+            turns: list[Mapping[str, Any]] = [CALLING, _ANSWER] if role == "tool" else [_ANSWER]
             found = (self._behind(turn, message) for turn in turns)
             self._openers[role] = next((token for token in found if token is not None), None)
         return self._openers[role]
 
     def _behind(self, turn: Mapping[str, Any], message: Mapping[str, Any]) -> int | None:
         try:
-            before, after = self._encode([_QUESTION, turn]), self._encode([_QUESTION, turn, message])
+            before, after = self._encode([QUESTION, turn]), self._encode([QUESTION, turn, message])
         except ChatError:
             return None
         return after[len(before)] if after[: len(before)] == before and len(after) > len(before) else None
@@ -166,7 +167,7 @@ def declared_stops(folder: str) -> frozenset[int]:
     if not path.is_file():
         return frozenset()
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_regular(path))
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is not valid JSON; restore it from the model's folder") from None
     value = config.get("eos_token_id") if isinstance(config, dict) else None

@@ -12,6 +12,7 @@ from typing import Any
 from mcore_prefix_tree.data.chat import ChatMessage, Tool
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.chat_template import ChatTemplates
+from mcore_prefix_tree.data.turn_ends import CALLING, QUESTION
 from mcore_prefix_tree.data.turns import THINKING
 
 # An empty block of thinking, such as <think></think> or [THINK][/THINK], with whitespace in and around it.
@@ -25,16 +26,8 @@ _OPENED_THINKING = re.compile(r"[<\[◁]\|?[\w:]*(?:think|thought|reason)\w*\|?[
 # Variables with which chat templates turn thinking off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _LONGEST_TAG = 64
-# A text that a rendering can be searched for, and the conversation around it.
+# A text that a rendering can be searched for.
 _PROBE = "7q1Zx"
-_BEFORE_RESULT: tuple[dict[str, Any], ...] = (
-    {"role": "user", "content": "a"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "b", "arguments": {}}}],
-    },
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +99,8 @@ class TurnTexts:
         switched = self._templates.render(
             history, told, add_generation_prompt=True, **dict.fromkeys(_THINKING_SWITCHES, thinks)
         )
-        opened = _OPENED_THINKING.search(prompt[-_LONGEST_TAG:])
-        unopened = prompt if opened is None or thinks else prompt[: -len(opened[0])]
-        return next((other for other in (switched, unopened) if answered.startswith(other)), prompt)
+        others = (switched,) if thinks else (switched, _unopened(prompt))
+        return next((other for other in others if answered.startswith(other)), prompt)
 
     def _with_empty_thinking(
         self,
@@ -123,9 +115,7 @@ class TurnTexts:
         A model that wrote no thinking was given that block: by the prompt that the template makes with thinking off,
         if it has such a switch.
         """
-        opened = _OPENED_THINKING.search(prompt[-_LONGEST_TAG:])
-        start = len(prompt) - (len(opened[0]) if opened else 0)
-        block = _EMPTY_THINKING.match(answered, start)
+        block = _EMPTY_THINKING.match(answered, len(_unopened(prompt)))
         if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
             return prompt
         *history, turn = converted
@@ -216,14 +206,13 @@ class TurnTexts:
     @cached_property
     def _joins_arguments(self) -> bool:
         """Return whether the chat template joins arguments with other text, and so takes their JSON text."""
-        question, call = _BEFORE_RESULT
-        function = call["tool_calls"][0]["function"]
+        (call,) = CALLING["tool_calls"]
         texts = []
         object_and_text: tuple[Any, str] = ({}, "{}")
         for arguments in object_and_text:
-            calling = call | {"tool_calls": [call["tool_calls"][0] | {"function": function | {"arguments": arguments}}]}
+            changed = call | {"function": call["function"] | {"arguments": arguments}}
             try:
-                texts.append(self._templates.render([question, calling]))
+                texts.append(self._templates.render([QUESTION, CALLING | {"tool_calls": [changed]}]))
             except ChatError:
                 texts.append("")
         return not texts[0] and bool(texts[1])
@@ -232,13 +221,19 @@ class TurnTexts:
         """Return whether the chat template writes messages of a role, rather than drop them in silence."""
         if role not in self._roles_written:
             probe: dict[str, Any] = {"role": role, "content": _PROBE}
-            conversation = [*_BEFORE_RESULT, probe] if role == "tool" else [probe, *_BEFORE_RESULT]
+            conversation = [QUESTION, CALLING, probe] if role == "tool" else [probe, QUESTION, CALLING]
             try:
                 found = self._templates.render(conversation)
                 self._roles_written[role] = _PROBE in found
             except ChatError:  # a template that refuses the role says so with the record's own messages
                 self._roles_written[role] = role != "developer"
         return self._roles_written[role]
+
+
+def _unopened(prompt: str) -> str:
+    """Return a prompt without the tag of thinking that it may end with."""
+    opened = _OPENED_THINKING.search(prompt[-_LONGEST_TAG:])
+    return prompt if opened is None else prompt[: -len(opened[0])]
 
 
 def _arguments(text: str) -> Any:
